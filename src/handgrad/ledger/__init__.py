@@ -1,0 +1,10 @@
+"""The ledger: one check for every equation, number and claim of the paper, and one for every misprint that matters.
+
+Each file is a section of the paper. A check draws its own shapes and values, computes with `paper/` (or `plan`), and
+compares with an oracle of `verify`. `run` is what `handgrad verify` calls.
+"""
+
+from . import layernorm
+from .check import CHECKS, Check, run, select
+
+__all__ = ["CHECKS", "Check", "layernorm", "run", "select"]

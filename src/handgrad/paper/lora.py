@@ -1,0 +1,31 @@
+"""Section 6: low-rank adaptation. Equations 43–46.
+
+    a_{i−1}  (n_T, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      scale  one number
+
+The paper's factor α is called `scale` here: written α with "usually α = r" it would multiply the branch by r, whereas
+the common convention is scale = α/r (or α/√r), with which α = r means a factor of 1 (R11).
+These are the formulas of the branch alone. Beside a frozen layer both paths carry the error signal (R3): see
+`transformer.py`, where Δ_11 = Δ_12 w_11ᵗ + scale Δ_12 (d u)ᵗ.
+"""
+
+from torch import Tensor
+
+
+def forward(a: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
+    """a_i = scale · a_{i−1} d u"""
+    return scale * a @ d @ u  # (43)
+
+
+def delta_prev(delta: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
+    """Δ_{i−1} = scale · Δ_i (d u)ᵗ"""
+    return scale * delta @ (d @ u).t()  # (44)
+
+
+def grad_d(delta: Tensor, a: Tensor, u: Tensor, scale: float) -> Tensor:
+    """∂d = scale · a_{i−1}ᵗ Δ_i uᵗ"""
+    return scale * a.t() @ delta @ u.t()  # (45)
+
+
+def grad_u(delta: Tensor, a: Tensor, d: Tensor, scale: float) -> Tensor:
+    """∂u = scale · (a_{i−1} d)ᵗ Δ_i"""
+    return scale * (a @ d).t() @ delta  # (46)
