@@ -4,18 +4,33 @@ This is the only file of the package in which autograd may appear, and nothing t
 `ledger/` uses these oracles to prove the paper line by line; `verify` uses them on a whole model.
 """
 
+import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
+
+from .config import GPTConfig
+from .errors import HandgradError, NonFiniteError
+from .gpt import GPT
+from .layers import Head as LogitsLayer
+from .layers import Linear, LoRA
+from .paper.attention import Head
+from .paper.transformer import Block, Network, Options
+from .trace import trace
 
 # Largest relative error of a gradient or an error signal, by the dtype in which it was computed.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -51,21 +66,23 @@ def autograd(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None 
 
 def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor:
     """df for a given dx, by torch's forward-mode differentiation."""
-    _, df = torch.func.jvp(f, (x.detach(),), (dx,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about a compiler it loads on the way
+        df: Tensor = torch.func.jvp(f, (x.detach(),), (dx,))[1]
     return df
 
 
 def finite_difference(f: Callable[[Tensor], float], x: Tensor, direction: Tensor, step: float = 1e-3) -> float:
-    """d f(x + s·direction)/ds at s = 0: central differences of fourth order, so that s may be large and rounding small."""
+    """d f(x + s·direction)/ds at s = 0: central differences of fourth order allow a large s and little rounding"""
     values = [f(x + k * step * direction) for k in (1, -1, 2, -2)]
     return (8 * (values[0] - values[1]) - (values[2] - values[3])) / (12 * step)
 
 
 def direction_near(grad: Tensor, generator: torch.Generator) -> Tensor:
-    """A random direction of length about 1 that is not orthogonal to `grad`, or the derivative along it would be noise."""
+    """A random direction of length about 1, but not orthogonal to `grad`: the derivative along it would be noise."""
     noise = torch.randn(grad.shape, generator=generator, dtype=grad.dtype, device=grad.device)
-    noise = noise / noise.norm()
-    size = grad.norm()
+    noise /= noise.norm()
+    size = grad.norm().item()
     return noise if size == 0 else noise + grad / size
 
 
@@ -179,33 +196,32 @@ class Report:
         return f"all {n} checks passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=self.title, title_justify="left", header_style="bold", pad_edge=False, expand=False)
-        wide = console.width >= 110
-        table.add_column("", width=1)
+        room = options.max_width - max((len(c.id) for c in self.checks), default=5) - 57  # what the other columns take
+        table = Table(box=box.SIMPLE_HEAD, title=Text(self.title, style="bold"), title_justify="left", pad_edge=False)
+        table.add_column("", no_wrap=True)
         table.add_column("check", no_wrap=True)
         table.add_column("eq.", no_wrap=True)
-        if wide:
-            table.add_column("statement", overflow="ellipsis", no_wrap=True, ratio=1)
+        if room >= 20:
+            table.add_column("statement", overflow="ellipsis", no_wrap=True, width=room)
         table.add_column("oracle", no_wrap=True)
-        table.add_column("error", justify="right", no_wrap=True)
-        table.add_column("limit", justify="right", no_wrap=True)
-        table.add_column("ms", justify="right", no_wrap=True)
+        for name in ("error", "limit", "ms"):
+            table.add_column(name, justify="right", no_wrap=True)
         section = None
         for c in self.checks:
             if c.section != section:
                 section = c.section
                 table.add_section()
-                heading = Text(section, style="bold magenta")
-                table.add_row("", *([heading] if not wide else ["", "", heading]))
-            mark = Text("✔", style="green") if c.passed else Text("✘", style="bold red")
-            statement = c.statement if c.passed or not c.note else f"{c.statement} — {c.note}"
+                heading = Text(section, style="bold magenta", overflow="ellipsis")
+                table.add_row("", "", "", heading) if room >= 20 else table.add_row("", heading)
+            colour = "green" if c.passed else "bold red"
+            statement = c.statement if c.passed or not c.note else f"{c.note} — {c.statement}"
             table.add_row(
-                mark,
-                Text(c.id, style="" if c.passed else "bold red"),
+                Text("✔" if c.passed else "✘", style=colour),
+                Text(c.id, style="" if c.passed else colour),
                 c.equation,
-                *([Text(" ".join(statement.split()))] if wide else []),
+                *([Text(statement)] if room >= 20 else []),
                 c.oracle,
-                Text(_number(c.error), style="" if c.passed else "bold red"),
+                Text(_number(c.error), style=colour),
                 _number(c.tolerance),
                 f"{1e3 * c.seconds:.0f}",
             )
@@ -242,3 +258,318 @@ def _number(x: float) -> str:
     if not math.isfinite(x):
         return "∞"
     return f"{x:.1e}"
+
+
+# ── a whole model ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def options_of(config: GPTConfig) -> Options:
+    return Options(config.activation, config.eps, config.causal)
+
+
+def network_of(model: GPT) -> Network:
+    """The model's parameters as the paper writes them, head by head. Slices and sums of the model's own tensors."""
+
+    def biased(layer: Linear | LogitsLayer | LoRA) -> tuple[Tensor, Tensor | None]:
+        return layer.effective_weight(), (layer.base if isinstance(layer, LoRA) else layer).bias
+
+    def heads(weight: Tensor, bias: Tensor | None) -> list[Head]:
+        h, d_rho, d_h = model.config.n_heads, model.config.query_width, model.config.value_width
+        widths = [h * d_rho, h * d_rho, h * d_h]
+        w = [x.chunk(h, 1) for x in torch.split(weight, widths, 1)]
+        if bias is None:
+            raise HandgradError("the attention layer has no bias to judge")
+        if model.config.key_bias:
+            b = [x.chunk(h) for x in torch.split(bias, widths)]
+        else:
+            b = [x.chunk(h) for x in torch.split(bias, [h * d_rho, h * d_h])]
+            b.insert(1, (None,) * h)  # type: ignore[arg-type]
+        return [Head(w[0][i], b[0][i], w[1][i], b[1][i], w[2][i], b[2][i]) for i in range(h)]
+
+    t = model.transformer
+    blocks = []
+    for block in model.blocks:
+        w_3, b_3 = biased(block.attn.c_proj)
+        w_6, b_6 = biased(block.mlp.c_fc)
+        w_8, b_8 = biased(block.mlp.c_proj)
+        assert b_3 is not None and b_6 is not None and b_8 is not None
+        blocks.append(
+            Block(
+                block.ln_1.weight, block.ln_1.bias, heads(*biased(block.attn.c_attn)), w_3, b_3,
+                block.ln_2.weight, block.ln_2.bias, w_6, b_6, w_8, b_8,
+            )
+        )  # fmt: skip
+    plain_tied = model.config.tied and not isinstance(model.lm_head, LoRA)
+    w_11, b_11 = biased(model.lm_head)
+    return Network(t.wte.weight, t.wpe.weight, blocks, t.ln_f.weight, t.ln_f.bias, None if plain_tied else w_11, b_11)
+
+
+Station = Callable[[str, Tensor], Tensor]
+
+
+def twin(p: Network, o: Options, ids: Tensor, targets: Tensor, station: Station) -> Tensor:
+    """The same network for one sequence, written with torch's own functions: the sum of the losses over the targets.
+    Every intermediate passes through `station` under the name of its Δ, to be watched or nudged."""
+    n = len(ids)
+    future = torch.ones(n, n, dtype=torch.bool, device=ids.device).triu(1)
+    a = F.embedding(ids, p.w_tok) + p.w_pos[:n]
+    for i, block in enumerate(p.blocks):
+
+        def stop(name: str, x: Tensor, i: int = i) -> Tensor:
+            return station(f"blocks.{i}.delta_{name}", x)
+
+        a_1 = stop("1", a)
+        a_2 = stop("2", F.layer_norm(a_1, block.w_1.shape, block.w_1, block.b_1, o.eps))
+        q = [a_2 @ head.w_q + head.b_q for head in block.heads]
+        k = [a_2 @ head.w_k + (0 if head.b_k is None else head.b_k) for head in block.heads]
+        v = [a_2 @ head.w_v + head.b_v for head in block.heads]
+        raw = stop("raw", torch.stack([x @ y.T for x, y in zip(q, k, strict=True)]))
+        scaled = stop("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
+        rho = F.softmax(scaled.masked_fill(future, -math.inf) if o.causal else scaled, -1)
+        a_3 = stop("3", torch.cat([r @ x for r, x in zip(rho, v, strict=True)], 1))
+        a_4 = stop("4", a_3 @ block.w_3 + block.b_3)
+        a_5 = stop("5", a_1 + a_4)
+        a_6 = stop("6", F.layer_norm(a_5, block.w_5.shape, block.w_5, block.b_5, o.eps))
+        a_7 = stop("7", a_6 @ block.w_6 + block.b_6)
+        a_8 = stop(
+            "8", F.relu(a_7) if o.g == "relu" else F.gelu(a_7, approximate="tanh" if o.g == "gelu_tanh" else "none")
+        )
+        a_9 = stop("9", a_8 @ block.w_8 + block.b_8)
+        a = stop("10", a_5 + a_9)
+    a_11 = station("delta_11", F.layer_norm(a, p.w_10.shape, p.w_10, p.b_10, o.eps))
+    logits = a_11 @ (p.w_tok.T if p.w_11 is None else p.w_11)
+    if p.adapter is not None:
+        logits = logits + p.adapter.scale * (a_11 @ p.adapter.d_11 @ p.adapter.u_11)
+    a_12 = station("delta_12", logits if p.b_11 is None else logits + p.b_11)
+    return F.cross_entropy(a_12, targets, reduction="sum")  # torch ignores −100 too
+
+
+class Truth(NamedTuple):
+    loss: float
+    values: dict[str, Tensor]  # by the name of their Δ
+    deltas: dict[str, Tensor]
+    grads: dict[str, Tensor]  # by the name of the parameter
+
+
+def network_truth(p: Network, o: Options, ids: Tensor, targets: Tensor) -> tuple[Truth, Network]:
+    """Autograd's verdict on a network written as in the paper: values and Δ by name, and the gradients as a Network."""
+    flat, shape = tree_flatten(p)
+    leaves = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) else x for x in flat]
+    seen: dict[str, Tensor] = {}
+
+    def visit(name: str, x: Tensor) -> Tensor:
+        seen[name] = x
+        return x
+
+    with torch.enable_grad():
+        loss = twin(tree_unflatten(leaves, shape), o, ids, targets, visit)
+        parameters = [x for x in leaves if isinstance(x, Tensor)]
+        wanted = [*seen.values(), *parameters]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
+    values = {name: x.detach() for name, x in seen.items()}
+    truth = Truth(loss.item(), values, {name: next(found) for name in seen}, {})
+    return truth, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
+
+
+class _Twin:
+    """The model's twin over a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
+
+    def __init__(self, model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None):
+        self.model = model
+        batch = model.pack(tokens, lengths)
+        self.lengths, self.ids = batch.lengths, batch.ids
+        self.targets = targets.reshape(-1).to(self.ids)
+        self.n_targets = int((self.targets != -100).sum())
+        self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+
+    def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
+        """The mean loss; `visit(start, name, x)` sees each station of the sequence that begins in row `start`."""
+        network, options = network_of(self.model), options_of(self.model.config)
+        total = self.ids.new_zeros((), dtype=torch.float64)
+        for start, n in zip(self.starts, self.lengths, strict=True):
+            rows = slice(start, start + n)
+            station: Station = lambda name, x, start=start: visit(start, name, x)  # type: ignore[misc]  # noqa: E731
+            total = total + twin(network, options, self.ids[rows], self.targets[rows], station)
+        return total / self.n_targets
+
+    def run(self) -> Truth:
+        """Autograd's verdict on the whole batch."""
+        seen: dict[str, list[Tensor]] = {}
+
+        def visit(start: int, name: str, x: Tensor) -> Tensor:
+            seen.setdefault(name, []).append(x)
+            return x
+
+        parameters = dict(self.model.named_parameters())
+        frozen = [p for p in parameters.values() if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)  # so that every station is on the graph
+        with torch.enable_grad():
+            loss = self.loss(visit)
+            flat = [x for parts in seen.values() for x in parts]
+            wanted = [*flat, *parameters.values()]
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        for p in frozen:
+            p.requires_grad_(False)
+        found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
+        values = {name: self._assemble(parts) for name, parts in seen.items()}
+        deltas = {name: self._assemble([next(found) for _ in parts]) for name, parts in seen.items()}
+        self.run_names = list(deltas)
+        return Truth(loss.item(), values, deltas, {name: next(found) for name in parameters})
+
+    def nudged(self, name: str, change: Tensor) -> float:
+        """The loss with `change` added to the station of that name; no name, no change."""
+
+        def visit(start: int, here: str, x: Tensor) -> Tensor:
+            if here != name:
+                return x
+            rows = slice(start, start + x.shape[-2])
+            return x + (change[:, rows, rows] if x.ndim == 3 else change[rows])
+
+        with torch.no_grad():
+            return self.loss(visit).item()
+
+    def _assemble(self, parts: list[Tensor]) -> Tensor:
+        """One sequence after the other: rows below each other, maps between tokens along the diagonal."""
+        parts = [x.detach() for x in parts]
+        if parts[0].ndim == 2:
+            return torch.cat(parts)
+        n = sum(self.lengths)
+        whole = parts[0].new_zeros(parts[0].shape[0], n, n)
+        for start, x in zip(self.starts, parts, strict=True):
+            rows = slice(start, start + x.shape[-1])
+            whole[:, rows, rows] = x
+        return whole
+
+
+Watch = Callable[[Sequence[str]], Iterable[str]]
+EACH_BY_ITSELF = 5_000_000  # parameters up to which finite differences visit every parameter and signal separately
+
+
+def verify(
+    model: GPT,
+    tokens: Tensor,
+    targets: Tensor,
+    lengths: list[int] | None = None,
+    *,
+    seed: int = 0,
+    watch: Watch = iter,
+) -> Report:
+    """Every error signal and every parameter gradient of a model on these tokens, against autograd and against finite
+    differences, in float64; and what the model computes in its own dtype against that truth.
+
+    `watch` may wrap the sequence of names that finite differences visit, for a progress bar. The model is not changed.
+    """
+    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if broken:
+        raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load a sound checkpoint")
+    wide = copy.deepcopy(model).double()
+    ours = trace(wide, tokens, targets, lengths)
+    grads = _gradients(wide, tokens, targets, lengths)
+    judge_twin = _Twin(wide, tokens, targets, lengths)
+    truth = judge_twin.run()
+
+    report = Report(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokens.numel()} tokens")
+
+    def add(section: str, id: str, note: str, oracle: str, limit: float, measure: Callable[[], object]) -> None:
+        report.checks.append(judge(id, section, "", note, oracle, limit, measure))
+
+    limit = TOLERANCE[torch.float64]
+    add("Forward", "loss", "mean", "twin", limit, lambda: abs(ours.loss - truth.loss) / abs(truth.loss))
+    for name, value in truth.values.items():
+        if (name := name.replace("delta_", "a_")) in ours:
+            add("Forward", name, _shape(value), "twin", limit, _error(ours[name], value))
+    for name in reversed([name for name in truth.deltas if name in ours]):
+        signal, floor = truth.deltas[name], _largest(truth.deltas)
+        add("Error signals", name, _shape(signal), "autograd", limit, _error(ours[name], signal, 1e-4 * floor))
+    for name in grads:
+        grad, floor = truth.grads[name], _largest(truth.grads)
+        add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads[name], grad, 1e-4 * floor))
+
+    generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
+    kinked = model.config.activation == "relu"  # a large step would cross the kinks
+    step, difference_limit = (1e-6, 1e-4) if kinked else (1e-3, FINITE_DIFFERENCE_TOLERANCE)
+    probes = _probes(judge_twin, dict(ours), grads)
+    for name in watch(list(probes)):
+        probe = probes[name]
+        add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.", difference_limit,
+            lambda probe=probe: directional_error(probe.f, probe.at, probe.grad, generator, probe.floor, step))  # type: ignore[misc]  # fmt: skip
+        probe.f(probe.at)  # puts the parameters back
+
+    dtype = model.transformer.wte.weight.dtype
+    if dtype != torch.float64:
+        kind = str(dtype).removeprefix("torch.")
+        floor = 1e-2 * _largest(truth.grads)
+        for name, grad in _gradients(copy.deepcopy(model), tokens, targets, lengths).items():
+            measure = _error(grad, truth.grads[name], floor)
+            add(f"As computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[dtype], measure)
+    return report
+
+
+def _gradients(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> dict[str, Tensor]:
+    """The hand-derived gradient of every trainable parameter. A missing one is an infinite error: it is left NaN."""
+    for p in model.parameters():
+        p.grad = None
+    model.loss_and_grads(tokens, targets, lengths)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: torch.full_like(p, math.nan) if p.grad is None else p.grad for name, p in trained.items()}
+
+
+class _Probe(NamedTuple):
+    """A scalar function of a tensor, where to differentiate it, and the gradient claimed there."""
+
+    f: Callable[[Tensor], float]
+    at: Tensor
+    grad: Tensor
+    floor: float
+
+
+def _probes(judge_twin: _Twin, ours: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, _Probe]:
+    """What finite differences visit: every signal and parameter of a small model; of a large one each block's Δ_1, the
+    signals of the head, and the parameters of a layer together."""
+    model = judge_twin.model
+    parameters = dict(model.named_parameters())
+    small = sum(p.numel() for p in parameters.values()) <= EACH_BY_ITSELF
+    signals = [name for name in judge_twin.run_names if name in ours]
+    if not small:
+        signals = [name for name in signals if name.endswith("delta_1") or "." not in name]
+    probes = {}
+    floor = 1e-3 * max(ours[name].norm().item() for name in signals)
+    for name in signals:
+        f: Callable[[Tensor], float] = lambda x, name=name: judge_twin.nudged(name, x)  # type: ignore[misc]  # noqa: E731
+        probes[name] = _Probe(f, torch.zeros_like(ours[name]), ours[name], floor)
+    groups: dict[str, list[str]] = {}
+    for name in grads:
+        layer = ".".join(name.split(".")[:3]) if ".h." in name else name.rpartition(".")[0]
+        groups.setdefault(name if small else layer, []).append(name)
+    floor = 1e-3 * max(g.norm().item() for g in grads.values())
+    for group, names in groups.items():
+        members = [parameters[name] for name in names]
+        at = torch.cat([p.detach().reshape(-1) for p in members])
+        grad = torch.cat([grads[name].reshape(-1) for name in names])
+        probes[group] = _Probe(_loss_of(judge_twin, members), at, grad, floor)
+    return probes
+
+
+def _loss_of(judge_twin: _Twin, members: list[nn.Parameter]) -> Callable[[Tensor], float]:
+    """The twin's loss as a function of these parameters, laid end to end."""
+
+    def f(values: Tensor) -> float:
+        for p, part in zip(members, torch.split(values, [p.numel() for p in members]), strict=True):
+            p.data.copy_(part.view_as(p))
+        return judge_twin.nudged("", values)
+
+    return f
+
+
+def _largest(tensors: dict[str, Tensor]) -> float:
+    return max(x.abs().max().item() for x in tensors.values())
+
+
+def _error(ours: Tensor, truth: Tensor, floor: float = 0.0) -> Callable[[], object]:
+    return lambda: relative_error(ours, truth, floor)
+
+
+def _shape(x: Tensor) -> str:
+    return " × ".join(f"{n:,}" for n in x.shape)

@@ -4,7 +4,25 @@ Each file is a section of the paper. A check draws its own shapes and values, co
 compares with an oracle of `verify`. `run` is what `handgrad verify` calls.
 """
 
-from . import layernorm
+from . import (
+    embedding,
+    errata,
+    head_backward,
+    head_forward,
+    identities,
+    invariants,
+    kv_cache,
+    layernorm,
+    lora,
+    loss,
+    multi_head,
+    numbers,
+    softmax,
+    transformer,
+)
 from .check import CHECKS, Check, run, select
 
-__all__ = ["CHECKS", "Check", "layernorm", "run", "select"]
+__all__ = [
+    "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "identities", "invariants", "kv_cache",
+    "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
+]  # fmt: skip

@@ -134,6 +134,15 @@ def mismatch(*pairs: tuple[object, object]) -> float:
     return float(sum(found != expected for found, expected in pairs))
 
 
+def refuses(kind: type[Exception], f: Callable[[], object]) -> bool:
+    """Whether f raises this exception: what must not be possible is checked by trying it."""
+    try:
+        f()
+    except kind:
+        return True
+    return False
+
+
 @dataclass(frozen=True)
 class Check:
     id: str
@@ -149,16 +158,17 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    id: str, section: int, equation: str, oracle: Oracle, tolerance: float | None = None
+    id: str, section: int, equation: str, oracle: Oracle, tolerance: float | None = None, statement: str = ""
 ) -> Callable[[Callable[[Lab], Outcome]], Callable[[Lab], Outcome]]:
-    """Enter a function into the ledger under its id. `equation` is the paper's number, or "" where it has none."""
+    """Enter a function into the ledger under its id. `equation` is the paper's number, or "" where it has none; the
+    statement is the function's docstring unless given."""
 
     def enter(measure: Callable[[Lab], Outcome]) -> Callable[[Lab], Outcome]:
         if id in CHECKS:
             raise AssertionError(f"two checks are called {id}")
-        statement = " ".join((measure.__doc__ or "").split())
+        words = " ".join((statement or measure.__doc__ or "").split())
         limit = oracle[1] if tolerance is None else tolerance
-        CHECKS[id] = Check(id, section, equation, statement, oracle[0], limit, measure)
+        CHECKS[id] = Check(id, section, equation, words, oracle[0], limit, measure)
         return measure
 
     return enter
@@ -188,9 +198,7 @@ def run(seed: int, only: str | None = None, watch: Callable[[Iterable[Check]], I
 
 def _judge(c: Check, lab: Lab) -> Result:
     with torch.no_grad():
-        return judge(
-            c.id, SECTIONS[c.section], c.equation, c.statement, c.oracle, c.tolerance, lambda: c.measure(lab)
-        )
+        return judge(c.id, SECTIONS[c.section], c.equation, c.statement, c.oracle, c.tolerance, lambda: c.measure(lab))
 
 
 def _mix(seed: int, key: str) -> int:

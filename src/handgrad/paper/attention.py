@@ -1,10 +1,10 @@
 """Section 3: one head of causal self-attention (Table 1), and Section 4: many heads.
 
-    a_{i−1}     (n_T, d)
-    w_q, w_k    (d, d_ρ)    b_q, b_k  (d_ρ)      d_ρ need not equal d_h, and may differ from head to head
-    w_v         (d, d_h)    b_v       (d_h)      (R7: eq. 17 prints w_v ∈ R^{d_h})
-    q, k        (n_T, d_ρ)  v, a_i^h  (n_T, d_h)
-    raw, scaled, causal, rho and their Δ   (n_T, n_T)
+a_{i−1}     (n_T, d)
+w_q, w_k    (d, d_ρ)    b_q, b_k  (d_ρ)      d_ρ need not equal d_h, and may differ from head to head
+w_v         (d, d_h)    b_v       (d_h)      (R7: eq. 17 prints w_v ∈ R^{d_h})
+q, k        (n_T, d_ρ)  v, a_i^h  (n_T, d_h)
+raw, scaled, causal, rho and their Δ   (n_T, n_T)
 """
 
 import math
@@ -130,7 +130,7 @@ def forward_heads(a: Tensor, heads: list[Head], causal: bool = True) -> ManyForw
 
 def slice_heads(delta: Tensor, heads: list[Head]) -> list[Tensor]:
     """Δ_i cut into the columns of each head, Δ_i^h ∈ (n_T, d_h)"""
-    return list(delta.split([head.w_v.shape[1] for head in heads], 1))
+    return list(torch.split(delta, [head.w_v.shape[1] for head in heads], 1))
 
 
 def backward_heads(delta: Tensor, a: Tensor, heads: list[Head], saved: ManyForward) -> ManyBackward:

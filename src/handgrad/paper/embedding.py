@@ -1,7 +1,7 @@
 """Section 2: embeddings, as a product with one-hot rows. Equations 1–3.
 
-    a_{i−1}  ids            (n_T,)
-    w_emb    one row per id (n_V, d)      n_V = n_vocab for tokens, n_context for positions
+a_{i−1}  ids            (n_T,)
+w_emb    one row per id (n_V, d)      n_V = n_vocab for tokens, n_context for positions
 """
 
 from torch import Tensor

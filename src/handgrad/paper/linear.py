@@ -1,6 +1,6 @@
 """Fully connected layer, inherited from the predecessor paper (its Section 5).
 
-    a_{i−1}  (n_T, f_in)      w  (f_in, f_out)      b  (f_out)      a_i  (n_T, f_out)
+a_{i−1}  (n_T, f_in)      w  (f_in, f_out)      b  (f_out)      a_i  (n_T, f_out)
 """
 
 from torch import Tensor

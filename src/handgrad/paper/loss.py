@@ -1,13 +1,13 @@
 """Section 1: softmax with cross-entropy over the next token.
 
-    a_12     logits      (n_T, n_vocab)
-    targets  ids         (n_T,)      NO_TARGET where a row has none: at least the last one (R5)
+a_12     logits      (n_T, n_vocab)
+targets  ids         (n_T,)      NO_TARGET where a row has none: at least the last one (R5)
 """
 
 import torch
 from torch import Tensor
 
-from .notation import ohe, row_dot, softmax, tilde_columns
+from .notation import ohe, row_dot, tilde_columns
 
 NO_TARGET = -100
 
@@ -25,8 +25,8 @@ def y_gt(targets: Tensor, n_vocab: int, dtype: torch.dtype) -> Tensor:
 
 def token_losses(a_12: Tensor, targets: Tensor) -> Tensor:
     """ℓ = −y_gt ⊖ log y_pred ∈ (n_T,), zero where there is no target"""
-    log_y_pred = a_12 - torch.logsumexp(a_12, 1, keepdim=True)
-    return -row_dot(y_gt(targets, a_12.shape[1], a_12.dtype), log_y_pred)
+    minus_log_y_pred = torch.logsumexp(a_12, 1, keepdim=True) - a_12
+    return row_dot(y_gt(targets, a_12.shape[1], a_12.dtype), minus_log_y_pred)
 
 
 def forward(a_12: Tensor, targets: Tensor) -> Tensor:
@@ -39,6 +39,3 @@ def delta_logits(y_pred: Tensor, targets: Tensor) -> Tensor:
     has_target = (targets != NO_TARGET).to(y_pred.dtype)
     n_vocab = y_pred.shape[1]
     return tilde_columns(has_target, n_vocab) * (y_pred - y_gt(targets, n_vocab, y_pred.dtype))
-
-
-__all__ = ["NO_TARGET", "delta_logits", "forward", "next_tokens", "softmax", "token_losses", "y_gt"]

@@ -1,12 +1,15 @@
 """The paper's notation as functions: one-hot rows, products, broadcasts and the row-wise softmax (Appendix A and B)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def ohe(ids: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """One-hot rows: row t holds a single 1, in column ids[t]. Ids count from 0 (R10). (n_T,) → (n_T, n)"""
-    return torch.eye(n, dtype=dtype, device=ids.device)[ids]
+    if ids.is_floating_point() or ((ids < 0) | (ids >= n)).any():
+        raise IndexError(f"ids must be whole numbers from 0 to {n - 1}")
+    return F.one_hot(ids, n).to(dtype)
 
 
 def frobenius(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,16 @@
+"""Section 2, equations 2 and 3: rows picked from the tables of tokens and positions, and scattered back.
+
+ids, positions  (n)      w_tok  (V, d)      w_pos  (n_context, d)
+"""
+
+from torch import Tensor
+
+
+def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor) -> Tensor:
+    """a_1 = ohe(a_0) w_tok + ohe(positions) w_pos, which is a look-up   (2)"""
+    return w_tok.index_select(0, ids).add_(w_pos.index_select(0, positions))
+
+
+def backward(delta: Tensor, ids: Tensor, grad_w: Tensor) -> None:
+    """∂w += ohe(ids)ᵗ Δ_1: a row that was picked several times collects every Δ   (3)"""
+    grad_w.index_add_(0, ids, delta)

@@ -1,0 +1,51 @@
+"""Section 5, equations 38 and 40–42: layer normalization with σ = √(var + ε) (R8).
+
+a, Δ  (n, d)      w, b  (d)      μ, 1/σ  (n, 1)
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Saved(NamedTuple):
+    a: Tensor  # (n, d)   the input
+    mu: Tensor  # (n, 1)
+    inv_sigma: Tensor  # (n, 1)   1/√(var + ε)
+
+
+def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]:
+    """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
+    out, mu, inv_sigma = torch.native_layer_norm(a, w.shape, w, b, eps)
+    return out, Saved(a, mu, inv_sigma)
+
+
+def again(saved: Saved, w: Tensor, b: Tensor) -> Tensor:
+    """The output once more, from the saved statistics: cheaper to compute than to keep."""
+    return normalized(saved).mul_(w).add_(b)
+
+
+def normalized(saved: Saved) -> Tensor:
+    """ā = (a − μ)/σ   (36)"""
+    a, mu, inv_sigma = saved
+    return (a - mu.to(a.dtype)).mul_(inv_sigma.to(a.dtype))
+
+
+def backward(delta: Tensor, saved: Saved, w: Tensor) -> Tensor:
+    """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
+    a_bar = normalized(saved)
+    g = delta * w
+    along = (g * a_bar).mean(1, keepdim=True)
+    g = g.sub_(g.mean(1, keepdim=True)).sub_(a_bar.mul_(along))
+    return g.mul_(saved.inv_sigma.to(g.dtype))
+
+
+def grad_w(delta: Tensor, saved: Saved, into: Tensor) -> None:
+    """∂w += Σ_tok ā ∘ Δ_i   (41)"""
+    into.add_(normalized(saved).mul_(delta).sum(0))
+
+
+def grad_b(delta: Tensor, into: Tensor) -> None:
+    """∂b += Σ_tok Δ_i   (42)"""
+    into.add_(delta.sum(0))

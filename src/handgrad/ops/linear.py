@@ -1,0 +1,27 @@
+"""Fully connected layer.
+
+a_{i−1}  (n, f_in)      w  (f_in, f_out)      b  (f_out)      a_i, Δ_i  (n, f_out)
+"""
+
+import torch
+from torch import Tensor
+
+
+def forward(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """a_i = a_{i−1} w + b~"""
+    return torch.mm(a, w) if b is None else torch.addmm(b, a, w)
+
+
+def backward(delta: Tensor, w: Tensor) -> Tensor:
+    """Δ_{i−1} = Δ_i wᵗ"""
+    return torch.mm(delta, w.t())
+
+
+def grad_w(delta: Tensor, a: Tensor, into: Tensor) -> None:
+    """∂w += a_{i−1}ᵗ Δ_i"""
+    into.addmm_(a.t(), delta)
+
+
+def grad_b(delta: Tensor, into: Tensor) -> None:
+    """∂b += Σ_tok Δ_i"""
+    into.add_(delta.sum(0))

@@ -1,0 +1,37 @@
+"""Section 1: softmax with cross-entropy, and Δ_12 = y_pred − y_gt. Ignored targets and 1/(number of targets) live here
+and nowhere else.
+
+    a_12  logits  (n, V)      targets  (n), all of them ids: rows without a target never come here
+"""
+
+import torch
+from torch import Tensor
+
+NO_TARGET = -100
+
+
+def rows_with_target(targets: Tensor) -> Tensor:
+    """The indices of the rows that have a target. (n) → (m)"""
+    return torch.nonzero(targets != NO_TARGET).squeeze(1)
+
+
+def forward(logits: Tensor, targets: Tensor) -> Tensor:
+    """Σ_t ℓ(t) = −Σ_t log y_pred(t)[target]"""
+    log_y_pred = torch.log_softmax(_wide(logits), 1)
+    return -log_y_pred.gather(1, targets[:, None]).sum()
+
+
+def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Σ_t ℓ(t), and Δ_12 = weight · (y_pred − y_gt), which takes the place of the logits: (n, V) exists only once"""
+    wide = _wide(logits)
+    log_y_pred = torch.log_softmax(wide, 1, out=wide)
+    target = targets[:, None]
+    total = -log_y_pred.gather(1, target).sum()
+    delta = log_y_pred.exp_()
+    delta.scatter_add_(1, target, delta.new_full(target.shape, -1.0))
+    return total, delta.mul_(weight).to(logits.dtype)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: in bfloat16 a probability would have three digits."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
