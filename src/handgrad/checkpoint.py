@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .config import GPTConfig
 from .errors import HandgradError
+from .files import sync
 from .gpt import GPT
 
 _ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -99,7 +100,7 @@ def save(model: GPT, path: str | Path) -> None:
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(_hf_config(model.config, tensors), indent=2) + "\n")
         for file in partial.iterdir():
-            _sync(file)
+            sync(file)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
             os.replace(folder, old / "model")
@@ -107,7 +108,7 @@ def save(model: GPT, path: str | Path) -> None:
             shutil.rmtree(old)
         else:
             os.replace(partial, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -140,12 +141,3 @@ def _read(file: Path) -> dict[str, Tensor]:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as reason:
         raise HandgradError(f"{file} cannot be read: {reason}") from None
-
-
-def _sync(path: Path) -> None:
-    """Make sure it is on the disk, not only in the system's memory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

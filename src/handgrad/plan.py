@@ -140,8 +140,8 @@ class Plan:
     trainable: int
 
     # floating-point operations of one step
-    flop_forward: int
-    flop_backward: int
+    forward_flop: int
+    backward_flop: int
 
     # bytes
     bytes_weights: int
@@ -199,8 +199,8 @@ def make_plan(
         total=total,
         adapters=adapters,
         trainable=trainable,
-        flop_forward=2 * (matrices + attention + branch),
-        flop_backward=2 * backward,
+        forward_flop=2 * (matrices + attention + branch),
+        backward_flop=2 * backward,
         bytes_weights=size * (total + adapters),
         bytes_gradients=size * trainable,
         bytes_optimizer=2 * size * trainable,

@@ -1,36 +1,30 @@
-"""The judge: autograd, finite differences and a counter of operations, and the report of what they found.
+"""The judge: autograd, finite differences and a counter of operations, and their verdict on a whole model.
 
 This is the only file of the package in which autograd may appear, and nothing that trains or runs a model imports it.
 `ledger/` uses these oracles to prove the paper line by line; `verify` uses them on a whole model.
 """
 
 import copy
-import json
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from .config import GPTConfig
 from .errors import HandgradError, NonFiniteError
-from .gpt import GPT
+from .gpt import GPT, Record, ignore
 from .layers import Head as LogitsLayer
 from .layers import Linear, LoRA
 from .paper.attention import Head
 from .paper.transformer import Block, Network, Options
-from .trace import trace
+from .report import Report, judge
 
 # Largest relative error of a gradient or an error signal, by the dtype in which it was computed.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -108,156 +102,6 @@ def count_multiply_adds(f: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter:
         f()
     return int(counter.get_total_flops()) // 2
-
-
-# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Result:
-    """One check and what came out of it."""
-
-    id: str
-    section: str
-    equation: str
-    statement: str
-    oracle: str
-    error: float
-    tolerance: float
-    passed: bool
-    note: str = ""
-    seconds: float = 0.0
-
-
-def judge(
-    id: str, section: str, equation: str, statement: str, oracle: str, tolerance: float, measure: Callable[[], object]
-) -> Result:
-    """Run one measurement. It returns an error, or an error and a note; raising counts as failing, with the reason."""
-    start = time.perf_counter()
-    note = ""
-    try:
-        outcome = measure()
-        if isinstance(outcome, tuple):
-            outcome, note = outcome
-        error = float(outcome)  # type: ignore[arg-type]
-    except Exception as reason:
-        error, note = math.inf, f"{type(reason).__name__}: {reason}".splitlines()[0]
-    passed = error <= tolerance  # false for NaN too
-    return Result(id, section, equation, statement, oracle, error, tolerance, passed, note, time.perf_counter() - start)
-
-
-@dataclass
-class Report:
-    """The results, in order. Prints as a table, shows as HTML in a notebook, writes itself as JSON."""
-
-    title: str
-    checks: list[Result] = field(default_factory=list)
-
-    @property
-    def failed(self) -> list[Result]:
-        return [c for c in self.checks if not c.passed]
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.checks) and not self.failed
-
-    @property
-    def seconds(self) -> float:
-        return sum(c.seconds for c in self.checks)
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.checks)
-
-    def __len__(self) -> int:
-        return len(self.checks)
-
-    def __getitem__(self, id: str) -> Result:
-        for c in self.checks:
-            if c.id == id:
-                return c
-        raise KeyError(id)
-
-    def to_json(self) -> str:
-        def plain(c: Result) -> dict[str, object]:
-            row = asdict(c)
-            if not math.isfinite(c.error):
-                row["error"] = None  # JSON has no infinity; `passed` is false and `note` has the reason
-            return row
-
-        counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed)}
-        return json.dumps({"checks": [plain(c) for c in self.checks], **counts}, indent=1, ensure_ascii=False)
-
-    def summary(self) -> str:
-        n = len(self.checks)
-        worst = max((c.error / c.tolerance for c in self.checks if c.tolerance > 0), default=0.0)
-        if self.failed:
-            names = ", ".join(c.id for c in self.failed[:8]) + (" …" if len(self.failed) > 8 else "")
-            return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {names}"
-        return f"all {n} checks passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - max((len(c.id) for c in self.checks), default=5) - 57  # what the other columns take
-        table = Table(box=box.SIMPLE_HEAD, title=Text(self.title, style="bold"), title_justify="left", pad_edge=False)
-        table.add_column("", no_wrap=True)
-        table.add_column("check", no_wrap=True)
-        table.add_column("eq.", no_wrap=True)
-        if room >= 20:
-            table.add_column("statement", overflow="ellipsis", no_wrap=True, width=room)
-        table.add_column("oracle", no_wrap=True)
-        for name in ("error", "limit", "ms"):
-            table.add_column(name, justify="right", no_wrap=True)
-        section = None
-        for c in self.checks:
-            if c.section != section:
-                section = c.section
-                table.add_section()
-                heading = Text(section, style="bold magenta", overflow="ellipsis")
-                table.add_row("", "", "", heading) if room >= 20 else table.add_row("", heading)
-            colour = "green" if c.passed else "bold red"
-            statement = c.statement if c.passed or not c.note else f"{c.note} — {c.statement}"
-            table.add_row(
-                Text("✔" if c.passed else "✘", style=colour),
-                Text(c.id, style="" if c.passed else colour),
-                c.equation,
-                *([Text(statement)] if room >= 20 else []),
-                c.oracle,
-                Text(_number(c.error), style=colour),
-                _number(c.tolerance),
-                f"{1e3 * c.seconds:.0f}",
-            )
-        yield table
-        yield Text(self.summary(), style="bold red" if self.failed else "bold green")
-
-    def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        def row(c: Result) -> str:
-            colour = "#2a7a3f" if c.passed else "#b3261e"
-            cells = [c.id, c.equation, c.statement, c.oracle, _number(c.error), _number(c.tolerance)]
-            mark = f'<td style="color:{colour}">{"✔" if c.passed else "✘"}</td>'
-            return "<tr>" + mark + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>"
-
-        head = "".join(f"<th>{x}</th>" for x in ("", "check", "eq.", "statement", "oracle", "error", "limit"))
-        body = "".join(row(c) for c in self.checks)
-        return (
-            f"<p><b>{escape(self.title)}</b><br>{escape(self.summary())}</p>"
-            f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
-        )
-
-
-def _number(x: float) -> str:
-    if x == 0:
-        return "0"
-    if not math.isfinite(x):
-        return "∞"
-    return f"{x:.1e}"
 
 
 # ── a whole model ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -444,6 +288,7 @@ class _Twin:
 
 
 Watch = Callable[[Sequence[str]], Iterable[str]]
+BYTES_PER_PARAMETER = 8 * 4  # a wide copy, its gradients, autograd's, and one direction for finite differences
 EACH_BY_ITSELF = 5_000_000  # parameters up to which finite differences visit every parameter and signal separately
 
 
@@ -461,12 +306,18 @@ def verify(
 
     `watch` may wrap the sequence of names that finite differences visit, for a progress bar. The model is not changed.
     """
+    needed, free = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters()), free_memory()
+    if needed > free:
+        raise HandgradError(
+            f"judging this model in float64 takes about {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free:"
+            " choose a smaller model of the same family"
+        )
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     if broken:
         raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load a sound checkpoint")
     wide = copy.deepcopy(model).double()
-    ours = trace(wide, tokens, targets, lengths)
-    grads = _gradients(wide, tokens, targets, lengths)
+    ours: dict[str, Tensor] = {}
+    loss, grads = _gradients(wide, tokens, targets, lengths, ours.__setitem__)
     judge_twin = _Twin(wide, tokens, targets, lengths)
     truth = judge_twin.run()
 
@@ -476,7 +327,7 @@ def verify(
         report.checks.append(judge(id, section, "", note, oracle, limit, measure))
 
     limit = TOLERANCE[torch.float64]
-    add("Forward", "loss", "mean", "twin", limit, lambda: abs(ours.loss - truth.loss) / abs(truth.loss))
+    add("Forward", "loss", "mean", "twin", limit, lambda: abs(loss - truth.loss) / abs(truth.loss))
     for name, value in truth.values.items():
         if (name := name.replace("delta_", "a_")) in ours:
             add("Forward", name, _shape(value), "twin", limit, _error(ours[name], value))
@@ -490,7 +341,7 @@ def verify(
     generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
     kinked = model.config.activation == "relu"  # a large step would cross the kinks
     step, difference_limit = (1e-6, 1e-4) if kinked else (1e-3, FINITE_DIFFERENCE_TOLERANCE)
-    probes = _probes(judge_twin, dict(ours), grads)
+    probes = _probes(judge_twin, ours, grads)
     for name in watch(list(probes)):
         probe = probes[name]
         add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.", difference_limit,
@@ -501,19 +352,30 @@ def verify(
     if dtype != torch.float64:
         kind = str(dtype).removeprefix("torch.")
         floor = 1e-2 * _largest(truth.grads)
-        for name, grad in _gradients(copy.deepcopy(model), tokens, targets, lengths).items():
+        for name, grad in _gradients(copy.deepcopy(model), tokens, targets, lengths)[1].items():
             measure = _error(grad, truth.grads[name], floor)
             add(f"As computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[dtype], measure)
     return report
 
 
-def _gradients(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> dict[str, Tensor]:
-    """The hand-derived gradient of every trainable parameter. A missing one is an infinite error: it is left NaN."""
+def free_memory() -> float:
+    """Bytes a process can still have, as far as the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf
+
+
+def _gradients(
+    model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None, record: Record = ignore
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the hand-derived gradient of every trainable parameter. A missing one is left NaN: it must fail."""
     for p in model.parameters():
         p.grad = None
-    model.loss_and_grads(tokens, targets, lengths)
+    loss = model.loss_and_grads(tokens, targets, lengths, record=record)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: torch.full_like(p, math.nan) if p.grad is None else p.grad for name, p in trained.items()}
+    return loss, {name: torch.full_like(p, math.nan) if p.grad is None else p.grad for name, p in trained.items()}
 
 
 class _Probe(NamedTuple):

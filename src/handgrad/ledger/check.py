@@ -10,7 +10,7 @@ A property that must NOT hold (a misprint, a broken symmetry) is measured throug
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import HandgradError
 from ..paper.attention import Head
 from ..paper.transformer import Adapter, Block, Network
-from ..verify import Report, Result, judge
+from ..report import Report, Result, judge
 
 SECTIONS = {
     1: "1 · Data and loss",
@@ -155,6 +155,7 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
+Watch = Callable[[Sequence[Check]], Iterable[Check]]
 
 
 def check(
@@ -186,7 +187,7 @@ def select(only: str | None) -> list[Check]:
     return chosen
 
 
-def run(seed: int, only: str | None = None, watch: Callable[[Iterable[Check]], Iterable[Check]] = iter) -> Report:
+def run(seed: int, only: str | None = None, watch: Watch = iter) -> Report:
     """Run the ledger's checks. `watch` may wrap the sequence of checks, for a progress bar."""
     shared: dict[str, Any] = {}
     report = Report(f"The paper, checked line by line (seed {seed})")

@@ -95,7 +95,7 @@ def _next_logits(token: int, position: int, p: Network, o: Options, caches: list
 @check("D-gen-loop", 5, "", IDENTITY)
 def generation(lab: Lab) -> float:
     """append t_next, feed all n_T+1 tokens, take the last row, repeat: cached and recomputed runs of 2 layers agree"""
-    n_prompt, n_new, n_vocab = lab.size(1, 4), 12, lab.size(5, 9)
+    n_prompt, n_new, n_vocab = lab.size(1, 4), 20, lab.size(5, 9)
     p = lab.network(n_vocab, n_prompt + n_new, lab.size(4, 8), [(3, 2), (1, 4)], n_blocks=2)
     o = Options()
     full = lab.ids(n_prompt, n_vocab).tolist()

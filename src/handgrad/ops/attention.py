@@ -30,7 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: b
     n, n_heads, d_h = v.shape
     a = v.new_empty(n, n_heads, d_h)
     lse = torch.empty(n_heads, n, dtype=_wide(v.dtype), device=v.device)
-    kernel = _library_forward if v.device.type == "cpu" and d_h == q.shape[2] else _tiled_forward
+    kernel = _forward_by_library if v.device.type == "cpu" and d_h == q.shape[2] else _forward_in_tiles
     for rows, count in _equal_runs(lengths):
         queries, keys, values = (_by_head(x[rows], count) for x in (q, k, v))
         out, row_lse = kernel(queries, keys, values, causal)
@@ -48,7 +48,7 @@ def backward(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool
     for rows, count in _equal_runs(lengths):
         queries, keys, values, errors = (_stack(x[rows], count, lse.dtype) for x in (q, k, v, delta))
         shift, norm = (_stack(x[:, rows].t()[..., None], count, lse.dtype)[..., 0] for x in (correction, lse))
-        grads = _tiled_backward(queries, keys, values, errors, shift, norm, causal)
+        grads = _backward_in_tiles(queries, keys, values, errors, shift, norm, causal)
         for target, grad in zip(out, grads, strict=True):
             _by_head(target[rows], count).copy_(grad.view(count, -1, *grad.shape[1:]))
     return out[0], out[1], out[2]
@@ -86,7 +86,7 @@ def causal_signal_tile(delta: Tensor, v: Tensor, correction: Tensor, rho: Tensor
     return torch.baddbmm(correction[..., None], delta, v.transpose(1, 2), beta=-1).mul_(rho)
 
 
-def _tiled_backward(
+def _backward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, delta: Tensor, correction: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(g, T, width) each, g = sequences × heads. Each tile of queries sees the columns up to its own end."""
@@ -108,13 +108,13 @@ def _tiled_backward(
     return grad_q, grad_k, grad_v
 
 
-def _library_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """torch's forward kernel for the CPU, which also returns the log-sum-exp. (B, h, T, w) → (B, h, T, w), (B, h, T)"""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, lse
 
 
-def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_in_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """The same with matrix products alone, for any device and for d_ρ ≠ d_h."""
     batch, n_heads, n, _ = q.shape
     wide = _wide(v.dtype)

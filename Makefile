@@ -1,0 +1,38 @@
+# Everything is set up in .venv by the targets themselves. Try: make demo, make test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.ready
+	$(BIN)/handgrad verify
+	$(BIN)/handgrad plan --model paper
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-for-tests
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-for-tests
+	$(BIN)/python bench/step.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "handgrad needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "setting up $(VENV) (once; torch is large)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-for-tests: $(VENV)/.ready
+	$(PIP) --editable '.[test]'
+	@touch $@

@@ -1,0 +1,5 @@
+"""python -m handgrad"""
+
+from .cli import main
+
+main()

@@ -1,0 +1,268 @@
+"""The command line. Each command is a function; its signature is its help."""
+
+import json
+import secrets
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from . import __version__, ledger
+from .checkpoint import load, load_config
+from .config import PRESETS, GPTConfig, preset
+from .errors import HandgradError
+from .files import write_text
+from .gpt import GPT
+from .plan import BYTES, Plan, make_plan, parameters
+from .report import Report
+from .verify import verify as verify_model
+
+app = typer.Typer(
+    name="handgrad",
+    help="Train, fine-tune, run and see through GPT-style transformers with every gradient derived by hand.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+out = Console()
+err = Console(stderr=True)
+T = TypeVar("T")
+
+ModelOption = Annotated[str | None, typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a model directory.")]
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout.")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        out.print(f"handgrad {__version__}, torch {torch.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def verify(
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Draw these shapes and values again. [default: new ones]")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Only these checks: E-ln-dx, 'T2-*', R1,R2 …")
+    ] = None,
+    json_file: JsonOption = None,
+    model: ModelOption = None,
+) -> None:
+    """Prove every equation, number and claim of the paper on this machine.
+
+    Runs one check for each line of the paper's ledger and one for each misprint that matters, on freshly drawn random
+    shapes and values. With --model it checks every error signal and every parameter gradient of that model instead,
+    against autograd and against finite differences.
+
+    Exit status 1 if anything fails.
+    """
+    seed = secrets.randbelow(1_000_000) if seed is None else seed
+    if model is None:
+        report = ledger.run(seed, only, _watch("checking"))
+    elif only is not None:
+        raise HandgradError("--only chooses among the paper's checks; with --model everything is checked")
+    else:
+        report = _verify_model(model, seed)
+    if not _deliver(report.to_json(), json_file):
+        out.print(report)
+    if json_file is not None and report.failed:
+        err.print(report.summary(), style="bold red", highlight=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _verify_model(name: str, seed: int) -> Report:
+    """Three sequences of uneven length, with some targets ignored."""
+    if name in PRESETS:
+        model = GPT(preset(name), seed=seed)
+    else:
+        model = load(name)
+    lengths = [min(n, model.config.n_context) for n in (9, 1, 6)]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator)
+    targets = torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator)
+    targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
+    targets[0] = tokens[-1]
+    report = verify_model(model, tokens, targets, lengths, seed=seed, watch=_watch("finite differences"))
+    report.title = f"{name}: {report.title} (seed {seed})"
+    return report
+
+
+@app.command()
+def plan(
+    model: ModelOption = "paper",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. [default: the model's context]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(BYTES)}.")] = "float32",
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train low-rank adapters of this rank; 0 trains everything.")
+    ] = 0,
+    lora_targets: Annotated[
+        str, typer.Option(help="all-linear, paper (as Section 7 counts), or names: c_attn,mlp.c_fc,lm_head …")
+    ] = "",
+    n_blocks: Annotated[int | None, typer.Option(help="Change the number of blocks.")] = None,
+    d_model: Annotated[int | None, typer.Option(help="Change the width of the stream.")] = None,
+    n_heads: Annotated[int | None, typer.Option(help="Change the number of heads.")] = None,
+    n_vocab: Annotated[int | None, typer.Option(help="Change the size of the vocabulary.")] = None,
+    n_context: Annotated[int | None, typer.Option(help="Change the longest sequence.")] = None,
+    d_hidden: Annotated[int | None, typer.Option(help="Change the width of the feed-forward layer.")] = None,
+    tied: Annotated[
+        bool | None, typer.Option("--tied/--untied", help="Share the token embedding with the logits.")
+    ] = None,
+    logits_bias: Annotated[bool | None, typer.Option(help="A bias on the logits.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Count parameters, operations and bytes of a model before anything runs.
+
+    Reproduces every count of the paper's Section 7 and Table 3:
+
+    handgrad plan --model paper                              one block: 85,120,849
+    handgrad plan --model paper --n-blocks 12                the complete network: 163,087,441
+    handgrad plan --model gpt2                               tied: 124,439,808
+    handgrad plan --model paper --lora-rank 16 --lora-targets lm_head         816,400
+    handgrad plan --model paper --n-blocks 12 --lora-rank 16 --lora-targets paper     3,470,608
+    """
+    changes = {
+        "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
+        "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
+    }  # fmt: skip
+    config = _config(model or "paper", {k: v for k, v in changes.items() if v is not None})
+    made = make_plan(config, batch, tokens, dtype, lora_rank, lora_targets)
+    if not _deliver(json.dumps(_plan_json(made), indent=1), json_file):
+        _print_plan(made, model or "paper")
+
+
+def _config(name: str, changes: dict[str, object]) -> GPTConfig:
+    if name in PRESETS:
+        return preset(name, **changes)
+    if Path(name).is_dir():
+        if changes:
+            raise HandgradError("a model directory has its shape already: shape options go with presets")
+        return load_config(Path(name))
+    raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+
+
+def _plan_json(made: Plan) -> dict[str, object]:
+    c = made.config
+    rows = [
+        {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
+         "times": c.n_blocks if p.layer == "block" else 1}
+        for p in parameters(c)
+    ]  # fmt: skip
+    plain = {k: v for k, v in vars(made).items() if k != "config"}
+    return {"config": vars(c), **plain, "bytes_total": made.bytes_total, "parameters": rows}
+
+
+def _print_plan(made: Plan, name: str) -> None:
+    c = made.config
+    table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
+    for column in ("layer", "symbol", "name in the file"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("shape", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    totals = {
+        "embedding": made.embedding, "block": made.per_block, "final norm": made.final_norm, "logits": made.logits,
+    }  # fmt: skip
+    for layer, subtotal in totals.items():
+        for p in parameters(c):
+            if p.layer == layer:
+                table.add_row(layer, p.symbol, p.name, " × ".join(f"{n:,}" for n in p.shape), f"{p.count:,}")
+        if layer == "logits" and c.tied:
+            table.add_row(layer, "w_11", "tied to transformer.wte.weight", "", "0")
+        label = "one block" if layer == "block" else layer
+        table.add_row(f"[bold]{label}", "", "", "", f"[bold]{subtotal:,}", end_section=True)
+    if c.n_blocks > 1:
+        table.add_row(f"[bold]{c.n_blocks} blocks", "", "", "", f"[bold]{c.n_blocks * made.per_block:,}")
+    table.add_row("[bold]total", "", "", "", f"[bold]{made.total:,}")
+    out.print(table)
+
+    facts = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    facts.title = f"[bold]A step of {made.batch} × {made.tokens:,} tokens in {made.dtype}"
+    facts.title_justify = "left"
+    facts.add_column("", no_wrap=True)
+    facts.add_column("", justify="right", no_wrap=True)
+    facts.add_column("", style="dim")
+    share = 100 * made.trainable / made.total
+    what = f"rank {made.rank} beside {', '.join(made.targets)}" if made.rank else "all of them"
+    facts.add_row("trainable parameters", f"{made.trainable:,}", f"{share:.2f} % of {made.total:,}: {what}")
+    facts.add_row(
+        "forward", f"{made.forward_flop / 1e9:,.1f} GFLOP", "matrix products, two operations per multiply-add"
+    )
+    facts.add_row("backward", f"{made.backward_flop / 1e9:,.1f} GFLOP", "error signals and gradients", end_section=True)
+    facts.add_row("weights", _bytes(made.bytes_weights), "")
+    facts.add_row("gradients", _bytes(made.bytes_gradients), "")
+    facts.add_row("optimizer state", _bytes(made.bytes_optimizer), "AdamW: two moments")
+    facts.add_row("saved activations", _bytes(made.bytes_saved), "what the blocks keep for the way back")
+    facts.add_row("[bold]together", f"[bold]{_bytes(made.bytes_total)}", "", end_section=True)
+    facts.add_row("KV cache per token", _bytes(made.bytes_cache_per_token), "while generating")
+    out.print(facts)
+
+
+def _bytes(n: int) -> str:
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.2f} GiB"
+
+
+def _deliver(text: str, target: str | None) -> bool:
+    """JSON to a file or to stdout. False if nobody asked for it."""
+    if target is None:
+        return False
+    if target == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        file = Path(target)
+        if not file.parent.is_dir():
+            raise HandgradError(f"cannot write {file}: the folder {file.parent} does not exist")
+        write_text(file, text + "\n")
+        err.print(f"wrote {file}", highlight=False)
+    return True
+
+
+class _watch:
+    """A progress bar on stderr around a sequence, gone when it is done."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __call__(self, sequence: Sequence[T]) -> Iterable[T]:
+        return track(sequence, self.what, console=err, transient=True)
+
+
+def main() -> None:
+    """Mistakes of the user end in one line and status 1, not in a traceback."""
+    try:
+        app()
+    except HandgradError as mistake:
+        err.print(f"handgrad: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1)
+    except OSError as trouble:
+        err.print(f"handgrad: {trouble}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

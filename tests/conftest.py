@@ -1,0 +1,37 @@
+"""What every test shares: the table of tolerances, and models with weights large enough that nothing is nearly zero."""
+
+import pytest
+import torch
+
+import handgrad as hg
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: object) -> hg.GPT:
+    """A small model whose weights are drawn afresh, biases and gains included: N(0, 0.02) would hide mistakes."""
+    config = hg.preset("nano", **{"n_vocab": 11, "n_context": 16, "d_model": 12, "n_heads": 3, "n_blocks": 1, **shape})
+    model = hg.GPT(config, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return model
+
+
+def make_batch(
+    model: hg.GPT, lengths: list[int], seed: int = 0, ignored: float = 0.2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed tokens and targets, some of the targets ignored, at least one not."""
+    generator = torch.Generator().manual_seed(seed)
+    n, v = sum(lengths), model.config.n_vocab
+    tokens = torch.randint(v, (n,), generator=generator)
+    targets = torch.randint(v, (n,), generator=generator)
+    targets[torch.rand(n, generator=generator) < ignored] = -100
+    targets[n // 2] = tokens[0]
+    return tokens, targets
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,26 @@
+"""ops.activation against paper.activation, also far out where exp and tanh saturate."""
+
+import pytest
+import torch
+
+from handgrad.ops import activation as fast
+from handgrad.paper import activation as plain
+from handgrad.verify import autograd, relative_error
+
+
+@pytest.mark.parametrize("name", plain.NAMES)
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0, 1000.0])
+def test_equal_to_the_paper(name: str, spread: float) -> None:
+    x, delta = spread * torch.randn(5, 7).double(), torch.randn(5, 7).double()
+    before = x.clone(), delta.clone()
+    assert relative_error(fast.forward(x, name), plain.g(x, name), floor=1e-300) <= 1e-12
+    assert relative_error(fast.backward(delta, x, name), plain.delta_prev(delta, x, name)) <= 1e-12
+    assert (
+        relative_error(fast.backward(delta, x, name), autograd(lambda x: fast.forward(x, name), x, upstream=delta)[0])
+        <= 1e-10
+    )
+    assert torch.equal(x, before[0]) and torch.equal(delta, before[1])
+
+
+def test_relu_has_no_slope_at_zero() -> None:
+    assert fast.backward(torch.ones(1), torch.zeros(1), "relu").item() == 0

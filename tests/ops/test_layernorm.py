@@ -1,0 +1,35 @@
+"""ops.layernorm against paper.layernorm."""
+
+import pytest
+import torch
+
+from handgrad.ops import layernorm as fast
+from handgrad.paper import layernorm as plain
+from handgrad.verify import relative_error
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 2), (7, 5), (3, 17)])
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.1])
+def test_equal_to_the_paper(n: int, d: int, eps: float) -> None:
+    a, w, b, delta = (torch.randn(*shape).double() for shape in ((n, d), (d,), (d,), (n, d)))
+    before = a.clone(), delta.clone()
+    out, saved = fast.forward(a, w, b, eps)
+    f = plain.forward(a, w, b, eps)
+    assert relative_error(out, f.a) <= 1e-12
+    assert relative_error(fast.again(saved, w, b), f.a) <= 1e-12
+    assert relative_error(saved.mu[:, 0], f.mu) <= 1e-12
+    assert relative_error(1 / saved.inv_sigma[:, 0], f.sigma) <= 1e-12
+    expected = plain.delta_prev(delta, f.a_bar, f.sigma, w)
+    assert relative_error(fast.backward(delta, saved, w), expected, floor=delta.abs().max().item()) <= 1e-12
+    grad_w, grad_b = torch.ones(d).double(), torch.ones(d).double()
+    fast.grad_w(delta, saved, grad_w)
+    fast.grad_b(delta, grad_b)
+    assert relative_error(grad_w, 1 + plain.grad_w(delta, f.a_bar)) <= 1e-12
+    assert relative_error(grad_b, 1 + plain.grad_b(delta)) <= 1e-12
+    assert torch.equal(a, before[0]) and torch.equal(delta, before[1])
+
+
+def test_a_constant_row_is_no_accident() -> None:
+    out, saved = fast.forward(torch.full((1, 4), 3.0), torch.ones(4), torch.zeros(4), 1e-5)
+    assert out.abs().max() == 0
+    assert torch.isfinite(fast.backward(torch.randn(1, 4), saved, torch.ones(4))).all()

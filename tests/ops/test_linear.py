@@ -1,0 +1,23 @@
+"""ops.linear against paper.linear."""
+
+import pytest
+import torch
+
+from handgrad.ops import linear as fast
+from handgrad.paper import linear as plain
+from handgrad.verify import relative_error
+
+
+@pytest.mark.parametrize(("n", "f_in", "f_out"), [(1, 1, 1), (7, 5, 3), (2, 13, 17)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equal_to_the_paper(n: int, f_in: int, f_out: int, bias: bool) -> None:
+    a, w, delta = torch.randn(n, f_in).double(), torch.randn(f_in, f_out).double(), torch.randn(n, f_out).double()
+    b = torch.randn(f_out).double() if bias else None
+    assert relative_error(fast.forward(a, w, b), plain.forward(a, w, b)) <= 1e-12
+    assert relative_error(fast.backward(delta, w), plain.delta_prev(delta, w)) <= 1e-12
+    grad_w, grad_b = torch.randn(f_in, f_out).double(), torch.randn(f_out).double()
+    expected_w, expected_b = grad_w + plain.grad_w(delta, a), grad_b + plain.grad_b(delta)
+    fast.grad_w(delta, a, grad_w)
+    fast.grad_b(delta, grad_b)
+    assert relative_error(grad_w, expected_w) <= 1e-12
+    assert relative_error(grad_b, expected_b) <= 1e-12

@@ -1,0 +1,37 @@
+"""ops.loss against paper.loss."""
+
+import pytest
+import torch
+
+from handgrad.ops import loss as fast
+from handgrad.paper import loss as plain
+from handgrad.paper.notation import softmax
+from handgrad.verify import relative_error
+
+
+@pytest.mark.parametrize(("n", "v"), [(1, 2), (7, 5), (3, 17)])
+@pytest.mark.parametrize("spread", [1.0, 300.0])
+def test_equal_to_the_paper(n: int, v: int, spread: float) -> None:
+    logits, targets = spread * torch.randn(n, v).double(), torch.randint(v, (n,))
+    total = plain.forward(logits, targets)
+    expected = plain.delta_logits(softmax(logits), targets)
+    assert relative_error(fast.forward(logits, targets), total) <= 1e-12
+    summed, delta = fast.forward_and_delta(logits.clone(), targets, 0.25)
+    assert relative_error(summed, total) <= 1e-12
+    assert relative_error(delta, 0.25 * expected, floor=0.25) <= 1e-12
+
+
+def test_certainty_does_not_overflow() -> None:
+    summed, delta = fast.forward_and_delta(torch.tensor([[0.0, 1e4]]), torch.tensor([0]), 1.0)
+    assert summed.item() == 1e4 and delta.tolist() == [[-1.0, 1.0]]
+
+
+def test_rows_with_a_target() -> None:
+    assert fast.rows_with_target(torch.tensor([3, -100, 0, -100])).tolist() == [0, 2]
+
+
+def test_narrow_logits_are_widened() -> None:
+    logits = torch.randn(4, 9).bfloat16()
+    summed, delta = fast.forward_and_delta(logits.clone(), torch.arange(4), 1.0)
+    assert delta.dtype == torch.bfloat16 and summed.dtype == torch.float32
+    assert relative_error(summed, plain.forward(logits.double(), torch.arange(4))) < 1e-6

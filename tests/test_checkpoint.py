@@ -1,0 +1,117 @@
+"""Model directories: what we write, transformers opens; what it writes, we open. Broken ones are refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import handgrad as hg
+from conftest import make_batch, make_model
+from handgrad.verify import relative_error
+
+SHAPES = [{}, {"tied": False}, {"d_hidden": 7, "activation": "relu"}, {"n_heads": 1, "eps": 1e-3, "activation": "gelu"}]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_opens_what_we_write(shape: dict[str, object], tmp_path: Path) -> None:
+    model = make_model(n_blocks=2, **shape)
+    hg.save(model, tmp_path / "m")
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64).eval()
+    tokens, _ = make_batch(model, [9])
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+    assert relative_error(model.logits(tokens), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_we_open_what_transformers_writes(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = GPT2Config(
+        vocab_size=11, n_positions=16, n_embd=12, n_head=3, n_layer=2, tie_word_embeddings=tied, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    theirs = GPT2LMHeadModel(config).to(dtype).eval()
+    theirs.save_pretrained(tmp_path / "m")
+    model = hg.load(tmp_path / "m")
+    assert model.transformer.wte.weight.dtype == dtype and model.config.tied == tied
+    tokens, targets = make_batch(model, [9], ignored=0)
+    wide = hg.load(tmp_path / "m", dtype=torch.float64)
+    theirs = theirs.double()
+    loss = torch.nn.functional.cross_entropy(theirs(tokens[None]).logits[0], targets)
+    loss.backward()
+    assert wide.loss_and_grads(tokens, targets) == pytest.approx(loss.item(), rel=1e-10)
+    grads = dict(theirs.named_parameters())
+    for name, p in wide.named_parameters():
+        assert relative_error(p.grad, grads[name].grad, floor=1e-4) <= 1e-8, name
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"tied": False, "logits_bias": True, "key_bias": False, "causal": False}, {"d_rho": 2, "d_head": 5}]
+)
+def test_our_own_round_trip_is_exact(shape: dict[str, object], tmp_path: Path) -> None:
+    model = make_model(n_blocks=2, dtype=torch.float32, **shape)
+    hg.save(model, tmp_path / "m")
+    again = hg.load(tmp_path / "m")
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert (again.lm_head.weight is again.transformer.wte.weight) == model.config.tied
+    hg.save(again, tmp_path / "m")  # over the old one
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["m"], "something was left behind"
+
+
+def test_broken_directories(tmp_path: Path) -> None:
+    model = make_model(dtype=torch.float32)
+    hg.save(model, tmp_path / "m")
+
+    def refuses(message: str) -> None:
+        with pytest.raises(hg.HandgradError, match=message):
+            hg.load(tmp_path / "m")
+
+    weights, config = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
+    whole, right = weights.read_bytes(), config.read_text()
+    weights.write_bytes(whole[: len(whole) // 2])
+    refuses("model.safetensors cannot be read")
+    weights.write_bytes(whole)
+    config.write_text(right.replace('"n_embd": 12', '"n_embd": 24'))
+    refuses(r"wte.weight is \(11, 12\), config.json wants \(11, 24\)")
+    config.write_text(right.replace('"n_layer": 1', '"n_layer": 2'))
+    refuses("no tensor 'h.1.attn.c_attn.bias'")
+    config.write_text(right.replace("gpt2", "t5"))
+    refuses("model_type is 't5'")
+    config.write_text("{")
+    refuses("not valid JSON")
+    config.write_text(json.dumps({"model_type": "gpt2"}))
+    refuses("has no field 'vocab_size'")
+    config.write_text(right.replace("gelu_new", "swish"))
+    refuses("activation_function 'swish'")
+    config.write_text(right)
+    weights.unlink()
+    refuses("does not exist")
+    config.unlink()
+    refuses("has no config.json")
+    with pytest.raises(hg.HandgradError, match="not a directory"):
+        hg.load(tmp_path / "nowhere")
+
+
+def test_save_does_not_overwrite_something_else(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    with pytest.raises(hg.HandgradError, match="not a model directory"):
+        hg.save(make_model(), tmp_path / "precious")
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hg.save(make_model(seed=1), tmp_path / "m")
+    before = (tmp_path / "m" / "model.safetensors").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("handgrad.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        hg.save(make_model(seed=2), tmp_path / "m")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["m"]

@@ -1,0 +1,365 @@
+"""The whole network: against autograd and finite differences through `verify`, against paper/, and with bad input."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import handgrad as hg
+from conftest import TOLERANCE, make_batch, make_model
+from handgrad.layers import LoRA
+from handgrad.paper import transformer
+from handgrad.verify import network_of, options_of, relative_error
+
+SHAPES = {
+    "one block": {},
+    "three blocks": {"n_blocks": 3},
+    "twelve blocks": {"n_blocks": 12},
+    "one head": {"n_heads": 1},
+    "prime widths": {"d_model": 7, "n_heads": 7, "d_hidden": 13},
+    "d_ρ ≠ d_h": {"d_rho": 3, "d_head": 5},
+    "d_ρ ≠ d_h, width not divisible": {"d_model": 7, "n_heads": 2, "d_rho": 1, "d_head": 4},
+    "vocabulary of two": {"n_vocab": 2},
+    "untied": {"tied": False},
+    "untied with bias": {"tied": False, "logits_bias": True},
+    "tied with bias": {"logits_bias": True},
+    "no b_k": {"key_bias": False},
+    "not causal": {"causal": False},
+    "relu": {"activation": "relu"},
+    "gelu": {"activation": "gelu"},
+    "large ε": {"eps": 0.1},
+}
+LENGTHS = {"one token": [1], "one sequence": [8], "uneven": [5, 1, 9], "equal": [6, 6]}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_every_signal_and_gradient(shape: str, lengths: str) -> None:
+    """float64 ≤ 1e-10 against autograd, finite differences, and the same weights in float32 ≤ 1e-4"""
+    model = make_model(dtype=torch.float32, **SHAPES[shape])
+    tokens, targets = make_batch(model, LENGTHS[lengths])
+    report = hg.verify(model, tokens, targets, LENGTHS[lengths])
+    assert report.passed, str(report.summary())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", ["one token", "uneven"])
+def test_equal_to_the_paper(shape: str, lengths: str) -> None:
+    """paper/ and ops/ agree ≤ 1e-12 on every intermediate they share"""
+    model = make_model(**SHAPES[shape])
+    tokens, targets = make_batch(model, LENGTHS[lengths])
+    found = hg.trace(model, tokens, targets, LENGTHS[lengths])
+    with torch.no_grad():
+        p, o = network_of(model), options_of(model.config)
+    n_targets = int((targets != -100).sum())
+    start = compared = 0
+    for length in LENGTHS[lengths]:
+        rows = slice(start, start + length)
+        f = transformer.forward(tokens[rows], p, o)
+        b = transformer.backward(targets[rows], p, f, o)
+        expected = {"a_11": f.a_11, "a_12": f.a_12, "y_pred": f.y_pred, "a_bar_10": f.norm_10.a_bar}
+        signals = {"delta_11": b.delta_11, "delta_12": b.delta_12}
+        for i, (down, up) in enumerate(zip(f.blocks, b.blocks, strict=True)):
+            for k in range(1, 11):
+                expected[f"blocks.{i}.a_{k}"] = getattr(down, f"a_{k}")
+                signals[f"blocks.{i}.delta_{k}"] = getattr(up, f"delta_{k}")
+            for name, norm in (("1", down.norm_1), ("5", down.norm_5)):
+                expected[f"blocks.{i}.a_bar_{name}"] = norm.a_bar
+            for name in ("q", "k", "v", "rho"):
+                expected[f"blocks.{i}.{name}"] = torch.stack([getattr(h, name) for h in down.heads])
+            for name in ("delta_causal", "delta_raw"):
+                signals[f"blocks.{i}.{name}"] = torch.stack([getattr(h, name) for h in up.heads])
+        for name, x in {**expected, **{k: v / n_targets for k, v in signals.items()}}.items():
+            ours = found[name]
+            ours = ours[:, rows, rows] if ours.shape[-2:] == (len(tokens),) * 2 and x.ndim == 3 else ours[..., rows, :]
+            assert relative_error(ours, x, floor=1e-3) <= 1e-12, name
+            compared += 1
+        start += length
+    assert compared == len(LENGTHS[lengths]) * (6 + model.config.n_blocks * 28)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_equal_to_the_paper(shape: str) -> None:
+    model = make_model(**SHAPES[shape])
+    tokens, targets = make_batch(model, [8])
+    found = hg.trace(model, tokens, targets)
+    with torch.no_grad():
+        p, o = network_of(model), options_of(model.config)
+    grads = transformer.backward(targets, p, transformer.forward(tokens, p, o), o).grads
+    n_targets = int((targets != -100).sum())
+    expected = {"grad_w_tok": grads.w_tok, "grad_w_pos": grads.w_pos, "grad_w_10": grads.w_10, "grad_b_10": grads.b_10}
+    expected |= {f"grad_{k}_11": x for k, x in (("w", grads.w_11), ("b", grads.b_11)) if x is not None}
+    for i, block in enumerate(grads.blocks):
+        for name in ("w_1", "b_1", "w_3", "b_3", "w_5", "b_5", "w_6", "b_6", "w_8", "b_8"):
+            expected[f"blocks.{i}.grad_{name}"] = getattr(block, name)
+        for name in ("w_q", "b_q", "w_k", "b_k", "w_v", "b_v"):
+            parts = [getattr(head, name) for head in block.heads]
+            if parts[0] is not None:
+                expected[f"blocks.{i}.grad_{name}"] = torch.cat(parts, -1)
+    assert set(expected) == {name for name in found if "grad_" in name}
+    for name, x in expected.items():
+        assert relative_error(found[name], x / n_targets, floor=1e-3) <= 1e-12, name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    heads = data.draw(st.integers(1, 4))
+    model = make_model(
+        seed=data.draw(st.integers(0, 999)), n_heads=heads, d_model=heads * data.draw(st.integers(1, 4)) + heads,
+        n_blocks=data.draw(st.integers(1, 2)), n_vocab=data.draw(st.integers(2, 13)), tied=data.draw(st.booleans()),
+        causal=data.draw(st.booleans()), key_bias=data.draw(st.booleans()), d_hidden=data.draw(st.integers(1, 9)),
+    )  # fmt: skip
+    lengths = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=4))
+    tokens, targets = make_batch(model, lengths, ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])))
+    report = hg.verify(model, tokens, targets, lengths)
+    bad = [c for c in report.failed if c.oracle != "finite diff."]
+    assert not bad, bad
+
+
+def test_batch_and_packed_are_one() -> None:
+    model = make_model(n_blocks=2)
+    tokens, targets = make_batch(model, [6, 6, 6])
+    loss = model.loss_and_grads(tokens, targets, [6, 6, 6])
+    packed = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert model.loss_and_grads(tokens.view(3, 6), targets.view(3, 6)) == pytest.approx(loss, rel=1e-14)
+    for p, grad in zip(model.parameters(), packed, strict=True):
+        assert relative_error(p.grad, grad) <= 1e-12
+    logits = model.logits(tokens.view(3, 6))
+    assert logits.shape == (3, 6, 11)
+    assert relative_error(logits.view(18, 11), model.logits(tokens, [6, 6, 6])) <= 1e-12
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    model = make_model(n_blocks=2)
+    tokens, _ = make_batch(model, [5, 7])
+    alone = torch.cat([model.logits(tokens[:5]), model.logits(tokens[5:])])
+    assert relative_error(model.logits(tokens, [5, 7]), alone) <= 1e-12
+
+
+def test_loss_alone_is_the_same_loss() -> None:
+    model = make_model(n_blocks=2)
+    tokens, targets = make_batch(model, [5, 7])
+    assert model.loss(tokens, targets, [5, 7]) == pytest.approx(
+        model.loss_and_grads(tokens, targets, [5, 7]), rel=1e-13
+    )
+
+
+def test_uneven_accumulation_is_one_big_batch() -> None:
+    model = make_model(n_blocks=2)
+    lengths = [9, 2, 13, 5]
+    tokens, targets = make_batch(model, lengths, ignored=0.5)
+    n_targets = int((targets != -100).sum())
+    whole = model.loss_and_grads(tokens, targets, lengths)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    total = start = 0
+    for n in lengths:
+        part = slice(start, start + n)
+        start += n
+        if (targets[part] != -100).any():
+            total += model.loss_and_grads(tokens[part], targets[part], n_targets=n_targets)
+    assert total == pytest.approx(whole, rel=1e-13)
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert relative_error(p.grad, grad) <= 1e-12
+
+
+def test_head_in_chunks_is_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    tokens, targets = make_batch(model, [13])
+    loss = model.loss_and_grads(tokens, targets)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr("handgrad.gpt.LOGITS_AT_ONCE", 3 * 11)
+    assert model.loss_and_grads(tokens, targets) == pytest.approx(loss, rel=1e-14)
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert relative_error(p.grad, grad) <= 1e-12
+
+
+def test_key_bias_changes_nothing_and_has_no_gradient() -> None:
+    model = make_model()
+    tokens, targets = make_batch(model, [9])
+    bias = model.transformer.h[0].attn.c_attn.bias
+    model.loss_and_grads(tokens, targets)
+    assert (bias.grad[12:24] == 0).all() and (bias.grad[:12] != 0).all() and (bias.grad[24:] != 0).all()
+    before = model.logits(tokens)
+    with torch.no_grad():
+        bias[12:24] += 1.7
+    assert relative_error(model.logits(tokens), before) <= 1e-12
+
+
+def test_frozen_means_not_computed_and_the_rest_is_the_same() -> None:
+    model = make_model(n_blocks=3, tied=False)
+    tokens, targets = make_batch(model, [9])
+    model.loss_and_grads(tokens, targets)
+    everything = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for name, p in model.named_parameters():
+        p.requires_grad_("h.1.mlp" in name or "h.2.ln_1" in name)
+    model.loss_and_grads(tokens, targets)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert relative_error(p.grad, everything[name]) <= 1e-12
+        else:
+            assert p.grad is None, name
+
+
+def test_nothing_below_the_lowest_trainable_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=3)
+    for name, p in model.named_parameters():
+        p.requires_grad_("h.2." in name)
+    ran = []
+    for i, block in enumerate(model.blocks):
+        original = block.backward
+        monkeypatch.setattr(block, "backward", lambda *a, i=i, f=original: ran.append(i) or f(*a))
+    model.loss_and_grads(*make_batch(model, [9]))
+    assert ran == [2]
+
+
+def test_adapters_beside_frozen_layers() -> None:
+    """Every linear layer with an adapter, the base frozen: gradients of the factors and the frozen path of Δ (R3)."""
+    model = make_model(n_blocks=2)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.c_attn = LoRA(block.attn.c_attn, 2, 0.5)
+        block.attn.c_proj = LoRA(block.attn.c_proj, 3, 0.7)
+        block.mlp.c_fc = LoRA(block.mlp.c_fc, 1, 1.5)
+        block.mlp.c_proj = LoRA(block.mlp.c_proj, 2, 0.1)
+    model.lm_head = LoRA(model.lm_head, 2, 0.9)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("up"):
+                p.copy_(0.3 * torch.randn(p.shape))
+    tokens, targets = make_batch(model, [9, 4])
+    report = hg.verify(model, tokens, targets, [9, 4])
+    assert report.passed, report.summary()
+    assert sum(c.section == "Parameter gradients" for c in report) == 18
+    names = set(hg.trace(model, tokens, targets, [9, 4]))
+    assert {"grad_d_11", "grad_u_11", "blocks.1.grad_d_8", "blocks.0.grad_u_2"} <= names
+    assert not any(name.startswith("grad_w") for name in names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """The same weights in each dtype against the float64 truth, in the Frobenius norm"""
+    model = make_model(seed=3, n_blocks=3, d_model=24, dtype=dtype)
+    truth = make_model(seed=3, n_blocks=3, d_model=24)
+    truth.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    tokens, targets = make_batch(model, [16, 7])
+    loss = model.loss_and_grads(tokens, targets, [16, 7])
+    assert loss == pytest.approx(truth.loss_and_grads(tokens, targets, [16, 7]), rel=TOLERANCE[dtype])
+    assert model.logits(tokens, [16, 7]).dtype == dtype
+    for (name, p), q in zip(model.named_parameters(), truth.parameters(), strict=True):
+        assert p.grad.dtype == dtype
+        assert (p.grad.double() - q.grad).norm() <= TOLERANCE[dtype] * q.grad.norm(), name
+
+
+def test_names_and_orientation_are_gpt2s() -> None:
+    model = hg.GPT(hg.preset("gpt2"), device="meta")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert len(shapes) == 2 + 12 * 12 + 2
+    assert shapes["transformer.wte.weight"] == (50257, 768)
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (768, 2304)
+    assert shapes["transformer.h.11.mlp.c_proj.weight"] == (3072, 768)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_same_seed_same_model() -> None:
+    one, two, other = (hg.GPT(hg.preset("nano"), seed=s) for s in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.transformer.wte.weight, other.transformer.wte.weight)
+
+
+def test_it_learns() -> None:
+    """Forty steps of AdamW on one sentence bring its loss down to almost nothing."""
+    model = hg.GPT(hg.preset("nano", n_blocks=2), seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.tensor(list(b"every gradient derived by hand, every one with a proof"))
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        losses.append(model.loss_and_grads(text[:-1], text[1:]))
+        optimizer.step()
+    assert losses[0] > 5 and losses[-1] < 0.3
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def raises(message: str) -> pytest.RaisesExc[hg.HandgradError]:
+    return pytest.raises(hg.HandgradError, match=message)
+
+
+def test_bad_tokens() -> None:
+    model = make_model()
+    good = torch.zeros(4, dtype=torch.int64)
+    with raises("token id 11 is outside the vocabulary: ids go from 0 to 10"):
+        model.logits(torch.tensor([0, 11]))
+    with raises("token id -1"):
+        model.logits(torch.tensor([0, -1]))
+    with raises("17 tokens does not fit into a context of 16"):
+        model.logits(torch.zeros(17, dtype=torch.int64))
+    with raises("whole numbers"):
+        model.logits(torch.zeros(4))
+    with raises("not empty"):
+        model.logits(torch.zeros(0, dtype=torch.int64))
+    with raises("shape"):
+        model.logits(torch.zeros(1, 1, 1, dtype=torch.int64))
+    with raises("add up to the 4 tokens"):
+        model.logits(good, [1, 2])
+    with raises("at least 1"):
+        model.logits(good, [4, 0])
+    with raises("lengths go with"):
+        model.logits(good.view(2, 2), [2, 2])
+
+
+def test_bad_targets() -> None:
+    model = make_model()
+    tokens = torch.zeros(4, dtype=torch.int64)
+    with raises("every target is ignored"):
+        model.loss_and_grads(tokens, torch.full((4,), -100))
+    with raises("must have the shape"):
+        model.loss_and_grads(tokens, tokens[:3])
+    with raises("target 99 is outside"):
+        model.loss_and_grads(tokens, torch.tensor([0, 1, 2, 99]))
+    with raises("targets must be whole numbers"):
+        model.loss_and_grads(tokens, torch.zeros(4))
+    assert all(p.grad is None for p in model.parameters()), "a refused batch must leave nothing behind"
+
+
+def test_bad_weights() -> None:
+    model = make_model()
+    tokens, targets = make_batch(model, [9])
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
+    for call in (model.logits, lambda t: model.loss_and_grads(t, targets), lambda t: hg.verify(model, t, targets)):
+        with pytest.raises(hg.NonFiniteError, match=r"h\.0\.mlp\.c_fc\.weight"):
+            call(tokens)
+
+
+def test_overflow_is_told_from_bad_weights() -> None:
+    model = make_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(3e38)
+        model.transformer.wpe.weight.fill_(3e38)
+    with pytest.raises(hg.NonFiniteError, match="overflowed"):
+        model.logits(torch.zeros(4, dtype=torch.int64))
+
+
+def test_bad_configurations() -> None:
+    with raises("a width of 10 cannot be shared by 3 heads"):
+        hg.GPTConfig(d_model=10, n_heads=3)
+    with raises("unknown preset 'gpt5'"):
+        hg.preset("gpt5")
+    with raises("a model has no 'n_layers'"):
+        hg.preset("nano", n_layers=3)
+    with raises("unknown activation 'swish'"):
+        hg.GPTConfig(activation="swish")
+    with raises("n_blocks must be a whole number"):
+        hg.GPTConfig(n_blocks=0)
+    with raises("eps"):
+        hg.GPTConfig(eps=-1.0)
+    with raises("dtype must be"):
+        hg.GPT(hg.preset("nano"), dtype=torch.int32)

@@ -1,0 +1,143 @@
+"""The judge itself: it sees mistakes in the product, and its report is fit to read."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+import handgrad as hg
+from conftest import make_batch, make_model
+from handgrad.layers import Head
+from handgrad.ops import activation, attention, layernorm, linear
+from handgrad.report import Report, judge
+from handgrad.verify import count_multiply_adds, directional_error, finite_difference, relative_error
+
+MODULE = sys.modules["handgrad.verify"]  # hg.verify itself is the function
+
+
+def red(model: hg.GPT, lengths: list[int]) -> set[str]:
+    tokens, targets = make_batch(model, lengths)
+    return {c.id for c in hg.verify(model, tokens, targets, lengths).failed}
+
+
+SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7, 6, 5, 4, 3, "causal", "raw", 2, 1))]
+ORDER = {name: i for i, name in enumerate(SIGNALS)}
+
+
+def first_red_signal(names: set[str]) -> str:
+    return min((n for n in names if n in ORDER), key=ORDER.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "first"),
+    [
+        (layernorm, "backward", lambda delta, saved, w: delta * w, "blocks.0.delta_10"),
+        (activation, "backward", lambda delta, x, name: delta * (x > 0), "blocks.0.delta_7"),
+        (linear, "backward", lambda delta, w: -(delta @ w.t()), "delta_11"),
+        (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
+    ],
+)
+def test_a_broken_formula_is_seen_where_it_is(
+    module: object, name: str, broken: object, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, broken)
+    failed = red(make_model(), [9, 4])
+    assert first_red_signal(failed) == first
+    above = set(SIGNALS[: ORDER[first]])
+    assert not above & failed
+    assert any(x.endswith("along u") for x in failed), "finite differences must see it too"
+
+
+def test_a_forgotten_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "grad_b", lambda delta, into: None)
+    failed = red(make_model(logits_bias=True), [9])
+    assert {"lm_head.bias", "transformer.h.0.mlp.c_fc.bias"} <= failed
+    assert "transformer.h.0.mlp.c_fc.weight" not in failed
+
+
+def test_a_forgotten_tied_contribution_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_its_gradient(self: Head, delta: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return linear.backward(delta, self.weight.t())
+
+    monkeypatch.setattr(Head, "backward", without_its_gradient)
+    wte = "transformer.wte.weight"
+    assert red(make_model(), [9]) == {wte, f"{wte} along u"}
+
+
+def test_the_model_is_not_changed() -> None:
+    model = make_model(dtype=torch.float32)
+    tokens, targets = make_batch(model, [9])
+    model.loss_and_grads(tokens, targets)
+    before = [(p.clone(), p.grad.clone()) for p in model.parameters()]
+    hg.verify(model, tokens, targets)
+    hg.trace(model, tokens, targets)
+    for p, (value, grad) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value) and torch.equal(p.grad, grad)
+
+
+def test_large_models_shift_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "EACH_BY_ITSELF", 0)
+    model = make_model(n_blocks=2)
+    report = hg.verify(model, *make_batch(model, [9]))
+    assert report.passed
+    differences = [c.id for c in report if c.oracle == "finite diff."]
+    assert "transformer.h.1 along u" in differences and len(differences) == 2 + 2 + 5
+
+
+def test_a_model_too_large_for_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "free_memory", lambda: 1000.0)
+    model = make_model()
+    with pytest.raises(hg.HandgradError, match="GB are free"):
+        hg.verify(model, *make_batch(model, [9]))
+
+
+def test_oracles() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5).double()
+    assert finite_difference(lambda t: t.sin().sum().item(), x, torch.ones(5).double()) == pytest.approx(
+        x.cos().sum().item()
+    )
+    assert directional_error(lambda t: t.sin().sum().item(), x, x.cos(), generator) < 1e-9
+    assert directional_error(lambda t: t.sin().sum().item(), x, 1.001 * x.cos(), generator) > 1e-4
+    assert count_multiply_adds(lambda: torch.randn(3, 5) @ torch.randn(5, 7)) == 105
+
+
+def test_relative_error_has_no_blind_spot() -> None:
+    one = torch.ones(3)
+    assert relative_error(one, torch.ones(4)) == math.inf
+    assert relative_error(torch.tensor([math.nan, 1.0]), torch.ones(2)) == math.inf
+    assert relative_error(one, 2 * one) == 0.5
+    assert relative_error(one, torch.zeros(3)) == 1.0
+
+
+def test_a_report_that_fails() -> None:
+    def explode() -> float:
+        raise ValueError("boom")
+
+    report = Report("two")
+    report.checks.append(judge("good", "S", "1", "a statement", "exact", 0.0, lambda: 0.0))
+    report.checks.append(judge("bad", "S", "2", "another", "exact", 0.0, explode))
+    report.checks.append(judge("nan", "S", "", "a third", "exact", 1.0, lambda: math.nan))
+    assert [c.id for c in report.failed] == ["bad", "nan"] and not report.passed
+    assert "boom" in report["bad"].note
+    assert "2 of 3 checks FAILED" in str(report) and "✘" in str(report)
+    row = json.loads(report.to_json())["checks"][1]
+    assert row["passed"] is False and row["error"] is None
+    assert "<details open>" in report._repr_html_()
+    assert not Report("nothing").passed
+
+
+def test_a_report_that_passes_reads_well() -> None:
+    model = make_model()
+    report = hg.verify(model, *make_batch(model, [9]))
+    text = str(report)
+    assert "Error signals" in text and "blocks.0.delta_raw" in text and "all " in text
+    html = report._repr_html_()
+    assert html.count("<tr>") == len(report) + 1
+    keys = {"id", "section", "equation", "statement", "oracle", "error", "tolerance", "passed"}
+    data = json.loads(report.to_json())
+    assert all(keys <= set(c) for c in data["checks"])
+    assert data["passed"] == len(report) and data["failed"] == 0
+    assert len({c["id"] for c in data["checks"]}) == len(report)
