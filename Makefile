@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -18,6 +18,9 @@ lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
+
+images: $(VENV)/.ready-for-tests
+	$(BIN)/python docs/images/make.py
 
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/python bench/step.py
