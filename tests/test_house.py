@@ -17,7 +17,7 @@ LEVELS = [
     {"ops"},
     {"layers"},
     {"gpt"},
-    {"checkpoint", "trace"},
+    {"checkpoint", "trace", "optim"},
     {"verify", "plan"},
     {"ledger"},
     {"cli"},

@@ -33,8 +33,8 @@ def first_red_signal(names: set[str]) -> str:
 @pytest.mark.parametrize(
     ("module", "name", "broken", "first"),
     [
-        (layernorm, "backward", lambda delta, saved, w: delta * w, "blocks.0.delta_10"),
-        (activation, "backward", lambda delta, x, name: delta * (x > 0), "blocks.0.delta_7"),
+        (layernorm, "backward", lambda delta, a_bar, inv_sigma, w: delta * w, "blocks.0.delta_10"),
+        (activation, "backward", lambda delta, slope: delta * (slope > 0.5), "blocks.0.delta_7"),
         (linear, "backward", lambda delta, w: -(delta @ w.t()), "delta_11"),
         (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
     ],
@@ -51,7 +51,7 @@ def test_a_broken_formula_is_seen_where_it_is(
 
 
 def test_a_forgotten_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "grad_b", lambda delta, into: None)
+    monkeypatch.setattr(linear, "grad_b", lambda delta, into: torch.zeros_like(delta[0]))
     failed = red(make_model(logits_bias=True), [9])
     assert {"lm_head.bias", "transformer.h.0.mlp.c_fc.bias"} <= failed
     assert "transformer.h.0.mlp.c_fc.weight" not in failed

@@ -21,12 +21,18 @@ from .layers import Embedding, Head, LayerNorm, Linear, LoRA, QueryKeyValue
 from .ops import activation, attention, embedding, layernorm, loss
 
 Record = Callable[[str, Tensor], None]  # given a name from the paper and the tensor that bears it
+Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
 
 LOGITS_AT_ONCE = 1 << 24  # entries of the logits matrix that exist at any time
+TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is walked in pieces of this size
 
 
 def ignore(name: str, value: Tensor) -> None:
     """The recorder that keeps nothing."""
+
+
+def go_on(parameters: list[nn.Parameter]) -> None:
+    """What to do with final gradients, if nobody asked: leave them where they are."""
 
 
 class Batch(NamedTuple):
@@ -37,6 +43,16 @@ class Batch(NamedTuple):
     lengths: tuple[int, ...]  # of the sequences; their sum is n
 
 
+class Piece(NamedTuple):
+    """Some whole sequences of a batch, walked together."""
+
+    ids: Tensor  # (n)
+    positions: Tensor  # (n)
+    lengths: tuple[int, ...]
+    rows: Tensor  # (m)   those that have a target
+    targets: Tensor  # (m)
+
+
 class Saved(NamedTuple):
     """What a block keeps for its way back."""
 
@@ -44,6 +60,17 @@ class Saved(NamedTuple):
     heads: attention.Saved  # holds q, k, v, a_3
     norm_5: layernorm.Saved  # holds a_5
     a_7: Tensor
+
+
+class Kept(NamedTuple):
+    """What the way down leaves for the way up."""
+
+    pieces: list[Piece]
+    a_10: list[Tensor]  # of each piece: what the last block sent to the final norm
+    blocks: list[
+        list[Saved | Tensor]
+    ]  # of each block, of each piece: all it needs, or only its a_1 to start again from
+    lowest: int  # block below which nothing trains
 
 
 class Attention(nn.Module):
@@ -62,14 +89,22 @@ class Attention(nn.Module):
         n, h = len(qkv), self.n_heads
         return q.view(n, h, -1), k.view(n, h, -1), v.view(n, h, -1)
 
-    def forward(self, a_2: Tensor, lengths: tuple[int, ...]) -> attention.Saved:
-        _, saved = attention.forward(*self.split(self.c_attn.forward(a_2)), lengths, self.causal)
-        return saved
+    def forward(self, a_2: Tensor, spans: attention.Spans, asking: Tensor | None) -> attention.Saved:
+        q, k, v = self.split(self.c_attn.forward(a_2))
+        return attention.forward(q if asking is None else q[asking], k, v, spans, self.causal)[1]
 
-    def backward(self, delta_3: Tensor, a_2: Tensor, saved: attention.Saved, lengths: tuple[int, ...]) -> Tensor:
-        """Δ_3 → Δ_2. The three branches of (33) meet in one product with [w_q | w_k | w_v]ᵗ."""
-        grads = attention.backward(delta_3.view_as(saved.a), saved, lengths, self.causal)
-        return self.c_attn.backward(torch.cat([g.flatten(1) for g in grads], 1), a_2)
+    def backward(
+        self, delta_3: Tensor, saved: attention.Saved, spans: attention.Spans, asking: Tensor | None
+    ) -> Tensor:
+        """Δ_3 → the error signal of q, k and v side by side. With [w_q | w_k | w_v]ᵗ it becomes Δ_2: there the three
+        branches of (33) meet in one product."""
+        delta_qkv = delta_3.new_empty(len(saved.k), 2 * self.queries + self.values)
+        delta_q, delta_k, delta_v = self.split(delta_qkv)
+        into = delta_q if asking is None else torch.empty_like(saved.q)
+        attention.backward(delta_3.view_as(saved.a), saved, spans, self.causal, (into, delta_k, delta_v))
+        if asking is not None:
+            delta_q.zero_().index_copy_(0, asking, into)
+        return delta_qkv
 
 
 class MLP(nn.Module):
@@ -90,12 +125,16 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.d_model, config.eps, device)
         self.mlp = MLP(config, device)
 
-    def forward(self, a_1: Tensor, lengths: tuple[int, ...], record: Record = ignore) -> tuple[Tensor, Saved]:
+    def forward(
+        self, a_1: Tensor, spans: attention.Spans, asking: Tensor | None = None, record: Record = ignore
+    ) -> tuple[Tensor, Saved]:
+        """a_1 (n, d) → a_10 (n, d). If only the rows `asking` are wanted, as in the last block, where nothing but targets
+        counts, everything after the keys and values is computed for them alone: a_10 (m, d)."""
         a_2, norm_1 = self.ln_1.forward(a_1)
-        heads = self.attn.forward(a_2, lengths)
+        heads = self.attn.forward(a_2, spans, asking)
         a_3 = heads.a.flatten(1)
         a_4 = self.attn.c_proj.forward(a_3)
-        a_5 = a_1 + a_4
+        a_5 = a_4 + (a_1 if asking is None else a_1[asking])
         a_6, norm_5 = self.ln_2.forward(a_5)
         a_7 = self.mlp.c_fc.forward(a_6)
         a_8 = activation.forward(a_7, self.g)
@@ -112,20 +151,40 @@ class Block(nn.Module):
                 record(f"a_bar_{i}", layernorm.normalized(norm))
         return a_10, Saved(norm_1, heads, norm_5, a_7)
 
-    def backward(self, delta_10: Tensor, saved: Saved, lengths: tuple[int, ...], record: Record = ignore) -> Tensor:
-        """Δ_10 → Δ_1; the gradients of the block's parameters are added into `.grad`."""
+    def backward(
+        self,
+        delta_10: Tensor,
+        saved: Saved,
+        spans: attention.Spans,
+        asking: Tensor | None = None,
+        lowest: bool = False,
+        record: Record = ignore,
+    ) -> Tensor:
+        """Δ_10 → Δ_1; the gradients of the block's parameters are added into `.grad`. Where the block is the `lowest`
+        thing that trains, Δ_1 is not computed and what comes back means nothing."""
         norm_1, heads, norm_5, a_7 = saved
-        delta_8 = self.mlp.c_proj.backward(delta_10, activation.forward(a_7, self.g))  # Δ_9 = Δ_10
-        delta_7 = activation.backward(delta_8, a_7, self.g)
-        delta_6 = self.mlp.c_fc.backward(delta_7, self.ln_2.again(norm_5))
-        delta_5 = delta_10 + self.ln_2.backward(delta_6, norm_5)
+        a_8, slope = activation.again(a_7, self.g)
+        delta_8 = self.mlp.c_proj.backward(delta_10, a_8)  # Δ_9 = Δ_10
+        del a_8
+        delta_7 = activation.backward(delta_8, slope)
+        del slope
+        a_bar_5, a_6 = self.ln_2.again(norm_5)
+        delta_6 = self.mlp.c_fc.backward(delta_7, a_6)
+        delta_5 = self.ln_2.backward(delta_6, a_bar_5, norm_5.inv_sigma).add_(delta_10)
         delta_3 = self.attn.c_proj.backward(delta_5, heads.a.flatten(1))  # Δ_4 = Δ_5
-        delta_2 = self.attn.backward(delta_3, self.ln_1.again(norm_1), heads, lengths)
-        delta_1 = delta_5 + self.ln_1.backward(delta_2, norm_1)
+        delta_qkv = self.attn.backward(delta_3, heads, spans, asking)
+        a_bar_1, a_2 = self.ln_1.again(norm_1)
+        if lowest and not self.ln_1.weight.requires_grad and not self.ln_1.bias.requires_grad:
+            self.attn.c_attn.accumulate(delta_qkv, a_2)
+            return delta_5
+        delta_2 = self.attn.c_attn.backward(delta_qkv, a_2)
+        delta_1 = self.ln_1.backward(delta_2, a_bar_1, norm_1.inv_sigma)
+        delta_1 = delta_1.add_(delta_5) if asking is None else delta_1.index_add_(0, asking, delta_5)
         if record is not ignore:
             deltas = (delta_1, delta_2, delta_3, delta_5, delta_5, delta_6, delta_7, delta_8, delta_10, delta_10)
             for i, delta in enumerate(deltas, 1):
                 record(f"delta_{i}", delta)
+            lengths = tuple(length for span in spans for length in (span.length,) * span.sequences)
             rho, signal = attention.maps(delta_3.view_as(heads.a), heads, lengths, self.attn.causal)
             record("rho", rho)
             record("delta_causal", signal)
@@ -201,19 +260,24 @@ class GPT(nn.Module):
     def logits(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
         """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V)."""
         batch = self.pack(tokens, lengths)
-        a_11 = self._finite(self._down(batch)[0])
-        return self.lm_head.forward(a_11).view(*tokens.shape, -1)
+        t = self.transformer
+        a = embedding.forward(batch.ids, batch.positions, t.wte.weight, t.wpe.weight)
+        spans = attention.spans_of(batch.lengths)
+        for block in self.blocks:
+            a, _ = block.forward(a, spans)
+        return self.lm_head.forward(self._finite(t.ln_f.forward(a)[0])).view(*tokens.shape, -1)
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
         """The mean loss over the targets ≠ −100, without gradients."""
-        batch = self.pack(tokens, lengths)
-        a_11 = self._finite(self._down(batch)[0])
-        rows, targets = self._targets(tokens, targets)
-        total = sum(
-            loss.forward(self.lm_head.forward(a_11[part]), answer).item() for part, answer in self._parts(rows, targets)
-        )
-        return total / len(rows)
+        pieces = self.pieces(tokens, targets, lengths)
+        kept = self.down(pieces, lowest=len(self.blocks))
+        total = 0.0
+        for piece, a_10 in zip(pieces, kept.a_10, strict=True):
+            a_11 = self._finite(self.transformer.ln_f.forward(a_10)[0])
+            for part, answer in self._parts(piece.targets):
+                total += loss.forward(self.lm_head.forward(a_11[part]), answer).item()
+        return total / sum(len(piece.targets) for piece in pieces)
 
     @torch.no_grad()
     def loss_and_grads(
@@ -223,19 +287,33 @@ class GPT(nn.Module):
         lengths: list[int] | None = None,
         *,
         n_targets: int | None = None,
+        recompute: str = "none",
+        finished: Finished = go_on,
         record: Record = ignore,
     ) -> float:
         """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`.
 
-        To accumulate over several calls as if they were one batch, give `n_targets`, the number of targets of all the
-        calls together: then each call returns its share of the mean, and the shares and gradients add up.
+        n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
+                    calls together: then each call returns its share of the mean, and shares and gradients add up.
+        recompute   "blocks" keeps only each block's input and computes the block again on the way back: less memory,
+                    about a third more time.
+        finished    Called with the parameters of a layer as soon as their gradients are final, from the head down to
+                    the embeddings, while the way back still goes on.
+        record      Called with every intermediate under the paper's name.
         """
-        batch = self.pack(tokens, lengths)
-        rows, targets = self._targets(tokens, targets)
-        record("a_0", batch.ids)
-        a_11, norm_10, saved = self._down(batch, record, keep=True)
-        value, delta_11 = self._head(self._finite(a_11), rows, targets, n_targets or len(rows), record)
-        self._up(delta_11, batch, norm_10, saved, record)
+        if recompute not in ("none", "blocks"):
+            raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
+        pieces = self.pieces(tokens, targets, lengths, whole=record is not ignore)
+        n_targets = n_targets or sum(len(piece.targets) for piece in pieces)
+        again = recompute == "blocks"
+        # Pieces walked one after the other keep the activations of one piece only; walked together, block by block, all
+        # gradients of a block are final at once.
+        windows = [pieces] if again else [[piece] for piece in pieces]
+        value = 0.0
+        for window in windows:
+            last = window is windows[-1]
+            kept = self.down(window, again=again, record=record)
+            value += self.up(kept, n_targets, finished=finished if last else go_on, record=record)
         return value
 
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
@@ -267,83 +345,154 @@ class GPT(nn.Module):
         positions = torch.cat([torch.arange(size, device=device) for size in sizes])
         return Batch(ids, positions, sizes)
 
-    # ── down, the head, and up ──────────────────────────────────────────────────────────────────────────────────────
-
-    def _down(
-        self, batch: Batch, record: Record = ignore, keep: bool = False
-    ) -> tuple[Tensor, layernorm.Saved, list[Saved]]:
-        """a_0 → a_11, with what the way back needs if `keep`"""
+    def layers(self) -> list[list[nn.Parameter]]:
+        """The parameters, layer by layer, in the order in which their gradients become final on the way up."""
         t = self.transformer
-        a = embedding.forward(batch.ids, batch.positions, t.wte.weight, t.wpe.weight)
-        kept = []
-        for i, block in enumerate(self.blocks):
-            a, saved = block.forward(a, batch.lengths, _within(i, record))
-            if keep:
-                kept.append(saved)
-        a_11, norm_10 = t.ln_f.forward(a)
-        return a_11, norm_10, kept
+        head = list(self.lm_head.parameters())
+        blocks = [list(block.parameters()) for block in reversed(self.blocks)]
+        embeddings = [t.wte.weight, t.wpe.weight]
+        if self.config.tied:  # the embedding's gradient is final only with its own part
+            embeddings += [p for p in head if p is not t.wte.weight]
+        return [*([] if self.config.tied else [head]), list(t.ln_f.parameters()), *blocks, embeddings]
 
-    def _head(
-        self, a_11: Tensor, rows: Tensor, targets: Tensor, n_targets: int, record: Record
-    ) -> tuple[float, Tensor]:
-        """a_11 → the loss and Δ_11, some rows at a time: the logits of all rows never exist together. Rows without a
-        target never come here: their Δ_11 is 0."""
+    # ── down and up ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def down(
+        self, pieces: list[Piece], *, again: bool = False, lowest: int | None = None, record: Record = ignore
+    ) -> Kept:
+        """a_0 → a_10 of every piece, keeping what the way up needs: a block's activations, or with `again` only its input"""
+        t = self.transformer
+        lowest = self._lowest() if lowest is None else lowest
+        streams = [embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces]
+        blocks: list[list[Saved | Tensor]] = []
+        for i, block in enumerate(self.blocks):
+            blocks.append([])
+            for j, piece in enumerate(pieces):
+                record("a_0", piece.ids)
+                a_1 = streams[j]
+                streams[j], saved = block.forward(a_1, *self._asked(i, piece, record), _within(i, record))
+                if i >= lowest:
+                    blocks[i].append(a_1 if again else saved)
+        return Kept(pieces, streams, blocks, lowest)
+
+    def up(
+        self, kept: Kept, n_targets: int, *, finished: Finished = go_on, record: Record = ignore, once: bool = True
+    ) -> float:
+        """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that has anything to train.
+        What was kept is let go on the way, unless it is needed more than `once`."""
+        t = self.transformer
+        layers = iter(self.layers())
+        value = 0.0
+        deltas: list[Tensor] = []
+        for piece, a_10 in zip(kept.pieces, kept.a_10, strict=True):
+            part, delta_10 = self._head(a_10, piece, n_targets, record)
+            value += part
+            deltas.append(delta_10)
+        if not self.config.tied:
+            finished(next(layers))
+        finished(next(layers))
+        for i in reversed(range(kept.lowest, len(self.blocks))):
+            lowest = i == kept.lowest and not self._embeddings_train()
+            for j, piece in enumerate(kept.pieces):
+                spans, asking = self._asked(i, piece, record)
+                saved = kept.blocks[i].pop(0) if once else kept.blocks[i][j]
+                if isinstance(saved, Tensor):
+                    saved = self.blocks[i].forward(saved, spans, asking)[1]
+                deltas[j] = self.blocks[i].backward(deltas[j], saved, spans, asking, lowest, _within(i, record))
+                del saved
+            finished(next(layers))
+        if self._embeddings_train():
+            for piece, delta_1 in zip(kept.pieces, deltas, strict=True):
+                t.wte.backward(delta_1, piece.ids)
+                t.wpe.backward(delta_1, piece.positions)
+        finished(self.layers()[-1])
+        return value
+
+    def _asked(self, i: int, piece: Piece, record: Record) -> tuple[attention.Spans, Tensor | None]:
+        """Which rows block i has to answer: all, but in the last block only those with a target."""
+        last = i == len(self.blocks) - 1
+        asking = piece.rows if last and len(piece.rows) < len(piece.ids) and record is ignore else None
+        return attention.spans_of(piece.lengths, asking), asking
+
+    def _head(self, a_10: Tensor, piece: Piece, n_targets: int, record: Record) -> tuple[float, Tensor]:
+        """a_10 → the loss and Δ_10, some rows at a time: the logits of all rows never exist together."""
+        a_11, norm_10 = self.transformer.ln_f.forward(a_10)
+        self._finite(a_11)
+        everything = len(a_10) == len(piece.rows)
+        answering = a_11 if everything else a_11[piece.rows]  # only when recording do others come this far
+        delta_11 = torch.empty_like(answering)
         total = 0.0
-        delta_11 = torch.zeros_like(a_11)
         deltas = []
-        for part, answer in self._parts(rows, targets):
-            a = a_11[part]
+        for part, answer in self._parts(piece.targets):
+            a = answering[part]
             summed, delta_12 = loss.forward_and_delta(self.lm_head.forward(a), answer, 1 / n_targets)
             total += summed.item()
             delta_11[part] = self.lm_head.backward(delta_12, a)
             if record is not ignore:
                 deltas.append(delta_12)
+        if not everything:
+            delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
+        a_bar_10, _ = self.transformer.ln_f.again(norm_10)
         if record is not ignore:
             a_12 = self.lm_head.forward(a_11)
-            record("a_11", a_11)
-            record("a_12", a_12)
-            record("y_pred", torch.softmax(a_12, 1))
-            record("delta_12", torch.zeros_like(a_12).index_copy_(0, rows, torch.cat(deltas)))
-            record("delta_11", delta_11)
-        return total / n_targets, delta_11
-
-    def _up(self, delta_11: Tensor, batch: Batch, norm_10: layernorm.Saved, saved: list[Saved], record: Record) -> None:
-        """Δ_11 → Δ_1, down to the lowest layer that has anything to train"""
-        t = self.transformer
-        embeddings_train = t.wte.weight.requires_grad or t.wpe.weight.requires_grad
-        lowest = 0 if embeddings_train else next((i for i, b in enumerate(self.blocks) if b.trainable()), len(saved))
-        delta = t.ln_f.backward(delta_11, norm_10)
-        if record is not ignore:
-            for name, x in (("a_bar_10", layernorm.normalized(norm_10)), ("sigma_10", 1 / norm_10.inv_sigma)):
+            delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, torch.cat(deltas))
+            named = {"a_bar_10": a_bar_10, "sigma_10": 1 / norm_10.inv_sigma, "a_11": a_11, "a_12": a_12}
+            named |= {"y_pred": torch.softmax(a_12, 1), "delta_12": delta_12, "delta_11": delta_11}
+            for name, x in named.items():
                 record(name, x)
-        for i in reversed(range(lowest, len(saved))):
-            delta = self.blocks[i].backward(delta, saved.pop(), batch.lengths, _within(i, record))
-        if embeddings_train:
-            t.wte.backward(delta, batch.ids)
-            t.wpe.backward(delta, batch.positions)
+        return total / n_targets, self.transformer.ln_f.backward(delta_11, a_bar_10, norm_10.inv_sigma)
 
-    def _targets(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that have a target, and those targets."""
+    def _embeddings_train(self) -> bool:
+        return self.transformer.wte.weight.requires_grad or self.transformer.wpe.weight.requires_grad
+
+    def _lowest(self) -> int:
+        """The first block that has to be walked on the way up."""
+        if self._embeddings_train():
+            return 0
+        return next((i for i, block in enumerate(self.blocks) if block.trainable()), len(self.blocks))
+
+    def pieces(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None, whole: bool = False) -> list[Piece]:
+        """The batch in groups of whole sequences of about TOKENS_AT_ONCE tokens; groups without any target are left out."""
+        batch = self.pack(tokens, lengths)
+        answers = self._targets(tokens, targets)
+        groups: list[list[int]] = [[]]
+        for length in batch.lengths:
+            if groups[-1] and sum(groups[-1]) + length > TOKENS_AT_ONCE and not whole:
+                groups.append([])
+            groups[-1].append(length)
+        pieces = []
+        start = 0
+        for group in groups:
+            here = slice(start, start + sum(group))
+            start = here.stop
+            rows = loss.rows_with_target(answers[here])
+            if len(rows):
+                pieces.append(Piece(batch.ids[here], batch.positions[here], tuple(group), rows, answers[here][rows]))
+        return pieces
+
+    def _targets(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The targets, checked, (n), with NO_TARGET where there is none."""
         if targets.shape != tokens.shape:
             raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         if targets.is_floating_point():
             raise HandgradError(f"targets must be whole numbers (int64), not {targets.dtype}")
         flat = targets.reshape(-1).to(self.transformer.wte.weight.device, torch.int64)
-        rows = loss.rows_with_target(flat)
-        if len(rows) == 0:
+        given = flat[loss.rows_with_target(flat)]
+        if len(given) == 0:
             raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
-        flat = flat[rows]
-        low, high = (int(x) for x in torch.aminmax(flat))
+        low, high = (int(x) for x in torch.aminmax(given))
         if low < 0 or high >= self.config.n_vocab:
             wrong = low if low < 0 else high
             raise HandgradError(
                 f"target {wrong} is outside the vocabulary: ids go from 0 to {self.config.n_vocab - 1}, −100 is ignored"
             )
-        return rows, flat
+        return flat
 
-    def _parts(self, rows: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _parts(self, targets: Tensor) -> list[tuple[slice, Tensor]]:
+        """Rows of the head's input, so many that their logits are at most LOGITS_AT_ONCE, with their targets."""
         size = max(1, LOGITS_AT_ONCE // self.config.n_vocab)
-        return list(zip(torch.split(rows, size), torch.split(targets, size), strict=True))
+        size = math.ceil(len(targets) / math.ceil(len(targets) / size))  # parts of equal size
+        return [(slice(i, i + size), targets[i : i + size]) for i in range(0, len(targets), size)]
 
     def _finite(self, a: Tensor) -> Tensor:
         """`a` itself, or an error that says where the first number went wrong."""

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from .ops import embedding, layernorm, linear, lora
 
 
-def gradient(parameter: nn.Parameter | None) -> Tensor | None:
-    """The buffer into which a parameter's gradient is added, or None if it is frozen or does not exist."""
-    if parameter is None or not parameter.requires_grad:
-        return None
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
 class Linear(nn.Module):
     """weight (f_in, f_out) as in the paper and in GPT-2's files; bias (f_out)"""
 
@@ -38,10 +29,11 @@ class Linear(nn.Module):
         return linear.backward(delta, self.weight)
 
     def accumulate(self, delta: Tensor, a: Tensor) -> None:
-        if (into := gradient(self.weight)) is not None:
-            linear.grad_w(delta, a, into)
-        if (into := gradient(self.bias)) is not None:
-            linear.grad_b(delta, into)
+        """The gradients alone, where nothing below trains."""
+        if self.weight.requires_grad:
+            self.weight.grad = linear.grad_w(delta, a, self.weight.grad)
+        if self.bias is not None and self.bias.requires_grad:
+            self.bias.grad = linear.grad_b(delta, self.bias.grad)
 
     def effective_weight(self) -> Tensor:
         """(f_in, f_out), everything that multiplies the input."""
@@ -66,14 +58,15 @@ class QueryKeyValue(Linear):
         return linear.forward(a, self.weight, b)
 
     def accumulate(self, delta: Tensor, a: Tensor) -> None:
-        if (into := gradient(self.weight)) is not None:
-            linear.grad_w(delta, a, into)
-        if (
-            into := gradient(self.bias)
-        ) is not None:  # (24), (32.a); b_k's part is left as it is: rounding is not 0 (R32)
-            linear.grad_b(delta[:, : self.queries], into[: self.queries])
-            values = delta[:, 2 * self.queries :]
-            linear.grad_b(values, into[-values.shape[1] :])
+        if self.weight.requires_grad:
+            self.weight.grad = linear.grad_w(delta, a, self.weight.grad)
+        if self.bias is not None and self.bias.requires_grad:
+            sums = delta.sum(0)  # (24), (32.a)
+            if self.key_bias:
+                sums[self.queries : 2 * self.queries] = 0  # (32.b); what is summed there is rounding (R32)
+            else:
+                sums = torch.cat([sums[: self.queries], sums[2 * self.queries :]])
+            self.bias.grad = sums if self.bias.grad is None else self.bias.grad.add_(sums)
 
 
 class Head(nn.Module):
@@ -89,10 +82,10 @@ class Head(nn.Module):
 
     def backward(self, delta: Tensor, a: Tensor) -> Tensor:
         """Δ_12 and a_11 → Δ_11. A tied weight's gradient is added to the embedding's own (R9)."""
-        if (into := gradient(self.weight)) is not None:
-            linear.grad_w(a, delta, into)  # (∂w_11)ᵗ = Δ_12ᵗ a_11
-        if (into := gradient(self.bias)) is not None:
-            linear.grad_b(delta, into)
+        if self.weight.requires_grad:
+            self.weight.grad = linear.grad_w(a, delta, self.weight.grad)  # (∂w_11)ᵗ = Δ_12ᵗ a_11
+        if self.bias is not None and self.bias.requires_grad:
+            self.bias.grad = linear.grad_b(delta, self.bias.grad)
         return linear.backward(delta, self.weight.t())
 
     def effective_weight(self) -> Tensor:
@@ -119,13 +112,21 @@ class LoRA(nn.Module):
     def backward(self, delta: Tensor, a: Tensor) -> Tensor:
         """The frozen path carries its part of Δ as ever (R3)."""
         out = self.base.backward(delta, a)
-        g = lora.upstream(delta, self.up, self.scale)
-        if (into := gradient(self.up)) is not None:
-            lora.grad_u(delta, torch.mm(a, self.down), self.scale, into)
-        if (into := gradient(self.down)) is not None:
-            lora.grad_d(g, a, into)
-        lora.backward(g, self.down, into=out)
+        lora.backward(self._accumulate(delta, a), self.down, into=out)
         return out
+
+    def accumulate(self, delta: Tensor, a: Tensor) -> None:
+        if isinstance(self.base, Linear):
+            self.base.accumulate(delta, a)
+        self._accumulate(delta, a)
+
+    def _accumulate(self, delta: Tensor, a: Tensor) -> Tensor:
+        g = lora.upstream(delta, self.up, self.scale)
+        if self.up.requires_grad:
+            self.up.grad = lora.grad_u(delta, torch.mm(a, self.down), self.scale, self.up.grad)
+        if self.down.requires_grad:
+            self.down.grad = lora.grad_d(g, a, self.down.grad)
+        return g
 
     def effective_weight(self) -> Tensor:
         return self.base.effective_weight() + self.scale * self.down @ self.up
@@ -143,15 +144,17 @@ class LayerNorm(nn.Module):
     def forward(self, a: Tensor) -> tuple[Tensor, layernorm.Saved]:
         return layernorm.forward(a, self.weight, self.bias, self.eps)
 
-    def again(self, saved: layernorm.Saved) -> Tensor:
-        return layernorm.again(saved, self.weight, self.bias)
+    def again(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:
+        """ā and the output, from the saved statistics"""
+        a_bar = layernorm.normalized(saved)
+        return a_bar, layernorm.affine(a_bar, self.weight, self.bias)
 
-    def backward(self, delta: Tensor, saved: layernorm.Saved) -> Tensor:
-        if (into := gradient(self.weight)) is not None:
-            layernorm.grad_w(delta, saved, into)
-        if (into := gradient(self.bias)) is not None:
-            layernorm.grad_b(delta, into)
-        return layernorm.backward(delta, saved, self.weight)
+    def backward(self, delta: Tensor, a_bar: Tensor, inv_sigma: Tensor) -> Tensor:
+        if self.weight.requires_grad:
+            self.weight.grad = layernorm.grad_w(delta, a_bar, self.weight.grad)
+        if self.bias.requires_grad:
+            self.bias.grad = layernorm.grad_b(delta, self.bias.grad)
+        return layernorm.backward(delta, a_bar, inv_sigma, self.weight)
 
 
 class Embedding(nn.Module):
@@ -162,5 +165,5 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, d, device=device))
 
     def backward(self, delta: Tensor, ids: Tensor) -> None:
-        if (into := gradient(self.weight)) is not None:
-            embedding.backward(delta, ids, into)
+        if self.weight.requires_grad:
+            self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)

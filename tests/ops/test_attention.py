@@ -42,8 +42,10 @@ def test_equal_to_the_paper(lengths: list[int], heads: int, d_rho: int, d_h: int
     q, k, v = (torch.randn(n, heads, w).double() for w in (d_rho, d_rho, d_h))
     delta = torch.randn(n, heads, d_h).double()
     before = [x.clone() for x in (q, k, v, delta)]
-    a, saved = fast.forward(q, k, v, sizes, causal)
-    grads = fast.backward(delta, saved, sizes, causal)
+    spans = fast.spans_of(sizes)
+    a, saved = fast.forward(q, k, v, spans, causal)
+    grads = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
+    fast.backward(delta, saved, spans, causal, grads)
     rho, signal = fast.maps(delta, saved, sizes, causal)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, delta), before, strict=True))
     start = 0
@@ -66,17 +68,41 @@ def test_equal_to_the_paper(lengths: list[int], heads: int, d_rho: int, d_h: int
 def test_both_forward_kernels_agree() -> None:
     q, k, v = (torch.randn(2, 3, 200, 8).double() for _ in range(3))
     for causal in (True, False):
-        one, two = fast._forward_by_library(q, k, v, causal), fast._forward_in_tiles(q, k, v, causal)
+        one, two = (f(q, k, v, None, causal) for f in (fast._forward_by_library, fast._forward_in_tiles))
         assert relative_error(one[0], two[0]) <= 1e-12 and relative_error(one[1], two[1]) <= 1e-12
+
+
+def signals(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor, spans: fast.Spans
+) -> list[torch.Tensor]:
+    """The output and the error signals of q, k and v, causal."""
+    a, saved = fast.forward(q, k, v, spans, True)
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    fast.backward(delta, saved, spans, True, grads)
+    return [a, *grads]
+
+
+@pytest.mark.parametrize("lengths", [(9,), (5, 1, 7), (140, 300, 3), (4, 4, 4)])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_only_some_rows_ask(lengths: tuple[int, ...], share: float) -> None:
+    """Their outputs are those of all rows asking; what they send back is that of all rows with Δ = 0 on the others."""
+    n = sum(lengths)
+    q, k, v, delta = (torch.randn(n, 2, 4).double() for _ in range(4))
+    rows = torch.nonzero(torch.rand(n) < share).squeeze(1)
+    rows = rows if len(rows) else torch.tensor([n // 2])
+    silent = torch.zeros_like(delta)
+    silent[rows] = delta[rows]
+    a, grad_q, grad_k, grad_v = signals(q, k, v, silent, fast.spans_of(lengths))
+    some = signals(q[rows], k, v, delta[rows], fast.spans_of(lengths, rows))
+    for x, y in zip(some, (a[rows], grad_q[rows], grad_k, grad_v), strict=True):
+        assert relative_error(x, y) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes(dtype: torch.dtype) -> None:
-    lengths = (33, 100)
+    spans = fast.spans_of((33, 100))
     wide = [torch.randn(133, 2, 16).to(dtype).double() for _ in range(4)]
-    narrow = [x.to(dtype) for x in wide]
-    truth = fast.backward(wide[3], fast.forward(*wide[:3], lengths, True)[1], lengths, True)
-    found = fast.backward(narrow[3], fast.forward(*narrow[:3], lengths, True)[1], lengths, True)
+    truth, found = signals(*wide, spans), signals(*(x.to(dtype) for x in wide), spans)
     limit = 1e-5 if dtype == torch.float32 else 3e-2
     for x, y in zip(found, truth, strict=True):
         assert x.dtype == dtype and relative_error(x, y) < limit
@@ -84,9 +110,7 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     q = 1e3 * torch.randn(9, 1, 4)
-    a, saved = fast.forward(q, q, q, (9,), True)
-    grads = fast.backward(torch.randn(9, 1, 4), saved, (9,), True)
-    assert all(torch.isfinite(x).all() for x in (a, *grads))
+    assert all(torch.isfinite(x).all() for x in signals(q, q, q, torch.randn(9, 1, 4), fast.spans_of((9,))))
 
 
 def test_memory_is_linear_in_the_tokens() -> None:
@@ -94,7 +118,7 @@ def test_memory_is_linear_in_the_tokens() -> None:
 
     def kept(n: int) -> int:
         q, k, v = (torch.randn(n, 2, 4) for _ in range(3))
-        _, saved = fast.forward(q, k, v, (n,), True)
+        _, saved = fast.forward(q, k, v, fast.spans_of((n,)), True)
         return sum(x.numel() for x in saved)
 
     assert kept(512) - kept(256) == 2 * (kept(256) - kept(128))

@@ -16,20 +16,28 @@ def test_equal_to_the_paper(n: int, d: int, eps: float) -> None:
     out, saved = fast.forward(a, w, b, eps)
     f = plain.forward(a, w, b, eps)
     assert relative_error(out, f.a) <= 1e-12
-    assert relative_error(fast.again(saved, w, b), f.a) <= 1e-12
+    a_bar = fast.normalized(saved)
+    assert relative_error(a_bar, f.a_bar) <= 1e-12
+    assert relative_error(fast.affine(a_bar, w, b), f.a) <= 1e-12
     assert relative_error(saved.mu[:, 0], f.mu) <= 1e-12
     assert relative_error(1 / saved.inv_sigma[:, 0], f.sigma) <= 1e-12
     expected = plain.delta_prev(delta, f.a_bar, f.sigma, w)
-    assert relative_error(fast.backward(delta, saved, w), expected, floor=delta.abs().max().item()) <= 1e-12
-    grad_w, grad_b = torch.ones(d).double(), torch.ones(d).double()
-    fast.grad_w(delta, saved, grad_w)
-    fast.grad_b(delta, grad_b)
-    assert relative_error(grad_w, 1 + plain.grad_w(delta, f.a_bar)) <= 1e-12
-    assert relative_error(grad_b, 1 + plain.grad_b(delta)) <= 1e-12
+    assert (
+        relative_error(fast.backward(delta, a_bar, saved.inv_sigma, w), expected, floor=delta.abs().max().item())
+        <= 1e-12
+    )
+    for into in (None, torch.ones(d).double()):
+        start = 0 if into is None else 1
+        grad_w = fast.grad_w(delta, a_bar, None if into is None else into.clone())
+        grad_b = fast.grad_b(delta, None if into is None else into.clone())
+        assert relative_error(grad_w, start + plain.grad_w(delta, f.a_bar)) <= 1e-12
+        assert relative_error(grad_b, start + plain.grad_b(delta)) <= 1e-12
     assert torch.equal(a, before[0]) and torch.equal(delta, before[1])
 
 
 def test_a_constant_row_is_no_accident() -> None:
     out, saved = fast.forward(torch.full((1, 4), 3.0), torch.ones(4), torch.zeros(4), 1e-5)
     assert out.abs().max() == 0
-    assert torch.isfinite(fast.backward(torch.randn(1, 4), saved, torch.ones(4))).all()
+    assert torch.isfinite(
+        fast.backward(torch.randn(1, 4), fast.normalized(saved), saved.inv_sigma, torch.ones(4))
+    ).all()

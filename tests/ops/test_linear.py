@@ -17,6 +17,8 @@ def test_equal_to_the_paper(n: int, f_in: int, f_out: int, bias: bool) -> None:
     assert relative_error(fast.backward(delta, w), plain.delta_prev(delta, w)) <= 1e-12
     grad_w, grad_b = torch.randn(f_in, f_out).double(), torch.randn(f_out).double()
     expected_w, expected_b = grad_w + plain.grad_w(delta, a), grad_b + plain.grad_b(delta)
+    assert relative_error(fast.grad_w(delta, a, None), plain.grad_w(delta, a)) <= 1e-12
+    assert relative_error(fast.grad_b(delta, None), plain.grad_b(delta)) <= 1e-12
     fast.grad_w(delta, a, grad_w)
     fast.grad_b(delta, grad_b)
     assert relative_error(grad_w, expected_w) <= 1e-12

@@ -22,6 +22,8 @@ def test_equal_to_the_paper(n: int, f_in: int, r: int, f_out: int) -> None:
     fast.backward(g, d, into=signal)
     assert relative_error(signal, below + plain.delta_prev(delta, d, u, scale)) <= 1e-12
     grad_d, grad_u = torch.ones(f_in, r).double(), torch.ones(r, f_out).double()
+    assert relative_error(fast.grad_d(g, a, None), plain.grad_d(delta, a, u, scale)) <= 1e-12
+    assert relative_error(fast.grad_u(delta, h, scale, None), plain.grad_u(delta, a, d, scale)) <= 1e-12
     fast.grad_d(g, a, grad_d)
     fast.grad_u(delta, h, scale, grad_u)
     assert relative_error(grad_d, 1 + plain.grad_d(delta, a, u, scale)) <= 1e-12

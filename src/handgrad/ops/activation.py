@@ -1,4 +1,7 @@
-"""Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU and GPT-2's tanh form of GELU (R39)."""
+"""Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU and GPT-2's tanh form of GELU (R39).
+
+On the way back a_8 and the slope g'(a_7) are made together from a_7: they share the expensive part.
+"""
 
 import math
 
@@ -7,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CUBIC = 0.044715
-SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+TWICE = 2 * math.sqrt(2 / math.pi)
+ENTRIES_AT_ONCE = 1 << 18  # so that the many small steps below find their numbers in the cache
 
 
 def forward(x: Tensor, name: str) -> Tensor:
@@ -17,23 +21,35 @@ def forward(x: Tensor, name: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def backward(delta: Tensor, x: Tensor, name: str) -> Tensor:
-    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0"""
+def again(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """g(x) and g'(x), with ReLU'(0) = 0"""
     if name == "relu":
-        return delta * (x > 0)
-    slope = _slope_tanh(x) if name == "gelu_tanh" else _slope(x)
-    return slope.mul_(delta)
+        return torch.relu(x), (x > 0).to(x.dtype)
+    value, slope = torch.empty_like(x), torch.empty_like(x)
+    rows = max(1, ENTRIES_AT_ONCE // x.shape[1])
+    for part in zip(torch.split(x, rows), torch.split(value, rows), torch.split(slope, rows), strict=True):
+        (_gelu_tanh if name == "gelu_tanh" else _gelu)(*part)
+    return value, slope
 
 
-def _slope(x: Tensor) -> Tensor:
-    """Φ(x) + x φ(x)"""
-    density = torch.exp(x * x * -0.5).mul_(1 / math.sqrt(2 * math.pi))
-    return torch.erf(x * math.sqrt(0.5)).add_(1).mul_(0.5).addcmul_(x, density)
+def backward(delta: Tensor, slope: Tensor) -> Tensor:
+    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1})"""
+    return delta * slope
 
 
-def _slope_tanh(x: Tensor) -> Tensor:
-    """(1 + t)/2 + x/2 (1 − t²) u'  with  u = √(2/π)(x + 0.044715 x³),  t = tanh u"""
+def _gelu(x: Tensor, value: Tensor, slope: Tensor) -> None:
+    """g = x Φ,  g' = Φ + x φ"""
+    cdf = torch.mul(x, math.sqrt(0.5), out=slope).erf_().add_(1).mul_(0.5)
+    density = torch.mul(x, x, out=value).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    x_density = density.mul(x)
+    torch.mul(x, cdf, out=value)
+    slope.add_(x_density)
+
+
+def _gelu_tanh(x: Tensor, value: Tensor, slope: Tensor) -> None:
+    """g = x s,  g' = s + g (1 − s) 2u'  with  u = √(2/π)(x + 0.044715 x³)  and  s = (1 + tanh u)/2 = sigmoid(2u)"""
     square = x * x
-    t = (square * CUBIC).add_(1).mul_(x).mul_(SQRT_2_OVER_PI).tanh_()
-    x_du = square.mul_(3 * CUBIC).add_(1).mul_(x).mul_(SQRT_2_OVER_PI)  # x u'
-    return x_du.mul_(1 - t * t).add_(t).add_(1).mul_(0.5)
+    s = torch.addcmul(x, x, square, value=CUBIC).mul_(TWICE).sigmoid_()
+    torch.mul(x, s, out=value)
+    rest = torch.addcmul(value, value, s, value=-1, out=slope)  # g (1 − s)
+    rest.mul_(square.mul_(3 * CUBIC * TWICE).add_(TWICE)).add_(s)

@@ -1,20 +1,59 @@
 """Sections 3 and 4, equations 18 and 22–35: causal self-attention of all heads, in tiles.
 
-    q, k  (n, h, d_ρ)      v, a, Δ  (n, h, d_h)      lse  (h, n)  log-sum-exp of each row of scores
+    q  (m, h, d_ρ)      k  (n, h, d_ρ)      v  (n, h, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
 
-No n×n matrix is kept: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of rows at a time, over the
-columns a causal row can see, so memory is linear in the tokens. `lengths` tells where the packed sequences end.
+No n×n matrix is kept: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of queries at a time, over the
+columns they can see, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` tells
+where the packed sequences end and which rows ask: all of them (m = n), or only some.
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ROWS = 128  # of a tile
-TILE = 1 << 20  # entries of a tile, over all heads taken at once: what a core's cache holds
+ROWS = 128  # queries of a tile
+TILE = 1 << 18  # entries of a tile over all heads taken at once, about what a core's cache holds
+
+
+class Span(NamedTuple):
+    """Neighbouring sequences of one length, and the queries they ask."""
+
+    keys: slice  # their rows of k and v
+    queries: slice  # their rows of q
+    sequences: int
+    positions: list[int] | None  # of the queries in their sequence, ascending; None: every token asks
+
+    @property
+    def length(self) -> int:
+        return (self.keys.stop - self.keys.start) // self.sequences  # type: ignore[no-any-return]
+
+
+Spans = tuple[Span, ...]
+
+
+def spans_of(lengths: tuple[int, ...], rows: Tensor | None = None) -> Spans:
+    """Sequences packed end to end; with `rows` (ascending), only those rows of the stream ask."""
+    spans: list[Span] = []
+    if rows is not None:
+        asked = 0
+        start = 0
+        for length, inside in zip(lengths, _rows_of_each(lengths, rows), strict=True):
+            spans.append(Span(slice(start, start + length), slice(asked, asked + len(inside)), 1, inside))
+            start += length
+            asked += len(inside)
+        return tuple(span for span in spans if span.positions)
+    start = i = 0
+    while i < len(lengths):
+        count = 1
+        while i + count < len(lengths) and lengths[i + count] == lengths[i]:
+            count += 1
+        all_rows = slice(start, start + count * lengths[i])
+        spans.append(Span(all_rows, all_rows, count, None))
+        start += count * lengths[i]
+        i += count
+    return tuple(spans)
 
 
 class Saved(NamedTuple):
@@ -25,47 +64,55 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Saved]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool) -> tuple[Tensor, Saved]:
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
-    n, n_heads, d_h = v.shape
-    a = v.new_empty(n, n_heads, d_h)
-    lse = torch.empty(n_heads, n, dtype=_wide(v.dtype), device=v.device)
-    kernel = _forward_by_library if v.device.type == "cpu" and d_h == q.shape[2] else _forward_in_tiles
-    for rows, count in _equal_runs(lengths):
-        queries, keys, values = (_by_head(x[rows], count) for x in (q, k, v))
-        out, row_lse = kernel(queries, keys, values, causal)
-        _by_head(a[rows], count).copy_(out)
-        lse[:, rows].view(n_heads, count, -1).copy_(row_lse.transpose(0, 1))
+    a = v.new_empty(len(q), *v.shape[1:])
+    lse = torch.empty(q.shape[:2], dtype=_wide(v.dtype), device=v.device)
+    for span in spans:
+        queries, keys, values = (
+            _by_head(x, rows, span) for x, rows in ((q, span.queries), (k, span.keys), (v, span.keys))
+        )
+        library = span.positions is None and v.device.type == "cpu" and queries.shape[3] == values.shape[3]
+        out, row_lse = (_forward_by_library if library else _forward_in_tiles)(
+            queries, keys, values, span.positions, causal
+        )
+        _by_head(a, span.queries, span).copy_(out)
+        _by_head(lse, span.queries, span).copy_(row_lse)
     return a, Saved(q, k, v, a, lse)
 
 
-def backward(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Δ (n, h, d_h) → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, in the shapes of q, k and v"""
+def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, put `into` tensors of their shapes"""
     q, k, v, a, lse = saved
-    out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
-    correction = (delta * a).sum(2).t().to(lse.dtype)
-    for rows, count in _equal_runs(lengths):
-        queries, keys, values, errors = (_stack(x[rows], count, lse.dtype) for x in (q, k, v, delta))
-        shift, norm = (_stack(x[:, rows].t()[..., None], count, lse.dtype)[..., 0] for x in (correction, lse))
-        grads = _backward_in_tiles(queries, keys, values, errors, shift, norm, causal)
-        for target, grad in zip(out, grads, strict=True):
-            _by_head(target[rows], count).copy_(grad.view(count, -1, *grad.shape[1:]))
-    return out[0], out[1], out[2]
+    correction = (delta * a).sum(2, dtype=lse.dtype)
+    into[1].zero_()  # a sequence that asks nothing sends nothing back to its keys and values
+    into[2].zero_()
+    for span in spans:
+        queries, errors, shift, norm = (_stack(x, span.queries, span, lse.dtype) for x in (q, delta, correction, lse))
+        keys, values = (_stack(x, span.keys, span, lse.dtype) for x in (k, v))
+        grads = _backward_in_tiles(queries, keys, values, errors, shift, norm, span.positions, causal)
+        for target, rows, grad in zip(into, (span.queries, span.keys, span.keys), grads, strict=True):
+            view = _by_head(target, rows, span)
+            view.copy_(grad.view(view.shape))
 
 
 def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor]:
     """ρ and Δ_causal of every head over the whole packed stream, (h, n, n), zero between sequences: for looking at.
     The same tiles as in the backward pass, each as large as a sequence."""
     q, k, v, a, lse = saved
-    correction = (delta * a).sum(2).t().to(lse.dtype)
-    rho, signal = lse.new_zeros(2, *lse.shape, lse.shape[1])
+    n, n_heads = lse.shape
+    correction = (delta * a).sum(2, dtype=lse.dtype)
+    rho, signal = lse.new_zeros(2, n_heads, n, n)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
-        queries, keys, values, errors = (_stack(x[rows], 1, lse.dtype) for x in (q, k, v, delta))
-        rho[:, rows, rows] = rho_tile(queries, keys, lse[:, rows], 0, causal)
-        signal[:, rows, rows] = causal_signal_tile(errors, values, correction[:, rows], rho[:, rows, rows])
+        span = Span(rows, rows, 1, None)
+        queries, keys, values, errors, shift, norm = (
+            _stack(x, rows, span, lse.dtype) for x in (q, k, v, delta, correction, lse)
+        )
+        rho[:, rows, rows] = rho_tile(queries, keys, norm, _future(range(length), length, q.device) if causal else None)
+        signal[:, rows, rows] = causal_signal_tile(errors, values, shift, rho[:, rows, rows])
         start += length
     return rho, signal
 
@@ -73,11 +120,11 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
 # ── one tile ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rho_tile(q: Tensor, k: Tensor, lse: Tensor, first: int, causal: bool) -> Tensor:
-    """ρ = exp(q kᵗ/√d_ρ − lse) for the queries from row `first` on; 0 above the diagonal (R1). (g, rows, columns)"""
+def rho_tile(q: Tensor, k: Tensor, lse: Tensor, future: Tensor | None) -> Tensor:
+    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where the last columns lie in the future of a query (R1). (g, rows, columns)"""
     scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=1 / math.sqrt(q.shape[2]))
-    if causal:
-        scores[:, :, first:].masked_fill_(_future(q.shape[1], k.shape[1] - first, q.device), -math.inf)
+    if future is not None:
+        scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
     return scores.exp_()
 
 
@@ -87,79 +134,107 @@ def causal_signal_tile(delta: Tensor, v: Tensor, correction: Tensor, rho: Tensor
 
 
 def _backward_in_tiles(
-    q: Tensor, k: Tensor, v: Tensor, delta: Tensor, correction: Tensor, lse: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    shift: Tensor,
+    lse: Tensor,
+    positions: list[int] | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, T, width) each, g = sequences × heads. Each tile of queries sees the columns up to its own end."""
-    g, n, _ = q.shape
+    """(g, tokens, width) each, g = sequences × heads"""
+    g, n_keys = k.shape[:2]
     scale = 1 / math.sqrt(q.shape[2])
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    at_once = max(1, TILE // (min(n, ROWS) * n))
+    at_once = max(1, TILE // (min(len(q[0]), ROWS) * n_keys))
     for start in range(0, g, at_once):
         s = slice(start, start + at_once)
-        for i in range(0, n, ROWS):
-            e = min(i + ROWS, n)
-            seen = e if causal else n
-            queries, keys, values, errors = q[s, i:e], k[s, :seen], v[s, :seen], delta[s, i:e]
-            rho = rho_tile(queries, keys, lse[s, i:e], i, causal)
+        for rows, seen, future in _tiles(q.shape[1], n_keys, positions, causal, q.device):
+            queries, keys, values, errors = q[s, rows], k[s, :seen], v[s, :seen], delta[s, rows]
+            rho = rho_tile(queries, keys, lse[s, rows], future)
             grad_v[s, :seen].baddbmm_(rho.transpose(1, 2), errors)  # ρᵗ Δ
-            signal = causal_signal_tile(errors, values, correction[s, i:e], rho)  # (25)
-            torch.baddbmm(grad_q[s, i:e], signal, keys, beta=0, alpha=scale, out=grad_q[s, i:e])  # Δ_raw k
+            signal = causal_signal_tile(errors, values, shift[s, rows], rho)  # (25)
+            torch.baddbmm(grad_q[s, rows], signal, keys, beta=0, alpha=scale, out=grad_q[s, rows])  # Δ_raw k
             grad_k[s, :seen].baddbmm_(signal.transpose(1, 2), queries, alpha=scale)  # Δ_rawᵗ q
     return grad_q, grad_k, grad_v
 
 
-def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_by_library(
+    q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """torch's forward kernel for the CPU, which also returns the log-sum-exp. (B, h, T, w) → (B, h, T, w), (B, h, T)"""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, lse
 
 
-def _forward_in_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The same with matrix products alone, for any device and for d_ρ ≠ d_h."""
-    batch, n_heads, n, _ = q.shape
+def _forward_in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The same with matrix products alone: for any device, for d_ρ ≠ d_h, and where only some rows ask."""
+    batch, n_heads, m, _ = q.shape
     wide = _wide(v.dtype)
     q, k, v = (x.flatten(0, 1).to(wide) for x in (q, k, v))
-    out, lse = torch.empty_like(v), torch.empty(q.shape[:2], dtype=wide, device=v.device)
-    zero = lse.new_zeros(1, 1)
-    for i in range(0, n, ROWS):
-        e = min(i + ROWS, n)
-        seen = e if causal else n
-        scores = torch.baddbmm(zero[..., None], q[:, i:e], k[:, :seen].transpose(1, 2), alpha=1 / math.sqrt(q.shape[2]))
-        if causal:
-            scores[:, :, i:].masked_fill_(_future(e - i, seen - i, q.device), -math.inf)
-        lse[:, i:e] = torch.logsumexp(scores, 2)
-        out[:, i:e] = torch.bmm(scores.sub_(lse[:, i:e, None]).exp_(), v[:, :seen])
-    return out.view(batch, n_heads, n, -1), lse.view(batch, n_heads, n)
+    out, lse = v.new_empty(len(v), m, v.shape[2]), v.new_empty(len(v), m)
+    zero = lse.new_zeros(1, 1, 1)
+    for rows, seen, future in _tiles(m, k.shape[1], positions, causal, q.device):
+        scores = torch.baddbmm(zero, q[:, rows], k[:, :seen].transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[2]))
+        if future is not None:
+            scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
+        lse[:, rows] = torch.logsumexp(scores, 2)
+        out[:, rows] = torch.bmm(scores.sub_(lse[:, rows, None]).exp_(), v[:, :seen])
+    return out.view(batch, n_heads, m, -1), lse.view(batch, n_heads, m)
+
+
+def _tiles(
+    m: int, n_keys: int, positions: list[int] | None, causal: bool, device: torch.device
+) -> list[tuple[slice, int, Tensor | None]]:
+    """Queries in steps of ROWS: which rows, how many keys they see, and the mask of the last of those columns."""
+    tiles: list[tuple[slice, int, Tensor | None]] = []
+    for i in range(0, m, ROWS):
+        rows = slice(i, min(i + ROWS, m))
+        if not causal:
+            tiles.append((rows, n_keys, None))
+            continue
+        here = range(rows.start, rows.stop) if positions is None else positions[rows]
+        seen = here[-1] + 1
+        tiles.append((rows, seen, _future([p - here[0] for p in here], seen - here[0], device)))
+    return tiles
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _equal_runs(lengths: tuple[int, ...]) -> Iterator[tuple[slice, int]]:
-    """Neighbouring sequences of one length are taken together: the rows they fill, and how many they are."""
+def _rows_of_each(lengths: tuple[int, ...], rows: Tensor) -> list[list[int]]:
+    """Positions, inside their own sequence, of the given rows of the packed stream."""
+    inside: list[list[int]] = []
     start = i = 0
-    while i < len(lengths):
-        count = 1
-        while i + count < len(lengths) and lengths[i + count] == lengths[i]:
-            count += 1
-        yield slice(start, start + count * lengths[i]), count
-        start += count * lengths[i]
-        i += count
+    listed = rows.tolist()
+    for length in lengths:
+        mine = []
+        while i < len(listed) and listed[i] < start + length:
+            mine.append(listed[i] - start)
+            i += 1
+        inside.append(mine)
+        start += length
+    return inside
 
 
-def _by_head(x: Tensor, count: int) -> Tensor:
-    """(count · T, h, w) → (count, h, T, w), a view"""
-    return x.view(count, -1, *x.shape[1:]).transpose(1, 2)
+def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
+    """(count · T, h, …) → (count, h, T, …), a view"""
+    part = x[rows]
+    return part.view(span.sequences, -1, *part.shape[1:]).transpose(1, 2)
 
 
-def _stack(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, w) → (count · h, T, w), contiguous and wide"""
-    return _by_head(x, count).to(dtype).reshape(-1, len(x) // count, x.shape[2])
+def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
+    """(count · T, h, …) → (count · h, T, …), contiguous and wide"""
+    return _by_head(x, rows, span).to(dtype).flatten(0, 1).contiguous()
 
 
-def _future(rows: int, columns: int, device: torch.device) -> Tensor:
-    """True above the diagonal"""
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).triu_(1)
+def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:
+    """True where a column lies after the query's own position"""
+    own = torch.tensor(list(positions), device=device)
+    return torch.arange(columns, device=device)[None, :] > own[:, None]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 ids, positions  (n)      w_tok  (V, d)      w_pos  (n_context, d)
 """
 
+import torch
 from torch import Tensor
 
 
@@ -11,6 +12,6 @@ def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor) -> Ten
     return w_tok.index_select(0, ids).add_(w_pos.index_select(0, positions))
 
 
-def backward(delta: Tensor, ids: Tensor, grad_w: Tensor) -> None:
+def grad_w(delta: Tensor, ids: Tensor, w: Tensor, into: Tensor | None) -> Tensor:
     """∂w += ohe(ids)ᵗ Δ_1: a row that was picked several times collects every Δ   (3)"""
-    grad_w.index_add_(0, ids, delta)
+    return (torch.zeros_like(w) if into is None else into).index_add_(0, ids, delta)

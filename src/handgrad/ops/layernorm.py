@@ -21,31 +21,31 @@ def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]
     return out, Saved(a, mu, inv_sigma)
 
 
-def again(saved: Saved, w: Tensor, b: Tensor) -> Tensor:
-    """The output once more, from the saved statistics: cheaper to compute than to keep."""
-    return normalized(saved).mul_(w).add_(b)
-
-
 def normalized(saved: Saved) -> Tensor:
     """ā = (a − μ)/σ   (36)"""
     a, mu, inv_sigma = saved
     return (a - mu.to(a.dtype)).mul_(inv_sigma.to(a.dtype))
 
 
-def backward(delta: Tensor, saved: Saved, w: Tensor) -> Tensor:
+def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """ā diag(w) + b~: the output once more, cheaper to compute than to keep   (37)"""
+    return torch.addcmul(b, a_bar, w)
+
+
+def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
-    a_bar = normalized(saved)
     g = delta * w
     along = (g * a_bar).mean(1, keepdim=True)
-    g = g.sub_(g.mean(1, keepdim=True)).sub_(a_bar.mul_(along))
-    return g.mul_(saved.inv_sigma.to(g.dtype))
+    g.sub_(g.mean(1, keepdim=True)).addcmul_(a_bar, along, value=-1)
+    return g.mul_(inv_sigma.to(g.dtype))
 
 
-def grad_w(delta: Tensor, saved: Saved, into: Tensor) -> None:
+def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     """∂w += Σ_tok ā ∘ Δ_i   (41)"""
-    into.add_(normalized(saved).mul_(delta).sum(0))
+    grad = (a_bar * delta).sum(0)
+    return grad if into is None else into.add_(grad)
 
 
-def grad_b(delta: Tensor, into: Tensor) -> None:
+def grad_b(delta: Tensor, into: Tensor | None) -> Tensor:
     """∂b += Σ_tok Δ_i   (42)"""
-    into.add_(delta.sum(0))
+    return delta.sum(0) if into is None else into.add_(delta.sum(0))

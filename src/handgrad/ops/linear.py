@@ -17,11 +17,11 @@ def backward(delta: Tensor, w: Tensor) -> Tensor:
     return torch.mm(delta, w.t())
 
 
-def grad_w(delta: Tensor, a: Tensor, into: Tensor) -> None:
+def grad_w(delta: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
     """∂w += a_{i−1}ᵗ Δ_i"""
-    into.addmm_(a.t(), delta)
+    return torch.mm(a.t(), delta) if into is None else into.addmm_(a.t(), delta)
 
 
-def grad_b(delta: Tensor, into: Tensor) -> None:
+def grad_b(delta: Tensor, into: Tensor | None) -> Tensor:
     """∂b += Σ_tok Δ_i"""
-    into.add_(delta.sum(0))
+    return delta.sum(0) if into is None else into.add_(delta.sum(0))

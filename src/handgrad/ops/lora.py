@@ -27,11 +27,12 @@ def backward(g: Tensor, d: Tensor, into: Tensor) -> None:
     into.addmm_(g, d.t())
 
 
-def grad_d(g: Tensor, a: Tensor, into: Tensor) -> None:
+def grad_d(g: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
     """∂d += aᵗ g   (45)"""
-    into.addmm_(a.t(), g)
+    return torch.mm(a.t(), g) if into is None else into.addmm_(a.t(), g)
 
 
-def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor) -> None:
+def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tensor:
     """∂u += scale · hᵗ Δ   (46)"""
-    into.addmm_(h.t(), delta, alpha=scale)
+    h = h * scale
+    return torch.mm(h.t(), delta) if into is None else into.addmm_(h.t(), delta)
