@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 demo: $(VENV)/.ready
 	$(BIN)/handgrad verify
+	$(BIN)/handgrad verify --model nano
 	$(BIN)/handgrad plan --model paper
 
 test: lint

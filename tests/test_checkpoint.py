@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad.layers import LoRA
 from handgrad.verify import relative_error
 
 SHAPES = [{}, {"tied": False}, {"d_hidden": 7, "activation": "relu"}, {"n_heads": 1, "eps": 1e-3, "activation": "gelu"}]
@@ -93,6 +95,43 @@ def test_broken_directories(tmp_path: Path) -> None:
     refuses("has no config.json")
     with pytest.raises(hg.HandgradError, match="not a directory"):
         hg.load(tmp_path / "nowhere")
+
+
+def test_old_checkpoints_carry_mask_buffers(tmp_path: Path) -> None:
+    model = make_model(dtype=torch.float32)
+    hg.save(model, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_empty_weights(tmp_path: Path) -> None:
+    hg.save(make_model(dtype=torch.float32), tmp_path / "m")
+    save_file({}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(hg.HandgradError, match="are missing"):
+        hg.load(tmp_path / "m")
+
+
+def test_a_model_only_we_can_express_is_not_called_gpt2(tmp_path: Path) -> None:
+    hg.save(make_model(causal=False), tmp_path / "m")
+    with pytest.raises(ValueError, match="handgrad"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+
+
+def test_a_model_with_adapters_is_not_saved_as_if_it_had_none(tmp_path: Path) -> None:
+    model = make_model()
+    model.blocks[0].mlp.c_fc = LoRA(model.blocks[0].mlp.c_fc, 2, 1.0)
+    with pytest.raises(hg.HandgradError, match=r"c_fc has an adapter"):
+        hg.save(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_other_files_of_the_directory_stay(tmp_path: Path) -> None:
+    hg.save(make_model(), tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    hg.save(hg.load(tmp_path / "m"), tmp_path / "m")
+    assert (tmp_path / "m" / "tokenizer.json").exists()
 
 
 def test_save_does_not_overwrite_something_else(tmp_path: Path) -> None:

@@ -63,6 +63,50 @@ def test_plan() -> None:
     assert plan["total"] == 163_087_441 and plan["trainable"] == 3_470_608
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_number_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
+    rows = [line for line in done.stdout.splitlines() if line.startswith("✔")]
+    assert len(rows) == 30
+    for row in rows:
+        assert len(row) <= width
+        assert row.split()[-1 if width < 80 else -2] in ("0", "1.0e-12", "1.0e-10") or width < 80, row
+        assert "…" not in row[-20:], row
+    plan = handgrad("plan", "--model", "paper")
+    assert "85,120,849" in plan.stdout and "38,597,376" in plan.stdout
+
+
+def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    (row,) = [line for line in handgrad("verify", "--only", "R1").stdout.splitlines() if "R1" in line]
+    assert "printed" in row and "right" in row
+
+
+MISTAKES_IN_CONFIG = [
+    ("[]", "must hold a JSON object"),
+    (
+        '{"model_type": "gpt2", "n_positions": null, "vocab_size": 9, "n_embd": 4, "n_head": 2, "n_layer": 1}',
+        "n_context",
+    ),
+    ('{"model_type": "gpt2", "activation_function": ["x"]}', "activation_function"),
+    ('{"model_type": "gpt2", "scale_attn_weights": false}', "scale_attn_weights"),
+    (
+        '{"model_type": "gpt2", "vocab_size": 9, "n_embd": 4, "n_head": 2, "n_layer": 1, "layer_norm_epsilon": "x"}',
+        "eps",
+    ),
+    ('{"model_type": "gpt2", "handgrad": {"nonsense": 1}}', "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES_IN_CONFIG)
+def test_mistakes_in_a_model_directory(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for command in ("verify", "plan"):
+        done = handgrad(command, "--model", str(tmp_path))
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
 def broken_model(folder: Path) -> str:
     model = make_model(dtype=torch.float32)
     with torch.no_grad():
@@ -75,7 +119,9 @@ def broken_model(folder: Path) -> str:
     ("arguments", "message"),
     [
         (["verify", "--only", "nonsense"], "no check matches 'nonsense'"),
-        (["verify", "--model", "gpt5"], "gpt5 is not a directory"),
+        (["verify", "--model", "gpt5"], "'gpt5' is neither a preset (paper, gpt2"),
+        (["verify", "--only", "R1,nope"], "no check matches 'nope'"),
+        (["verify", "--json", "."], "it is a folder"),
         (["verify", "--model", "NAN"], "NaN or infinity in transformer.wte.weight"),
         (["verify", "--model", "nano", "--only", "R1"], "--only chooses among the paper's checks"),
         (["verify", "--only", "R1", "--json", "no/such/folder/r.json"], "does not exist"),

@@ -325,6 +325,12 @@ def test_bad_targets() -> None:
         model.loss_and_grads(tokens, tokens[:3])
     with raises("target 99 is outside"):
         model.loss_and_grads(tokens, torch.tensor([0, 1, 2, 99]))
+    with raises("tokens must be a tensor"):
+        model.loss_and_grads([1, 2], tokens)
+    with raises("targets must be a tensor"):
+        model.loss_and_grads(tokens, [1, 2, 3, 4])
+    with raises("n_targets"):
+        model.loss_and_grads(tokens, tokens, n_targets=0)
     with raises("targets must be whole numbers"):
         model.loss_and_grads(tokens, torch.zeros(4))
     assert all(p.grad is None for p in model.parameters()), "a refused batch must leave nothing behind"
@@ -338,6 +344,18 @@ def test_bad_weights() -> None:
     for call in (model.logits, lambda t: model.loss_and_grads(t, targets), lambda t: hg.verify(model, t, targets)):
         with pytest.raises(hg.NonFiniteError, match=r"h\.0\.mlp\.c_fc\.weight"):
             call(tokens)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bad_weights_in_the_head_leave_no_gradient(tied: bool) -> None:
+    model = make_model(tied=tied)
+    tokens, targets = torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int64)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")  # a word that is neither in the input nor a target
+    for call in (model.logits, lambda t: model.loss(t, targets), lambda t: model.loss_and_grads(t, targets)):
+        with pytest.raises(hg.NonFiniteError, match="wte.weight" if tied else "lm_head.weight"):
+            call(tokens)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_overflow_is_told_from_bad_weights() -> None:
@@ -362,6 +380,15 @@ def test_bad_configurations() -> None:
         hg.GPTConfig(n_blocks=0)
     with raises("eps"):
         hg.GPTConfig(eps=-1.0)
+    with raises("d_model must be a whole number"):
+        hg.preset("nano", d_model=None)
+    with raises("d_model must be at least 2"):
+        hg.preset("nano", d_model=1, n_heads=1)
+    with raises("tied must be true or false"):
+        hg.preset("nano", tied="no")
+    if not torch.cuda.is_available():
+        with raises("cannot use device cuda"):
+            hg.GPT(hg.preset("nano"), device="cuda")
     with raises("dtype must be"):
         hg.GPT(hg.preset("nano"), dtype=torch.int32)
 

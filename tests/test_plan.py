@@ -5,7 +5,7 @@ import torch
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.plan import lora_targets, make_plan, parameters, saved_per_token
+from handgrad.plan import Rates, lora_targets, make_plan, parameters, saved_per_token
 from handgrad.verify import count_multiply_adds
 
 COMPLETE = hg.preset("paper", n_blocks=12)
@@ -57,6 +57,25 @@ def test_saved_numbers_are_those_the_blocks_keep() -> None:
         saved = model.down(model.pieces(tokens, tokens, None)).blocks
     kept = sum(x.numel() for (s,) in saved for x in (*s.norm_1, *s.heads, *s.norm_5, s.a_7))
     assert kept == 16 * 2 * saved_per_token(model.config)
+
+
+def test_bytes() -> None:
+    plan = make_plan(hg.preset("gpt2"), 4, 1024)
+    assert plan.bytes_weights == plan.bytes_gradients == 4 * 124_439_808
+    assert plan.bytes_optimizer == 8 * 124_439_808
+    assert plan.bytes_saved == 4 * 1024 * 12 * saved_per_token(plan.config)  # one piece of 1024 tokens at a time
+    lean = make_plan(hg.preset("gpt2"), 4, 1024, recompute="blocks", update_inside=True)
+    assert lean.bytes_gradients == 4 * (39_383_808 + 7_087_872)
+    assert lean.bytes_peak < plan.bytes_peak and lean.backward_flop > plan.backward_flop
+    adapted = make_plan(hg.preset("gpt2"), rank=16)
+    assert adapted.bytes_optimizer == 8 * adapted.adapters
+
+
+def test_seconds_come_from_measured_rates() -> None:
+    rates = Rates.measure(0.05)
+    assert rates.flop_per_second > 1e8 and rates.bytes_per_second > 1e8
+    small, large = (rates.seconds(make_plan(hg.preset("gpt2"), b, 64)) for b in (1, 8))
+    assert 0 < small < large
 
 
 def test_cache_per_token() -> None:

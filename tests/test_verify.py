@@ -86,6 +86,40 @@ def test_large_models_shift_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert "transformer.h.1 along u" in differences and len(differences) == 2 + 2 + 5
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_vocab": 1},
+        {"d_model": 2, "n_heads": 1},
+        {"d_model": 6, "n_heads": 2, "n_blocks": 2},
+        {"d_model": 13, "n_heads": 1},
+    ],
+    [
+        {"n_vocab": 1},
+        {"d_model": 2, "n_heads": 1},
+        {"d_model": 6, "n_heads": 2, "n_blocks": 2},
+        {"d_model": 13, "n_heads": 1},
+    ],
+)
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_sound_models_pass_whatever_their_scale(shape: dict[str, object], spread: float) -> None:
+    model = hg.GPT(make_model(**shape).config, dtype=torch.float64, seed=5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += spread * torch.randn(p.shape, dtype=torch.float64)
+    report = hg.verify(model, *make_batch(model, [9, 3]), [9, 3], seed=5)
+    assert report.passed, [(c.id, c.error) for c in report.failed]
+
+
+def test_nothing_to_judge() -> None:
+    model = make_model()
+    model.requires_grad_(False)
+    with pytest.raises(hg.HandgradError, match="frozen"):
+        hg.verify(model, *make_batch(model, [9]))
+    with pytest.raises(hg.HandgradError, match="cannot judge"):
+        hg.verify(make_model().half(), *make_batch(model, [9]))
+
+
 def test_a_model_too_large_for_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "free_memory", lambda: 1000.0)
     model = make_model()

@@ -4,11 +4,11 @@ from .checkpoint import load, save
 from .config import GPTConfig, preset
 from .errors import HandgradError, NonFiniteError
 from .gpt import GPT
-from .machine import do_without_amx_in_virtual_machines
+from .machine import settle
 from .trace import Trace, trace
 from .verify import verify
 
 __version__ = "0.1.0"
 __all__ = ["GPT", "GPTConfig", "HandgradError", "NonFiniteError", "Trace", "load", "preset", "save", "trace", "verify"]
 
-do_without_amx_in_virtual_machines()
+settle()

@@ -1,9 +1,6 @@
 """Hugging Face directories of GPT-2 models: config.json and model.safetensors, both ways, written atomically."""
 
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,9 @@ from torch import Tensor
 
 from .config import GPTConfig
 from .errors import HandgradError
-from .files import sync
-from .gpt import GPT
+from .files import write_folder
+from .gpt import DTYPES, GPT
+from .layers import LoRA
 
 _ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 _HF_ACTIVATION = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
@@ -28,24 +26,23 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     """A model from a directory with config.json and model.safetensors, in the dtype it was stored in unless given."""
     folder = Path(path)
     config = load_config(folder)
-    tensors = _read(folder / "model.safetensors")
-    tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
-    stored = next(iter(tensors.values())).dtype
-    if dtype is None:
-        dtype = torch.float32 if stored == torch.float16 else stored
+    file = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in _read(file).items()}
     if "lm_head.weight" not in tensors and not config.tied:
         config = replace(config, tied=True)
-    model = GPT(config, dtype=dtype, device="meta")
+    model = GPT(config, device="meta")
     expected = {name.removeprefix("transformer."): (name, p) for name, p in model.named_parameters()}
     missing = sorted(set(expected) - set(tensors))
     if missing:
-        raise HandgradError(f"{folder / 'model.safetensors'}: no tensor {missing[0]!r} ({len(missing)} are missing)")
+        raise HandgradError(f"{file}: no tensor {missing[0]!r} ({len(missing)} of {len(expected)} are missing)")
+    stored = tensors["wte.weight"].dtype
+    dtype = dtype or (stored if stored in DTYPES else torch.float32)
     for short, (name, p) in expected.items():
         found = tensors[short]
         if found.shape != p.shape:
-            raise HandgradError(
-                f"{folder / 'model.safetensors'}: {short} is {tuple(found.shape)}, config.json wants {tuple(p.shape)}"
-            )
+            raise HandgradError(f"{file}: {short} is {tuple(found.shape)}, config.json wants {tuple(p.shape)}")
+        if not found.is_floating_point():
+            raise HandgradError(f"{file}: {short} holds {found.dtype}, not floating-point numbers")
         owner = model.get_submodule(name.rpartition(".")[0])
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(found.to(device=device, dtype=dtype)))
     if config.tied:
@@ -61,14 +58,22 @@ def load_config(folder: Path) -> GPTConfig:
     if not file.exists():
         raise HandgradError(f"{folder} has no config.json: it is not a model directory")
     try:
-        raw: dict[str, Any] = json.loads(file.read_text())
+        raw: Any = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as reason:
         raise HandgradError(f"{file} is not valid JSON: {reason}") from None
-    if raw.get("model_type") != "gpt2":
+    if not isinstance(raw, dict):
+        raise HandgradError(f"{file} must hold a JSON object, not a {type(raw).__name__}")
+    if raw.get("model_type") not in ("gpt2", "handgrad"):
         raise HandgradError(f"{file}: model_type is {raw.get('model_type')!r}; this version reads 'gpt2'")
+    for field, only in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if raw.get(field, only) != only:
+            raise HandgradError(f"{file}: {field} is {raw[field]}; only {only} is supported")
     activation = raw.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATION:
+    if not isinstance(activation, str) or activation not in _ACTIVATION:
         raise HandgradError(f"{file}: activation_function {activation!r} is not one of {', '.join(_ACTIVATION)}")
+    own = raw.get("handgrad", {})
+    if not isinstance(own, dict) or not set(own) <= set(_OWN):
+        raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(_OWN)}, not {own!r}")
     try:
         return GPTConfig(
             n_vocab=raw["vocab_size"],
@@ -80,45 +85,39 @@ def load_config(folder: Path) -> GPTConfig:
             activation=_ACTIVATION[activation],
             eps=raw.get("layer_norm_epsilon", 1e-5),
             tied=raw.get("tie_word_embeddings", True),
-            **raw.get("handgrad", {}),
+            **own,
         )
     except KeyError as missing:
         raise HandgradError(f"{file} has no field {missing}") from None
-    except TypeError as reason:
-        raise HandgradError(f"{file}: {reason}") from None
+    except HandgradError as mistake:
+        raise HandgradError(f"{file}: {mistake}") from None
 
 
 def save(model: GPT, path: str | Path) -> None:
-    """Write the model as a directory that `transformers` opens. Nothing is left behind if it does not succeed."""
+    """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
+    Whole or not at all; other files of a model directory that is there already stay."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    adapted = [name for name, layer in model.named_modules() if isinstance(layer, LoRA)]
+    if adapted:
+        raise HandgradError(
+            f"{adapted[0]} has an adapter beside it: merge or remove the adapters before saving the model"
+        )
+
+    def fill(partial: Path) -> None:
         tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(_hf_config(model.config, tensors), indent=2) + "\n")
-        for file in partial.iterdir():
-            sync(file)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            os.replace(folder, old / "model")
-            os.replace(partial, folder)
-            shutil.rmtree(old)
-        else:
-            os.replace(partial, folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+    write_folder(folder, fill)
 
 
 def _hf_config(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, object]:
     own = {name: getattr(config, name) for name in _OWN if getattr(config, name) != getattr(GPTConfig(), name)}
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
+        # what GPT-2 cannot express must not be opened as if it were one
+        **({"model_type": "handgrad"} if own else {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}),
         "vocab_size": config.n_vocab,
         "n_positions": config.n_context,
         "n_embd": config.d_model,

@@ -18,9 +18,9 @@ from . import __version__, ledger
 from .checkpoint import load, load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
-from .files import write_text
+from .files import check_writable, write_text
 from .gpt import GPT
-from .plan import BYTES, Plan, make_plan, parameters
+from .plan import BYTES, Plan, Rates, make_plan, parameters
 from .report import Report
 from .verify import verify as verify_model
 
@@ -58,7 +58,7 @@ def common(
 @app.command()
 def verify(
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw these shapes and values again. [default: new ones]")
+        int | None, typer.Option(min=0, help="Draw these shapes and values again. \\[default: new ones]")
     ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only these checks: E-ln-dx, 'T2-*', R1,R2 …")
@@ -75,7 +75,9 @@ def verify(
     Exit status 1 if anything fails.
     """
     seed = secrets.randbelow(1_000_000) if seed is None else seed
+    _check_target(json_file)
     if model is None:
+        torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
         report = ledger.run(seed, only, _watch("checking"))
     elif only is not None:
         raise HandgradError("--only chooses among the paper's checks; with --model everything is checked")
@@ -93,8 +95,12 @@ def _verify_model(name: str, seed: int) -> Report:
     """Three sequences of uneven length, with some targets ignored."""
     if name in PRESETS:
         model = GPT(preset(name), seed=seed)
-    else:
+    elif Path(name).is_dir():
         model = load(name)
+    else:
+        raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+    if sum(p.numel() for p in model.parameters()) < 5_000_000:
+        torch.set_num_threads(1)
     lengths = [min(n, model.config.n_context) for n in (9, 1, 6)]
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator)
@@ -111,7 +117,7 @@ def plan(
     model: ModelOption = "paper",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. [default: the model's context]")
+        int | None, typer.Option(min=1, help="Tokens of a sequence. \\[default: the model's context]")
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(BYTES)}.")] = "float32",
     lora_rank: Annotated[
@@ -130,24 +136,27 @@ def plan(
         bool | None, typer.Option("--tied/--untied", help="Share the token embedding with the logits.")
     ] = None,
     logits_bias: Annotated[bool | None, typer.Option(help="A bias on the logits.")] = None,
+    recompute: Annotated[str, typer.Option(help="none, or blocks: computed again on the way back.")] = "none",
+    update_inside: Annotated[bool, typer.Option(help="Update each layer inside the backward pass.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Count parameters, operations and bytes of a model before anything runs.
+    """Count parameters, operations and bytes of a training step before it runs, and predict its time.
 
     Reproduces every count of the paper's Section 7 and Table 3:
 
-    handgrad plan --model paper                              one block: 85,120,849
-    handgrad plan --model paper --n-blocks 12                the complete network: 163,087,441
-    handgrad plan --model gpt2                               tied: 124,439,808
-    handgrad plan --model paper --lora-rank 16 --lora-targets lm_head         816,400
-    handgrad plan --model paper --n-blocks 12 --lora-rank 16 --lora-targets paper     3,470,608
+    [bold]--model paper[/] one block 7,087,872, logits 38,647,633, in all 85,120,849 ·
+    [bold]--model paper --n-blocks 12[/] 163,087,441 ·
+    [bold]--model gpt2[/] 124,439,808 ·
+    [bold]--lora-rank 16 --lora-targets lm_head[/] 816,400 ·
+    [bold]--n-blocks 12 --lora-rank 16 --lora-targets paper[/] 3,470,608
     """
     changes = {
         "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
         "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
     }  # fmt: skip
+    _check_target(json_file)
     config = _config(model or "paper", {k: v for k, v in changes.items() if v is not None})
-    made = make_plan(config, batch, tokens, dtype, lora_rank, lora_targets)
+    made = make_plan(config, batch, tokens, dtype, lora_rank, lora_targets, recompute, update_inside)
     if not _deliver(json.dumps(_plan_json(made), indent=1), json_file):
         _print_plan(made, model or "paper")
 
@@ -170,30 +179,35 @@ def _plan_json(made: Plan) -> dict[str, object]:
         for p in parameters(c)
     ]  # fmt: skip
     plain = {k: v for k, v in vars(made).items() if k != "config"}
-    return {"config": vars(c), **plain, "bytes_total": made.bytes_total, "parameters": rows}
+    return {"config": vars(c), **plain, "bytes_peak": made.bytes_peak, "parameters": rows}
 
 
 def _print_plan(made: Plan, name: str) -> None:
     c = made.config
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
-    for column in ("layer", "symbol", "name in the file"):
+    for column in ("layer", "symbol"):
         table.add_column(column, no_wrap=True)
+    named = out.width >= 78  # on a narrow terminal the numbers come first
+    if named:
+        table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True, min_width=13)
     totals = {
         "embedding": made.embedding, "block": made.per_block, "final norm": made.final_norm, "logits": made.logits,
     }  # fmt: skip
     for layer, subtotal in totals.items():
         for p in parameters(c):
             if p.layer == layer:
-                table.add_row(layer, p.symbol, p.name, " × ".join(f"{n:,}" for n in p.shape), f"{p.count:,}")
+                shape = " × ".join(f"{n:,}" for n in p.shape)
+                table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
         if layer == "logits" and c.tied:
-            table.add_row(layer, "w_11", "tied to transformer.wte.weight", "", "0")
+            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "", "0")
         label = "one block" if layer == "block" else layer
-        table.add_row(f"[bold]{label}", "", "", "", f"[bold]{subtotal:,}", end_section=True)
+        between = [""] * (3 if named else 2)
+        table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
     if c.n_blocks > 1:
-        table.add_row(f"[bold]{c.n_blocks} blocks", "", "", "", f"[bold]{c.n_blocks * made.per_block:,}")
-    table.add_row("[bold]total", "", "", "", f"[bold]{made.total:,}")
+        table.add_row(f"[bold]{c.n_blocks} blocks", *between, f"[bold]{c.n_blocks * made.per_block:,}")
+    table.add_row("[bold]total", *between, f"[bold]{made.total:,}")
     out.print(table)
 
     facts = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
@@ -201,7 +215,7 @@ def _print_plan(made: Plan, name: str) -> None:
     facts.title_justify = "left"
     facts.add_column("", no_wrap=True)
     facts.add_column("", justify="right", no_wrap=True)
-    facts.add_column("", style="dim")
+    facts.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
     share = 100 * made.trainable / made.total
     what = f"rank {made.rank} beside {', '.join(made.targets)}" if made.rank else "all of them"
     facts.add_row("trainable parameters", f"{made.trainable:,}", f"{share:.2f} % of {made.total:,}: {what}")
@@ -213,18 +227,24 @@ def _print_plan(made: Plan, name: str) -> None:
     facts.add_row("gradients", _bytes(made.bytes_gradients), "")
     facts.add_row("optimizer state", _bytes(made.bytes_optimizer), "AdamW: two moments")
     facts.add_row("saved activations", _bytes(made.bytes_saved), "what the blocks keep for the way back")
-    facts.add_row("[bold]together", f"[bold]{_bytes(made.bytes_total)}", "", end_section=True)
+    facts.add_row("passing buffers", _bytes(made.bytes_passing), "logits of some rows, a block on its way back")
+    facts.add_row("[bold]peak", f"[bold]{_bytes(made.bytes_peak)}", "", end_section=True)
+    rates = Rates.measure()
+    speed = (
+        f"at {rates.flop_per_second / 1e9:,.0f} GFLOP/s and {rates.bytes_per_second / 1e9:,.0f} GB/s, measured just now"
+    )
+    facts.add_row("a step takes about", f"{rates.seconds(made):,.2f} s", speed, end_section=True)
     facts.add_row("KV cache per token", _bytes(made.bytes_cache_per_token), "while generating")
     out.print(facts)
 
 
 def _bytes(n: int) -> str:
     value = float(n)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+            return f"{value:,.0f} B" if unit == "B" else f"{value:,.{2 if unit == 'GiB' else 1}f} {unit}"
         value /= 1024
-    return f"{value:,.2f} GiB"
+    return f"{value:,.1f} TiB"
 
 
 def _deliver(text: str, target: str | None) -> bool:
@@ -234,12 +254,14 @@ def _deliver(text: str, target: str | None) -> bool:
     if target == "-":
         sys.stdout.write(text + "\n")
     else:
-        file = Path(target)
-        if not file.parent.is_dir():
-            raise HandgradError(f"cannot write {file}: the folder {file.parent} does not exist")
-        write_text(file, text + "\n")
-        err.print(f"wrote {file}", highlight=False)
+        write_text(Path(target), text + "\n")
+        err.print(f"wrote {target}", highlight=False)
     return True
+
+
+def _check_target(target: str | None) -> None:
+    if target is not None and target != "-":
+        check_writable(Path(target))
 
 
 class _watch:
@@ -249,6 +271,8 @@ class _watch:
         self.what = what
 
     def __call__(self, sequence: Sequence[T]) -> Iterable[T]:
+        if not err.is_terminal:
+            return sequence
         return track(sequence, self.what, console=err, transient=True)
 
 

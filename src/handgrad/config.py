@@ -29,12 +29,19 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", "d_hidden", "d_rho", "d_head"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is None and name in ("d_hidden", "d_rho", "d_head"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HandgradError(f"{name} must be a whole number of at least 1, not {value!r}")
         if self.activation not in ACTIVATIONS:
             raise HandgradError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        if not 0 <= self.eps < 1:
-            raise HandgradError(f"eps must be at least 0 and below 1, not {self.eps!r}")
+        if self.d_model < 2:
+            raise HandgradError("d_model must be at least 2: a norm over one feature is always 0")
+        if not isinstance(self.eps, int | float) or not 0 <= self.eps < 1:
+            raise HandgradError(f"eps must be a number of at least 0 and below 1, not {self.eps!r}")
+        for name in ("tied", "logits_bias", "key_bias", "causal"):
+            if not isinstance(getattr(self, name), bool):
+                raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if (self.d_rho is None or self.d_head is None) and self.d_model % self.n_heads:
             raise HandgradError(
                 f"a width of {self.d_model} cannot be shared by {self.n_heads} heads: choose n_heads that divides"

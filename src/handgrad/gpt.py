@@ -23,6 +23,7 @@ from .ops import activation, attention, embedding, layernorm, loss
 Record = Callable[[str, Tensor], None]  # given a name from the paper and the tensor that bears it
 Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LOGITS_AT_ONCE = 1 << 24  # entries of the logits matrix that exist at any time
 TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is walked in pieces of this size
 
@@ -222,7 +223,7 @@ class GPT(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        if dtype not in DTYPES:
             raise HandgradError(f"dtype must be float64, float32 or bfloat16, not {dtype}")
         self.config = config
         meta = torch.device("meta")
@@ -231,7 +232,10 @@ class GPT(nn.Module):
         self.lm_head: Head | LoRA = Head(weight, config.logits_bias, meta)
         self.to(dtype)
         if device is None or torch.device(device).type != "meta":
-            self.to_empty(device=device or torch.get_default_device())
+            try:
+                self.to_empty(device=device or torch.get_default_device())
+            except (AssertionError, RuntimeError) as reason:
+                raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
             if config.tied:
                 self.lm_head.weight = self.transformer.wte.weight  # to_empty made two of one
             self._initialize(seed)
@@ -265,7 +269,11 @@ class GPT(nn.Module):
         spans = attention.spans_of(batch.lengths)
         for block in self.blocks:
             a, _ = block.forward(a, spans)
-        return self.lm_head.forward(self._finite(t.ln_f.forward(a)[0])).view(*tokens.shape, -1)
+        return self._finite(self.lm_head.forward(t.ln_f.forward(a)[0])).view(*tokens.shape, -1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """model(tokens) is model.logits(tokens)."""
+        return self.logits(tokens)
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
@@ -274,9 +282,9 @@ class GPT(nn.Module):
         kept = self.down(pieces, lowest=len(self.blocks))
         total = 0.0
         for piece, a_10 in zip(pieces, kept.a_10, strict=True):
-            a_11 = self._finite(self.transformer.ln_f.forward(a_10)[0])
+            a_11 = self.transformer.ln_f.forward(a_10)[0]
             for part, answer in self._parts(piece.targets):
-                total += loss.forward(self.lm_head.forward(a_11[part]), answer).item()
+                total += self._finite(loss.forward(self.lm_head.forward(a_11[part]), answer)).item()
         return total / sum(len(piece.targets) for piece in pieces)
 
     @torch.no_grad()
@@ -304,7 +312,12 @@ class GPT(nn.Module):
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
         pieces = self.pieces(tokens, targets, lengths, whole=record is not ignore)
-        n_targets = n_targets or sum(len(piece.targets) for piece in pieces)
+        if n_targets is None:
+            n_targets = sum(len(piece.targets) for piece in pieces)
+        elif n_targets < 1:
+            raise HandgradError(
+                f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}"
+            )
         again = recompute == "blocks"
         # Pieces walked one after the other keep the activations of one piece only; walked together, block by block, all
         # gradients of a block are final at once.
@@ -319,6 +332,8 @@ class GPT(nn.Module):
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
         """Check the tokens and lay the sequences end to end: (B, T), or (n) with the lengths of its sequences."""
         config = self.config
+        if not isinstance(tokens, Tensor):
+            raise HandgradError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")
         if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise HandgradError(f"tokens must be whole numbers (int64), not {tokens.dtype}")
         if tokens.ndim not in (1, 2) or tokens.numel() == 0:
@@ -417,7 +432,6 @@ class GPT(nn.Module):
     def _head(self, a_10: Tensor, piece: Piece, n_targets: int, record: Record) -> tuple[float, Tensor]:
         """a_10 → the loss and Δ_10, some rows at a time: the logits of all rows never exist together."""
         a_11, norm_10 = self.transformer.ln_f.forward(a_10)
-        self._finite(a_11)
         everything = len(a_10) == len(piece.rows)
         answering = a_11 if everything else a_11[piece.rows]  # only when recording do others come this far
         delta_11 = torch.empty_like(answering)
@@ -426,7 +440,7 @@ class GPT(nn.Module):
         for part, answer in self._parts(piece.targets):
             a = answering[part]
             summed, delta_12 = loss.forward_and_delta(self.lm_head.forward(a), answer, 1 / n_targets)
-            total += summed.item()
+            total += self._finite(summed).item()
             delta_11[part] = self.lm_head.backward(delta_12, a)
             if record is not ignore:
                 deltas.append(delta_12)
@@ -472,9 +486,11 @@ class GPT(nn.Module):
 
     def _targets(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The targets, checked, (n), with NO_TARGET where there is none."""
+        if not isinstance(targets, Tensor):
+            raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")
         if targets.shape != tokens.shape:
             raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-        if targets.is_floating_point():
+        if targets.is_floating_point() or targets.dtype == torch.bool:
             raise HandgradError(f"targets must be whole numbers (int64), not {targets.dtype}")
         flat = targets.reshape(-1).to(self.transformer.wte.weight.device, torch.int64)
         given = flat[loss.rows_with_target(flat)]

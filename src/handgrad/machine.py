@@ -1,7 +1,28 @@
 """What must be settled about the machine before the first number runs on it."""
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
+
+
+def settle() -> None:
+    do_without_amx_in_virtual_machines()
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """A training step asks for the same large buffers again and again. glibc would give each back to the system and get
+    it anew, page by page, at about a tenth of the step's time; told not to, it hands them out again. Whoever has set
+    one of its own variables (MALLOC_…) has decided."""
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        trim_threshold, top_pad, mmap_max = -1, -2, -4
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(top_pad, 1 << 26)
+        mallopt(mmap_max, 0)
 
 
 def do_without_amx_in_virtual_machines() -> None:

@@ -1,14 +1,19 @@
-"""Parameters, operations and bytes of a model, before anything runs: arithmetic on its configuration alone.
+"""Parameters, operations, bytes and seconds of a step, before it runs: arithmetic on the model's configuration.
 
 Counts are exact. FLOP are those of the matrix products, two for each multiply-add. Bytes are those of the tensors that
-must exist; buffers that come and go inside a step are not in them.
+must exist at the highest point of a step. Seconds come from two rates, measured on the machine at hand.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from .config import GPTConfig
 from .errors import HandgradError
+from .gpt import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -97,7 +102,7 @@ def linear_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 def lora_targets(targets: str) -> tuple[str, ...]:
     """'all-linear', 'paper', or names with commas."""
-    chosen = LORA_TARGETS.get(targets) or tuple(t.strip() for t in targets.split(",") if t.strip())
+    chosen = LORA_TARGETS.get(targets) or tuple(dict.fromkeys(t.strip() for t in targets.split(",") if t.strip()))
     known = (*_BLOCK_TARGETS, "lm_head")
     for name in chosen:
         if name not in known:
@@ -148,11 +153,14 @@ class Plan:
     bytes_gradients: int
     bytes_optimizer: int
     bytes_saved: int
+    bytes_passing: int
     bytes_cache_per_token: int
 
     @property
-    def bytes_total(self) -> int:
-        return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_saved
+    def bytes_peak(self) -> int:
+        """Of a whole step, at its highest point."""
+        kept = self.bytes_weights + self.bytes_gradients + self.bytes_optimizer
+        return kept + self.bytes_saved + self.bytes_passing
 
 
 def make_plan(
@@ -162,8 +170,11 @@ def make_plan(
     dtype: str = "float32",
     rank: int = 0,
     targets: str = "",
+    recompute: str = "none",
+    update_inside: bool = False,
 ) -> Plan:
-    """Full training if `rank` is 0, otherwise only adapters of that rank beside `targets`."""
+    """Full training if `rank` is 0, otherwise only adapters of that rank beside `targets`. `recompute` as in
+    `GPT.loss_and_grads`; `update_inside` updates a layer as soon as its gradients are final, and lets them go."""
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
         raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
@@ -186,9 +197,12 @@ def make_plan(
     matrices = _matrix_multiply_adds(config, n)
     attention = _attention_multiply_adds(config, batch, tokens)
     branch = n * adapters  # a d, then (a d) u
+    again = matrices - n * prod(linear_shapes(config)["lm_head"]) + attention + branch if recompute == "blocks" else 0
     # Way back: Δ wᵗ costs what a w cost, and so does aᵗ Δ for a weight that trains. Attention rebuilds its scores and
     # has four more products. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and the two gradients.
-    backward = matrices * (1 if rank else 2) + _attention_backward_multiply_adds(config, batch, tokens) + 2 * branch
+    backward = (
+        matrices * (1 if rank else 2) + _attention_backward_multiply_adds(config, batch, tokens) + 2 * branch + again
+    )
 
     return Plan(
         config, batch, tokens, dtype, rank, chosen,
@@ -202,9 +216,10 @@ def make_plan(
         forward_flop=2 * (matrices + attention + branch),
         backward_flop=2 * backward,
         bytes_weights=size * (total + adapters),
-        bytes_gradients=size * trainable,
+        bytes_gradients=size * (_largest_layer(config) if update_inside and not rank else trainable),
         bytes_optimizer=2 * size * trainable,
-        bytes_saved=size * n * saved_per_token(config) * config.n_blocks,
+        bytes_saved=size * _saved(config, batch, tokens, recompute),
+        bytes_passing=size * _passing(config, batch, tokens),
         bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
     )  # fmt: skip
 
@@ -214,6 +229,36 @@ def saved_per_token(config: GPTConfig) -> int:
     c = config
     heads = c.n_heads * (2 * c.query_width + 2 * c.value_width + 1)
     return 2 * (c.d_model + 2) + heads + c.hidden_width
+
+
+def _walked_together(config: GPTConfig, batch: int, tokens: int) -> int:
+    """Tokens of a piece: whole sequences, about TOKENS_AT_ONCE of them."""
+    return min(batch, max(1, TOKENS_AT_ONCE // tokens)) * tokens
+
+
+def _saved(config: GPTConfig, batch: int, tokens: int, recompute: str) -> int:
+    """Numbers kept for the way back: the blocks' save-set of one piece, or all inputs of blocks and one block's set."""
+    piece = _walked_together(config, batch, tokens)
+    if recompute == "blocks":
+        return batch * tokens * config.d_model * (config.n_blocks + 2) + piece * saved_per_token(config)
+    return piece * saved_per_token(config) * config.n_blocks
+
+
+def _passing(config: GPTConfig, batch: int, tokens: int) -> int:
+    """Numbers that come and go at the highest point: the head's logits of some rows, or a block's feed-forward on its way
+    back (a_8, the slope, Δ_8 or Δ_7), whichever is more, beside a few copies of the stream."""
+    piece = _walked_together(config, batch, tokens)
+    rows = min(piece, max(1, LOGITS_AT_ONCE // config.n_vocab))
+    return max(rows * config.n_vocab, piece * 3 * config.hidden_width) + 4 * piece * config.d_model
+
+
+def _largest_layer(config: GPTConfig) -> int:
+    """Entries of gradients that exist at once when each layer is updated in turn; a tied embedding's live all along."""
+    of = {
+        layer: sum(p.count for p in parameters(config) if p.layer == layer)
+        for layer in ("embedding", "block", "logits")
+    }
+    return of["embedding"] + of["block"] if config.tied else max(of.values())
 
 
 def _matrix_multiply_adds(config: GPTConfig, n: int) -> int:
@@ -238,3 +283,38 @@ def _attention_backward_multiply_adds(config: GPTConfig, batch: int, tokens: int
     """q kᵗ again, Δ vᵗ, ρᵗ Δ, Δ_raw k and Δ_rawᵗ q"""
     widths = 3 * config.query_width + 2 * config.value_width
     return config.n_blocks * config.n_heads * widths * _visible_pairs(config, batch, tokens)
+
+
+# ── seconds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does: matrix products, and passes over memory."""
+
+    flop_per_second: float
+    bytes_per_second: float
+
+    @staticmethod
+    def measure(seconds: float = 0.5) -> "Rates":
+        """Products of the size of a GPT-2 layer, and additions far larger than the cache, for about so long each."""
+        a, w, out = torch.ones(1024, 768), torch.ones(768, 3072), torch.empty(1024, 3072)
+        far, away = torch.ones(1 << 25), torch.ones(1 << 25)
+        product = _best_of(lambda: torch.mm(a, w, out=out), seconds)
+        passing = _best_of(lambda: far.add_(away), seconds)
+        return Rates(2 * 1024 * 768 * 3072 / product, 3 * 4 * (1 << 25) / passing)
+
+    def seconds(self, plan: Plan) -> float:
+        """A step: its products at the rate of products, and AdamW's seven passes over what trains."""
+        products = (plan.forward_flop + plan.backward_flop) / self.flop_per_second
+        return products + 7 * BYTES[plan.dtype] * plan.trainable / self.bytes_per_second
+
+
+def _best_of(run: Callable[[], object], seconds: float) -> float:
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best

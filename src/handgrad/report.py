@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -65,6 +64,9 @@ class Report:
     def seconds(self) -> float:
         return sum(c.seconds for c in self.checks)
 
+    def __repr__(self) -> str:
+        return f"<Report: {self.title}: {self.summary()}>"
+
     def __iter__(self) -> Iterator[Result]:
         return iter(self.checks)
 
@@ -93,40 +95,36 @@ class Report:
         if self.failed:
             names = ", ".join(c.id for c in self.failed[:8]) + (" …" if len(self.failed) > 8 else "")
             return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {names}"
-        return f"all {n} checks passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
+        what = "the only check" if n == 1 else f"all {n} checks"
+        return f"{what} passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - max((len(c.id) for c in self.checks), default=5) - 62  # what the other columns take
-        table = Table(box=box.SIMPLE_HEAD, title=Text(self.title, style="bold"), title_justify="left", pad_edge=False)
-        table.add_column("", no_wrap=True)
-        table.add_column("check", no_wrap=True)
-        table.add_column("eq.", no_wrap=True)
-        if room >= 20:
-            table.add_column("statement", overflow="ellipsis", no_wrap=True, width=room)
-        table.add_column("oracle", no_wrap=True)
-        for name in ("error", "limit", "ms"):
-            table.add_column(name, justify="right", no_wrap=True)
+        yield Text(self.title, style="bold")
         section = None
+        table = _table(self.checks, options.max_width)
         for c in self.checks:
             if c.section != section:
+                if section is not None:
+                    yield table
                 section = c.section
-                table.add_section()
-                heading = Text(section, style="bold magenta", overflow="ellipsis")
-                table.add_row("", "", "", heading) if room >= 20 else table.add_row("", heading)
+                table = _table(self.checks, options.max_width)
+                yield Text(f"\n{section}", style="bold magenta")
             colour = "green" if c.passed else "bold red"
-            statement = c.statement if c.passed or not c.note else f"{c.note} — {c.statement}"
-            table.add_row(
-                Text("✔" if c.passed else "✘", style=colour),
-                Text(c.id, style="" if c.passed else colour),
-                c.equation,
-                *([Text(statement)] if room >= 20 else []),
-                c.oracle,
-                Text(_number(c.error), style=colour),
-                _number(c.tolerance),
-                f"{1e3 * c.seconds:.0f}",
-            )
+            # a misprint is shown by its measured errors, a failure by its reason; otherwise the statement says it all
+            told = c.note and (not c.passed or c.note.startswith("printed"))
+            cells: dict[str, Text | str] = {
+                "": Text("✔" if c.passed else "✘", style=colour),
+                "check": Text(c.id, style="" if c.passed else colour),
+                "eq.": c.equation,
+                "statement": Text(f"{c.note} — {c.statement}" if told else c.statement),
+                "oracle": c.oracle,
+                "error": Text(_number(c.error), style=colour),
+                "limit": _number(c.tolerance),
+                "ms": f"{1e3 * c.seconds:.0f}",
+            }
+            table.add_row(*(cells[str(column.header)] for column in table.columns))
         yield table
-        yield Text(self.summary(), style="bold red" if self.failed else "bold green")
+        yield Text(f"\n{self.summary()}", style="bold red" if self.failed else "bold green")
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None, force_terminal=False)
@@ -156,3 +154,28 @@ def _number(x: float) -> str:
     if not math.isfinite(x):
         return "∞"
     return f"{x:.1e}"
+
+
+def _table(checks: list[Result], width: int) -> Table:
+    """The columns for this width: what does not fit is left out whole, the least needed first. Never a cut number."""
+    sizes = {
+        "": 1,
+        "check": max(len(c.id) for c in checks),
+        "eq.": max(len(c.equation) for c in checks),
+        "oracle": max(len(c.oracle) for c in checks),
+        "error": 7,
+        "limit": 7,
+        "ms": max(4, *(len(f"{1e3 * c.seconds:.0f}") for c in checks)),
+    }
+    for name in ("ms", "eq.", "oracle", "limit"):
+        if sum(sizes.values()) + 2 * len(sizes) > width or sizes[name] == 0:
+            del sizes[name]
+    room = width - sum(sizes.values()) - 2 * len(sizes) - 2
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for name in ("", "check", "eq.", "statement", "oracle", "error", "limit", "ms"):
+        if name == "statement" and room >= 20:
+            table.add_column(name, no_wrap=True, overflow="ellipsis", width=room)
+        elif name in sizes:
+            right = name in ("error", "limit", "ms")
+            table.add_column(name, no_wrap=True, width=sizes[name], justify="right" if right else "left")
+    return table

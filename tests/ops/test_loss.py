@@ -33,5 +33,5 @@ def test_rows_with_a_target() -> None:
 def test_narrow_logits_are_widened() -> None:
     logits = torch.randn(4, 9).bfloat16()
     summed, delta = fast.forward_and_delta(logits.clone(), torch.arange(4), 1.0)
-    assert delta.dtype == torch.bfloat16 and summed.dtype == torch.float32
+    assert delta.dtype == torch.bfloat16 and summed.dtype == torch.float64
     assert relative_error(summed, plain.forward(logits.double(), torch.arange(4))) < 1e-6

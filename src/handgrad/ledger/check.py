@@ -177,14 +177,15 @@ def check(
 
 def select(only: str | None) -> list[Check]:
     """The checks in the order of the paper; `only` is an id, a pattern such as 'T2-*', or several with commas."""
-    ordered = sorted(CHECKS.values(), key=lambda c: c.section)  # stable: within a section as the files give them
+    # stable: within a section as the files give them; errata by their number
+    ordered = sorted(CHECKS.values(), key=lambda c: (c.section, int(c.id[1:]) if c.id[1:].isdigit() else 0))
     if only is None:
         return ordered
     patterns = [p.strip() for p in only.split(",") if p.strip()]
-    chosen = [c for c in ordered if any(fnmatchcase(c.id.lower(), p.lower()) for p in patterns)]
-    if not chosen:
-        raise HandgradError(f"no check matches {only!r}: give an id such as E-ln-dx or a pattern such as 'T2-*'")
-    return chosen
+    for p in patterns or [only]:
+        if not any(fnmatchcase(c.id.lower(), p.lower()) for c in ordered):
+            raise HandgradError(f"no check matches {p!r}: give an id such as E-ln-dx or a pattern such as 'T2-*'")
+    return [c for c in ordered if any(fnmatchcase(c.id.lower(), p.lower()) for p in patterns)]
 
 
 def run(seed: int, only: str | None = None, watch: Watch = iter) -> Report:

@@ -85,7 +85,7 @@ _UP = {
     4: "Δ_4 = Δ_5: the skip connection hands it on unchanged",
     3: "Δ_3 = Δ_5 w_3ᵗ, then cut into heads",
     2: "Δ_2 = Σ_h (ρᵗ Δ_3^h w_vᵗ + Δ_raw k w_qᵗ + Δ_rawᵗ q w_kᵗ)",
-    1: "Δ_1 = Δ_5 + LN-back(1)(Δ_2)",
+    1: "Δ_1 = Δ_5 + LN-back(1)(Δ_2), and below it the one-hot input's Δ_1 w_tokᵗ",
 }
 
 
@@ -111,7 +111,11 @@ def _enter_table_2() -> None:
     for number, statement in _UP.items():
 
         def backward(lab: Lab, number: int = number) -> float:
-            return max(_worst(c, c.b, "delta", c.truth.deltas, number) for c in cases(lab))
+            worst = max(_worst(c, c.b, "delta", c.truth.deltas, number) for c in cases(lab))
+            if number == 1:  # one step further, to the one-hot input
+                below = [(c.b.delta_0, c.truth.deltas["blocks.0.delta_1"] @ c.p.w_tok.t()) for c in cases(lab)]
+                worst = max(worst, *(relative_error(x, y) for x, y in below))
+            return worst
 
         check(f"T2-D{number}", TABLE_2, "Table 2", AUTOGRAD, statement=statement)(backward)
 

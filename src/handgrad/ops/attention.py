@@ -227,8 +227,8 @@ def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
 
 
 def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, …) → (count · h, T, …), contiguous and wide"""
-    return _by_head(x, rows, span).to(dtype).flatten(0, 1).contiguous()
+    """(count · T, h, …) → (count · h, T, …), wide; a view where it can be: products take strided matrices as they are"""
+    return _by_head(x, rows, span).to(dtype).flatten(0, 1)
 
 
 def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:

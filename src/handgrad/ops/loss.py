@@ -24,12 +24,13 @@ def forward(logits: Tensor, targets: Tensor) -> Tensor:
 def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """Σ_t ℓ(t), and Δ_12 = weight · (y_pred − y_gt), which takes the place of the logits: (n, V) exists only once"""
     wide = _wide(logits)
-    log_y_pred = torch.log_softmax(wide, 1, out=wide)
     target = targets[:, None]
-    total = -log_y_pred.gather(1, target).sum()
-    delta = log_y_pred.exp_()
-    delta.scatter_add_(1, target, delta.new_full(target.shape, -1.0))
-    return total, delta.mul_(weight).to(logits.dtype)
+    # log Σ exp = max − log(largest probability): one exponential per entry serves the loss and Δ
+    total = torch.amax(wide, 1).double().sum() - wide.gather(1, target).double().sum()
+    y_pred = torch.softmax(wide, 1, out=wide)
+    total -= torch.amax(y_pred, 1).log().double().sum()
+    y_pred.scatter_add_(1, target, y_pred.new_full(target.shape, -1.0))
+    return total, y_pred.mul_(weight).to(logits.dtype)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""Taking turns, and peak memory."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Timing:
+    """Seconds of each round."""
+
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        return min(self.rounds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+def take_turns(
+    contenders: dict[str, Callable[[], object]], rounds: int, watch: Callable[[Iterable[int]], Iterable[int]] = iter
+) -> dict[str, Timing]:
+    """One warm-up each, then in each round every contender once."""
+    timings = {name: Timing() for name in contenders}
+    for run in contenders.values():
+        run()
+    for _ in watch(range(rounds)):
+        for name, run in contenders.items():
+            gc.collect()
+            start = time.perf_counter()
+            run()
+            timings[name].rounds.append(time.perf_counter() - start)
+    return timings
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return _status("VmRSS")
+
+
+def peak_during(run: Callable[[], object]) -> int:
+    """Bytes at the highest point of `run`."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    run()
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))

@@ -1,0 +1,329 @@
+"""The contenders. Each starts from the same weights and does the same work: loss, all gradients, AdamW."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import handgrad as hg
+from handgrad.gpt import LOGITS_AT_ONCE
+from handgrad.layers import LoRA
+from handgrad.ops.attention import ROWS
+from handgrad.optim import OptimizerInBackward
+
+LR = 1e-5
+
+
+class Contender(Protocol):
+    def gradients(self) -> float:
+        """Loss and all gradients, into fresh `.grad`; the loss."""
+
+    def update(self) -> None:
+        """One optimizer step."""
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """By handgrad's names and in its orientation."""
+
+    def lasting_bytes(self) -> int:
+        """Of weights and optimizer state."""
+
+
+def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
+    """Weights and optimizer state."""
+    state = [x for o in set(optimizers) for entry in o.state.values() for x in entry.values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in [*network.parameters(), *state])
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+
+# ── ours ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hand:
+    """handgrad as it comes."""
+
+    def __init__(
+        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, recompute: str = "none"
+    ):
+        self.model, self.batch, self.recompute = model, (tokens, targets, lengths), recompute
+        self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+
+    def gradients(self) -> float:
+        self.optimizer.zero_grad()
+        return self.model.loss_and_grads(*self.batch, recompute=self.recompute)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def lasting_bytes(self) -> int:
+        return bytes_of(self.model, self.optimizer)
+
+
+class HandInBackward(Hand):
+    """The optimizer inside the backward pass, blocks computed again: the leanest way."""
+
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
+        self.model, self.batch = model, (tokens, targets, lengths)
+        self.inside = OptimizerInBackward(model, adamw)
+
+    def gradients(self) -> float:
+        return self.inside.step(*self.batch)
+
+    def update(self) -> None:
+        pass
+
+    def lasting_bytes(self) -> int:
+        return bytes_of(self.model, *self.inside.optimizers.values())
+
+
+# ── eager autograd, and the same compiled ───────────────────────────────────────────────────────────────────────────
+
+
+class EagerGPT(nn.Module):
+    """The usual way to write it: fused attention kernel, fused projections, tied head, autograd."""
+
+    def __init__(self, model: hg.GPT):
+        super().__init__()
+        c = self.config = model.config
+        self.wte = nn.Embedding(c.n_vocab, c.d_model)
+        self.wpe = nn.Embedding(c.n_context, c.d_model)
+        self.blocks = nn.ModuleList(EagerBlock(c) for _ in range(c.n_blocks))
+        self.ln_f = nn.LayerNorm(c.d_model, c.eps)
+        self.pairs = {"transformer.wte.weight": self.wte.weight, "transformer.wpe.weight": self.wpe.weight}
+        for i, block in enumerate(self.blocks):
+            for ours, theirs in (("ln_1", block.ln_1), ("attn.c_attn", block.c_attn), ("attn.c_proj", block.proj),
+                                 ("ln_2", block.ln_2), ("mlp.c_fc", block.c_fc), ("mlp.c_proj", block.c_proj)):  # fmt: skip
+                for kind in ("weight", "bias"):
+                    self.pairs[f"transformer.h.{i}.{ours}.{kind}"] = getattr(theirs, kind)
+        self.pairs |= {"transformer.ln_f.weight": self.ln_f.weight, "transformer.ln_f.bias": self.ln_f.bias}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                self.pairs[name].copy_(oriented(name, p))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+class EagerBlock(nn.Module):
+    def __init__(self, c: hg.GPTConfig):
+        super().__init__()
+        d = c.d_model
+        self.n_heads = c.n_heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(d, c.eps), nn.LayerNorm(d, c.eps)
+        self.c_attn, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.c_fc, self.c_proj = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (y.view(b, t, self.n_heads, -1).transpose(1, 2) for y in self.c_attn(self.ln_1(x)).split(d, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+def oriented(name: str, tensor: Tensor) -> Tensor:
+    """GPT-2's (f_in, f_out) ↔ nn.Linear's (f_out, f_in); embeddings stay."""
+    return tensor.t() if tensor.ndim == 2 and ".h." in name else tensor
+
+
+class Eager:
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False):
+        self.network = EagerGPT(model)
+        self.call: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
+        self.batch = (tokens, targets)
+        self.optimizer = adamw(self.network.parameters())
+
+    def gradients(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.call(*self.batch)
+        loss.backward()
+        return loss.item()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return {name: oriented(name, p.grad) for name, p in self.network.pairs.items()}
+
+    def lasting_bytes(self) -> int:
+        return bytes_of(self.network, self.optimizer)
+
+
+# ── transformers + peft ─────────────────────────────────────────────────────────────────────────────────────────────
+
+RANK = 16
+TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+def with_adapters(model: hg.GPT) -> hg.GPT:
+    """Rank 16 beside every matrix of every block, all else frozen; both factors random, so that both have gradients."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for block in model.blocks:
+        for path in TARGETS:
+            parent, _, name = path.rpartition(".")
+            layer = LoRA(block.get_submodule(path), RANK, 1.0)
+            with torch.no_grad():
+                layer.up.copy_(0.01 * torch.randn(layer.up.shape, generator=generator))
+                layer.down.copy_(0.01 * torch.randn(layer.down.shape, generator=generator))
+            setattr(block.get_submodule(parent), name, layer)
+    return model
+
+
+class Peft:
+    """transformers' GPT-2 with peft's LoRA, batches padded on the right as its trainer would."""
+
+    def __init__(
+        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, batch: int = 8
+    ):
+        from peft import LoraConfig, get_peft_model
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        c = model.config
+        config = GPT2Config(
+            vocab_size=c.n_vocab, n_positions=c.n_context, n_embd=c.d_model, n_layer=c.n_blocks, n_head=c.n_heads,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
+        )  # fmt: skip
+        base = GPT2LMHeadModel(config)
+        state = {
+            name.replace(".base.", "."): p
+            for name, p in model.named_parameters()
+            if not name.endswith((".down", ".up"))
+        }
+        base.load_state_dict(state, strict=False)
+        lora = LoraConfig(
+            r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
+        )  # fmt: skip
+        self.network = get_peft_model(base, lora)
+        self.factors: dict[str, nn.Parameter] = {}
+        for i, block in enumerate(model.blocks):
+            for path in TARGETS:
+                layer = block.get_submodule(path)
+                theirs = self.network.base_model.model.transformer.h[i].get_submodule(path)
+                a, b = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
+                with torch.no_grad():
+                    a.copy_(layer.down.t())
+                    b.copy_(layer.up.t())
+                self.factors |= {f"transformer.h.{i}.{path}.down": a, f"transformer.h.{i}.{path}.up": b}
+        self.optimizer = adamw(self.factors.values())
+        self.n_targets = int((targets != -100).sum())
+        self.batches = [(tokens, targets, None)] if lengths is None else padded(tokens, targets, lengths, batch)
+
+    def gradients(self) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for tokens, targets, mask in self.batches:
+            logits = self.network(input_ids=tokens, attention_mask=mask).logits
+            loss = (
+                F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), reduction="sum") / self.n_targets
+            )
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.t() for name, p in self.factors.items()}
+
+    def lasting_bytes(self) -> int:
+        return bytes_of(self.network, self.optimizer)
+
+
+def padded(tokens: Tensor, targets: Tensor, lengths: list[int], batch: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Batches of so many examples, padded to the longest of each."""
+    ids, answers = tokens.split(lengths), targets.split(lengths)
+    batches = []
+    for i in range(0, len(lengths), batch):
+        group, expected = ids[i : i + batch], answers[i : i + batch]
+        pad = nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(x) for x in group], batch_first=True)
+        batches.append(
+            (pad(list(group), batch_first=True), pad(list(expected), batch_first=True, padding_value=-100), mask)
+        )
+    return batches
+
+
+# ── the bound ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BareProducts:
+    """The matrix products that a step consists of, alone: nothing between them, results into buffers that exist already."""
+
+    def __init__(self, model: hg.GPT, tokens: Tensor, tune: bool = True):
+        c = model.config
+        self.model, self.n, self.t = model, tokens.numel(), tokens.shape[1]
+        n = min(self.n, max(1024, self.t))  # a larger batch is walked in pieces by everybody who is wise
+        self.times = self.n // n
+        d, hidden, g = c.d_model, c.hidden_width, n // self.t * c.n_heads
+        make = torch.randn
+        self.stream, self.qkv, self.wide = make(n, d), make(n, 3 * d), make(n, hidden)
+        self.out_d, self.out_qkv, self.out_wide = torch.empty(n, d), torch.empty(n, 3 * d), torch.empty(n, hidden)
+        self.rows = min(n, max(1, LOGITS_AT_ONCE // c.n_vocab))
+        self.logits = torch.empty(self.rows, c.n_vocab)
+        self.grads = {name: torch.empty_like(p) for name, p in model.named_parameters() if p.ndim == 2}
+        width = c.query_width
+        self.heads = [make(g, self.t, width) for _ in range(3)]
+        self.scores = {e: torch.empty(g, min(ROWS, self.t), e) for e in self._ends()}
+        self.out_heads = torch.empty(g, self.t, width)
+
+    def _ends(self) -> list[int]:
+        return [min(i + ROWS, self.t) for i in range(0, self.t, ROWS)]
+
+    def gradients(self) -> float:
+        with torch.no_grad():
+            for _ in range(self.times):
+                self._step()
+        return math.nan
+
+    def _step(self) -> None:
+        for i, block in enumerate(self.model.blocks):
+            for w, a, out in self._layers(block):
+                torch.mm(a, w, out=out)
+            self._attention(2)
+            for (w, a, out), name in zip(self._layers(block), TARGETS, strict=True):
+                torch.mm(out, w.t(), out=self.out_d if a.shape[1] == self.out_d.shape[1] else self.out_wide)
+                torch.mm(a.t(), out, out=self.grads[f"transformer.h.{i}.{name}.weight"])
+            self._attention(5)
+        w = self.model.transformer.wte.weight
+        for i in range(0, len(self.stream), self.rows):
+            a = self.stream[i : i + self.rows]
+            out = self.logits[: len(a)]
+            torch.mm(a, w.t(), out=out)
+            torch.mm(out, w, out=self.out_d[: len(a)])
+            torch.mm(out.t(), a, out=self.grads["transformer.wte.weight"])
+
+    def _layers(self, block: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [
+            (block.attn.c_attn.weight, self.stream, self.out_qkv),
+            (block.attn.c_proj.weight, self.stream, self.out_d),
+            (block.mlp.c_fc.weight, self.stream, self.out_wide),
+            (block.mlp.c_proj.weight, self.wide, self.out_d),
+        ]
+
+    def _attention(self, products: int) -> None:
+        q, k, v = self.heads
+        for e in self._ends():
+            rows = slice(e - min(ROWS, self.t) if e % ROWS == 0 or e < ROWS else e - e % ROWS, e)
+            m = rows.stop - rows.start
+            scores = self.scores[e][:, :m]
+            for kind in range(products):
+                if kind in (0, 2):
+                    torch.bmm(q[:, rows], k[:, :e].transpose(1, 2), out=scores)
+                elif kind in (1, 3):
+                    torch.bmm(scores, v[:, :e], out=self.out_heads[:, rows])
+                else:
+                    torch.bmm(scores.transpose(1, 2), q[:, rows], out=self.out_heads[:, :e])

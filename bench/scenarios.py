@@ -1,0 +1,303 @@
+"""What is measured. Each scenario returns rows that say everything: contender, seconds, ratio, memory, prediction."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import handgrad as hg
+from handgrad.errors import HandgradError
+from handgrad.ops import attention
+from handgrad.plan import Rates, make_plan
+
+from .measure import Timing, peak_during, resident, take_turns
+from .peers import BareProducts, Contender, Eager, Hand, HandInBackward, Peft, with_adapters
+
+ROOT = Path(__file__).parent.parent
+Watch = Callable[[Iterable[int]], Iterable[int]]
+NANO = hg.preset("nano", n_vocab=65)  # nanoGPT's small recipe for the CPU: characters of Shakespeare
+
+
+@dataclass
+class Row:
+    scenario: str
+    case: str
+    contender: str
+    seconds: float = float("nan")  # best round
+    median: float = float("nan")
+    ratio: float = float("nan")  # the reference contender's best divided by this one's: larger is faster
+    gradient_seconds: float = float("nan")  # without the optimizer
+    of_bound: float = float("nan")  # the bare products' time divided by that
+    memory: int = 0  # bytes at the peak, above weights and optimizer state
+    memory_ratio: float = float("nan")  # this one's memory divided by the reference's
+    predicted_seconds: float = float("nan")
+    predicted_memory: int = 0
+    note: str = ""
+
+
+@dataclass
+class Case:
+    """One model and batch, and who competes on it."""
+
+    name: str
+    tokens: int
+    make: dict[str, Callable[[], Contender]]  # the first is ours, the second the reference
+    rounds: int
+    bound: Callable[[], BareProducts] | None = None
+    plan: dict[str, object] = field(default_factory=dict)
+
+
+# ── material ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def batch_of(n_vocab: int, b: int, t: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(n_vocab, (2, b, t), generator=generator)
+    return tokens, targets
+
+
+def uneven_examples(n_vocab: int, examples: int = 48) -> tuple[Tensor, Tensor, list[int]]:
+    """Prompt-masked examples with the lengths of real instructions: mostly short, a few long; about an eighth prompt."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.exp(4.9 + 0.85 * torch.randn(examples, generator=generator))
+    lengths = [int(x) for x in spread.clamp(20, 900)]
+    n = sum(lengths)
+    tokens = torch.randint(n_vocab, (n,), generator=generator)
+    targets = torch.randint(n_vocab, (n,), generator=generator)
+    start = 0
+    for length in lengths:
+        targets[start : start + max(10, length // 8)] = -100
+        start += length
+    return tokens, targets, lengths
+
+
+def gpt2() -> hg.GPT:
+    return hg.GPT(hg.preset("gpt2"), seed=0)
+
+
+# ── the scenarios ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(quick: bool, watch: Watch) -> list[Row]:
+    """A whole training step: loss, all gradients, AdamW."""
+    sizes = [(1, 512)] if quick else [(4, 64), (1, 512), (1, 1024), (4, 1024)]
+    rows = []
+    for b, t in sizes:
+        tokens, targets = batch_of(50257, b, t)
+        make: dict[str, Callable[[], Contender]] = {
+            "handgrad": lambda tokens=tokens, targets=targets: Hand(gpt2(), tokens, targets),
+            "eager autograd": lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets),
+        }
+        if not quick:
+            make["torch.compile"] = lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets, compiled=True)
+        bound = lambda tokens=tokens: BareProducts(gpt2(), tokens)  # noqa: E731
+        rounds = 3 if b * t > 2048 else 5
+        case = Case(
+            f"GPT-2 124M, {b}×{t}", b * t, make, rounds, bound, {"config": gpt2().config, "batch": b, "tokens": t}
+        )
+        rows += compete("train", case, watch)
+    tokens, targets = batch_of(65, 12, 64)
+    make = {
+        "handgrad": lambda: Hand(hg.GPT(NANO), tokens, targets),
+        "eager autograd": lambda: Eager(hg.GPT(NANO), tokens, targets),
+        "torch.compile": lambda: Eager(hg.GPT(NANO), tokens, targets, compiled=True),
+    }
+    bound = lambda: BareProducts(hg.GPT(NANO), tokens)  # noqa: E731
+    plan = {"config": NANO, "batch": 12, "tokens": 64}
+    return rows + compete("train", Case("nano recipe, 12×64", 768, make, 40 if quick else 100, bound, plan), watch)
+
+
+def lora(quick: bool, watch: Watch) -> list[Row]:
+    """Adapters of rank 16 beside every matrix of every block of GPT-2 124M."""
+    b, t = (1, 512) if quick else (4, 1024)
+    tokens, targets = batch_of(50257, b, t)
+    make: dict[str, Callable[[], Contender]] = {
+        "handgrad": lambda: Hand(with_adapters(gpt2()), tokens, targets),
+        "transformers + peft": lambda: Peft(with_adapters(gpt2()), tokens, targets),
+    }
+    plan = {"config": gpt2().config, "batch": b, "tokens": t, "rank": 16, "targets": "all-linear"}
+    return compete("lora", Case(f"LoRA r=16, {b}×{t}", b * t, make, 2, plan=plan), watch)
+
+
+def sft(quick: bool, watch: Watch) -> list[Row]:
+    """The same on uneven, prompt-masked examples: packed by us, padded by the peer."""
+    ids, answers, lengths = uneven_examples(50257, 12 if quick else 48)
+    make: dict[str, Callable[[], Contender]] = {
+        "handgrad": lambda: Hand(with_adapters(gpt2()), ids, answers, lengths),
+        "transformers + peft": lambda: Peft(with_adapters(gpt2()), ids, answers, lengths),
+    }
+    longest = max(
+        sum(lengths[i : i + 8] and [max(lengths[i : i + 8]) * len(lengths[i : i + 8])])
+        for i in range(0, len(lengths), 8)
+    )
+    note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets, peer's largest batch {longest:,}"
+    rows = compete("sft", Case("LoRA r=16, uneven examples", len(ids), make, 2), watch)
+    for row in rows:
+        row.note = note
+    return rows
+
+
+def memory(quick: bool, watch: Watch) -> list[Row]:
+    """Peak memory above weights and optimizer state, of a whole step."""
+    b, t = (1, 512) if quick else (4, 1024)
+    tokens, targets = batch_of(50257, b, t)
+    make: dict[str, Callable[[], Contender]] = {
+        "handgrad": lambda: Hand(gpt2(), tokens, targets),
+        "eager autograd": lambda: Eager(gpt2(), tokens, targets),
+        "recompute, optimizer in backward": lambda: HandInBackward(gpt2(), tokens, targets),
+    }
+    case = Case(f"GPT-2 124M, {b}×{t}", b * t, make, 2, plan={"config": gpt2().config, "batch": b, "tokens": t})
+    return compete("memory", case, watch)
+
+
+def attention_backward(quick: bool, watch: Watch) -> list[Row]:
+    """The backward pass of attention alone, 12 heads of 64, against the library's own kernel."""
+    rows = []
+    for n in (128, 512, 1024) if quick else (128, 256, 512, 1024, 2048, 4096):
+        generator = torch.Generator().manual_seed(0)
+        qkv = torch.randn(n, 3, 12, 64, generator=generator)
+        q, k, v = qkv.unbind(1)
+        delta = torch.randn(n, 12, 64, generator=generator)
+        spans = attention.spans_of((n,))
+        _, saved = attention.forward(q, k, v, spans, True)
+        grads = torch.empty(n, 3, 12, 64)
+        theirs = [x.transpose(0, 1)[None] for x in (delta, q, k, v, saved.a)]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        lse = saved.lse.t()[None].contiguous()
+
+        def ours(
+            delta: Tensor = delta, saved: attention.Saved = saved, spans: attention.Spans = spans, grads: Tensor = grads
+        ) -> None:
+            attention.backward(delta, saved, spans, True, grads.unbind(1))
+
+        def library(theirs: list[Tensor] = theirs, lse: Tensor = lse) -> tuple[Tensor, ...]:
+            return kernel(*theirs, lse, 0.0, True)  # type: ignore[no-any-return]
+
+        ours()
+        for mine, other in zip(grads.unbind(1), library(), strict=True):
+            check(mine, other[0].transpose(0, 1), f"attention at {n} tokens")
+        timings = take_turns({"handgrad": ours, "library kernel": library}, 40 if n <= 1024 else 12, watch)
+        for name, timing in timings.items():
+            rows.append(
+                Row(
+                    "attention",
+                    f"{n} tokens",
+                    name,
+                    timing.best,
+                    timing.median,
+                    timings["library kernel"].best / timing.best,
+                )
+            )
+    return rows
+
+
+SCENARIOS: dict[str, Callable[[bool, Watch], list[Row]]] = {
+    "train": train,
+    "memory": memory,
+    "lora": lora,
+    "sft": sft,
+    "attention": attention_backward,
+}
+
+
+# ── competing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check(ours: Tensor, truth: Tensor, what: str) -> None:
+    error = ((ours.double() - truth.double()).norm() / truth.double().norm()).item()
+    if not error < 1e-4:
+        raise HandgradError(f"{what}: the gradients differ by {error:.1e}; nothing is timed")
+
+
+def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
+    """Compare the gradients, take turns, and let each show its peak memory in a process of its own."""
+    made = {name: make() for name, make in case.make.items()}
+    names = list(made)
+    losses = {name: contender.gradients() for name, contender in made.items()}
+    truth = made[names[1]].named_gradients()
+    for name, contender in made.items():
+        if abs(losses[name] - losses[names[1]]) > 1e-4 * abs(losses[names[1]]):
+            raise HandgradError(f"{scenario}, {case.name}: losses differ: {losses}")
+        for key, grad in contender.named_gradients().items():
+            check(grad, truth[key], f"{scenario}, {case.name}, {name}, {key}")
+
+    inside: dict[str, Timing] = {name: Timing() for name in made}
+    runs: dict[str, Callable[[], object]] = {}
+    for name, contender in made.items():
+        runs[name] = _whole_step(contender, inside[name])
+    if case.bound is not None:
+        runs["bare products"] = case.bound().gradients
+    timings = take_turns(runs, case.rounds, watch)
+    peaks = {name: _peak_in_a_process(scenario, case.name, name) for name in made} if scenario != "train" else {}
+
+    rates = Rates.measure()
+    rows = []
+    for name, timing in timings.items():
+        row = Row(scenario, case.name, name, timing.best, timing.median, timings[names[1]].best / timing.best)
+        if name in inside:
+            row.gradient_seconds = min(inside[name].rounds[1:])
+            if "bare products" in timings:
+                row.of_bound = timings["bare products"].best / row.gradient_seconds
+        if name in peaks:
+            row.memory = peaks[name]
+            row.memory_ratio = peaks[name] / peaks[names[1]]
+        if case.plan and name in ("handgrad", "recompute, optimizer in backward"):
+            plan = make_plan(
+                **case.plan, recompute="none" if name == "handgrad" else "blocks", update_inside=name != "handgrad"
+            )
+            row.predicted_seconds = rates.seconds(plan)
+            row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
+        rows.append(row)
+    return rows
+
+
+def _whole_step(contender: Contender, inside: Timing) -> Callable[[], None]:
+    import time
+
+    def step() -> None:
+        start = time.perf_counter()
+        contender.gradients()
+        inside.rounds.append(time.perf_counter() - start)
+        contender.update()
+
+    return step
+
+
+def _peak_in_a_process(scenario: str, case: str, contender: str) -> int:
+    code = f"from bench.scenarios import show_peak; show_peak({scenario!r}, {case!r}, {contender!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HandgradError(f"{contender} could not show its memory: {done.stderr.strip().splitlines()[-1:]}")
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+def show_peak(scenario: str, case_name: str, contender: str) -> None:
+    """Run in a process of its own: the bytes of a step at its peak, above weights and optimizer state."""
+    found: list[Case] = []
+
+    def remember(scenario: str, case: Case, watch: Watch) -> list[Row]:
+        found.append(case)
+        return []
+
+    globals()["compete"] = remember
+    for quick in (True, False):
+        SCENARIOS[scenario](quick, iter)
+    case = next(c for c in found if c.name == case_name)
+    nothing = resident()
+    competitor = case.make[contender]()
+
+    def step() -> None:
+        competitor.gradients()
+        competitor.update()
+
+    step()  # the optimizer's state exists from now on
+    print(json.dumps(peak_during(step) - nothing - competitor.lasting_bytes()))
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps([{k: (None if v != v else v) for k, v in asdict(row).items()} for row in rows], indent=1)
