@@ -24,7 +24,7 @@ Record = Callable[[str, Tensor], None]  # given a name from the paper and the te
 Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-LOGITS_AT_ONCE = 1 << 24  # entries of the logits matrix that exist at any time
+LOGITS_AT_ONCE = 1 << 25  # entries of the logits matrix that exist at any time; with fewer its products slow down
 TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is walked in pieces of this size
 
 
@@ -164,21 +164,24 @@ class Block(nn.Module):
         """Δ_10 → Δ_1; the gradients of the block's parameters are added into `.grad`. Where the block is the `lowest`
         thing that trains, Δ_1 is not computed and what comes back means nothing."""
         norm_1, heads, norm_5, a_7 = saved
-        a_8, slope = activation.again(a_7, self.g)
-        delta_8 = self.mlp.c_proj.backward(delta_10, a_8)  # Δ_9 = Δ_10
+        delta_8 = self.mlp.c_proj.backward(delta_10)  # Δ_9 = Δ_10
+        delta_7, a_8 = activation.backward(delta_8, a_7, self.g)
+        self.mlp.c_proj.accumulate(delta_10, a_8)
         del a_8
-        delta_7 = activation.backward(delta_8, slope)
-        del slope
+        if record is ignore:
+            del delta_8
+        delta_6 = self.mlp.c_fc.backward(delta_7)
         a_bar_5, a_6 = self.ln_2.again(norm_5)
-        delta_6 = self.mlp.c_fc.backward(delta_7, a_6)
+        self.mlp.c_fc.accumulate(delta_7, a_6)
         delta_5 = self.ln_2.backward(delta_6, a_bar_5, norm_5.inv_sigma).add_(delta_10)
-        delta_3 = self.attn.c_proj.backward(delta_5, heads.a.flatten(1))  # Δ_4 = Δ_5
+        delta_3 = self.attn.c_proj.backward(delta_5)  # Δ_4 = Δ_5
+        self.attn.c_proj.accumulate(delta_5, heads.a.flatten(1))
         delta_qkv = self.attn.backward(delta_3, heads, spans, asking)
         a_bar_1, a_2 = self.ln_1.again(norm_1)
+        self.attn.c_attn.accumulate(delta_qkv, a_2)
         if lowest and not self.ln_1.weight.requires_grad and not self.ln_1.bias.requires_grad:
-            self.attn.c_attn.accumulate(delta_qkv, a_2)
             return delta_5
-        delta_2 = self.attn.c_attn.backward(delta_qkv, a_2)
+        delta_2 = self.attn.c_attn.backward(delta_qkv)
         delta_1 = self.ln_1.backward(delta_2, a_bar_1, norm_1.inv_sigma)
         delta_1 = delta_1.add_(delta_5) if asking is None else delta_1.index_add_(0, asking, delta_5)
         if record is not ignore:
@@ -441,7 +444,8 @@ class GPT(nn.Module):
             a = answering[part]
             summed, delta_12 = loss.forward_and_delta(self.lm_head.forward(a), answer, 1 / n_targets)
             total += self._finite(summed).item()
-            delta_11[part] = self.lm_head.backward(delta_12, a)
+            delta_11[part] = self.lm_head.backward(delta_12)
+            self.lm_head.accumulate(delta_12, a)
             if record is not ignore:
                 deltas.append(delta_12)
         if not everything:

@@ -1,4 +1,5 @@
-"""Thin modules that own parameters and call `ops`. Each has a `forward` and a `backward`; `backward` adds into `.grad`.
+"""Thin modules that own parameters and call `ops`: `forward`, `backward` for the error signal, and `accumulate`, which adds
+the gradients into `.grad`.
 
 A frozen parameter (`requires_grad=False`) gets no gradient and no work. Nothing here remembers an activation: what a
 backward pass needs, it is handed.
@@ -23,13 +24,12 @@ class Linear(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         return linear.forward(a, self.weight, self.bias)
 
-    def backward(self, delta: Tensor, a: Tensor) -> Tensor:
-        """Δ_i and the input a_{i−1} → Δ_{i−1}"""
-        self.accumulate(delta, a)
+    def backward(self, delta: Tensor) -> Tensor:
+        """Δ_i → Δ_{i−1}"""
         return linear.backward(delta, self.weight)
 
     def accumulate(self, delta: Tensor, a: Tensor) -> None:
-        """The gradients alone, where nothing below trains."""
+        """Δ_i and the input a_{i−1} → the gradients"""
         if self.weight.requires_grad:
             self.weight.grad = linear.grad_w(delta, a, self.weight.grad)
         if self.bias is not None and self.bias.requires_grad:
@@ -80,13 +80,16 @@ class Head(nn.Module):
     def forward(self, a: Tensor) -> Tensor:
         return linear.forward(a, self.weight.t(), self.bias)
 
-    def backward(self, delta: Tensor, a: Tensor) -> Tensor:
-        """Δ_12 and a_11 → Δ_11. A tied weight's gradient is added to the embedding's own (R9)."""
+    def backward(self, delta: Tensor) -> Tensor:
+        """Δ_12 → Δ_11"""
+        return linear.backward(delta, self.weight.t())
+
+    def accumulate(self, delta: Tensor, a: Tensor) -> None:
+        """A tied weight's gradient is added to the embedding's own (R9)."""
         if self.weight.requires_grad:
             self.weight.grad = linear.grad_w(a, delta, self.weight.grad)  # (∂w_11)ᵗ = Δ_12ᵗ a_11
         if self.bias is not None and self.bias.requires_grad:
             self.bias.grad = linear.grad_b(delta, self.bias.grad)
-        return linear.backward(delta, self.weight.t())
 
     def effective_weight(self) -> Tensor:
         return self.weight.t()
@@ -109,24 +112,18 @@ class LoRA(nn.Module):
         lora.forward(a, self.down, self.up, self.scale, into=out)
         return out
 
-    def backward(self, delta: Tensor, a: Tensor) -> Tensor:
+    def backward(self, delta: Tensor) -> Tensor:
         """The frozen path carries its part of Δ as ever (R3)."""
-        out = self.base.backward(delta, a)
-        lora.backward(self._accumulate(delta, a), self.down, into=out)
+        out = self.base.backward(delta)
+        lora.backward(lora.upstream(delta, self.up, self.scale), self.down, into=out)
         return out
 
     def accumulate(self, delta: Tensor, a: Tensor) -> None:
-        if isinstance(self.base, Linear):
-            self.base.accumulate(delta, a)
-        self._accumulate(delta, a)
-
-    def _accumulate(self, delta: Tensor, a: Tensor) -> Tensor:
-        g = lora.upstream(delta, self.up, self.scale)
+        self.base.accumulate(delta, a)
         if self.up.requires_grad:
             self.up.grad = lora.grad_u(delta, torch.mm(a, self.down), self.scale, self.up.grad)
         if self.down.requires_grad:
-            self.down.grad = lora.grad_d(g, a, self.down.grad)
-        return g
+            self.down.grad = lora.grad_d(lora.upstream(delta, self.up, self.scale), a, self.down.grad)
 
     def effective_weight(self) -> Tensor:
         return self.base.effective_weight() + self.scale * self.down @ self.up

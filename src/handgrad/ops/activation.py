@@ -1,6 +1,6 @@
 """Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU and GPT-2's tanh form of GELU (R39).
 
-On the way back a_8 and the slope g'(a_7) are made together from a_7: they share the expensive part.
+On the way back a_8 is needed once more, and made together with Δ_7: g and g' share the expensive part.
 """
 
 import math
@@ -22,45 +22,39 @@ def forward(x: Tensor, name: str) -> Tensor:
         return F.gelu(x)
     value = torch.empty_like(x)
     for part, out in zip(_parts(x), _parts(value), strict=True):
-        s = _sigmoid(part, torch.mul(part, part, out=out))
-        torch.mul(part, s, out=out)
+        torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
     return value
 
 
-def again(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """g(x) and g'(x), with ReLU'(0) = 0"""
+def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0; and g(a_{i−1}) once more"""
     if name == "relu":
-        return torch.relu(x), (x > 0).to(x.dtype)
-    value, slope = torch.empty_like(x), torch.empty_like(x)
-    for part in zip(_parts(x), _parts(value), _parts(slope), strict=True):
+        return delta * (x > 0), torch.relu(x)
+    out, value = torch.empty_like(x), torch.empty_like(x)
+    for part in zip(_parts(delta), _parts(x), _parts(out), _parts(value), strict=True):
         (_gelu_tanh if name == "gelu_tanh" else _gelu)(*part)
-    return value, slope
-
-
-def backward(delta: Tensor, slope: Tensor) -> Tensor:
-    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), which takes the place of the slope"""
-    return slope.mul_(delta)
+    return out, value
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
     return torch.split(x, max(1, ENTRIES_AT_ONCE // x.shape[1]))
 
 
-def _gelu(x: Tensor, value: Tensor, slope: Tensor) -> None:
+def _gelu(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
     """g = x Φ,  g' = Φ + x φ"""
-    cdf = torch.mul(x, math.sqrt(0.5), out=slope).erf_().add_(1).mul_(0.5)
-    x_density = (x * x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi)).mul_(x)
+    cdf = torch.mul(x, math.sqrt(0.5), out=out).erf_().add_(1).mul_(0.5)
     torch.mul(x, cdf, out=value)
-    slope.add_(x_density)
+    x_density = (x * x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi)).mul_(x)
+    cdf.add_(x_density).mul_(delta)
 
 
-def _gelu_tanh(x: Tensor, value: Tensor, slope: Tensor) -> None:
+def _gelu_tanh(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
     """g = x s,  g' = s + g (1 − s) 2u'"""
     square = x * x
     s = _sigmoid(x, square)
     torch.mul(x, s, out=value)
-    rest = torch.addcmul(value, value, s, value=-1, out=slope)  # g (1 − s)
-    rest.mul_(square.mul_(3 * CUBIC * TWICE).add_(TWICE)).add_(s)
+    rest = torch.addcmul(value, value, s, value=-1, out=out)  # g (1 − s)
+    rest.mul_(square.mul_(3 * CUBIC * TWICE).add_(TWICE)).add_(s).mul_(delta)
 
 
 def _sigmoid(x: Tensor, square: Tensor) -> Tensor:

@@ -2,19 +2,21 @@
 
     q  (m, h, d_ρ)      k  (n, h, d_ρ)      v  (n, h, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
 
-No n×n matrix is kept: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of queries at a time, over the
-columns they can see, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` tells
-where the packed sequences end and which rows ask: all of them (m = n), or only some.
+No n×n matrix is kept: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of keys at a time, for the queries
+that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` tells where
+the packed sequences end and which rows ask: all of them (m = n), or only some.
 """
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ROWS = 128  # queries of a tile
-TILE = 1 << 18  # entries of a tile over all heads taken at once, about what a core's cache holds
+ROWS = 128  # queries of a tile on the way down
+COLUMNS = 64  # keys of a tile on the way up; twice as many for long sequences
+TILE = 1 << 19  # entries of a tile over all heads taken at once, about what the cores' caches hold
 
 
 class Span(NamedTuple):
@@ -121,10 +123,10 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
 
 
 def rho_tile(q: Tensor, k: Tensor, lse: Tensor, future: Tensor | None) -> Tensor:
-    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where the last columns lie in the future of a query (R1). (g, rows, columns)"""
+    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key lies in the future of one of the first queries (R1). (g, rows, columns)"""
     scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=1 / math.sqrt(q.shape[2]))
     if future is not None:
-        scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
+        scores[:, : len(future)].masked_fill_(future, -math.inf)
     return scores.exp_()
 
 
@@ -143,21 +145,36 @@ def _backward_in_tiles(
     positions: list[int] | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, tokens, width) each, g = sequences × heads"""
+    """(g, tokens, width) each, g = sequences × heads. A tile is some keys and all queries that come after the first."""
     g, n_keys = k.shape[:2]
-    scale = 1 / math.sqrt(q.shape[2])
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    at_once = max(1, TILE // (min(len(q[0]), ROWS) * n_keys))
-    for start in range(0, g, at_once):
-        s = slice(start, start + at_once)
-        for rows, seen, future in _tiles(q.shape[1], n_keys, positions, causal, q.device):
-            queries, keys, values, errors = q[s, rows], k[s, :seen], v[s, :seen], delta[s, rows]
+    m = q.shape[1]
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    columns = COLUMNS if n_keys <= 1024 else 2 * COLUMNS
+    for j in range(0, n_keys, columns):
+        cols = slice(j, min(j + columns, n_keys))
+        first = 0 if not causal else j if positions is None else bisect_left(positions, j)
+        if first == m:
+            break
+        rows = slice(first, m)
+        future = None
+        if causal:
+            early = (
+                range(j, min(cols.stop, m))
+                if positions is None
+                else positions[first : bisect_left(positions, cols.stop)]
+            )
+            future = _future([p - j for p in early], cols.stop - j, q.device)
+        at_once = max(1, TILE // ((m - first) * columns))
+        for start in range(0, g, at_once):
+            s = slice(start, start + at_once)
+            queries, errors, keys = q[s, rows], delta[s, rows], k[s, cols]
             rho = rho_tile(queries, keys, lse[s, rows], future)
-            grad_v[s, :seen].baddbmm_(rho.transpose(1, 2), errors)  # ρᵗ Δ
-            signal = causal_signal_tile(errors, values, shift[s, rows], rho)  # (25)
-            torch.baddbmm(grad_q[s, rows], signal, keys, beta=0, alpha=scale, out=grad_q[s, rows])  # Δ_raw k
-            grad_k[s, :seen].baddbmm_(signal.transpose(1, 2), queries, alpha=scale)  # Δ_rawᵗ q
-    return grad_q, grad_k, grad_v
+            grad_v[s, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
+            signal = causal_signal_tile(errors, v[s, cols], shift[s, rows], rho)  # (25)
+            grad_k[s, cols] = torch.bmm(signal.transpose(1, 2), queries)
+            grad_q[s, rows] += torch.bmm(signal, keys)
+    scale = 1 / math.sqrt(q.shape[2])  # Δ_raw = Δ_causal/√d_ρ   (28)
+    return grad_q.mul_(scale), grad_k.mul_(scale), grad_v  # Δ_raw k, Δ_rawᵗ q, ρᵗ Δ
 
 
 def _forward_by_library(
@@ -227,8 +244,8 @@ def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
 
 
 def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, …) → (count · h, T, …), wide; a view where it can be: products take strided matrices as they are"""
-    return _by_head(x, rows, span).to(dtype).flatten(0, 1)
+    """(count · T, h, …) → (count · h, T, …), contiguous and wide"""
+    return _by_head(x, rows, span).to(dtype).flatten(0, 1).contiguous()
 
 
 def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:
