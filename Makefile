@@ -24,7 +24,7 @@ images: $(VENV)/.ready-for-tests
 	$(BIN)/python docs/images/make.py
 
 bench: $(VENV)/.ready-for-tests
-	$(BIN)/python bench/step.py
+	$(BIN)/handgrad bench
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

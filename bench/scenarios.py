@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from .peers import BareProducts, Contender, Eager, Hand, HandInBackward, Peft, w
 
 ROOT = Path(__file__).parent.parent
 Watch = Callable[[Iterable[int]], Iterable[int]]
+LIBRARY_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 NANO = hg.preset("nano", n_vocab=65)  # nanoGPT's small recipe for the CPU: characters of Shakespeare
 
 
@@ -93,20 +95,21 @@ def train(quick: bool, watch: Watch) -> list[Row]:
             "handgrad": lambda tokens=tokens, targets=targets: Hand(gpt2(), tokens, targets),
             "eager autograd": lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets),
         }
-        if not quick:
+        if (b, t) in ((1, 512), (1, 1024)) and not quick:  # compiling takes a minute for each shape
             make["torch.compile"] = lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets, compiled=True)
         bound = lambda tokens=tokens: BareProducts(gpt2(), tokens)  # noqa: E731
-        rounds = 3 if b * t > 2048 else 5
+        rounds = 3 if b * t > 2048 or quick else 6
         case = Case(
-            f"GPT-2 124M, {b}×{t}", b * t, make, rounds, bound, {"config": gpt2().config, "batch": b, "tokens": t}
+            f"GPT-2 124M, {b}×{t}", b * t, make, rounds, bound, {"config": hg.preset("gpt2"), "batch": b, "tokens": t}
         )
         rows += compete("train", case, watch)
     tokens, targets = batch_of(65, 12, 64)
     make = {
         "handgrad": lambda: Hand(hg.GPT(NANO), tokens, targets),
         "eager autograd": lambda: Eager(hg.GPT(NANO), tokens, targets),
-        "torch.compile": lambda: Eager(hg.GPT(NANO), tokens, targets, compiled=True),
     }
+    if not quick:
+        make["torch.compile"] = lambda: Eager(hg.GPT(NANO), tokens, targets, compiled=True)
     bound = lambda: BareProducts(hg.GPT(NANO), tokens)  # noqa: E731
     plan = {"config": NANO, "batch": 12, "tokens": 64}
     return rows + compete("train", Case("nano recipe, 12×64", 768, make, 40 if quick else 100, bound, plan), watch)
@@ -120,23 +123,19 @@ def lora(quick: bool, watch: Watch) -> list[Row]:
         "handgrad": lambda: Hand(with_adapters(gpt2()), tokens, targets),
         "transformers + peft": lambda: Peft(with_adapters(gpt2()), tokens, targets),
     }
-    plan = {"config": gpt2().config, "batch": b, "tokens": t, "rank": 16, "targets": "all-linear"}
-    return compete("lora", Case(f"LoRA r=16, {b}×{t}", b * t, make, 2, plan=plan), watch)
+    plan = {"config": hg.preset("gpt2"), "batch": b, "tokens": t, "rank": 16, "targets": "all-linear"}
+    return compete("lora", Case(f"LoRA r=16, {b}×{t}", b * t, make, 1 if quick else 2, plan=plan), watch)
 
 
 def sft(quick: bool, watch: Watch) -> list[Row]:
     """The same on uneven, prompt-masked examples: packed by us, padded by the peer."""
-    ids, answers, lengths = uneven_examples(50257, 12 if quick else 48)
+    ids, answers, lengths = uneven_examples(50257, 6 if quick else 48)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(with_adapters(gpt2()), ids, answers, lengths),
         "transformers + peft": lambda: Peft(with_adapters(gpt2()), ids, answers, lengths),
     }
-    longest = max(
-        sum(lengths[i : i + 8] and [max(lengths[i : i + 8]) * len(lengths[i : i + 8])])
-        for i in range(0, len(lengths), 8)
-    )
-    note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets, peer's largest batch {longest:,}"
-    rows = compete("sft", Case("LoRA r=16, uneven examples", len(ids), make, 2), watch)
+    note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets"
+    rows = compete("sft", Case("LoRA r=16, uneven examples", len(ids), make, 1), watch)
     for row in rows:
         row.note = note
     return rows
@@ -151,7 +150,13 @@ def memory(quick: bool, watch: Watch) -> list[Row]:
         "eager autograd": lambda: Eager(gpt2(), tokens, targets),
         "recompute, optimizer in backward": lambda: HandInBackward(gpt2(), tokens, targets),
     }
-    case = Case(f"GPT-2 124M, {b}×{t}", b * t, make, 2, plan={"config": gpt2().config, "batch": b, "tokens": t})
+    case = Case(
+        f"GPT-2 124M, {b}×{t}",
+        b * t,
+        make,
+        1 if quick else 2,
+        plan={"config": hg.preset("gpt2"), "batch": b, "tokens": t},
+    )
     return compete("memory", case, watch)
 
 
@@ -167,7 +172,6 @@ def attention_backward(quick: bool, watch: Watch) -> list[Row]:
         _, saved = attention.forward(q, k, v, spans, True)
         grads = torch.empty(n, 3, 12, 64)
         theirs = [x.transpose(0, 1)[None] for x in (delta, q, k, v, saved.a)]
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         lse = saved.lse.t()[None].contiguous()
 
         def ours(
@@ -221,6 +225,8 @@ def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
     losses = {name: contender.gradients() for name, contender in made.items()}
     truth = made[names[1]].named_gradients()
     for name, contender in made.items():
+        if isinstance(contender, HandInBackward):
+            continue  # its gradients are gone when it is done; tests hold its parameters equal
         if abs(losses[name] - losses[names[1]]) > 1e-4 * abs(losses[names[1]]):
             raise HandgradError(f"{scenario}, {case.name}: losses differ: {losses}")
         for key, grad in contender.named_gradients().items():
@@ -257,8 +263,6 @@ def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
 
 
 def _whole_step(contender: Contender, inside: Timing) -> Callable[[], None]:
-    import time
-
     def step() -> None:
         start = time.perf_counter()
         contender.gradients()
@@ -287,7 +291,7 @@ def show_peak(scenario: str, case_name: str, contender: str) -> None:
     globals()["compete"] = remember
     for quick in (True, False):
         SCENARIOS[scenario](quick, iter)
-    case = next(c for c in found if c.name == case_name)
+    case = next(c for c in found if c.name == case_name)  # only described so far: no model has been made
     nothing = resident()
     competitor = case.make[contender]()
 

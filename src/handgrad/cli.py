@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -159,6 +160,20 @@ def plan(
     made = make_plan(config, batch, tokens, dtype, lora_rank, lora_targets, recompute, update_inside)
     if not _deliver(json.dumps(_plan_json(made), indent=1), json_file):
         _print_plan(made, model or "paper")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def bench(context: typer.Context) -> None:
+    """Measure speed and memory side by side with the peers: train, memory, lora, sft, attention; --quick, --json, --plot.
+
+    Needs the repository, where bench/ lives, and the packages of the test extra.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "bench" / "__main__.py").exists():
+        raise HandgradError("the benchmarks are in the repository, not in the package: clone it and run `make bench`")
+    sys.exit(subprocess.run([sys.executable, "-m", "bench", *context.args], cwd=root, check=False).returncode)
 
 
 def _config(name: str, changes: dict[str, object]) -> GPTConfig:

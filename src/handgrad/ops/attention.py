@@ -113,7 +113,8 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
         queries, keys, values, errors, shift, norm = (
             _stack(x, rows, span, lse.dtype) for x in (q, k, v, delta, correction, lse)
         )
-        rho[:, rows, rows] = rho_tile(queries, keys, norm, _future(range(length), length, q.device) if causal else None)
+        visible = _future(range(length), length, q.device).logical_not_().to(lse.dtype) if causal else None
+        rho[:, rows, rows] = rho_tile(queries, keys, norm, visible)
         signal[:, rows, rows] = causal_signal_tile(errors, values, shift, rho[:, rows, rows])
         start += length
     return rho, signal
@@ -122,12 +123,19 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
 # ── one tile ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rho_tile(q: Tensor, k: Tensor, lse: Tensor, future: Tensor | None) -> Tensor:
-    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key lies in the future of one of the first queries (R1). (g, rows, columns)"""
+def rho_tile(q: Tensor, k: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
+    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to one of the first queries (R1). (g, rows, columns)
+
+    The zeros are put in after the exponential, which is many times slower on −∞; before it, what is not visible is kept
+    from overflowing. A visible score never exceeds its row's log-sum-exp, so that changes nothing else."""
     scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=1 / math.sqrt(q.shape[2]))
-    if future is not None:
-        scores[:, : len(future)].masked_fill_(future, -math.inf)
-    return scores.exp_()
+    if visible is None:
+        return scores.exp_()
+    first = scores[:, : len(visible)]
+    first.clamp_(max=0)
+    scores.exp_()
+    first.mul_(visible)
+    return scores
 
 
 def causal_signal_tile(delta: Tensor, v: Tensor, correction: Tensor, rho: Tensor) -> Tensor:
@@ -156,19 +164,19 @@ def _backward_in_tiles(
         if first == m:
             break
         rows = slice(first, m)
-        future = None
+        visible = None
         if causal:
             early = (
                 range(j, min(cols.stop, m))
                 if positions is None
                 else positions[first : bisect_left(positions, cols.stop)]
             )
-            future = _future([p - j for p in early], cols.stop - j, q.device)
+            visible = _future([p - j for p in early], cols.stop - j, q.device).logical_not_().to(q.dtype)
         at_once = max(1, TILE // ((m - first) * columns))
         for start in range(0, g, at_once):
             s = slice(start, start + at_once)
             queries, errors, keys = q[s, rows], delta[s, rows], k[s, cols]
-            rho = rho_tile(queries, keys, lse[s, rows], future)
+            rho = rho_tile(queries, keys, lse[s, rows], visible)
             grad_v[s, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
             signal = causal_signal_tile(errors, v[s, cols], shift[s, rows], rho)  # (25)
             grad_k[s, cols] = torch.bmm(signal.transpose(1, 2), queries)
