@@ -24,18 +24,22 @@ class Timing:
 
 
 def take_turns(
-    contenders: dict[str, Callable[[], object]], rounds: int, watch: Callable[[Iterable[int]], Iterable[int]] = iter
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    watch: Callable[[Iterable[int]], Iterable[int]] = iter,
+    in_a_row: int = 1,
 ) -> dict[str, Timing]:
-    """One warm-up each, then in each round every contender once."""
+    """One warm-up each, then in each round every contender once; short ones several times in a row, each time counted."""
     timings = {name: Timing() for name in contenders}
     for run in contenders.values():
         run()
     for _ in watch(range(rounds)):
         for name, run in contenders.items():
             gc.collect()
-            start = time.perf_counter()
-            run()
-            timings[name].rounds.append(time.perf_counter() - start)
+            for _ in range(in_a_row):
+                start = time.perf_counter()
+                run()
+                timings[name].rounds.append(time.perf_counter() - start)
     return timings
 
 

@@ -19,10 +19,9 @@ def keep_freed_memory() -> None:
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        trim_threshold, top_pad, mmap_max = -1, -2, -4
+        trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(top_pad, 1 << 26)
-        mallopt(mmap_max, 0)
+        mallopt(mmap_threshold, 1 << 25)  # the largest it takes; what is larger still comes and goes, and leaves no holes
 
 
 def do_without_amx_in_virtual_machines() -> None:
