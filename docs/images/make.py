@@ -14,7 +14,9 @@ def capture(name: str, only: str) -> None:
     console = Console(record=True, width=118, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
     console.print(ledger.run(2512, only))
     svg = console.export_svg(title=f"handgrad verify --only '{only}'", unique_id="handgrad")
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace("Fira Code, monospace", "ui-monospace, monospace")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).replace(
+        "Fira Code, monospace", "ui-monospace, monospace"
+    )
     (HERE / name).write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
 
 

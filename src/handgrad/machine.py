@@ -21,7 +21,9 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 1 << 25)  # the largest it takes; what is larger still comes and goes, and leaves no holes
+        mallopt(
+            mmap_threshold, 1 << 25
+        )  # the largest it takes; what is larger still comes and goes, and leaves no holes
 
 
 def do_without_amx_in_virtual_machines() -> None:
