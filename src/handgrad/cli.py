@@ -228,9 +228,9 @@ def _print_plan(made: Plan, name: str) -> None:
     facts = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     facts.title = f"[bold]A step of {made.batch} × {made.tokens:,} tokens in {made.dtype}"
     facts.title_justify = "left"
-    facts.add_column("", no_wrap=True)
-    facts.add_column("", justify="right", no_wrap=True)
-    facts.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
+    facts.add_column("", no_wrap=True, min_width=20)
+    facts.add_column("", justify="right", no_wrap=True, min_width=14)
+    facts.add_column("", style="dim", no_wrap=True, overflow="ellipsis", max_width=max(4, out.width - 46))
     share = 100 * made.trainable / made.total
     what = f"rank {made.rank} beside {', '.join(made.targets)}" if made.rank else "all of them"
     facts.add_row("trainable parameters", f"{made.trainable:,}", f"{share:.2f} % of {made.total:,}: {what}")
