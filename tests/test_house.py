@@ -104,7 +104,6 @@ def test_no_autograd_in_the_product(file: Path) -> None:
     code = file.read_text()
     found = uses_of_autograd(code)
     if room(file) == "ledger":
-        found = [name for name in found if name not in ("autograd", "import autograd")]  # the judge's function
         assert not re.search(r"torch\.autograd|requires_grad", code)
     assert found == []
 

@@ -48,7 +48,7 @@ def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0) -> float:
     return difference if scale == 0 else difference / scale
 
 
-def autograd(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> tuple[Tensor, ...]:
+def differentiate(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> tuple[Tensor, ...]:
     """∂(upstream · f(inputs))/∂inputs by torch's automatic differentiation; `upstream` is Δ_i, or 1 for a scalar f."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with torch.enable_grad():

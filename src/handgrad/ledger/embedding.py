@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..paper import embedding, loss, notation, transformer
-from ..verify import autograd, directional_error, relative_error
+from ..verify import differentiate, directional_error, relative_error
 from .check import AUTOGRAD, EXACT, Lab, check, mismatch, refuses, unless
 from .loss import OPTIONS
 
@@ -69,7 +69,7 @@ def gradient_of_the_store(lab: Lab) -> tuple[float, str]:
     """∂w_emb = ohe(a_{i−1})ᵗ Δ_i ∈ (n_V, d): rows of Δ add up per token, and the row of an absent one is exactly 0"""
     ids, w_emb, delta = _draw(lab)
     ours = embedding.grad_w(delta, ids, len(w_emb))
-    (truth,) = autograd(lambda w: F.embedding(ids, w), w_emb, upstream=delta)
+    (truth,) = differentiate(lambda w: F.embedding(ids, w), w_emb, upstream=delta)
     differences = directional_error(lambda w: (F.embedding(ids, w) * delta).sum().item(), w_emb, ours, lab.generator)
     agree = 0.0 if differences < 1e-6 else math.inf
     absent = [t for t in range(len(w_emb)) if t not in ids.tolist()]
@@ -87,7 +87,7 @@ def error_signal_of_the_one_hot_input(lab: Lab) -> float:
     ids, w_emb, delta = _draw(lab)
     ours = embedding.delta_one_hot(delta, w_emb)
     one_hot = F.one_hot(ids, len(w_emb)).double()
-    (truth,) = autograd(lambda x: x @ w_emb, one_hot, upstream=delta)
+    (truth,) = differentiate(lambda x: x @ w_emb, one_hot, upstream=delta)
     differences = directional_error(lambda x: ((x @ w_emb) * delta).sum().item(), one_hot, ours, lab.generator)
     return max(relative_error(ours, truth), 0.0 if differences < 1e-6 else math.inf)
 
@@ -96,7 +96,7 @@ def error_signal_of_the_one_hot_input(lab: Lab) -> float:
 def the_flow_stops_here(lab: Lab) -> float:
     """a whole number cannot vary, d a_{i−1} = 0: no gradient of an id can be asked for, and no real number put in"""
     ids, w_emb, _ = _draw(lab)
-    no_gradient = refuses(RuntimeError, lambda: autograd(lambda x: embedding.forward(x, w_emb), ids))
+    no_gradient = refuses(RuntimeError, lambda: differentiate(lambda x: embedding.forward(x, w_emb), ids))
     no_real_id = refuses(IndexError, lambda: embedding.forward(ids + 0.5, w_emb))
     return mismatch((no_gradient, True), (no_real_id, True))
 
@@ -119,7 +119,7 @@ def gradient_of_the_positions(lab: Lab) -> float:
     net = lab.network(n_vocab, n + lab.size(1, 3), d, [(1, 2)])
     where, delta = torch.arange(n), lab.matrix(n, d)
     alone = embedding.grad_w(delta, where, len(net.w_pos))
-    (truth,) = autograd(lambda w: F.embedding(where, w), net.w_pos, upstream=delta)
+    (truth,) = differentiate(lambda w: F.embedding(where, w), net.w_pos, upstream=delta)
     ids = lab.ids(n, n_vocab)
     back = transformer.backward(loss.next_tokens(ids), net, transformer.forward(ids, net, OPTIONS), OPTIONS)
     padded = torch.cat([back.delta_1, torch.zeros_like(net.w_pos[n:])])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..paper import attention, embedding, kv_cache, layernorm, linear, lora, loss, notation, transformer
 from ..paper.attention import Head
 from ..paper.transformer import Network
-from ..verify import FINITE_DIFFERENCE_TOLERANCE, autograd, directional_error, relative_error
+from ..verify import FINITE_DIFFERENCE_TOLERANCE, differentiate, directional_error, relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch, unless
 
 EPS = 1e-5
@@ -81,12 +81,12 @@ def backward_of_the_mask(lab: Lab) -> tuple[float, str]:
     a, head, scaled = _mild_head(lab)
     f, delta = attention.forward(a, head), lab.matrix(len(a), head.w_v.shape[1])
     ours = attention.backward(delta, a, head, f).delta_scaled
-    (truth,) = autograd(lambda s: _causal_softmax(s) @ f.v, f.scaled, upstream=delta)
+    (truth,) = differentiate(lambda s: _causal_softmax(s) @ f.v, f.scaled, upstream=delta)
     right = relative_error(ours, truth)
 
     delta_rho = delta @ f.v.t()
-    (delta_causal,) = autograd(lambda s: torch.softmax(s, 1), scaled.tril(), upstream=delta_rho)
-    (delta_scaled,) = autograd(_printed_rho, scaled, upstream=delta_rho)
+    (delta_causal,) = differentiate(lambda s: torch.softmax(s, 1), scaled.tril(), upstream=delta_rho)
+    (delta_scaled,) = differentiate(_printed_rho, scaled, upstream=delta_rho)
     printed = relative_error(delta_causal, delta_scaled)
 
     # a shift of b_k that adds 1 to the score of token 1 with itself: it must not matter, and in print it does
@@ -115,7 +115,7 @@ def frozen_is_not_blocked(lab: Lab) -> tuple[float, str]:
             return F.linear(x, w_11.t(), p.b_11) + scale * F.linear(F.linear(x, d_11.t()), u_11.t())
 
         ours = transformer.delta_before_logits(delta_12, p)
-        (truth,) = autograd(layer, a_11, upstream=delta_12)
+        (truth,) = differentiate(layer, a_11, upstream=delta_12)
         differences = _differences(lambda x: (layer(x) * delta_12).sum().item(), a_11, ours, lab)
         return relative_error(ours, truth) + differences, relative_error(scale * delta_12 @ (d_11 @ u_11).t(), truth)
 
@@ -155,7 +155,7 @@ def the_last_row_has_no_target(lab: Lab) -> tuple[float, str]:
         return F.cross_entropy(x[:-1], ids[1:], reduction="sum")
 
     ours = loss.delta_logits(y_pred, targets)
-    (truth,) = autograd(total, a_12)
+    (truth,) = differentiate(total, a_12)
     mean = F.cross_entropy(a_12[:-1], ids[1:])
     right = max(relative_error(ours, truth), relative_error(loss.forward(a_12, targets), (n - 1) * mean))
     right += _differences(lambda x: total(x).item(), a_12, ours, lab)
@@ -207,11 +207,11 @@ def tied_weights_add_up(lab: Lab) -> tuple[float, str]:
     def network(w_tok: Tensor) -> Tensor:
         return ending(_final_norm(F.embedding(a_0, w_tok) + p.w_pos, p) @ w_tok.t())
 
-    (truth,) = autograd(network, p.w_tok)
+    (truth,) = differentiate(network, p.w_tok)
     a_1 = F.embedding(a_0, p.w_tok) + p.w_pos
     a_11 = _final_norm(a_1, p)
-    (delta_12,) = autograd(ending, a_11 @ p.w_tok.t())
-    (delta_1,) = autograd(lambda a: ending(_final_norm(a, p) @ p.w_tok.t()), a_1)
+    (delta_12,) = differentiate(ending, a_11 @ p.w_tok.t())
+    (delta_1,) = differentiate(lambda a: ending(_final_norm(a, p) @ p.w_tok.t()), a_1)
     saved = transformer.forward(a_0, p, transformer.Options(eps=EPS))._replace(a_11=a_11)
     ours = transformer.grad_w_tok(delta_1, delta_12, saved, p)
     right = relative_error(ours, truth) + _differences(lambda w: network(w).item(), p.w_tok, ours, lab)
@@ -231,7 +231,7 @@ def epsilon(lab: Lab) -> tuple[float, str]:
         return F.layer_norm(x, w.shape, w, b, EPS)
 
     f, without = layernorm.forward(a, w, b, EPS), layernorm.forward(a, w, b, 0.0)
-    (truth,) = autograd(layer, a, upstream=delta)
+    (truth,) = differentiate(layer, a, upstream=delta)
     flat = torch.full((1, d), 0.5, dtype=a.dtype)
     right = max(
         relative_error(layernorm.delta_prev(delta, f.a_bar, f.sigma, w), truth),
@@ -342,7 +342,9 @@ def which_term_is_rewritten(lab: Lab) -> tuple[float, str]:
     n = lab.size(5, 8)
     s, delta = torch.tanh(lab.matrix(n, n)), lab.matrix(n, n)
     rho = torch.softmax(s, 1)
-    (ds,) = autograd(lambda x: torch.softmax(x, 1), s, upstream=delta)  # along the gradient, or the terms might agree
+    (ds,) = differentiate(
+        lambda x: torch.softmax(x, 1), s, upstream=delta
+    )  # along the gradient, or the terms might agree
     size = ((delta * rho).norm() * ds.norm()).item()
     left_most = notation.frobenius(delta, rho * ds)
     right_most = notation.frobenius(delta, rho * notation.tilde_columns(notation.row_dot(rho, ds), n))
@@ -364,8 +366,8 @@ def transposed_batch_normalization(lab: Lab) -> tuple[float, str]:
     g = (delta * w).t()  # diag(w) Δᵗ ∈ (d, n_T)
     f = layernorm.forward(a, w, torch.zeros_like(w), EPS)
     ours = layernorm.delta_prev(delta, f.a_bar, f.sigma, w)
-    (bn,) = autograd(lambda x: F.batch_norm(x, None, None, training=True, eps=EPS), a.t(), upstream=g)
-    (ln,) = autograd(lambda x: F.layer_norm(x, (n,), eps=EPS), a.t(), upstream=g)
+    (bn,) = differentiate(lambda x: F.batch_norm(x, None, None, training=True, eps=EPS), a.t(), upstream=g)
+    (ln,) = differentiate(lambda x: F.layer_norm(x, (n,), eps=EPS), a.t(), upstream=g)
     sums = notation.sum_tokens(g)  # Σ_feat G has one entry per token: to subtract it from G it must be broadcast
     shapes = mismatch((sums.shape, (n,)), (notation.tilde_rows(sums, d).shape, g.shape))
     return _verdict(relative_error(ours, bn.t()) + shapes, relative_error(ln.t(), bn.t()), 0.05)
@@ -444,7 +446,7 @@ def shape_of_the_projection(lab: Lab) -> tuple[float, str]:
     p, o, a_1 = lab.block(d, heads, 4 * d), transformer.Options(eps=EPS), lab.matrix(n, d)
     f = transformer.forward_block(a_1, p, o)
     deltas, grads = transformer.backward_block(lab.matrix(n, d), p, f, o)
-    (truth,) = autograd(lambda w: F.linear(f.a_3, w.t(), p.b_3), p.w_3, upstream=deltas.delta_4)
+    (truth,) = differentiate(lambda w: F.linear(f.a_3, w.t(), p.b_3), p.w_3, upstream=deltas.delta_4)
     right = relative_error(grads.w_3, truth) + mismatch((grads.w_3.shape, (width, d)), (f.a_3.shape, (n, width)))
     printed = _fits(lambda: linear.forward(f.a_3, lab.matrix(d, d), p.b_3))
     return right + printed, f"printed: ({n}×{width})({d}×{d}) does not multiply; right: {right:.0e}"

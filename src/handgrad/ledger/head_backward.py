@@ -15,7 +15,7 @@ from ..paper import attention, linear, notation
 from ..paper.attention import Head
 from ..verify import (
     FINITE_DIFFERENCE_TOLERANCE,
-    autograd,
+    differentiate,
     directional_error,
     finite_difference,
     forward_mode,
@@ -58,7 +58,7 @@ def gradient_error(ours: Tensor, f: Callable[[Tensor], Tensor], x: Tensor, delta
     """Ours against autograd's ∂(Δ·f(x))/∂x; finite differences, the independent second oracle, must agree as well."""
     floor = 1e-3  # the inputs are of order one: what is smaller has cancelled, and kept the rounding of its terms
     differences = directional_error(lambda x: (f(x) * delta).sum().item(), x, ours, lab.generator, floor)
-    error = relative_error(ours, autograd(f, x, upstream=delta)[0], floor)
+    error = relative_error(ours, differentiate(f, x, upstream=delta)[0], floor)
     return error if differences < FINITE_DIFFERENCE_TOLERANCE else math.inf
 
 
@@ -95,7 +95,7 @@ def values_are_a_linear_layer(lab: Lab) -> float:
     saved = forward_by_torch(a, head)
     back = attention.backward(delta, a, head, saved)
     inner = saved.rho.t() @ delta
-    truth = autograd(
+    truth = differentiate(
         lambda a_v, w, b: attention_by_torch(a, a, a_v, head._replace(w_v=w, b_v=b)),
         a, head.w_v, head.b_v, upstream=delta,
     )  # fmt: skip
@@ -278,7 +278,7 @@ def gradient_of_the_keys_bias(lab: Lab) -> float:
     saved = forward_by_torch(a, head)
     ours = attention.backward(delta, a, head, saved).grads.b_k
     without = attention.backward(delta, a, head._replace(b_k=None), saved).grads.b_k
-    truth = autograd(lambda b: attention_by_torch(a, a, a, head._replace(b_k=b)), head.b_k, upstream=delta)[0]
+    truth = differentiate(lambda b: attention_by_torch(a, a, a, head._replace(b_k=b)), head.b_k, upstream=delta)[0]
     if ours is None or without is not None or ours.count_nonzero() > 0:
         return math.inf
     size = (delta @ saved.v.t()).abs().max().item() * saved.q.abs().max().item()
@@ -319,10 +319,10 @@ def table_1(lab: Lab) -> float:
         (back.delta_k, lambda x: attention_by_torch(a, x, a, head), a),
         (back.delta, lambda x: attention_by_torch(x, x, x, head), a),
     ]
-    up = [relative_error(ours, autograd(f, x, upstream=delta)[0]) for ours, f, x in tails]
+    up = [relative_error(ours, differentiate(f, x, upstream=delta)[0]) for ours, f, x in tails]
 
     names = ["w_q", "b_q", "w_k", "w_v", "b_v"]  # b_k has E-dbk: its gradient is 0, and autograd's is rounding noise
-    truths = autograd(
+    truths = differentiate(
         lambda *x: attention_by_torch(a, a, a, head._replace(**dict(zip(names, x, strict=True)))),
         *(getattr(head, name) for name in names), upstream=delta,
     )  # fmt: skip

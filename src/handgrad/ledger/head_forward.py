@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..paper import attention, linear, notation
 from ..paper.attention import Head
-from ..verify import autograd, count_multiply_adds, directional_error, forward_mode, relative_error
+from ..verify import count_multiply_adds, differentiate, directional_error, forward_mode, relative_error
 from .check import AUTOGRAD, COUNTED, EXACT, IDENTITY, SAMPLED, Lab, check, mismatch, refuses, unless
 
 
@@ -213,14 +213,14 @@ def widths_are_free(lab: Lab) -> float:
         head, delta = lab.head(d, d_rho, d_h), lab.matrix(n, d_h)
         f = attention.forward(a, head)
         back = attention.backward(delta, a, head, f)
-        truth = autograd(_truth, a, *_tensors(head), upstream=delta)
+        truth = differentiate(_truth, a, *_tensors(head), upstream=delta)
         errors.append(mismatch((f.rho.shape, (n, n)), (f.a.shape, (n, d_h))))
         errors += [_close(g, t) for g, t in zip((back.delta, *_tensors(back.grads)), truth, strict=True)]
 
     heads = [lab.head(d, *widths) for widths in ((3, 2), (5, 2), (1, 4))]
     delta = lab.matrix(n, 8)
     back_all = attention.backward_heads(delta, a, heads, attention.forward_heads(a, heads))
-    (signal,) = autograd(lambda x: torch.cat([_truth(x, *_tensors(h)) for h in heads], 1), a, upstream=delta)
+    (signal,) = differentiate(lambda x: torch.cat([_truth(x, *_tensors(h)) for h in heads], 1), a, upstream=delta)
     differences = directional_error(
         lambda x: (attention.forward_heads(x, heads).a * delta).sum().item(), a, back_all.delta, lab.generator
     )
@@ -320,7 +320,7 @@ def identity_weights(lab: Lab) -> float:
     head = lab.head(n, n, d_h)._replace(w_q=large, b_q=zero, w_k=large, b_k=zero)
     f, delta = attention.forward(a, head), lab.matrix(n, d_h)
     back = attention.backward(delta, a, head, f)
-    layer = autograd(lambda a, w, b: F.linear(a, w.t(), b), a, head.w_v, head.b_v, upstream=delta)
+    layer = differentiate(lambda a, w, b: F.linear(a, w.t(), b), a, head.w_v, head.b_v, upstream=delta)
     ours = (back.delta, back.grads.w_v, back.grads.b_v)
     nothing = max(g.abs().max().item() for g in _tensors(back.grads)[:4])
     return max(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..paper import layernorm
-from ..verify import autograd, directional_error, relative_error
+from ..verify import differentiate, directional_error, relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch, unless
 
 EPS = 1e-5
@@ -20,7 +20,7 @@ def _draw(lab: Lab) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _truth(a: Tensor, w: Tensor, b: Tensor, delta: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return autograd(lambda a, w, b: F.layer_norm(a, w.shape, w, b, eps), a, w, b, upstream=delta)
+    return differentiate(lambda a, w, b: F.layer_norm(a, w.shape, w, b, eps), a, w, b, upstream=delta)
 
 
 @check("E-ln-stats", 7, "", IDENTITY)

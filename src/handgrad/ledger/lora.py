@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..paper import activation, linear, lora, transformer
-from ..verify import autograd, relative_error
+from ..verify import differentiate, relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch, unless
 from .head_backward import gradient_error
 
@@ -143,7 +143,7 @@ def activations(lab: Lab) -> float:
         errors.append(relative_error(activation.g(x, name), torchs(x)))
         ours = activation.delta_prev(delta, x, name)
         if name == "relu":  # finite differences would straddle the kink
-            errors.append(relative_error(ours, autograd(torchs, x, upstream=delta)[0]))
+            errors.append(relative_error(ours, differentiate(torchs, x, upstream=delta)[0]))
         else:
             errors.append(gradient_error(ours, torchs, x, delta, lab))
     return max(errors)
@@ -159,8 +159,8 @@ def skip_connection(lab: Lab) -> float:
         return torch.tanh(x @ w)
 
     forward_error = relative_error(transformer.add(x, branch(x)), x + branch(x))
-    to_each = autograd(transformer.add, x, branch(x), upstream=delta)
+    to_each = differentiate(transformer.add, x, branch(x), upstream=delta)
     copied = mismatch(*((torch.equal(sent, delta), True) for sent in to_each))
-    through_branch = autograd(branch, x, upstream=delta)[0]
+    through_branch = differentiate(branch, x, upstream=delta)[0]
     ours = transformer.add(delta, through_branch)
     return max(forward_error, copied, gradient_error(ours, lambda x: x + branch(x), x, delta, lab))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..paper import loss, notation, transformer
-from ..verify import autograd, directional_error, relative_error
+from ..verify import differentiate, directional_error, relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch, refuses, unless
 
 OPTIONS = transformer.Options()
@@ -108,7 +108,7 @@ def error_signal_of_the_logits(lab: Lab) -> float:
     a_12, ids = _draw(lab)
     targets = loss.next_tokens(ids)
     ours = loss.delta_logits(F.softmax(a_12, 1), targets)
-    (truth,) = autograd(lambda x: _cross_entropy(x, targets, "sum"), a_12)
+    (truth,) = differentiate(lambda x: _cross_entropy(x, targets, "sum"), a_12)
     differences = directional_error(lambda x: _cross_entropy(x, targets, "sum").item(), a_12, ours, lab.generator)
     agree = 0.0 if differences < 1e-6 else math.inf
     return max(relative_error(ours, truth), ours[-1].abs().max().item(), agree)

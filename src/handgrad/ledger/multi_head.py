@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..paper import attention
 from ..paper.attention import Head, ManyForward
-from ..verify import autograd, relative_error
+from ..verify import differentiate, relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch
 from .head_backward import attention_by_torch, forward_by_torch, gradient_error
 
@@ -82,7 +82,7 @@ def slices(lab: Lab) -> float:
     a, heads = _draw(lab)
     outs = [lab.matrix(len(a), head.w_v.shape[1]) for head in heads]
     delta = lab.matrix(len(a), sum(out.shape[1] for out in outs))
-    truth = autograd(lambda *x: torch.cat(x, 1), *outs, upstream=delta)
+    truth = differentiate(lambda *x: torch.cat(x, 1), *outs, upstream=delta)
     return max(relative_error(x, y) for x, y in zip(attention.slice_heads(delta, heads), truth, strict=True))
 
 
