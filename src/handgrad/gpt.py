@@ -381,12 +381,12 @@ class GPT(nn.Module):
         """a_0 → a_10 of every piece, keeping what the way up needs: a block's activations, or with `again` only its input"""
         t = self.transformer
         lowest = self._lowest() if lowest is None else lowest
+        record("a_0", torch.cat([p.ids for p in pieces]))
         streams = [embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces]
         blocks: list[list[Saved | Tensor]] = []
         for i, block in enumerate(self.blocks):
             blocks.append([])
             for j, piece in enumerate(pieces):
-                record("a_0", piece.ids)
                 a_1 = streams[j]
                 streams[j], saved = block.forward(a_1, *self._asked(i, piece, record), _within(i, record))
                 if i >= lowest:
