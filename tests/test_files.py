@@ -42,6 +42,21 @@ def test_what_cannot_be_written_is_refused_before(name: str, tmp_path: Path, mon
         check_writable(Path(name))
 
 
+def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "no" / "x")
+    for name in ("loop", "gone"):
+        with pytest.raises(HandgradError, match="cannot write"):
+            write_text(tmp_path / name, "x")
+
+
+def test_the_current_folder_is_not_pulled_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HandgradError, match="the folder you are in"):
+        write_folder(Path("."), lambda f: None)
+    assert Path.cwd() == tmp_path
+
+
 def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write_folder(folder, lambda f: (f / "a").write_text("1") and None)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import handgrad as hg
 from conftest import TOLERANCE, make_batch, make_model
 from handgrad.layers import LoRA
+from handgrad.optim import OptimizerInBackward
 from handgrad.paper import transformer
 from handgrad.trace import gradients
 from handgrad.verify import network_of, options_of, relative_error
@@ -355,6 +356,20 @@ def test_bad_weights_in_the_head_leave_no_gradient(tied: bool) -> None:
     for call in (model.logits, lambda t: model.loss(t, targets), lambda t: model.loss_and_grads(t, targets)):
         with pytest.raises(hg.NonFiniteError, match="wte.weight" if tied else "lm_head.weight"):
             call(tokens)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_half_a_gradient_is_none(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("handgrad.gpt.TOKENS_AT_ONCE", 8)
+    model = make_model(n_blocks=2)
+    tokens, targets = make_batch(model, [8, 8, 16], ignored=0)
+    with torch.no_grad():
+        model.transformer.wpe.weight[15] = float("nan")  # only the last piece meets it
+    with pytest.raises(hg.NonFiniteError, match="wpe"):
+        model.loss_and_grads(tokens, targets, [8, 8, 16], recompute=recompute)
+    with pytest.raises(hg.NonFiniteError, match="wpe"):
+        OptimizerInBackward(model, lambda p: torch.optim.SGD(p, lr=1.0)).step(tokens, targets, [8, 8, 16])
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -202,7 +202,7 @@ def _print_plan(made: Plan, name: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
     for column in ("layer", "symbol"):
         table.add_column(column, no_wrap=True)
-    named = out.width >= 78  # on a narrow terminal the numbers come first
+    named = out.width >= 88  # on a narrow terminal the numbers come first
     if named:
         table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=True)
@@ -250,6 +250,8 @@ def _print_plan(made: Plan, name: str) -> None:
     )
     facts.add_row("a step takes about", f"{rates.seconds(made):,.2f} s", speed, end_section=True)
     facts.add_row("KV cache per token", _bytes(made.bytes_cache_per_token), "while generating")
+    if out.width < 76:
+        facts.columns.pop()
     out.print(facts)
 
 

@@ -20,8 +20,12 @@ def sync(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Say before the work begins that its result could not be written."""
-    if path.is_dir() or not path.name:
-        raise HandgradError(f"cannot write {str(path)!r}: it is a folder; give the name of a file")
+    try:
+        path = path.resolve()  # a link is followed
+    except (OSError, RuntimeError):
+        raise HandgradError(f"cannot write {path}: it is a link that leads nowhere") from None
+    if path.is_dir():
+        raise HandgradError(f"cannot write {path}: it is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise HandgradError(f"cannot write {path}: the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -52,6 +56,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """A folder filled by `fill`, in place of the one that was there, whole or not at all. Files of the old folder that
     `fill` does not write come along."""
     folder = folder.resolve()
+    if folder == Path.cwd():
+        raise HandgradError(f"{folder} is the folder you are in, which cannot be replaced whole: write from outside it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

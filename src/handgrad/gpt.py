@@ -325,11 +325,17 @@ class GPT(nn.Module):
         # Pieces walked one after the other keep the activations of one piece only; walked together, block by block, all
         # gradients of a block are final at once.
         windows = [pieces] if again else [[piece] for piece in pieces]
+        fresh = [p for p in self.parameters() if p.grad is None]
         value = 0.0
-        for window in windows:
-            last = window is windows[-1]
-            kept = self.down(window, again=again, record=record)
-            value += self.up(kept, n_targets, finished=finished if last else go_on, record=record)
+        try:
+            for window in windows:
+                last = window is windows[-1]
+                kept = self.down(window, again=again, record=record)
+                value += self.up(kept, n_targets, finished=finished if last else go_on, record=record)
+        except NonFiniteError:
+            for p in fresh:
+                p.grad = None  # half a gradient is none
+            raise
         return value
 
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:

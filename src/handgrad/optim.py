@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .gpt import GPT
+from .errors import NonFiniteError
+from .gpt import GPT, Finished, Kept
 
 
 class OptimizerInBackward:
@@ -56,7 +57,7 @@ class OptimizerInBackward:
                 squares.extend(p.grad.double().square().sum() for p in layer if p.grad is not None)
                 _let_go(layer)
 
-            model.up(kept, n_targets, finished=measure, once=False)
+            self._up(kept, n_targets, measure, once=False)
             self.norm = math.sqrt(sum(x.item() for x in squares))
             factor = min(1.0, self.clip / (self.norm + 1e-6))  # as torch's clip_grad_norm_
 
@@ -69,7 +70,14 @@ class OptimizerInBackward:
                 optimizer.step()
             _let_go(layer)
 
-        return model.up(kept, n_targets, finished=update)
+        return self._up(kept, n_targets, update)
+
+    def _up(self, kept: Kept, n_targets: int, finished: Finished, once: bool = True) -> float:
+        try:
+            return self.model.up(kept, n_targets, finished=finished, once=once)
+        except NonFiniteError:  # it shows in the head, before any layer is finished
+            _let_go(self.model.parameters())
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
