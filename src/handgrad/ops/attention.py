@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 ROWS = 128  # queries of a tile on the way down
-COLUMNS = 64  # keys of a tile on the way up; twice as many for long sequences
-TILE = 1 << 19  # entries of a tile over all heads taken at once, about what the cores' caches hold
+COLUMNS = 128  # keys of a tile on the way up; all queries after them belong to the tile
 
 
 class Span(NamedTuple):
@@ -88,10 +87,12 @@ def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tupl
     q, k, v, a, lse = saved
     # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
     correction = (delta * a).sum(2, dtype=lse.dtype)
-    into[1].zero_()  # a sequence that asks nothing sends nothing back to its keys and values
-    into[2].zero_()
+    if sum(span.keys.stop - span.keys.start for span in spans) < len(k):
+        into[1].zero_()  # a sequence that asks nothing sends nothing back to its keys and values
+        into[2].zero_()
     for span in spans:
         queries, errors, shift, norm = (_stack(x, span.queries, span, lse.dtype) for x in (q, delta, correction, lse))
+        shift, norm = shift.contiguous(), norm.contiguous()
         keys, values = (_stack(x, span.keys, span, lse.dtype) for x in (k, v))
         grads = _backward_in_tiles(queries, keys, values, errors, shift, norm, span.positions, causal)
         for target, rows, grad in zip(into, (span.queries, span.keys, span.keys), grads, strict=True):
@@ -113,7 +114,7 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
         queries, keys, values, errors, shift, norm = (
             _stack(x, rows, span, lse.dtype) for x in (q, k, v, delta, correction, lse)
         )
-        visible = _future(range(length), length, q.device).logical_not_().to(lse.dtype) if causal else None
+        visible = _visible(range(length), length, lse) if causal else None
         rho[:, rows, rows] = rho_tile(queries, keys, norm, visible)
         signal[:, rows, rows] = causal_signal_tile(errors, values, shift, rho[:, rows, rows])
         start += length
@@ -154,34 +155,32 @@ def _backward_in_tiles(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(g, tokens, width) each, g = sequences × heads. A tile is some keys and all queries that come after the first."""
-    g, n_keys = k.shape[:2]
-    m = q.shape[1]
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    columns = COLUMNS if n_keys <= 1024 else 2 * COLUMNS
-    for j in range(0, n_keys, columns):
-        cols = slice(j, min(j + columns, n_keys))
-        first = 0 if not causal else j if positions is None else bisect_left(positions, j)
-        if first == m:
+    m, n_keys = q.shape[1], k.shape[1]
+    scale = 1 / math.sqrt(q.shape[2])  # Δ_raw = Δ_causal/√d_ρ   (28)
+    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    own = range(m) if positions is None else positions
+    triangle = _visible(range(min(COLUMNS, n_keys)), min(COLUMNS, n_keys), q) if causal and positions is None else None
+    for j in range(0, n_keys, COLUMNS):
+        cols = slice(j, min(j + COLUMNS, n_keys))
+        first = bisect_left(own, j) if causal else 0
+        if first == m:  # nobody comes after these keys
+            grad_k[:, j:], grad_v[:, j:] = 0, 0
             break
         rows = slice(first, m)
         visible = None
-        if causal:
-            early = (
-                range(j, min(cols.stop, m))
-                if positions is None
-                else positions[first : bisect_left(positions, cols.stop)]
-            )
-            visible = _future([p - j for p in early], cols.stop - j, q.device).logical_not_().to(q.dtype)
-        at_once = max(1, TILE // ((m - first) * columns))
-        for start in range(0, g, at_once):
-            s = slice(start, start + at_once)
-            queries, errors, keys = q[s, rows], delta[s, rows], k[s, cols]
-            rho = rho_tile(queries, keys, lse[s, rows], visible)
-            grad_v[s, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
-            signal = causal_signal_tile(errors, v[s, cols], shift[s, rows], rho)  # (25)
-            grad_k[s, cols] = torch.bmm(signal.transpose(1, 2), queries)
-            grad_q[s, rows] += torch.bmm(signal, keys)
-    scale = 1 / math.sqrt(q.shape[2])  # Δ_raw = Δ_causal/√d_ρ   (28)
+        if triangle is not None:
+            visible = triangle[: cols.stop - j, : cols.stop - j]
+        elif causal:
+            visible = _visible([p - j for p in own[first : bisect_left(own, cols.stop)]], cols.stop - j, q)
+        queries, errors, keys = q[:, rows], delta[:, rows], k[:, cols]
+        rho = rho_tile(queries, keys, lse[:, rows], visible)
+        grad_v[:, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
+        signal = causal_signal_tile(errors, v[:, cols], shift[:, rows], rho)  # (25)
+        grad_k[:, cols] = torch.bmm(signal.transpose(1, 2), queries)
+        if j == 0:
+            grad_q = torch.bmm(signal, keys)
+        else:
+            grad_q[:, rows].baddbmm_(signal, keys)
     return grad_q.mul_(scale), grad_k.mul_(scale), grad_v  # Δ_raw k, Δ_rawᵗ q, ρᵗ Δ
 
 
@@ -252,14 +251,19 @@ def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
 
 
 def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, …) → (count · h, T, …), contiguous and wide"""
-    return _by_head(x, rows, span).to(dtype).flatten(0, 1).contiguous()
+    """(count · T, h, …) → (count · h, T, …), wide; a view where it can be one: the products read it as fast"""
+    return _by_head(x, rows, span).to(dtype).flatten(0, 1)
 
 
 def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:
     """True where a column lies after the query's own position"""
     own = torch.tensor(list(positions), device=device)
     return torch.arange(columns, device=device)[None, :] > own[:, None]
+
+
+def _visible(positions: list[int] | range, columns: int, like: Tensor) -> Tensor:
+    """1 where a column is not after the query's own position, and 0 where it is"""
+    return _future(positions, columns, like.device).logical_not_().to(like.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
