@@ -6,6 +6,6 @@ answer. Peak memory is measured for each contender in a process of its own.
 
     peers.py       the contenders: ours, eager autograd, torch.compile, transformers + peft, the bare matrix products
     measure.py     turns, and peak memory
-    scenarios.py   train, memory, lora, sft, attention
+    scenarios.py   train, memory, lora, sft, attention, products
     picture.py     the plot
 """

@@ -16,7 +16,7 @@ from handgrad.errors import HandgradError
 from handgrad.files import check_writable, write_text
 
 from .picture import draw
-from .scenarios import SCENARIOS, Row, as_json
+from .scenarios import SCENARIOS, Row, as_json, run
 
 err = Console(stderr=True)
 console = Console() if Console().is_terminal else Console(width=124)
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all unless given")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, about two minutes")
     parser.add_argument("--json", metavar="FILE", help="write every figure")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the ratios")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the ratios, and how time and memory grow")
     options = parser.parse_args()
     try:
         unknown = [name for name in options.scenario if name not in SCENARIOS]
@@ -38,7 +38,7 @@ def main() -> None:
                 check_writable(Path(target))
         rows: list[Row] = []
         for name in options.scenario or SCENARIOS:
-            rows += SCENARIOS[name](options.quick, lambda rounds, name=name: watch(rounds, name))
+            rows += run(name, options.quick, lambda rounds, name=name: watch(rounds, name))
             show([row for row in rows if row.scenario == name])
         if options.json:
             write_text(Path(options.json), as_json(rows) + "\n")
@@ -55,7 +55,7 @@ def watch(rounds: Iterable[int], name: str) -> Iterable[int]:
 
 def show(rows: list[Row]) -> None:
     """One table a scenario; columns nobody has figures for are left out."""
-    title = f"{rows[0].scenario}: {(SCENARIOS[rows[0].scenario].__doc__ or '').strip()}"
+    title = f"{rows[0].scenario}: {SCENARIOS[rows[0].scenario]}"
     table = Table(title=f"[bold]{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     columns = {
         "case": lambda r: r.case,

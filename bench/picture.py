@@ -1,14 +1,16 @@
-"""The plot: for each case, how much faster than the reference and how much of its memory; written as SVG by hand."""
+"""The plot: for each case, how much faster than the reference and how much of its memory, and how both grow with the
+number of tokens; written as SVG by hand."""
 
 from html import escape
 
 from .scenarios import Row
 
 WIDTH, LABEL, BAR, GAP = 860, 300, 16, 8
+COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
 
 
 def draw(rows: list[Row]) -> str:
-    """Bars of speed ratios, and below them bars of memory ratios, with a line at 1, the reference."""
+    """Bars of speed ratios and of memory ratios, with a line at 1, the reference; then the growth of time and memory."""
     speed = [(f"{r.case} · vs {_reference(rows, r)}", r.ratio) for r in rows if r.contender == "handgrad"]
     memory = [
         (f"{r.case} · {r.contender} vs {_reference(rows, r)}", r.memory_ratio)
@@ -18,6 +20,16 @@ def draw(rows: list[Row]) -> str:
     parts: list[str] = []
     y = _bars(parts, 30, "speed: times as fast as the reference (longer is better)", speed, "#d9822b")
     y = _bars(parts, y + 30, "peak memory: share of the reference's (shorter is better)", memory, "#2b6cb0")
+    for title, unit, value in (
+        ("seconds of a training step of GPT-2 124M", "s", lambda r: r.seconds),
+        ("peak memory of a training step above weights and optimizer state", "GB", lambda r: r.memory / 1e9),
+    ):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for r in sorted((r for r in rows if r.scenario == "train" and "GPT-2" in r.case), key=lambda r: r.tokens):
+            if value(r):
+                curves.setdefault(r.contender, []).append((r.tokens, value(r)))
+        if any(len(curve) > 1 for curve in curves.values()):
+            y = _growth(parts, y + 30, title, unit, curves)
     style = "text{font:12px system-ui,sans-serif;fill:#222}.h{font-weight:600;font-size:13px}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" width="{WIDTH}" role="img">'
     return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
@@ -43,3 +55,32 @@ def _bars(parts: list[str], y: int, title: str, bars: list[tuple[str, float]], c
     x = LABEL + unit
     parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{y - 4}" stroke="#888" stroke-dasharray="3 3"/>')
     return y
+
+
+def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, list[tuple[int, float]]]) -> int:
+    """Lines over the number of tokens, both axes from zero: a straight line is linear growth."""
+    height, right = 190, WIDTH - 170
+    most = max(x for curve in curves.values() for x, _ in curve)
+    top = max(value for curve in curves.values() for _, value in curve)
+    parts.append(f'<text class="h" x="10" y="{y}">{escape(title)}</text>')
+    y += 16
+    floor = y + height
+    parts.append(f'<path d="M60 {y}V{floor}H{right}" fill="none" stroke="#888"/>')
+    parts.append(f'<text x="54" y="{y + 10}" text-anchor="end">{top:.3g}</text>')
+    parts.append(f'<text x="54" y="{floor}" text-anchor="end">0 {unit}</text>')
+    ends = []
+    for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
+        points = [(60 + x / most * (right - 60), floor - value / top * height) for x, value in curve]
+        line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
+        ends.append((points[-1][1], points[-1][0], name, colour))
+    lowest = -100.0
+    for py, px, name, colour in sorted(ends):
+        lowest = max(py, lowest + 15)  # names do not lie on each other
+        parts.append(f'<text x="{px + 8:.1f}" y="{lowest + 4:.1f}" style="fill:{colour}">{escape(name)}</text>')
+    for x in sorted({x for curve in curves.values() for x, _ in curve}):
+        px = 60 + x / most * (right - 60)
+        parts.append(f'<text x="{px:.1f}" y="{floor + 16}" text-anchor="middle">{x}</text>')
+    parts.append(f'<text x="{right + 8}" y="{floor + 16}">tokens</text>')
+    return floor + 30

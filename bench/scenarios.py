@@ -1,6 +1,7 @@
 """What is measured. Each scenario returns rows that say everything: contender, seconds, ratio, memory, prediction."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from handgrad.plan import Rates, make_plan
 from .measure import Timing, peak_during, resident, take_turns
 from .peers import BareProducts, Contender, Eager, Hand, HandInBackward, Peft, with_adapters
 
+LEAN = "recompute, optimizer in backward"
 ROOT = Path(__file__).parent.parent
 Watch = Callable[[Iterable[int]], Iterable[int]]
 LIBRARY_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,6 +33,7 @@ class Row:
     scenario: str
     case: str
     contender: str
+    tokens: int
     seconds: float = float("nan")  # best round
     median: float = float("nan")
     ratio: float = float("nan")  # the reference contender's best divided by this one's: larger is faster
@@ -53,6 +56,7 @@ class Case:
     rounds: int
     bound: Callable[[], BareProducts] | None = None
     plan: dict[str, object] = field(default_factory=dict)
+    note: str = ""
 
 
 # ── material ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,79 +90,70 @@ def gpt2() -> hg.GPT:
 # ── the scenarios ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(quick: bool, watch: Watch) -> list[Row]:
+def train(quick: bool) -> list[Case]:
     """A whole training step: loss, all gradients, AdamW."""
-    sizes = [(1, 512)] if quick else [(4, 64), (1, 512), (1, 1024), (4, 1024)]
-    rows = []
-    for b, t in sizes:
-        tokens, targets = batch_of(50257, b, t)
-        make: dict[str, Callable[[], Contender]] = {
-            "handgrad": lambda tokens=tokens, targets=targets: Hand(gpt2(), tokens, targets),
-            "eager autograd": lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets),
-        }
-        if (b, t) in ((1, 512), (1, 1024)) and not quick:  # compiling takes a minute for each shape
-            make["torch.compile"] = lambda tokens=tokens, targets=targets: Eager(gpt2(), tokens, targets, compiled=True)
-        bound = lambda tokens=tokens: BareProducts(gpt2(), tokens)  # noqa: E731
-        rounds = 3 if b * t > 2048 or quick else 6
-        case = Case(
-            f"GPT-2 124M, {b}×{t}", b * t, make, rounds, bound, {"config": hg.preset("gpt2"), "batch": b, "tokens": t}
-        )
-        rows += compete("train", case, watch)
+    sizes = [(1, 128), (1, 512)] if quick else [(4, 64), (1, 512), (1, 1024), (4, 1024)]
+    return [_train_gpt2(b, t, rounds=3 if b * t > 2048 or quick else 6, quick=quick) for b, t in sizes] + [_nano(quick)]
+
+
+def _train_gpt2(b: int, t: int, rounds: int, quick: bool) -> Case:
+    tokens, targets = batch_of(50257, b, t)
+    make: dict[str, Callable[[], Contender]] = {
+        "handgrad": lambda: Hand(gpt2(), tokens, targets),
+        "eager autograd": lambda: Eager(gpt2(), tokens, targets),
+    }
+    if (b, t) in ((1, 512), (1, 1024)) and not quick:  # compiling takes a minute for each shape
+        make["torch.compile"] = lambda: Eager(gpt2(), tokens, targets, compiled=True)
+    plan = {"config": hg.preset("gpt2"), "batch": b, "tokens": t}
+    return Case(f"GPT-2 124M, {b}×{t}", b * t, make, rounds, lambda: BareProducts(gpt2(), tokens), plan)
+
+
+def _nano(quick: bool) -> Case:
     tokens, targets = batch_of(65, 12, 64)
-    make = {
+    make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(hg.GPT(NANO), tokens, targets),
         "eager autograd": lambda: Eager(hg.GPT(NANO), tokens, targets),
     }
     if not quick:
         make["torch.compile"] = lambda: Eager(hg.GPT(NANO), tokens, targets, compiled=True)
-    bound = lambda: BareProducts(hg.GPT(NANO), tokens)  # noqa: E731
     plan = {"config": NANO, "batch": 12, "tokens": 64}
-    return rows + compete("train", Case("nano recipe, 12×64", 768, make, 25, bound, plan), watch)
+    return Case("nano recipe, 12×64", 768, make, 25, lambda: BareProducts(hg.GPT(NANO), tokens), plan)
 
 
-def lora(quick: bool, watch: Watch) -> list[Row]:
+def lora(quick: bool) -> list[Case]:
     """Adapters of rank 16 beside every matrix of every block of GPT-2 124M."""
-    b, t = (1, 512) if quick else (4, 1024)
+    b, t = (1, 256) if quick else (4, 1024)
     tokens, targets = batch_of(50257, b, t)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(with_adapters(gpt2()), tokens, targets),
         "transformers + peft": lambda: Peft(with_adapters(gpt2()), tokens, targets),
     }
     plan = {"config": hg.preset("gpt2"), "batch": b, "tokens": t, "rank": 16, "targets": "all-linear"}
-    return compete("lora", Case(f"LoRA r=16, {b}×{t}", b * t, make, 1 if quick else 2, plan=plan), watch)
+    return [Case(f"LoRA r=16, {b}×{t}", b * t, make, 3, plan=plan)]
 
 
-def sft(quick: bool, watch: Watch) -> list[Row]:
+def sft(quick: bool) -> list[Case]:
     """The same on uneven, prompt-masked examples: packed by us, padded by the peer."""
-    ids, answers, lengths = uneven_examples(50257, 6 if quick else 48)
+    ids, answers, lengths = uneven_examples(50257, 4 if quick else 48)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(with_adapters(gpt2()), ids, answers, lengths),
         "transformers + peft": lambda: Peft(with_adapters(gpt2()), ids, answers, lengths),
     }
     note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets"
-    rows = compete("sft", Case("LoRA r=16, uneven examples", len(ids), make, 1), watch)
-    for row in rows:
-        row.note = note
-    return rows
+    return [Case("LoRA r=16, uneven examples", len(ids), make, 1, note=note)]
 
 
-def memory(quick: bool, watch: Watch) -> list[Row]:
+def memory(quick: bool) -> list[Case]:
     """Peak memory above weights and optimizer state, of a whole step."""
-    b, t = (1, 512) if quick else (4, 1024)
+    b, t = (1, 256) if quick else (4, 1024)
     tokens, targets = batch_of(50257, b, t)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(gpt2(), tokens, targets),
         "eager autograd": lambda: Eager(gpt2(), tokens, targets),
-        "recompute, optimizer in backward": lambda: HandInBackward(gpt2(), tokens, targets),
+        LEAN: lambda: HandInBackward(gpt2(), tokens, targets),
     }
-    case = Case(
-        f"GPT-2 124M, {b}×{t}",
-        b * t,
-        make,
-        1 if quick else 2,
-        plan={"config": hg.preset("gpt2"), "batch": b, "tokens": t},
-    )
-    return compete("memory", case, watch)
+    plan = {"config": hg.preset("gpt2"), "batch": b, "tokens": t}
+    return [Case(f"GPT-2 124M, {b}×{t}", b * t, make, 2, plan=plan)]
 
 
 def attention_backward(quick: bool, watch: Watch) -> list[Row]:
@@ -182,26 +177,59 @@ def attention_backward(quick: bool, watch: Watch) -> list[Row]:
             check(mine, other[0].transpose(0, 1), f"attention at {n} tokens")
         timings = take_turns({"handgrad": ours, "library kernel": library}, 40 if n <= 1024 else 12, watch)
         for name, timing in timings.items():
-            rows.append(
-                Row(
-                    "attention",
-                    f"{n} tokens",
-                    name,
-                    timing.best,
-                    timing.median,
-                    timings["library kernel"].best / timing.best,
-                )
-            )
+            ratio = timings["library kernel"].best / timing.best
+            rows.append(Row("attention", f"{n} tokens", name, n, timing.best, timing.median, ratio))
     return rows
 
 
-SCENARIOS: dict[str, Callable[[bool, Watch], list[Row]]] = {
+def products(quick: bool, watch: Watch) -> list[Row]:
+    """Every product of a GPT-2 layer, 1024 tokens, as ops/linear.py writes it and turned around: (bᵗ aᵗ)ᵗ."""
+    rows = []
+    n, d, v = 1024, 768, 50257
+    for name, f_in, f_out in (
+        ("c_attn", d, 3 * d),
+        ("c_proj", d, d),
+        ("c_fc", d, 4 * d),
+        ("mlp.c_proj", 4 * d, d),
+        ("head", d, v),
+    ):
+        if quick and name not in ("c_fc", "head"):
+            continue
+        tokens = n // 2 if name == "head" else n
+        a, delta = torch.randn(tokens, f_in), torch.randn(tokens, f_out)
+        w = torch.randn(v, d).t() if name == "head" else torch.randn(f_in, f_out)
+        for what, x, y in (("a w", a, w), ("Δ wᵗ", delta, w.t()), ("aᵗ Δ", a.t(), delta)):
+            if name == "head" and what == "aᵗ Δ":
+                x, y = delta.t(), a  # the head's gradient lies as the embedding does
+            as_is, turned = torch.empty(x.shape[0], y.shape[1]), torch.empty(y.shape[1], x.shape[0])
+            runs = {
+                "as written": partial(torch.mm, x, y, out=as_is),
+                "turned around": partial(torch.mm, y.t(), x.t(), out=turned),
+            }
+            for run in runs.values():
+                run()
+            check(as_is, turned.t(), f"{name}, {what}")
+            timings = take_turns(runs, 8, watch)
+            for how, timing in timings.items():
+                ratio = timings["turned around"].best / timing.best
+                rows.append(Row("products", f"{name}: {what}", how, tokens, timing.best, timing.median, ratio))
+    return rows
+
+
+CASES: dict[str, Callable[[bool], list[Case]]] = {
     "train": train,
     "memory": memory,
     "lora": lora,
     "sft": sft,
-    "attention": attention_backward,
 }
+ALONE: dict[str, Callable[[bool, Watch], list[Row]]] = {"attention": attention_backward, "products": products}
+SCENARIOS = {name: (scenario.__doc__ or "").strip() for name, scenario in (CASES | ALONE).items()}
+
+
+def run(scenario: str, quick: bool, watch: Watch) -> list[Row]:
+    if scenario in ALONE:
+        return ALONE[scenario](quick, watch)
+    return [row for case in CASES[scenario](quick) for row in compete(scenario, case, quick, watch)]
 
 
 # ── competing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,7 +241,7 @@ def check(ours: Tensor, truth: Tensor, what: str) -> None:
         raise HandgradError(f"{what}: the gradients differ by {error:.1e}; nothing is timed")
 
 
-def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
+def compete(scenario: str, case: Case, quick: bool, watch: Watch) -> list[Row]:
     """Compare the gradients, take turns, and let each show its peak memory in a process of its own."""
     made = {name: make() for name, make in case.make.items()}
     names = list(made)
@@ -234,12 +262,16 @@ def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
     if case.bound is not None:
         runs["bare products"] = case.bound().gradients
     timings = take_turns(runs, case.rounds, watch, in_a_row=10 if case.tokens < 1000 and case.rounds > 20 else 1)
-    peaks = {name: _peak_in_a_process(scenario, case.name, name) for name in made} if scenario != "train" else {}
+    del made, runs
+    peaks = {
+        name: _peak_in_a_process(scenario, case.name, name, quick) for name in case.make if name != "torch.compile"
+    }
 
     rates = Rates.measure()
     rows = []
     for name, timing in timings.items():
-        row = Row(scenario, case.name, name, timing.best, timing.median, timings[names[1]].best / timing.best)
+        ratio = timings[names[1]].best / timing.best
+        row = Row(scenario, case.name, name, case.tokens, timing.best, timing.median, ratio, note=case.note)
         if name in inside:
             row.gradient_seconds = min(inside[name].rounds[1:])
             if "bare products" in timings:
@@ -247,10 +279,8 @@ def compete(scenario: str, case: Case, watch: Watch) -> list[Row]:
         if name in peaks:
             row.memory = peaks[name]
             row.memory_ratio = peaks[name] / peaks[names[1]]
-        if case.plan and name in ("handgrad", "recompute, optimizer in backward"):
-            plan = make_plan(
-                **case.plan, recompute="none" if name == "handgrad" else "blocks", update_inside=name != "handgrad"
-            )
+        if case.plan and name in ("handgrad", LEAN):
+            plan = make_plan(**case.plan, recompute="blocks" if name == LEAN else "none", update_inside=name == LEAN)
             row.predicted_seconds = rates.seconds(plan)
             row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
         rows.append(row)
@@ -267,26 +297,26 @@ def _whole_step(contender: Contender, inside: Timing) -> Callable[[], None]:
     return step
 
 
-def _peak_in_a_process(scenario: str, case: str, contender: str) -> int:
-    code = f"from bench.scenarios import show_peak; show_peak({scenario!r}, {case!r}, {contender!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def _peak_in_a_process(scenario: str, case: str, contender: str, quick: bool) -> int:
+    code = f"from bench.scenarios import show_peak; show_peak({scenario!r}, {case!r}, {contender!r}, {quick})"
+    # A peer gets memory as torch and the C library come, without handgrad's settings for them (handgrad/machine.py).
+    as_it_comes = {} if contender in ("handgrad", LEAN) else {"MALLOC_PERTURB_": "0", "THP_MEM_ALLOC_ENABLE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | as_it_comes,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise HandgradError(f"{contender} could not show its memory: {done.stderr.strip().splitlines()[-1:]}")
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 
-def show_peak(scenario: str, case_name: str, contender: str) -> None:
+def show_peak(scenario: str, case_name: str, contender: str, quick: bool) -> None:
     """Run in a process of its own: the bytes of a step at its peak, above weights and optimizer state."""
-    found: list[Case] = []
-
-    def remember(scenario: str, case: Case, watch: Watch) -> list[Row]:
-        found.append(case)
-        return []
-
-    globals()["compete"] = remember
-    for quick in (True, False):
-        SCENARIOS[scenario](quick, iter)
-    case = next(c for c in found if c.name == case_name)  # only described so far: no model has been made
+    case = next(case for case in CASES[scenario](quick) if case.name == case_name)  # described: no model exists yet
     small = batch_of(65, 2, 8)
     for warm in (Hand(hg.GPT(NANO), *small), Eager(hg.GPT(NANO), *small)):  # the libraries load what they need once
         warm.gradients()

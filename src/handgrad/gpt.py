@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .config import GPTConfig
 from .errors import HandgradError, NonFiniteError
 from .layers import Embedding, Head, LayerNorm, Linear, LoRA, QueryKeyValue
+from .machine import give_back_freed_memory
 from .ops import activation, attention, embedding, layernorm, loss
 
 Record = Callable[[str, Tensor], None]  # given a name from the paper and the tensor that bears it
@@ -326,6 +327,9 @@ class GPT(nn.Module):
         # gradients of a block are final at once.
         windows = [pieces] if again else [[piece] for piece in pieces]
         fresh = [p for p in self.parameters() if p.grad is None]
+        if len(windows) > 1:  # gradients that came between one piece's activations would leave holes for the next's
+            for p in fresh:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
         value = 0.0
         try:
             for window in windows:
@@ -408,6 +412,8 @@ class GPT(nn.Module):
         layers = iter(self.layers())
         value = 0.0
         deltas: list[Tensor] = []
+        if any(isinstance(saved, Tensor) for block in kept.blocks for saved in block):
+            give_back_freed_memory()  # the way down leaves more free than the head can use
         for piece, a_10 in zip(kept.pieces, kept.a_10, strict=True):
             part, delta_10 = self._head(a_10, piece, n_targets, record)
             value += part
@@ -454,6 +460,7 @@ class GPT(nn.Module):
             self.lm_head.accumulate(delta_12, a)
             if record is not ignore:
                 deltas.append(delta_12)
+            del delta_12  # before the next logits come
         if not everything:
             delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
         a_bar_10, _ = self.transformer.ln_f.again(norm_10)
