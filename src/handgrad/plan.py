@@ -15,6 +15,7 @@ from .config import GPTConfig
 from .errors import HandgradError
 from .gpt import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 
+WORKSPACE = 50_000_000  # bytes the library of matrix products keeps for itself once it has met large matrices
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
@@ -219,7 +220,7 @@ def make_plan(
         bytes_gradients=size * (_largest_layer(config) if update_inside and not rank else trainable),
         bytes_optimizer=2 * size * trainable,
         bytes_saved=size * _saved(config, batch, tokens, recompute),
-        bytes_passing=size * _passing(config, batch, tokens),
+        bytes_passing=size * _passing(config, batch, tokens) + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
     )  # fmt: skip
 
