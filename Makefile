@@ -9,8 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 demo: $(VENV)/.ready
 	$(BIN)/handgrad verify
-	$(BIN)/handgrad verify --model nano
-	$(BIN)/handgrad plan --model paper
+	$(BIN)/handgrad train
 
 test: lint
 	$(BIN)/python -m pytest

@@ -19,7 +19,7 @@ from .picture import draw
 from .scenarios import SCENARIOS, Row, as_json, run
 
 err = Console(stderr=True)
-console = Console() if Console().is_terminal else Console(width=124)
+console = Console() if Console().is_terminal else Console(width=140)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from handgrad.plan import Rates, make_plan
 from .measure import Timing, peak_during, resident, take_turns
 from .peers import BareProducts, Contender, Eager, Hand, HandInBackward, Peft, with_adapters
 
-LEAN = "recompute, optimizer in backward"
+LEAN = "handgrad, lean"
 ROOT = Path(__file__).parent.parent
 Watch = Callable[[Iterable[int]], Iterable[int]]
 LIBRARY_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -3,12 +3,25 @@
 from .checkpoint import load, save
 from .config import GPTConfig, preset
 from .errors import HandgradError, NonFiniteError
+from .generate import generate
 from .gpt import GPT
 from .machine import settle
 from .trace import Trace, trace
 from .verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["GPT", "GPTConfig", "HandgradError", "NonFiniteError", "Trace", "load", "preset", "save", "trace", "verify"]
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "HandgradError",
+    "NonFiniteError",
+    "Trace",
+    "generate",
+    "load",
+    "preset",
+    "save",
+    "trace",
+    "verify",
+]
 
 settle()

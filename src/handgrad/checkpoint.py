@@ -27,7 +27,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     folder = Path(path)
     config = load_config(folder)
     file = folder / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): t for name, t in _read(file).items()}
+    tensors = {name.removeprefix("transformer."): t for name, t in read_tensors(file).items()}
     if "lm_head.weight" not in tensors and not config.tied:
         config = replace(config, tied=True)
     model = GPT(config, device="meta")
@@ -97,20 +97,26 @@ def save(model: GPT, path: str | Path) -> None:
     """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
     Whole or not at all; other files of a model directory that is there already stay."""
     folder = Path(path)
+    _check_saveable(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
+    write_folder(folder, lambda partial: write_model(model, partial))
+
+
+def write_model(model: GPT, folder: Path) -> None:
+    """config.json and model.safetensors, into a folder that nobody reads yet."""
+    _check_saveable(model)
+    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_hf_config(model.config, tensors), indent=2) + "\n")
+
+
+def _check_saveable(model: GPT) -> None:
     adapted = [name for name, layer in model.named_modules() if isinstance(layer, LoRA)]
     if adapted:
         raise HandgradError(
             f"{adapted[0]} has an adapter beside it: merge or remove the adapters before saving the model"
         )
-
-    def fill(partial: Path) -> None:
-        tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(_hf_config(model.config, tensors), indent=2) + "\n")
-
-    write_folder(folder, fill)
 
 
 def _hf_config(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, object]:
@@ -132,7 +138,7 @@ def _hf_config(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, objec
     }
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.exists():
         raise HandgradError(f"{file} does not exist: the directory holds no weights")
     try:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, ledger
+from . import __version__, cli_training, ledger
 from .checkpoint import load, load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
@@ -23,6 +23,7 @@ from .files import check_writable, write_text
 from .gpt import GPT
 from .plan import BYTES, Plan, Rates, make_plan, parameters
 from .report import Report
+from .run import model_folder
 from .verify import verify as verify_model
 
 app = typer.Typer(
@@ -97,7 +98,7 @@ def _verify_model(name: str, seed: int) -> Report:
     if name in PRESETS:
         model = GPT(preset(name), seed=seed)
     elif Path(name).is_dir():
-        model = load(name)
+        model = load(model_folder(Path(name)))
     else:
         raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
     if sum(p.numel() for p in model.parameters()) < 5_000_000:
@@ -166,7 +167,9 @@ def plan(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def bench(context: typer.Context) -> None:
-    """Measure speed and memory side by side with the peers: train, memory, lora, sft, attention; --quick, --json, --plot.
+    """Measure speed and memory side by side with the peers; --quick, --json, --plot.
+
+    Scenarios: train, memory, lora, sft, attention, products; all unless named.
 
     Needs the repository, where bench/ lives, and the packages of the test extra.
     """
@@ -176,13 +179,18 @@ def bench(context: typer.Context) -> None:
     sys.exit(subprocess.run([sys.executable, "-m", "bench", *context.args], cwd=root, check=False).returncode)
 
 
+app.command()(cli_training.train)
+app.command()(cli_training.generate)
+app.command()(cli_training.get)
+
+
 def _config(name: str, changes: dict[str, object]) -> GPTConfig:
     if name in PRESETS:
         return preset(name, **changes)
     if Path(name).is_dir():
         if changes:
             raise HandgradError("a model directory has its shape already: shape options go with presets")
-        return load_config(Path(name))
+        return load_config(model_folder(Path(name)))
     raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
 
 

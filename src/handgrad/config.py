@@ -84,3 +84,76 @@ def preset(name: str, **changes: object) -> GPTConfig:
         if change not in known:
             raise HandgradError(f"a model has no {change!r}; it has {', '.join(sorted(known))}")
     return replace(PRESETS[name], **changes)  # type: ignore[arg-type]
+
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on. What is None is decided by the model and the data, and written down resolved."""
+
+    # what
+    data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
+    text_field: str = "text"  # of .jsonl files
+    model: str = "nano"  # a preset or a model directory
+    shape: tuple[tuple[str, int], ...] = ()  # fields of the preset that are changed
+    tokenizer: str | None = None
+    val_share: float = 0.1
+    # how long
+    steps: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    # how
+    batch_tokens: int | None = None
+    lr: float = 1e-3
+    min_lr: float | None = None  # a tenth of lr unless given
+    warmup: int | None = None  # 100 steps, but not more than a tenth of the run
+    schedule: str = "cosine"
+    optimizer: str = "AdamW"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    clip: float = 1.0  # 0: none
+    update_inside: bool = False
+    recompute: str = "none"
+    dtype: str = "float32"
+    seed: int = 0
+    # watching and keeping
+    log_every: int = 10
+    eval_every: int = 250
+    eval_batches: int = 32
+    save_every: int = 250
+    keep: int = 2
+    sample_tokens: int = 160
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise HandgradError(f"--schedule must be {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        if self.recompute not in ("none", "blocks"):
+            raise HandgradError(f"--recompute must be none or blocks, not {self.recompute!r}")
+        if self.dtype not in ("float32", "float64", "bfloat16"):
+            raise HandgradError(f"--dtype must be float32, float64 or bfloat16, not {self.dtype!r}")
+        if not 0 <= self.val_share < 1:
+            raise HandgradError(f"--val-share must be at least 0 and below 1, not {self.val_share}")
+        if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
+            raise HandgradError("give one of --steps, --epochs and --minutes, not several")
+        least = {"steps": 1, "batch_tokens": 1, "warmup": 0, "log_every": 1, "eval_every": 1, "eval_batches": 1,
+                 "save_every": 1, "keep": 1, "sample_tokens": 0, "seed": 0}  # fmt: skip
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < smallest):
+                raise HandgradError(f"{_flag(name)} must be a whole number of at least {smallest}, not {value!r}")
+        for name in ("epochs", "minutes", "lr", "min_lr", "weight_decay", "clip"):
+            value = getattr(self, name)
+            positive = name in ("epochs", "minutes", "lr")
+            if value is not None and (not isinstance(value, int | float) or value < 0 or (positive and value == 0)):
+                raise HandgradError(f"{_flag(name)} must be {'above' if positive else 'at least'} 0, not {value!r}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise HandgradError(f"{_flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

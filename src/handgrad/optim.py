@@ -5,15 +5,17 @@ from one copy of the model to its largest layer. Clipping by the global norm sta
 up of its own, whose gradients are let go as well, before anything is updated.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import NonFiniteError
-from .gpt import GPT, Finished, Kept
+from .errors import HandgradError, NonFiniteError
+from .gpt import GPT, Finished, Kept, go_on
 
 
 class OptimizerInBackward:
@@ -30,8 +32,10 @@ class OptimizerInBackward:
         make: Callable[[list[nn.Parameter]], Optimizer],
         clip: float | None = None,
         recompute: str = "blocks",
+        combine: Finished = go_on,
     ):
         self.model = model
+        self.combine = combine  # gradients of several processes into one, before they are used
         self.clip = clip
         self.again = recompute == "blocks"
         self.optimizers: dict[nn.Parameter, Optimizer] = {}  # by each parameter of a layer
@@ -43,25 +47,32 @@ class OptimizerInBackward:
         self.norm = math.nan  # of the last step's gradient, if it was measured
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
-        """One step on the whole batch, however large: it is walked in pieces, and every gradient is that of all of them."""
+    def step(
+        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, n_targets: int | None = None
+    ) -> float:
+        """One step on the whole batch, however large: it is walked in pieces, and every gradient is that of all of them.
+        `n_targets` counts those of all processes together, if there are several."""
         model = self.model
         pieces = model.pieces(tokens, targets, lengths)
-        n_targets = sum(len(piece.targets) for piece in pieces)
+        n_targets = n_targets or sum(len(piece.targets) for piece in pieces)
         kept = model.down(pieces, again=self.again)
         factor = 1.0
         if self.clip is not None:
             squares: list[Tensor] = []
 
             def measure(layer: list[nn.Parameter]) -> None:
+                self.combine(layer)
                 squares.extend(p.grad.double().square().sum() for p in layer if p.grad is not None)
                 _let_go(layer)
 
             self._up(kept, n_targets, measure, once=False)
             self.norm = math.sqrt(sum(x.item() for x in squares))
+            if not math.isfinite(self.norm):
+                raise NonFiniteError("the gradient is not finite")  # before anything is updated
             factor = min(1.0, self.clip / (self.norm + 1e-6))  # as torch's clip_grad_norm_
 
         def update(layer: list[nn.Parameter]) -> None:
+            self.combine(layer)
             if factor < 1:
                 for p in layer:
                     if p.grad is not None:
@@ -88,3 +99,75 @@ class OptimizerInBackward:
 def _let_go(layer: Iterable[nn.Parameter]) -> None:
     for p in layer:
         p.grad = None
+
+
+# ── torch's optimizers, by name ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Weight decay on matrices only: gains and biases have no reason to shrink."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": chosen, "weight_decay": decay}
+        for chosen, decay in (
+            ([p for p in trained if p.ndim >= 2], weight_decay),
+            ([p for p in trained if p.ndim < 2], 0.0),
+        )
+        if chosen
+    ]
+
+
+def maker(
+    name: str, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """An optimizer of torch.optim by name, for whatever parameters it is then given."""
+    kinds = {k.lower(): v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
+    for unfit in ("optimizer", "lbfgs", "sparseadam", "muon"):  # no rule, asks for closures, for sparsity, for matrices
+        kinds.pop(unfit, None)
+    if name.lower() not in kinds:
+        raise HandgradError(
+            f"torch.optim has no {name!r}; choose {', '.join(sorted(k.__name__ for k in kinds.values()))}"
+        )
+    kind = kinds[name.lower()]
+    takes = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"lr": lr}
+    if "betas" in takes:
+        options["betas"] = betas
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        options["fused"] = True
+    decay = weight_decay if "weight_decay" in takes else 0.0
+    return lambda parameters: kind(groups(parameters, decay), **options)
+
+
+def learning_rate(progress: float, step: int, lr: float, least: float, warmup: int, schedule: str) -> float:
+    """Up in a straight line for `warmup` steps, then down from lr to `least` as the run goes from 0 to 1."""
+    if step < warmup:
+        return lr * (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return lr
+    progress = min(1.0, max(0.0, progress))
+    left = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return least + (lr - least) * left
+
+
+def state_of(optimizer: "Optimizer | OptimizerInBackward", names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+    """Everything the optimizer remembers, as named tensors: parameter's name, then its own word for it."""
+    remembered: dict[str, Tensor] = {}
+    for p, name in names.items():
+        one = optimizer.optimizers.get(p) if isinstance(optimizer, OptimizerInBackward) else optimizer
+        for key, value in (one.state.get(p, {}) if one is not None else {}).items():
+            if value is not None:
+                remembered[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return remembered
+
+
+def restore(
+    optimizer: "Optimizer | OptimizerInBackward", names: dict[nn.Parameter, str], remembered: dict[str, Tensor]
+) -> None:
+    """The reverse of `state_of`."""
+    by_name = {name: p for p, name in names.items()}
+    for full, value in remembered.items():
+        name, _, key = full.rpartition("/")
+        p = by_name[name]
+        one = optimizer.optimizers[p] if isinstance(optimizer, OptimizerInBackward) else optimizer
+        one.state[p][key] = value.clone()

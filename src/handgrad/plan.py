@@ -299,16 +299,20 @@ class Rates:
     @staticmethod
     def measure(seconds: float = 0.5) -> "Rates":
         """Products of the size of a GPT-2 layer, and additions far larger than the cache, for about so long each."""
-        a, w, out = torch.ones(1024, 768), torch.ones(768, 3072), torch.empty(1024, 3072)
         far, away = torch.ones(1 << 25), torch.ones(1 << 25)
-        product = _best_of(lambda: torch.mm(a, w, out=out), seconds)
         passing = _best_of(lambda: far.add_(away), seconds)
-        return Rates(2 * 1024 * 768 * 3072 / product, 3 * 4 * (1 << 25) / passing)
+        return Rates(product_rate(seconds), 3 * 4 * (1 << 25) / passing)
 
     def seconds(self, plan: Plan) -> float:
         """A step: its products at the rate of products, and AdamW's seven passes over what trains."""
         products = (plan.forward_flop + plan.backward_flop) / self.flop_per_second
         return products + 7 * BYTES[plan.dtype] * plan.trainable / self.bytes_per_second
+
+
+def product_rate(seconds: float = 0.5) -> float:
+    """FLOP per second of a product of the size of a GPT-2 layer."""
+    a, w, out = torch.ones(1024, 768), torch.ones(768, 3072), torch.empty(1024, 3072)
+    return 2 * 1024 * 768 * 3072 / _best_of(lambda: torch.mm(a, w, out=out), seconds)
 
 
 def _best_of(run: Callable[[], object], seconds: float) -> float:

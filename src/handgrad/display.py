@@ -1,0 +1,176 @@
+"""How a run is shown: live on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from .train import Job
+
+TICKS = "▁▂▃▄▅▆▇█"
+
+
+class Lines:
+    """One line for each thing that happened: for logs."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.job: Job | None = None
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def reading(self, total: int) -> Callable[[int], None]:
+        return lambda characters: None
+
+    def begin(self, job: Job) -> None:
+        self.job = job
+        for line in describe(job):
+            self.say(line)
+
+    def show(self, record: dict[str, Any]) -> None:
+        if "val_loss" in record:
+            self.say(f"step {record['step']:>7,}  validation loss {record['val_loss']:.4f}")
+        else:
+            self.say(
+                f"step {record['step']:>7,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}"
+                f"  |∂| {_number(record['grad_norm'], '.3f')}  {record['tokens_per_second']:,.0f} tokens/s"
+                f"  {100 * record['of_bound']:.0f} % of the products' rate  {record['memory'] / 1e6:,.0f} MB"
+            )
+
+    def end(self) -> None:
+        pass
+
+
+class Silent(Lines):
+    """For every process but the first."""
+
+    def say(self, text: str) -> None:
+        pass
+
+
+class Board(Lines):
+    """A table that changes in place, with a small curve of the loss."""
+
+    def __init__(self, console: Console):
+        super().__init__(console)
+        self.losses: list[float] = []
+        self.latest: dict[str, Any] = {}
+        self.evaluations: list[tuple[int, float]] = []
+        self.sample = ""
+        self.live: Live | None = None
+        self.bar: Progress | None = None
+        self.since = time.monotonic()
+
+    def reading(self, total: int) -> Callable[[int], None]:
+        columns = (TextColumn("reading the text"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self.console, transient=True)
+        task = self.bar.add_task("", total=total)
+        self.bar.start()
+        return lambda characters: self.bar.advance(task, characters) if self.bar is not None else None
+
+    def say(self, text: str) -> None:
+        self._close_bar()
+        super().say(text)
+
+    def begin(self, job: Job) -> None:
+        self._close_bar()
+        super().begin(job)
+        self.since = time.monotonic() - job.seconds
+        self.live = Live(self._draw(), console=self.console, refresh_per_second=4, transient=False)
+        self.live.start()
+
+    def show(self, record: dict[str, Any]) -> None:
+        if "val_loss" in record:
+            self.evaluations.append((record["step"], record["val_loss"]))
+            self.sample = record["sample"]
+        else:
+            self.latest = record
+            self.losses.append(record["loss"])
+        if self.live is not None:
+            self.live.update(self._draw())
+
+    def end(self) -> None:
+        self._close_bar()
+        if self.live is not None:
+            self.live.stop()
+
+    def _close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _draw(self) -> Panel:
+        assert self.job is not None
+        r, job = self.latest, self.job
+        facts = Table(box=None, show_header=False, pad_edge=False)
+        for _ in range(3):
+            facts.add_column(style="dim", no_wrap=True)
+            facts.add_column(no_wrap=True, min_width=14)
+        of = f" of {job.config.steps:,}" if job.config.steps else ""
+        best = min((loss for _, loss in self.evaluations), default=None)
+        cells = [
+            ("step", f"{r.get('step', job.step):,}{of}"),
+            ("loss", _number(r.get("loss"), ".4f")),
+            ("validation", _number(self.evaluations[-1][1] if self.evaluations else None, ".4f")),
+            ("learning rate", _number(r.get("lr"), ".2e")),
+            ("gradient norm", _number(r.get("grad_norm"), ".3f")),
+            ("best", _number(best, ".4f")),
+            ("tokens/s", _number(r.get("tokens_per_second"), ",.0f")),
+            ("of the products' rate", _number(r.get("of_bound"), ".0%")),
+            ("memory", f"{r['memory'] / 1e6:,.0f} MB" if r else "–"),
+        ]
+        for i in range(0, 9, 3):
+            facts.add_row(*(part for cell in cells[i : i + 3] for part in cell))
+        width = max(10, self.console.width - 6)
+        left = f"time left {_clock(self._left())}"
+        curve = Text(sparkline(self.losses, width), style="dark_orange3")
+        parts: list[Table | Text] = [facts, curve, Text(left, style="dim")]
+        if self.sample:
+            shown = self.sample.replace("\n", " ⏎ ")
+            parts.append(Text(shown[: 2 * width], style="italic", overflow="ellipsis"))
+        return Panel(Group(*parts), title="training", box=box.ROUNDED, border_style="dim")
+
+    def _left(self) -> float | None:
+        assert self.job is not None
+        done = self.job.progress
+        return (1 - done) / done * self.job.seconds if done > 0 else None
+
+
+def describe(job: Job) -> list[str]:
+    c, m = job.config, job.model.config
+    count = sum(p.numel() for p in job.model.parameters())
+    until = f"{c.steps:,} steps" if c.steps else f"{c.minutes:g} minutes"
+    return [
+        f"model: {count:,} parameters, {m.n_blocks} blocks of width {m.d_model}, context {m.n_context}",
+        f"training: {until} of {c.batch_tokens:,} tokens, {c.optimizer} at {c.lr:g}, {c.dtype}",
+    ]
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as a row of small bars, averaged into as many as fit."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    return "".join(TICKS[round((v - low) / (high - low) * 7) if high > low else 0] for v in means)
+
+
+def _number(x: float | None, form: str) -> str:
+    return "–" if x is None else format(x, form)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

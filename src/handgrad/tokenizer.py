@@ -1,0 +1,179 @@
+"""Text ↔ ids. Every tokenizer is one of the `tokenizers` library, so that its file opens in every other tool.
+
+bytes       256 ids, no training, any text
+chars       one id for each character of the data
+gpt2        GPT-2's own 50,257
+bpe:N       N ids, merged from bytes by what is frequent in the data
+a file      tokenizer.json, or a folder that holds one
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from .errors import HandgradError
+from .material import get
+
+KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
+END = "<|endoftext|>"
+
+
+class Tokenizer:
+    """n_vocab ids; `end` is the id between documents, if there is one."""
+
+    def __init__(self, inner: tokenizers.Tokenizer):
+        self.inner = inner
+        self.n_vocab: int = inner.get_vocab_size()
+        self.end: int | None = inner.token_to_id(END)
+        vocabulary = inner.get_vocab()
+        # Two kinds are a table look-up, and are looked up in a table: id i is byte i, or the i-th of the known characters.
+        self._bytes = vocabulary == {sign: i for i, sign in enumerate(_signs_of_bytes())}
+        in_order = sorted(vocabulary, key=vocabulary.__getitem__)
+        self._characters: np.ndarray | None = None
+        if isinstance(inner.model, models.WordLevel) and in_order == sorted(in_order) and max(map(len, in_order)) == 1:
+            self._characters = np.array([ord(c) for c in in_order])
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self.encode_batch([text])[0]]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """On all cores."""
+        if self._bytes:
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        if self._characters is not None:
+            return [self._look_up(text, self._characters) for text in texts]
+        return [np.array(e.ids, np.int64) for e in self.inner.encode_batch(texts, add_special_tokens=False)]
+
+    def _look_up(self, text: str, known: np.ndarray) -> np.ndarray:
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = np.searchsorted(known, points)
+        strange = known[np.minimum(ids, len(known) - 1)] != points
+        if strange.any():
+            raise HandgradError(
+                f"the tokenizer knows {self.n_vocab} characters, and {chr(points[strange][0])!r} is not one of them: use"
+                " other text, or train with --tokenizer bytes"
+            )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.inner.decode(ids, skip_special_tokens=False))
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same ids: of its whole content."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return str(self.inner.to_str())
+
+    def write(self, folder: Path) -> None:
+        """tokenizer.json, and what `transformers` wants beside it."""
+        (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self.end is not None:
+            settings |= {"eos_token": END, "bos_token": END}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def make(kind: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer named `kind`; `texts` are read only by those that are made from the data."""
+    if kind == "bytes":
+        return _bytes()
+    if kind == "chars":
+        return _chars(texts)
+    if kind == "gpt2":
+        return gpt2()
+    if kind.startswith("bpe:"):
+        return _bpe(kind, texts)
+    path = Path(kind)
+    if path.exists():
+        return read(path)
+    raise HandgradError(f"no tokenizer is called {kind!r}: give {KINDS}")
+
+
+def read(path: Path) -> Tokenizer:
+    """From tokenizer.json, or from a folder with it, or with GPT-2's vocab.json and merges.txt."""
+    if path.is_dir():
+        if (path / "tokenizer.json").exists():
+            path = path / "tokenizer.json"
+        elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
+            return _from_merges(path / "vocab.json", path / "merges.txt")
+        else:
+            raise HandgradError(f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as reason:  # the library raises plain Exception
+        raise HandgradError(f"{path} is not a tokenizer.json: {str(reason).splitlines()[0]}") from None
+
+
+def from_json(text: str) -> Tokenizer:
+    """The reverse of `to_json`."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text))
+
+
+def gpt2() -> Tokenizer:
+    return _from_merges(*get("gpt2-tokenizer"))
+
+
+def _from_merges(vocab: Path, merges: Path) -> Tokenizer:
+    try:
+        model = models.BPE.from_file(str(vocab), str(merges))
+    except Exception as reason:
+        raise HandgradError(f"{vocab} and {merges} are not a vocabulary: {str(reason).splitlines()[0]}") from None
+    return Tokenizer(_byte_level(model))
+
+
+def _bytes() -> Tokenizer:
+    """A byte pair encoding without pairs: id i is byte i."""
+    signs = _signs_of_bytes()
+    inner = _byte_level(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=[]), special=False)
+    return Tokenizer(inner)
+
+
+def _chars(texts: Iterable[str]) -> Tokenizer:
+    seen: set[str] = set()
+    for text in texts:
+        seen |= set(text)
+    if not seen:
+        raise HandgradError("there is no text to take characters from")
+    if len(seen) > 65_535:
+        raise HandgradError(f"the data has {len(seen):,} different characters: use --tokenizer bytes or bpe:N")
+    inner = tokenizers.Tokenizer(models.WordLevel(vocab={c: i for i, c in enumerate(sorted(seen))}, unk_token="\0"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return Tokenizer(inner)
+
+
+def _bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
+    size = kind.removeprefix("bpe:")
+    if not size.isdigit() or int(size) < 257:
+        raise HandgradError(f"--tokenizer {kind}: give bpe:N with N of at least 257, 256 bytes and the end of a text")
+    inner = _byte_level(models.BPE(), special=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=int(size), special_tokens=[END], initial_alphabet=_signs_of_bytes(), show_progress=False
+    )
+    inner.train_from_iterator(texts, trainer)
+    return Tokenizer(inner)
+
+
+def _byte_level(model: models.Model, special: bool = True) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=False)
+    if special:
+        inner.add_special_tokens([AddedToken(END, special=True)])
+    return inner
+
+
+def _signs_of_bytes() -> list[str]:
+    """The printable sign that stands for each byte in such vocabularies: itself where it is printable, and the signs from
+    256 on, in order, where it is not."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others: Iterator[int] = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]

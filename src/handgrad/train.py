@@ -1,0 +1,401 @@
+"""Text in, a trained model out. `train` is the loop; everything else here gets it ready or watches it."""
+
+import json
+import math
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from . import data, optim, tokenizer
+from .checkpoint import load, read_tensors
+from .config import PRESETS, GPTConfig, TrainConfig, preset
+from .data import Windows
+from .distributed import Ranks
+from .errors import HandgradError, NonFiniteError
+from .generate import generate
+from .gpt import GPT
+from .material import default_corpus
+from .optim import OptimizerInBackward
+from .plan import make_plan, product_rate
+from .run import Checkpoint, Run
+from .tokenizer import Tokenizer
+
+
+class Display(Protocol):
+    """Whoever shows how it goes."""
+
+    def say(self, text: str) -> None: ...
+    def reading(self, total: int) -> Callable[[int], None]: ...
+    def begin(self, job: "Job") -> None: ...
+    def show(self, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass
+class Job:
+    """A run that is ready to go."""
+
+    config: TrainConfig  # resolved: nothing is None any more but two of steps, epochs and minutes
+    model: GPT
+    tokenizer: Tokenizer
+    optimizer: torch.optim.Optimizer | OptimizerInBackward
+    training: Windows
+    validation: Windows | None
+    batch: int  # sequences of a step, over all processes
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    best: float = math.inf
+    resumed: bool = False
+    bound: float = math.nan  # seconds the matrix products of a step take at the rate measured here
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        return {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        if self.config.minutes is not None:
+            return self.seconds / (60 * self.config.minutes)
+        assert self.config.steps is not None
+        return self.step / self.config.steps
+
+    @property
+    def learning_rate(self) -> float:
+        c = self.config
+        assert c.min_lr is not None and c.warmup is not None
+        return optim.learning_rate(self.progress, self.step, c.lr, c.min_lr, c.warmup, c.schedule)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    finished: bool  # or stopped by a signal
+    checkpoint: Path
+    loss: float
+    val_loss: float | None
+
+
+# ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
+    """Take steps until the end, or until somebody asks to stop; log, evaluate and save on the way."""
+    c = job.config
+    losses: list[float] = []
+    began_at, since = job.step if job.resumed else -1, job.seconds
+    loss, val_loss, stopping = math.nan, None, False
+    with Stop() as stop:
+        while True:
+            ends = job.progress >= 1
+            new = job.step != began_at  # a resumed run has evaluated and saved its first step already
+            better = False
+            if new and job.validation is not None and (ends or job.step % c.eval_every == 0):
+                val_loss = evaluate(job, ranks)
+                better = val_loss < job.best
+                job.best = min(job.best, val_loss)
+                if ranks.first:
+                    note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+            if ends or stopping or (new and job.step > 0 and (better or job.step % c.save_every == 0)):
+                saved = save(job, run, ranks, better)
+                if ends or stopping:
+                    return Outcome(job.step, ends, saved, loss, val_loss)
+
+            began = time.perf_counter()
+            lr = job.learning_rate
+            for group in job.optimizer.param_groups:
+                group["lr"] = lr
+            loss, norm, norms = take_step(job, ranks)
+            took = time.perf_counter() - began
+            loss, asked, took = ranks.total(loss, stop.asked, took / ranks.size)
+            stopping = asked > 0
+            job.step += 1
+            job.seconds += took
+            losses.append(loss)
+
+            if job.step % c.log_every == 0 and ranks.first:
+                each = (job.seconds - since) / len(losses)
+                record = {
+                    "step": job.step, "loss": sum(losses) / len(losses), "lr": lr, "grad_norm": norm,
+                    "tokens_per_second": job.batch * job.training.context / each, "of_bound": job.bound / each,
+                    "seconds": job.seconds, "memory": peak_memory(), "grad_norms": norms(),
+                }  # fmt: skip
+                note(run, display, record)
+                losses, since = [], job.seconds
+
+
+def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[], dict[str, float]]]:
+    """This process's part of the loss, the gradient's norm before clipping, and a way to get it layer by layer."""
+    first, count = ranks.share(job.step * job.batch, job.batch)
+    tokens, targets = job.training.batch(first, count)
+    n_targets = job.batch * job.training.context
+    try:
+        if isinstance(job.optimizer, OptimizerInBackward):
+            loss = job.optimizer.step(tokens, targets, n_targets=n_targets)
+            return loss, job.optimizer.norm if job.config.clip else None, dict
+        job.optimizer.zero_grad()
+        loss = job.model.loss_and_grads(
+            tokens, targets, n_targets=n_targets, recompute=job.config.recompute, finished=ranks.sum_behind
+        )
+        ranks.wait()
+        grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
+        each = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
+        norm = each.norm().item()
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is not finite")
+    except NonFiniteError as trouble:
+        job.model.zero_grad()
+        raise NonFiniteError(f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets)}") from None
+    if job.config.clip and norm > job.config.clip:
+        torch._foreach_mul_(list(grads.values()), job.config.clip / (norm + 1e-6))
+    job.optimizer.step()
+    return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
+
+
+def diagnose(model: GPT, tokens: Tensor, targets: Tensor) -> str:
+    """Which intermediate first went wrong, on the way down or, if that is sound, on the way up."""
+    for ids, answers in zip(tokens, targets, strict=True):
+        bad: list[str] = []
+
+        def look(name: str, value: Tensor, bad: list[str] = bad) -> None:
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                bad.append(name)
+
+        try:
+            model.loss_and_grads(ids[None], answers[None], record=look)
+        except NonFiniteError:
+            pass
+        finally:
+            model.zero_grad()
+        down = [name for name in bad if ".a_" in name or name.startswith("a_")]
+        if down:
+            return f"on the way down {down[0]} was the first to go wrong"
+        if bad:
+            return f"on the way up {max(bad, key=_depth)} was the first to go wrong"
+    return "no single sequence shows it alone"
+
+
+def _depth(name: str) -> tuple[int, int]:
+    """Where an error signal stands: the higher, the earlier on the way up."""
+    block = int(name.split(".")[1]) if name.startswith("blocks.") else 1 << 30
+    last = name.rpartition("_")[2]
+    return block, int(last) if last.isdigit() else 0
+
+
+@torch.no_grad()
+def evaluate(job: Job, ranks: Ranks) -> float:
+    """The mean loss over the first batches of the validation part, the same ones every time."""
+    assert job.validation is not None
+    windows = min(job.validation.per_epoch, job.config.eval_batches * job.batch)
+    edges = [windows * r // ranks.size for r in range(ranks.size + 1)]
+    total = 0.0
+    for first in range(edges[ranks.rank], edges[ranks.rank + 1], job.batch):
+        count = min(job.batch, edges[ranks.rank + 1] - first)
+        total += count * job.model.loss(*job.validation.batch(first, count, shuffle=False))
+    return ranks.total(total)[0] / windows
+
+
+def sample(job: Job) -> str:
+    """What the model writes now, beginning with the first tokens of the validation part."""
+    if not job.config.sample_tokens or job.validation is None:
+        return ""
+    seed = min(8, job.model.config.n_context)
+    prompt = job.validation.batch(0, 1, shuffle=False)[0][:, :seed]
+    new = generate(job.model, prompt, job.config.sample_tokens, temperature=0.8, top_k=200, seed=job.config.seed)
+    return job.tokenizer.decode([*prompt[0].tolist(), *new[0].tolist()])
+
+
+def save(job: Job, run: Run, ranks: Ranks, better: bool) -> Path:
+    """By the first process alone; nothing in it says how many there are. Old checkpoints go, except the best."""
+    folder = run.checkpoints
+    if ranks.first:
+        memory = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
+        best = job.best if math.isfinite(job.best) else None
+        folder = run.save(job.step, job.model, job.tokenizer, memory, {"seconds": job.seconds, "best": best})
+        if better:
+            run.mark_best(job.step, job.best)
+        run.prune(job.config.keep)
+    ranks.meet()
+    return folder
+
+
+def note(run: Run, display: Display, record: dict[str, Any]) -> None:
+    run.log(record)
+    display.show(record)
+
+
+def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
+    """Norms of parameters → norms of layers."""
+    squares: dict[str, float] = {}
+    for p, norm in norms.items():
+        parts = job.names[p].split(".")
+        layer = (
+            f"block {parts[2]}" if parts[1:2] == ["h"] else "final norm" if "ln_f" in parts else "embeddings and head"
+        )
+        squares[layer] = squares.get(layer, 0.0) + norm * norm
+    return {layer: math.sqrt(square) for layer, square in squares.items()}
+
+
+def peak_memory() -> int:
+    """Bytes of this process at its highest point so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask; the loop finishes its step, saves, and ends. Asking a second time ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+# ── getting ready ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
+    """Data, tokenizer, model and optimizer of a run, new or from a checkpoint; the configuration resolved."""
+    if config.update_inside and config.recompute == "none":
+        config = replace(config, recompute="blocks")
+    config = replace(config, data=tuple(json.loads(ranks.agree(lambda: json.dumps(_sources(config))))))
+    files, corpus = _files(config)
+    folder = Path(config.model)
+    directory = checkpoint.folder if checkpoint is not None else folder if folder.is_dir() else None
+    if config.model not in PRESETS and directory is None:
+        raise HandgradError(f"{config.model!r} is neither a preset ({', '.join(PRESETS)}) nor a model directory")
+    texts = tokenizer.read(directory) if directory is not None else _tokenizer(config, files, ranks)
+    if not ranks.first:
+        ranks.meet()  # the first process prepares the tokens, the others find them prepared
+    total = sum(file.stat().st_size for file in files)
+    tokens = data.prepare(files, texts, config.text_field, display.reading(total) if ranks.first else lambda n: None)
+    if ranks.first:
+        ranks.meet()
+        display.say(f"data: {corpus}, {len(tokens):,} tokens of {texts.n_vocab:,}")
+
+    dtype = getattr(torch, config.dtype)
+    model = (
+        load(directory, dtype=dtype)
+        if directory is not None
+        else GPT(_shape(config, texts), seed=config.seed, dtype=dtype)
+    )
+    if texts.n_vocab > model.config.n_vocab:
+        raise HandgradError(
+            f"the tokenizer has {texts.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong together"
+        )
+    context = model.config.n_context
+    training, validation = data.split(tokens, context, config.val_share, config.seed)
+    batch = max(1, round((config.batch_tokens or 12 * context) / context))
+    config = _resolve(config, batch, training, texts)
+
+    if config.update_inside:
+        make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
+        optimizer: torch.optim.Optimizer | OptimizerInBackward = OptimizerInBackward(
+            model, make, clip=config.clip or None, recompute=config.recompute, combine=ranks.sum_now
+        )
+    else:
+        make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
+        optimizer = make(model.parameters())
+    job = Job(config, model, texts, optimizer, training, validation, batch)
+    if checkpoint is not None:
+        _restore(job, checkpoint)
+    if ranks.first:
+        share = max(1, batch // ranks.size)
+        plan = make_plan(model.config, share, context, config.dtype, recompute=config.recompute)
+        job.bound = (plan.forward_flop + plan.backward_flop) / product_rate(0.2)
+    return job
+
+
+def _sources(config: TrainConfig) -> list[str]:
+    """Where the texts are, so that they are found again from any folder; standard input is kept for that."""
+    return [str(data.from_stdin() if source == "-" else Path(source).expanduser().absolute()) for source in config.data]
+
+
+def _files(config: TrainConfig) -> tuple[list[Path], str]:
+    if not config.data:
+        return default_corpus()
+    files = data.find(config.data)
+    if not any(file.stat().st_size for file in files):
+        raise HandgradError(f"there is no text in {', '.join(config.data)}: the files are empty")
+    return files, f"{len(files)} file{'s' if len(files) > 1 else ''}"
+
+
+def _tokenizer(config: TrainConfig, files: list[Path], ranks: Ranks) -> Tokenizer:
+    """As asked; or GPT-2's for GPT-2's shapes, characters for the default corpus, bytes for all else."""
+    kind = config.tokenizer or ("gpt2" if config.model.startswith("gpt2") else "bytes" if config.data else "chars")
+    texts = (piece.text for piece in data.texts(files, config.text_field))
+    return tokenizer.from_json(ranks.agree(lambda: tokenizer.make(kind, texts).to_json()))
+
+
+def _shape(config: TrainConfig, texts: Tokenizer) -> GPTConfig:
+    changes = dict(config.shape)
+    return preset(config.model, **{"n_vocab": texts.n_vocab, **changes})
+
+
+def _resolve(config: TrainConfig, batch: int, training: Windows, texts: Tokenizer) -> TrainConfig:
+    steps = config.steps
+    if config.epochs is not None:
+        steps = math.ceil(config.epochs * training.per_epoch / batch)
+    elif config.minutes is None and steps is None:
+        steps = 2000
+    warmup = config.warmup
+    if warmup is None:
+        warmup = 100 if steps is None else min(100, steps // 10)
+    return replace(
+        config,
+        steps=steps,
+        epochs=None,
+        batch_tokens=batch * training.context,
+        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
+        warmup=warmup,
+    )
+
+
+def _restore(job: Job, checkpoint: Checkpoint) -> None:
+    memory = read_tensors(checkpoint.folder / "optimizer.safetensors")
+    torch.set_rng_state(memory.pop("rng/torch"))
+    optim.restore(job.optimizer, job.names, memory)
+    job.resumed = True
+    job.step = checkpoint.step
+    job.seconds = checkpoint.facts["seconds"]
+    job.best = math.inf if checkpoint.facts["best"] is None else checkpoint.facts["best"]
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    """What run.json says."""
+    return {
+        "training": asdict(job.config),
+        "model": asdict(job.model.config),
+        "tokens": job.training.tokens.path.stem,  # made from the texts' content and the vocabulary
+    }
+
+
+def config_from(settings: dict[str, Any]) -> TrainConfig:
+    """The reverse, for a run that goes on."""
+    try:
+        raw = dict(settings["training"])
+        raw["data"] = tuple(raw["data"])
+        raw["shape"] = tuple((name, value) for name, value in raw["shape"])
+        return TrainConfig(**raw)
+    except (KeyError, TypeError, ValueError) as reason:
+        raise HandgradError(f"run.json does not describe a run of this version: {reason}") from None

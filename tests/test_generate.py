@@ -1,0 +1,58 @@
+"""Generation with the cache equals generation without."""
+
+import pytest
+import torch
+
+import handgrad as hg
+from conftest import make_model
+from handgrad.generate import Cache, advance
+
+
+@pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3], [2, 5]])
+def test_the_cache_changes_no_logit(pieces: list[int]) -> None:
+    model = make_model(n_blocks=3)
+    tokens = torch.randint(11, (2, 7))
+    cache = Cache(model, 2)
+    start = 0
+    for size in pieces:
+        logits = advance(model, tokens[:, start : start + size], cache)
+        start += size
+        expected = model.logits(tokens[:, :start])[:, -1]
+        assert torch.allclose(logits, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_greedy_takes_the_most_probable() -> None:
+    model = make_model()
+    tokens = torch.randint(11, (3, 4))
+    new = hg.generate(model, tokens, 6)
+    everything = torch.cat([tokens, new], 1)
+    for i in range(6):
+        assert torch.equal(model.logits(everything[:, : 4 + i])[:, -1].argmax(1), new[:, i])
+
+
+def test_streaming_seeds_and_top_k() -> None:
+    model = make_model()
+    tokens = torch.tensor([[1, 2, 3]])
+    options = {"temperature": 1.0, "seed": 5}
+    new = hg.generate(model, tokens, 12, **options)
+    assert torch.equal(torch.stack(list(hg.generate(model, tokens, 12, stream=True, **options)), 1), new)
+    assert torch.equal(hg.generate(model, tokens, 12, temperature=1.0, top_k=1), hg.generate(model, tokens, 12))
+    assert not torch.equal(hg.generate(model, tokens, 12, temperature=1.0, seed=6), new)
+
+
+def test_it_goes_on_when_the_context_is_full() -> None:
+    model = make_model(n_context=8)
+    assert hg.generate(model, torch.randint(11, (1, 20)), 30).shape == (1, 30)
+    one = make_model(n_context=1)
+    assert hg.generate(one, torch.randint(11, (1, 3)), 5).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"max_new_tokens": 0}, "at least one token")],
+)
+def test_bad_wishes(change: dict[str, float], message: str) -> None:
+    with pytest.raises(hg.HandgradError, match=message):
+        hg.generate(make_model(), torch.tensor([[1]]), **change)
+    with pytest.raises(hg.HandgradError, match="outside the vocabulary"):
+        hg.generate(make_model(), torch.tensor([[99]]))

@@ -1,0 +1,365 @@
+"""handgrad train as a user meets it: real processes, real signals, real kills."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bench.peers import EagerGPT, oriented
+from safetensors.torch import load_file
+
+import handgrad as hg
+from handgrad import optim
+from handgrad.config import TrainConfig
+from handgrad.distributed import Ranks
+from handgrad.run import Run, model_folder
+from handgrad.train import Job, evaluate, make_job, take_step
+
+TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
+SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
+SMALL += ["--eval-every", "10", "--eval-batches", "2", "--save-every", "5", "--sample-tokens", "8", "--log-every", "5"]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "handgrad", "train", *map(str, arguments)]
+
+
+def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+class Quiet:
+    def say(self, text: str) -> None: ...
+    def reading(self, total: int) -> object:
+        return lambda n: None
+
+    def begin(self, job: Job) -> None: ...
+    def show(self, record: dict) -> None: ...
+    def end(self) -> None: ...
+
+
+def small_job(text: Path, **options: object) -> Job:
+    shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
+    config = TrainConfig(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
+    return make_job(config, Ranks(), Quiet())
+
+
+# ── the whole command ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None:
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "finished after 20 steps, validation loss" in done.stdout
+    run = Run(tmp_path / "r")
+    records = run.records()
+    losses = [r["loss"] for r in records if "loss" in r]
+    assert losses[-1] < losses[0]
+    assert {"lr", "grad_norm", "tokens_per_second", "of_bound", "memory", "grad_norms"} <= set(records[1])
+    assert [r["step"] for r in records if "val_loss" in r] == [0, 10, 20]
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "<svg" in page and "block 1" in page and "http" not in page
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["training"]["steps"] == 20
+    kept = sorted(p.name for p in run.checkpoints.iterdir() if p.is_dir())
+    assert kept == ["step-00000015", "step-00000020"]
+
+
+def test_a_checkpoint_opens_in_transformers(text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
+    assert done.returncode == 0, done.stderr
+    folder = model_folder(tmp_path / "r")
+    theirs, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = words("green bottles hanging", return_tensors="pt")["input_ids"]
+    ours = hg.load(folder)
+    assert torch.allclose(ours.logits(ids), theirs(ids).logits, atol=1e-5)
+    assert theirs.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == ids.shape[1] + 3
+    shown = subprocess.run(
+        [sys.executable, "-m", "handgrad", "generate", "--model", str(tmp_path / "r"), "--prompt", "green", "--seed", "1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert shown.returncode == 0 and shown.stdout.startswith("green"), shown.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--update-inside"], ["--optimizer", "SGD"], ["--dtype", "bfloat16"]])
+def test_resuming_is_exact(text: Path, tmp_path: Path, options: list[str]) -> None:
+    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 12, *SMALL, *options).returncode == 0
+    assert handgrad_train("--data", text, "--out", tmp_path / "b", "--steps", 12, *SMALL, *options).returncode == 0
+    # as if the second had ended after its checkpoint of step 5 or 10
+    for late in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
+        (late / "training.json").write_text("{")
+    again = handgrad_train("--resume", "--out", tmp_path / "b")
+    assert again.returncode == 0, again.stderr
+    assert "is damaged" in again.stdout and "from step 10" in again.stdout
+    one, other = weights(tmp_path / "a", 12), weights(tmp_path / "b", 12)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    steps = [(r["step"], "loss" in r) for r in Run(tmp_path / "b").records()]
+    assert len(steps) == len(set(steps)), "no step is logged twice"
+
+
+def test_killed_at_random_moments_and_still_the_same_weights(text: Path, tmp_path: Path) -> None:
+    """kill -9 thirty times, at moments drawn at random, with a checkpoint after every step: many fall into a save."""
+    often = [*SMALL, "--save-every", 1, "--eval-every", 1000, "--sample-tokens", 0]
+    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 400, *often).returncode == 0
+    draw = random.Random(0)
+    arguments: list[object] = ["--data", text, "--out", tmp_path / "b", "--steps", 400, *often]
+    kills = during_a_save = 0
+    while True:
+        process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            if kills >= 30:
+                output, _ = process.communicate()
+                break
+            checkpoints = tmp_path / "b" / "checkpoints"
+            while not list(checkpoints.glob("step-*")) and process.poll() is None and kills == 0:
+                time.sleep(0.01)
+            before = {p.name for p in checkpoints.glob("step-*")}
+            while {p.name for p in checkpoints.glob("step-*")} <= before and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.05))
+            during_a_save += bool(list(checkpoints.glob(".step-*")))
+        finally:
+            process.kill()
+        process.wait()
+        kills += 1
+        arguments = ["--resume", "--out", tmp_path / "b"]
+    assert process.returncode == 0, output
+    assert during_a_save >= 3, "some kills must have fallen into a save"
+    one, other = weights(tmp_path / "a", 400), weights(tmp_path / "b", 400)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_politely(text: Path, tmp_path: Path, number: int) -> None:
+    arguments = command("--data", text, "--out", tmp_path / "r", "--steps", 100000, *SMALL)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "r" / "checkpoints" / "step-00000005").exists():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, trouble = process.communicate(timeout=60)
+    assert process.returncode == 0, trouble
+    assert "stopped after" in output and "--resume" in output
+    step = int(output.split("stopped after ")[1].split(" ")[0].replace(",", ""))
+    assert (tmp_path / "r" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def test_a_loss_that_explodes_is_diagnosed(text: Path, tmp_path: Path) -> None:
+    wild = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *wild)
+    assert done.returncode == 1
+    assert "first to go wrong" in done.stderr
+    for checkpoint in Run(tmp_path / "r").whole():
+        assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> None:
+    assert (
+        handgrad_train("--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL).returncode == 0
+    )  # fills the cache
+    arguments = command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
+    code = (
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # no file may grow larger\n"
+        f"sys.argv = {arguments!r}\n"
+        "runpy.run_module('handgrad', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "could not be saved" in done.stderr and "untouched" in done.stderr
+    assert not list((tmp_path / "r" / "checkpoints").iterdir()), "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "5", "--epochs", "1"], "give one of --steps"),
+        (["--optimizer", "Nonsense"], "torch.optim has no 'Nonsense'"),
+        (["--schedule", "zigzag"], "--schedule must be"),
+        (["--data", "no-such-file"], "no file, folder or pattern"),
+        (["--model", "nope"], "neither a preset"),
+        (["--config", "none.toml"], "there is no file"),
+        (["--n-context", "100000"], "too few for a context"),
+        (["--resume", "--out", "nowhere"], "no run.json to resume"),
+        (["--lr", "-1"], "--lr must be above 0"),
+    ],
+)
+def test_mistakes_are_named_and_write_nothing(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = arguments if "--data" in arguments or "--resume" in arguments else ["--data", str(text), *arguments]
+    done = handgrad_train(*given)
+    assert done.returncode == 1, done.stdout
+    assert message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_in_use_and_a_folder_that_exists(text: Path, tmp_path: Path) -> None:
+    assert handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL).returncode == 0
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
+    assert done.returncode == 1 and "exists already" in done.stderr
+    run = Run(tmp_path / "r")
+    run.hold()
+    done = handgrad_train("--resume", "--out", tmp_path / "r", "--steps", 9)
+    assert done.returncode == 1 and "another process is training" in done.stderr
+
+
+def test_a_config_file_and_flags_that_win(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(f'data = "{text}"\nsteps = 3\nlr = 0.5\nn-blocks = 1\nd_model = 8\nn_heads = 1\n')
+    done = handgrad_train("--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert settings["training"]["lr"] == 0.001 and settings["training"]["steps"] == 3
+    assert settings["model"]["d_model"] == 8 and settings["model"]["n_context"] == 16
+    (tmp_path / "d.yaml").write_text("stepps: 3\n")
+    done = handgrad_train("--config", tmp_path / "d.yaml")
+    assert done.returncode == 1 and "there is no option 'stepps'" in done.stderr
+
+
+# ── what it computes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-9), ("float32", 1e-3)])
+def test_the_curve_is_that_of_autograd(text: Path, dtype: str, limit: float) -> None:
+    job = small_job(text, dtype=dtype)
+    twin = EagerGPT(job.model).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, p in job.model.named_parameters():
+            twin.pairs[name].copy_(oriented(name, p))
+    c = job.config
+    optimizer = optim.maker(c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))(twin.parameters())
+    for step in range(100):
+        for group in (*job.optimizer.param_groups, *optimizer.param_groups):
+            group["lr"] = job.learning_rate
+        ours, _, _ = take_step(job, Ranks())
+        optimizer.zero_grad()
+        loss = twin(*job.training.batch(step * job.batch, job.batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), c.clip)
+        optimizer.step()
+        job.step += 1
+        assert abs(ours - loss.item()) <= limit, step
+
+
+def test_updating_inside_follows_the_same_curve(text: Path) -> None:
+    plain, inside = small_job(text, dtype="float64"), small_job(text, dtype="float64", update_inside=True)
+    ranks = Ranks()
+    for _ in range(20):
+        assert abs(take_step(plain, ranks)[0] - take_step(inside, ranks)[0]) < 1e-9
+        plain.step += 1
+        inside.step += 1
+    assert abs(evaluate(plain, ranks) - evaluate(inside, ranks)) < 1e-9
+
+
+def test_decay_is_for_matrices_and_the_rate_follows_its_schedule(text: Path) -> None:
+    job = small_job(text)
+    decayed, spared = job.optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
+    assert spared["weight_decay"] == 0.0 and all(p.ndim == 1 for p in spared["params"])
+    rate = lambda progress, step, kind: optim.learning_rate(progress, step, 1.0, 0.1, 4, kind)  # noqa: E731
+    assert [rate(0, s, "cosine") for s in range(4)] == [0.2, 0.4, 0.6, 0.8]
+    assert rate(0.5, 50, "cosine") == pytest.approx(0.55) and rate(1, 99, "cosine") == pytest.approx(0.1)
+    assert rate(0.5, 50, "linear") == pytest.approx(0.55) and rate(0.25, 50, "linear") == pytest.approx(0.775)
+    assert rate(0.9, 50, "constant") == 1.0
+
+
+# ── several processes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def torchrun(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(n),
+        "--standalone",
+        "-m",
+        "handgrad",
+    ]
+    return subprocess.run([*launch, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("options", [[], ["--update-inside"]])
+def test_any_number_of_processes_trains_the_same(text: Path, tmp_path: Path, options: list[str]) -> None:
+    base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
+    assert handgrad_train(*base, "--out", tmp_path / "1").returncode == 0
+    truth = weights(tmp_path / "1", 10)
+    for n in (2, 4):
+        done = torchrun(n, *base, "--out", tmp_path / str(n))
+        assert done.returncode == 0, done.stderr
+        found = weights(tmp_path / str(n), 10)
+        for name, value in truth.items():
+            assert torch.allclose(found[name], value, atol=1e-9, rtol=0), (n, name)
+        one = [r["loss"] for r in Run(tmp_path / "1").records() if "loss" in r]
+        many = [r["loss"] for r in Run(tmp_path / str(n)).records() if "loss" in r]
+        assert many == pytest.approx(one, abs=1e-12)
+
+
+def test_stopped_with_two_processes_and_resumed_with_one(text: Path, tmp_path: Path) -> None:
+    base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
+    assert handgrad_train(*base, "--steps", 10, "--out", tmp_path / "a").returncode == 0
+    done = torchrun(2, *base, "--steps", 5, "--out", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    done = handgrad_train("--resume", "--out", tmp_path / "b", "--steps", 10)
+    assert done.returncode == 0, done.stderr
+    one, other = weights(tmp_path / "a", 10), weights(tmp_path / "b", 10)
+    assert all(torch.allclose(one[name], other[name], atol=1e-9, rtol=0) for name in one)
+
+
+GRADIENTS = """
+import sys, torch, handgrad as hg
+from handgrad.distributed import Ranks
+from safetensors.torch import save_file
+torch.set_num_threads(1)
+ranks = Ranks()
+model = hg.GPT(hg.preset("nano", n_vocab=11, n_context=8, d_model=12, n_heads=3, n_blocks=2), dtype=torch.float64)
+generator = torch.Generator().manual_seed(0)
+tokens, targets = torch.randint(11, (2, 8, 8), generator=generator)
+targets[3:, 2:] = -100  # the processes hold very different numbers of targets
+first, count = ranks.share(0, 8)
+mine = slice(first, first + count)
+n_targets = int((targets != -100).sum())
+model.loss_and_grads(tokens[mine], targets[mine], n_targets=n_targets, finished=ranks.sum_behind)
+ranks.wait()
+if ranks.first:
+    save_file({name: p.grad for name, p in model.named_parameters()}, sys.argv[1])
+ranks.leave()
+"""
+
+
+def test_gradients_of_uneven_shares_add_up(tmp_path: Path) -> None:
+    (tmp_path / "g.py").write_text(GRADIENTS)
+    found = []
+    for n in (1, 2, 4):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+        file = tmp_path / f"{n}.safetensors"
+        done = subprocess.run(
+            [*launch, str(tmp_path / "g.py"), str(file)], capture_output=True, text=True, check=False, env=os.environ
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(load_file(file))
+    for other in found[1:]:
+        for name, truth in found[0].items():
+            assert ((other[name] - truth).norm() / truth.norm().clamp(min=1e-12)).item() <= 1e-12, name
