@@ -58,7 +58,7 @@ OPTIONS = {
     "How": {
         "batch_tokens": "Tokens of a step; any number: it is walked in pieces, and the gradients add up."
         " \\[default: 12 contexts]",
-        "lr": "Highest learning rate.",
+        "lr": "Highest learning rate. \\[default: 0.5/width, at most 4e-3]",
         "min_lr": "Lowest, at the end. \\[default: a tenth of it]",
         "warmup": "Steps in which it rises. \\[default: 100, at most a tenth of the run]",
         "schedule": f"{', '.join(SCHEDULES)}.",
@@ -101,7 +101,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             if default is not None and default != () and not isinstance(default, bool):
                 text += f" \\[default: {default:g}]" if isinstance(default, float) else f" \\[default: {default}]"
             option = typer.Option(flag, help=text, rich_help_panel=panel)
-            annotation = Annotated[Optional[kind], option]  # noqa: UP045  # type: ignore[valid-type]
+            annotation = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             )

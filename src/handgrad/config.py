@@ -106,7 +106,7 @@ class TrainConfig:
     minutes: float | None = None
     # how
     batch_tokens: int | None = None
-    lr: float = 1e-3
+    lr: float | None = None  # 0.5/d_model, at most 4e-3
     min_lr: float | None = None  # a tenth of lr unless given
     warmup: int | None = None  # 100 steps, but not more than a tenth of the run
     schedule: str = "cosine"

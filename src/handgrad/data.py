@@ -254,7 +254,7 @@ class Windows:
             at = self._place(i) if shuffle else self.start + i * self.context
             rows.append(self.tokens[slice(at, at + self.context + 1)])
         both = torch.stack(rows)
-        return both[:, :-1], both[:, 1:]
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _place(self, i: int) -> int:
         epoch, i = divmod(i, self.per_epoch)

@@ -88,6 +88,10 @@ class Run:
         for left in self.checkpoints.glob(f".{PREFIX}*"):  # of a process that was killed while it wrote
             shutil.rmtree(left, ignore_errors=True)
 
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
     # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(

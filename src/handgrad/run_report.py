@@ -122,7 +122,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
     parts = [f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{TOP + tall}H{WIDTH - RIGHT}"/>']
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         y = low + share * (high - low)
-        label = f"{10**y if log else y:.3g}"
+        label = _short(10**y if log else y)
         parts.append(f'<text x="{LEFT - 8}" y="{TOP + tall * (1 - share) + 4:.0f}" text-anchor="end">{label}</text>')
         parts.append(
             f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
@@ -139,6 +139,10 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
         f'<div class="key">{"".join(key)}</div>'
     )
+
+
+def _short(y: float) -> str:
+    return f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.3g}" if abs(y) >= 0.01 or y == 0 else f"{y:.1e}"
 
 
 def _value(value: object) -> str:

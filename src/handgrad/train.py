@@ -71,7 +71,7 @@ class Job:
     @property
     def learning_rate(self) -> float:
         c = self.config
-        assert c.min_lr is not None and c.warmup is not None
+        assert c.lr is not None and c.min_lr is not None and c.warmup is not None
         return optim.learning_rate(self.progress, self.step, c.lr, c.min_lr, c.warmup, c.schedule)
 
 
@@ -306,16 +306,15 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     context = model.config.n_context
     training, validation = data.split(tokens, context, config.val_share, config.seed)
     batch = max(1, round((config.batch_tokens or 12 * context) / context))
-    config = _resolve(config, batch, training, texts)
+    config = _resolve(config, batch, training, model.config.d_model)
 
-    if config.update_inside:
-        make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
-        optimizer: torch.optim.Optimizer | OptimizerInBackward = OptimizerInBackward(
-            model, make, clip=config.clip or None, recompute=config.recompute, combine=ranks.sum_now
-        )
-    else:
-        make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
-        optimizer = make(model.parameters())
+    assert config.lr is not None
+    make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
+    optimizer: torch.optim.Optimizer | OptimizerInBackward = (
+        OptimizerInBackward(model, make, config.clip or None, config.recompute, combine=ranks.sum_now)
+        if config.update_inside
+        else make(model.parameters())
+    )
     job = Job(config, model, texts, optimizer, training, validation, batch)
     if checkpoint is not None:
         _restore(job, checkpoint)
@@ -352,12 +351,13 @@ def _shape(config: TrainConfig, texts: Tokenizer) -> GPTConfig:
     return preset(config.model, **{"n_vocab": texts.n_vocab, **changes})
 
 
-def _resolve(config: TrainConfig, batch: int, training: Windows, texts: Tokenizer) -> TrainConfig:
+def _resolve(config: TrainConfig, batch: int, training: Windows, width: int) -> TrainConfig:
     steps = config.steps
     if config.epochs is not None:
         steps = math.ceil(config.epochs * training.per_epoch / batch)
     elif config.minutes is None and steps is None:
         steps = 2000
+    lr = min(4e-3, 0.5 / width) if config.lr is None else config.lr
     warmup = config.warmup
     if warmup is None:
         warmup = 100 if steps is None else min(100, steps // 10)
@@ -366,7 +366,8 @@ def _resolve(config: TrainConfig, batch: int, training: Windows, texts: Tokenize
         steps=steps,
         epochs=None,
         batch_tokens=batch * training.context,
-        min_lr=config.lr / 10 if config.min_lr is None else config.min_lr,
+        lr=lr,
+        min_lr=lr / 10 if config.min_lr is None else config.min_lr,
         warmup=warmup,
     )
 
