@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 demo: $(VENV)/.ready
 	$(BIN)/handgrad verify
-	$(BIN)/handgrad train
+	$(BIN)/handgrad train --steps 1200
 
 test: lint
 	$(BIN)/python -m pytest

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -9,10 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import handgrad as hg
+from handgrad import tokenizer
+from handgrad.config import TrainConfig
+from handgrad.distributed import Ranks
 from handgrad.gpt import LOGITS_AT_ONCE
 from handgrad.layers import LoRA
 from handgrad.ops.attention import ROWS
 from handgrad.optim import OptimizerInBackward
+from handgrad.train import Job, take_step
 
 LR = 1e-5
 
@@ -82,6 +87,27 @@ class HandInBackward(Hand):
 
     def lasting_bytes(self) -> int:
         return bytes_of(self.model, *self.inside.optimizers.values())
+
+
+class Loop(Hand):
+    """The same step as `handgrad train` takes it: batch, gradients, norm, clipping, update, and what is logged."""
+
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
+        super().__init__(model, tokens, targets)
+        config = TrainConfig(steps=1, lr=LR, min_lr=LR, warmup=0)
+        windows: Any = SimpleNamespace(context=tokens.shape[1], batch=lambda first, count: (tokens, targets))
+        self.job = Job(config, model, tokenizer.make("bytes", []), self.optimizer, windows, None, len(tokens))
+        self.ranks = Ranks()
+
+    def gradients(self) -> float:
+        loss, _, norms = take_step(self.job, self.ranks)
+        self.job.step += 1
+        if self.job.step % self.job.config.log_every == 0:
+            norms()
+        return loss
+
+    def update(self) -> None:
+        pass
 
 
 # ── eager autograd, and the same compiled ───────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,8 @@
 """Texts → tokens → batches."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,29 @@ def test_too_short(tmp_path: Path) -> None:
         data.split(tokens, 4, 0.1, 0)
     training, validation = data.split(tokens, 4, 0.0, 0)
     assert validation is None and training.per_epoch == 1
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+from handgrad import data, tokenizer
+made = tokenizer.make(sys.argv[2], [])
+data.prepare([Path(sys.argv[3])], made)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokens = data.prepare([Path(sys.argv[1])], made)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(tokens))
+"""
+
+
+@pytest.mark.parametrize(("kind", "megabytes"), [("bytes", 96), ("gpt2", 12)])
+def test_memory_does_not_grow_with_the_text(tmp_path: Path, kind: str, megabytes: int) -> None:
+    line = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n"
+    (tmp_path / "small").write_text(line * 40_000)
+    with open(tmp_path / "large", "w") as file:
+        for _ in range(megabytes):
+            file.write(line * (1_000_000 // len(line)))
+    arguments = [sys.executable, "-c", READ, str(tmp_path / "large"), kind, str(tmp_path / "small")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    more, count = map(int, done.stdout.split())
+    assert count > 100_000 * megabytes / 6 and more < 24_000, f"{more} kB more for {megabytes} MB of text"

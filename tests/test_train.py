@@ -82,6 +82,14 @@ def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None
     assert kept == ["step-00000015", "step-00000020"]
 
 
+def test_memory_stays_flat(text: Path, tmp_path: Path) -> None:
+    quiet = ["--eval-every", 100, "--save-every", 100]
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
+    assert done.returncode == 0, done.stderr
+    peaks = {r["step"]: r["memory"] for r in Run(tmp_path / "r").records() if "memory" in r}
+    assert peaks[900] - peaks[300] < 4_000_000, "the highest point no longer rises"
+
+
 def test_a_checkpoint_opens_in_transformers(text: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
