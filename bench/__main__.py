@@ -25,7 +25,7 @@ console = Console() if Console().is_terminal else Console(width=140)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="handgrad bench", description="Side by side with the peers, in one run.")
     parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all unless given")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, about two minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, a few minutes")
     parser.add_argument("--json", metavar="FILE", help="write every figure")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the ratios, and how time and memory grow")
     options = parser.parse_args()

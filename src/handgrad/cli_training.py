@@ -161,7 +161,7 @@ def _train(
                 run.create(settings_of(job))
                 run.hold()
             else:
-                run.go_on(settings_of(job), job.step)
+                run.go_on(settings_of(job), job.step if job.resumed else -1)
         board = _tensorboard(run, display) if job.config.tensorboard and ranks.first else display
         ranks.meet()
         display.begin(job)
