@@ -113,7 +113,7 @@ def test_too_short(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, "abcdefgh")
     with pytest.raises(HandgradError, match="too few for a context of 8"):
         data.split(tokens, 8, 0.1, 0)
-    with pytest.raises(HandgradError, match="keep 10% for validation"):
+    with pytest.raises(HandgradError, match=r"keep 0\.1 of them for validation"):
         data.split(tokens, 4, 0.1, 0)
     training, validation = data.split(tokens, 4, 0.0, 0)
     assert validation is None and training.per_epoch == 1

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import handgrad as hg
 from handgrad import optim
+from handgrad.cli_training import _read_config
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
 from handgrad.run import Run, model_folder
@@ -211,6 +213,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> No
         (["--n-context", "100000"], "too few for a context"),
         (["--resume", "--out", "nowhere"], "no run.json to resume"),
         (["--lr", "-1"], "--lr must be above 0"),
+        (["--lr", "nan"], "--lr must be a number"),
+        (["--optimizer", "LBFGS"], "choose another optimizer"),
+        (["--tokenizer", "bpe:100"], "--tokenizer bpe:100: give bpe:N"),
+        (["--out", "text.txt/x"], "nothing can be written in"),
+        (["--tensorboard"], "needs the package tensorboard"),
     ],
 )
 def test_mistakes_are_named_and_write_nothing(
@@ -242,9 +249,46 @@ def test_a_config_file_and_flags_that_win(text: Path, tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "r" / "run.json").read_text())
     assert settings["training"]["lr"] == 0.001 and settings["training"]["steps"] == 3
     assert settings["model"]["d_model"] == 8 and settings["model"]["n_context"] == 16
-    (tmp_path / "d.yaml").write_text("stepps: 3\n")
-    done = handgrad_train("--config", tmp_path / "d.yaml")
-    assert done.returncode == 1 and "there is no option 'stepps'" in done.stderr
+    settled = config_of(tmp_path, "d.yaml", "lr: 1e-3\nout: elsewhere\ndata: [a.txt, b/]\n")
+    assert settled["lr"] == 0.001 and settled["out"] == Path("elsewhere") and settled["data"] == ("a.txt", "b/")
+
+
+def config_of(tmp_path: Path, name: str, text: str) -> dict:
+    (tmp_path / name).write_text(text)
+    return _read_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepps = 3", "there is no option 'stepps'"),
+        ('lr = "abc"', "c.toml: --lr must be a number, not 'abc'"),
+        ("lr = true", "--lr must be a number"),
+        ("steps = 1.5", "--steps must be a whole number"),
+        ('update_inside = "no"', "--update-inside must be true or false"),
+        ("data = 5", "--data must name files"),
+        ("model = 5", "--model must be text"),
+        ('val_share = "x"', "--val-share must be a number"),
+        ("lr = nan", "--lr must be a number"),
+        ("][", "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_config_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(hg.HandgradError, match=re.escape(message)):
+        config_of(tmp_path, "c.toml", text)
+
+
+def test_a_model_that_exists_keeps_its_shape_and_a_run_its_end(text: Path, tmp_path: Path) -> None:
+    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 6, *SMALL).returncode == 0
+    before = (tmp_path / "a" / "run.json").read_text()
+    done = handgrad_train("--resume", "--out", tmp_path / "a", "--steps", 3)
+    assert done.returncode == 1 and "is at step 6 already" in done.stderr
+    assert (tmp_path / "a" / "run.json").read_text() == before
+    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
+    assert done.returncode == 1 and "--d-model cannot change a model that exists" in done.stderr
+    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "b" / "run.json").read_text())["model"]["d_model"] == 16
 
 
 # ── what it computes ────────────────────────────────────────────────────────────────────────────────────────────────

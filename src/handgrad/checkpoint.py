@@ -133,6 +133,8 @@ def _hf_config(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, objec
         "activation_function": _HF_ACTIVATION[config.activation],
         "layer_norm_epsilon": config.eps,
         "tie_word_embeddings": config.tied,
+        # GPT-2's own, where its vocabulary is GPT-2's; otherwise the tokenizer and generation_config.json know
+        **({} if config.n_vocab >= 50257 else {"bos_token_id": None, "eos_token_id": None}),
         "dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         **({"handgrad": own} if own else {}),
     }

@@ -1,6 +1,7 @@
 """The command line. Each command is a function; its signature is its help."""
 
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -34,8 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 T = TypeVar("T")
 
 ModelOption = Annotated[str | None, typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a model directory.")]
@@ -256,11 +257,15 @@ def _print_plan(made: Plan, name: str) -> None:
     speed = (
         f"at {rates.flop_per_second / 1e9:,.0f} GFLOP/s and {rates.bytes_per_second / 1e9:,.0f} GB/s, measured just now"
     )
-    facts.add_row("a step takes about", f"{rates.seconds(made):,.2f} s", speed, end_section=True)
+    facts.add_row("a step takes about", _seconds(rates.seconds(made)), speed, end_section=True)
     facts.add_row("KV cache per token", _bytes(made.bytes_cache_per_token), "while generating")
     if out.width < 76:
         facts.columns.pop()
     out.print(facts)
+
+
+def _seconds(x: float) -> str:
+    return f"{x:,.2f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
 
 
 def _bytes(n: int) -> str:
@@ -305,12 +310,13 @@ def main() -> None:
     """Mistakes of the user end in one line and status 1, not in a traceback."""
     try:
         app()
-    except HandgradError as mistake:
-        err.print(f"handgrad: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
+    except (HandgradError, OSError) as mistake:
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            err.print(f"handgrad: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(1)
-    except OSError as trouble:
-        err.print(f"handgrad: {trouble}", style="red", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("interrupted; what was saved is whole", highlight=False)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

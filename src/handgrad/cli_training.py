@@ -1,12 +1,13 @@
 """The commands train, generate and get."""
 
+import importlib.util
 import inspect
 import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Optional, get_args, get_type_hints
 
 import torch
 import typer
@@ -25,12 +26,12 @@ from .generate import generate as write_on
 from .run import Checkpoint, Run, model_folder
 from .run_report import report
 from .tokenizer import KINDS, read
-from .train import Job, Outcome, config_from, make_job, settings_of
+from .train import Job, Outcome, config_from, make_job, sample, settings_of
 from .train import train as run_loop
 
 RUNS = Path("runs")
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 # Every option of `train`, by panel: what it says in --help. Its type and default are those of TrainConfig.
 OPTIONS = {
@@ -56,13 +57,13 @@ OPTIONS = {
         "minutes": "For so long; the learning rate follows the clock.",
     },
     "How": {
-        "batch_tokens": "Tokens of a step; any number: it is walked in pieces, and the gradients add up."
+        "batch_tokens": "Tokens of a step, in whole contexts; as many as you like: they are walked in pieces."
         " \\[default: 12 contexts]",
         "lr": "Highest learning rate. \\[default: 0.5/width, at most 4e-3]",
         "min_lr": "Lowest, at the end. \\[default: a tenth of it]",
         "warmup": "Steps in which it rises. \\[default: 100, at most a tenth of the run]",
         "schedule": f"{', '.join(SCHEDULES)}.",
-        "optimizer": "Any of torch.optim by name.",
+        "optimizer": "One of torch.optim by name.",
         "weight_decay": "On matrices only.",
         "beta1": "Of optimizers that have it.",
         "beta2": "Of optimizers that have it.",
@@ -74,7 +75,7 @@ OPTIONS = {
     "Watching and keeping": {
         "out": "Folder of the run. \\[default: the next free one in runs/]",
         "resume": "Go on with the run in --out, or with the newest in runs/.",
-        "config": "A .toml or .yaml file with any of these options; what is typed wins.",
+        "config": "A .toml or .yaml file with these options by name; what is typed wins.",
         "log_every": "Steps between two lines of metrics.",
         "eval_every": "Steps between two evaluations.",
         "eval_batches": "Batches of an evaluation.",
@@ -138,38 +139,43 @@ def _train(
     if resume:
         run = Run(folder or _newest_run())
         settings = replace(config_from(run.settings()), **_only_the_end(given, shape, file))
-        run.hold() if ranks.first else None
-        ranks.meet()
+        ranks.together(run.hold)
         for broken in run.damaged():
             display.say(f"{broken} is damaged and is left aside")
         checkpoint = next(run.whole(), None)
         at = (
-            f"step {checkpoint.step:,} ({checkpoint.folder})" if checkpoint else "the beginning: there is no checkpoint"
+            f"step {checkpoint.step:,} ({checkpoint.folder})" if checkpoint else "the beginning: no checkpoint is there"
         )
         display.say(f"resuming {run.folder} from {at}")
     else:
         from_file = _read_config(file) if file is not None else {}
+        folder = folder or from_file.pop("out", None)
         shape = dict(from_file.pop("shape", ())) | shape
         settings = TrainConfig(**{**from_file, **given, "shape": tuple(sorted(shape.items()))})
         run = Run(Path(ranks.agree(lambda: str(folder or _next_run(settings.model)))))
-        if ranks.first and run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
-            raise HandgradError(f"{run.folder} exists already: choose another --out, or go on with it by --resume")
+        ranks.together(run.check_free)
+    if settings.tensorboard:
+        _need_tensorboard()
     try:
         job = make_job(settings, ranks, display, checkpoint)
-        if ranks.first:
-            if not resume:
-                run.create(settings_of(job))
-                run.hold()
-            else:
-                run.go_on(settings_of(job), job.step if job.resumed else -1)
-        board = _tensorboard(run, display) if job.config.tensorboard and ranks.first else display
-        ranks.meet()
+        if resume and job.progress >= 1:
+            remedy = "make it longer with --steps, --epochs or --minutes"
+            raise HandgradError(f"{run.folder} is at step {job.step:,} already, and ends there: {remedy}")
+        ranks.together(lambda: _begin(job, run, resume))
         display.begin(job)
-        outcome = run_loop(job, run, ranks, board)
+        outcome = run_loop(job, run, ranks, _tensorboard(run, display) if job.config.tensorboard else display)
     finally:
         display.end()
     if ranks.first:
         _conclude(job, run, outcome)
+
+
+def _begin(job: Job, run: Run, resume: bool) -> None:
+    if resume:
+        run.go_on(settings_of(job), job.step if job.resumed else -1)
+    else:
+        run.create(settings_of(job))
+        run.hold()
 
 
 def _conclude(job: Job, run: Run, outcome: Outcome) -> None:
@@ -178,17 +184,17 @@ def _conclude(job: Job, run: Run, outcome: Outcome) -> None:
         loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
         out.print(f"finished after {outcome.step:,} steps{loss}", highlight=False)
     else:
+        resume = f"handgrad train --resume --out {run.folder}"
         out.print(
-            f"stopped after {outcome.step:,} steps; go on with: handgrad train --resume --out {run.folder}",
-            highlight=False,
-            soft_wrap=True,
+            f"stopped after {outcome.step:,} steps; go on with: {resume}", highlight=False, soft_wrap=True, markup=False
         )
-    written = next((r["sample"] for r in reversed(run.records()) if r.get("sample")), "")
+    written = sample(job)
     if written:
-        out.rule("what it writes", style="dim")
+        out.rule(f"what it writes after {outcome.step:,} steps", style="dim")
         out.print(written, highlight=False, markup=False, soft_wrap=True)
         out.rule(style="dim")
-    out.print(f"model   {outcome.checkpoint}\nreport  {run.folder / 'report.html'}", highlight=False, soft_wrap=True)
+    places = f"model   {outcome.checkpoint}\nreport  {run.folder / 'report.html'}"
+    out.print(places, highlight=False, soft_wrap=True, markup=False)
 
 
 def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | None) -> dict[str, Any]:
@@ -214,27 +220,49 @@ def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | Non
 
 def _read_config(file: Path) -> dict[str, Any]:
     """Options from a file, under the names they have on the command line."""
-    if not file.exists():
+    if not file.is_file():
         raise HandgradError(f"there is no file {file}")
+    if file.suffix not in (".toml", ".yaml", ".yml"):
+        raise HandgradError(f"{file} must be a .toml or .yaml file")
     try:
         text = file.read_text(encoding="utf-8")
-        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
+        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text) or {}
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as reason:
         raise HandgradError(f"{file} cannot be read: {reason}") from None
     if not isinstance(raw, dict):
-        raise HandgradError(f"{file} must hold options, one per line: steps = 500")
-    options: dict[str, Any] = {"shape": {}}
+        example = "steps = 500" if file.suffix == ".toml" else "steps: 500"
+        raise HandgradError(f"{file} must hold options, one per line: {example}")
+    hints = get_type_hints(TrainConfig)
+    options: dict[str, Any] = {}
+    shape: dict[str, Any] = {}
+    folder = None
     for key, value in raw.items():
         name = str(key).replace("-", "_")
-        if name in SHAPE:
-            options["shape"][name] = value
+        if name == "out" and isinstance(value, str):
+            folder = Path(value)
+        elif name in SHAPE:
+            shape[name] = value
+        elif name == "data":
+            options[name] = tuple(value) if isinstance(value, list) else (value,)
         elif name in KNOWN:
-            options[name] = (
-                (value,) if name == "data" and isinstance(value, str) else tuple(value) if name == "data" else value
-            )
+            options[name] = _number(value) if float in (hints[name], *get_args(hints[name])) else value
         else:
-            raise HandgradError(f"{file}: there is no option {key!r}; there are {', '.join(sorted({*KNOWN, *SHAPE}))}")
-    return options
+            raise HandgradError(
+                f"{file}: there is no option {key!r}; there are {', '.join(sorted({*KNOWN, *SHAPE, 'out'}))}"
+            )
+    try:
+        TrainConfig(**options)
+    except HandgradError as mistake:
+        raise HandgradError(f"{file}: {mistake}") from None
+    return {**options, "shape": shape, **({"out": folder} if folder else {})}
+
+
+def _number(value: object) -> object:
+    """YAML reads 1e-3 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _next_run(model: str) -> Path:
@@ -266,11 +294,14 @@ class _Both:
         return getattr(self.display, name)
 
 
+def _need_tensorboard() -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise HandgradError("--tensorboard needs the package tensorboard: pip install tensorboard")
+
+
 def _tensorboard(run: Run, display: Lines) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise HandgradError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return _Both(display, SummaryWriter(str(run.folder / "tensorboard")))
 
 
@@ -285,6 +316,10 @@ def generate(
     ] = None,
 ) -> None:
     """Let a model write on from a prompt, token by token."""
+    if not model.is_dir():
+        raise HandgradError(
+            f"{model} is not a folder: give a model directory, or the folder of a run of handgrad train"
+        )
     folder = model_folder(model)
     network = load(folder)
     words = read(folder)

@@ -1,6 +1,7 @@
 """Shapes of models, as frozen dataclasses, and the presets. Knows nothing of tensors."""
 
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 
 from .errors import HandgradError
 
@@ -129,6 +130,9 @@ class TrainConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            _check_type(field.name, kind, getattr(self, field.name))
         if self.schedule not in SCHEDULES:
             raise HandgradError(f"--schedule must be {', '.join(SCHEDULES)}, not {self.schedule!r}")
         if self.recompute not in ("none", "blocks"):
@@ -143,16 +147,33 @@ class TrainConfig:
                  "save_every": 1, "keep": 1, "sample_tokens": 0, "seed": 0}  # fmt: skip
         for name, smallest in least.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < smallest):
+            if value is not None and value < smallest:
                 raise HandgradError(f"{_flag(name)} must be a whole number of at least {smallest}, not {value!r}")
         for name in ("epochs", "minutes", "lr", "min_lr", "weight_decay", "clip"):
             value = getattr(self, name)
             positive = name in ("epochs", "minutes", "lr")
-            if value is not None and (not isinstance(value, int | float) or value < 0 or (positive and value == 0)):
+            if value is not None and (value < 0 or (positive and value == 0)):
                 raise HandgradError(f"{_flag(name)} must be {'above' if positive else 'at least'} 0, not {value!r}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise HandgradError(f"{_flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
+
+
+def _check_type(name: str, kind: str, value: object) -> None:
+    """What comes from a file can be anything."""
+    if value is None and "None" in kind:
+        return
+    if kind.startswith("bool") and not isinstance(value, bool):
+        raise HandgradError(f"{_flag(name)} must be true or false, not {value!r}")
+    if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
+        raise HandgradError(f"{_flag(name)} must be a whole number, not {value!r}")
+    numeric = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if kind.startswith("float") and not numeric:
+        raise HandgradError(f"{_flag(name)} must be a number, not {value!r}")
+    if kind.startswith("str") and not isinstance(value, str):
+        raise HandgradError(f"{_flag(name)} must be text, not {value!r}")
+    if name == "data" and not (isinstance(value, tuple) and all(isinstance(source, str) for source in value)):
+        raise HandgradError(f"--data must name files, folders or patterns, not {value!r}")
 
 
 def _flag(name: str) -> str:

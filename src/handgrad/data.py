@@ -30,6 +30,7 @@ from .tokenizer import Tokenizer
 CHUNK = 1 << 18  # characters read at once
 HEADER = 4096  # bytes
 MAGIC = "handgrad tokens 1"
+LEAVE_OUT = "leave it out by naming files or a pattern, as in --data 'folder/*.txt'"
 
 
 class Text(NamedTuple):
@@ -75,6 +76,9 @@ def from_stdin() -> Path:
         while piece := sys.stdin.buffer.read(CHUNK):
             digest.update(piece)
             file.write(piece)
+    if not Path(file.name).stat().st_size:
+        Path(file.name).unlink()
+        raise HandgradError("standard input was empty")
     target = folder / f"{digest.hexdigest()[:32]}.txt"
     os.replace(file.name, target)
     return target
@@ -93,14 +97,14 @@ def _pieces(file: Path) -> Iterator[Text]:
         with open(file, encoding="utf-8", newline="") as opened:
             while new := opened.read(CHUNK):
                 if "\0" in new:
-                    raise HandgradError(f"{file} is not a text file: it holds zero bytes")
+                    raise HandgradError(f"{file} is not a text file, it holds zero bytes: {LEAVE_OUT}")
                 rest += new
                 cut = _line_begin(rest)
                 if cut:
                     yield Text(rest[:cut], False)
                     rest = rest[cut:]
     except UnicodeDecodeError as reason:
-        raise HandgradError(f"{file} is not UTF-8 text (byte {reason.start}): convert it, or leave it out") from None
+        raise HandgradError(f"{file} is not UTF-8 text (byte {reason.start}): convert it, or {LEAVE_OUT}") from None
     yield Text(rest, True)
 
 
@@ -122,7 +126,9 @@ def _lines(file: Path, field: str) -> Iterator[Text]:
                 record = json.loads(line)
                 if not isinstance(record, dict) or not isinstance(record.get(field), str):
                     has = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is no object"
-                    raise HandgradError(f"{file}, line {number}: no text under {field!r}; {has}")
+                    if isinstance(record, dict) and field in record:
+                        has = f"there is {record[field]!r}"
+                    raise HandgradError(f"{file}, line {number}: no text under {field!r}: {has} (--text-field)")
                 yield Text(record[field], True)
         except json.JSONDecodeError as reason:
             raise HandgradError(f"{file}, line {number} is not JSON: {reason}") from None
@@ -271,8 +277,8 @@ def split(tokens: Tokens, context: int, share: float, seed: int) -> tuple[Window
     held = round(n * share)
     if share and (held <= context or n - held <= context):
         raise HandgradError(
-            f"{n:,} tokens are too few to keep {share:.0%} for validation with a context of {context}: give more data, or"
-            " --val-share 0"
+            f"{n:,} tokens are too few to keep {share:g} of them for validation with a context of {context}: give more"
+            " data, or --val-share 0"
         )
     training = Windows(tokens, 0, n - held, context, seed)
     return training, Windows(tokens, n - held, n, context, seed) if held else None

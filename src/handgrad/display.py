@@ -113,7 +113,7 @@ class Board(Lines):
         facts = Table(box=None, show_header=False, pad_edge=False)
         for _ in range(3):
             facts.add_column(style="dim", no_wrap=True)
-            facts.add_column(no_wrap=True, min_width=14)
+            facts.add_column(no_wrap=True, min_width=9)
         of = f" of {job.config.steps:,}" if job.config.steps else ""
         best = min((loss for _, loss in self.evaluations), default=None)
         cells = [

@@ -83,6 +83,20 @@ class Ranks:
         dist.broadcast(text, 0)
         return bytes(text.tolist()).decode()
 
+    def together(self, act: Callable[[], None]) -> None:
+        """The first process acts; if it fails, all fail with its reason."""
+
+        def attempt() -> str:
+            try:
+                act()
+            except HandgradError as mistake:
+                return str(mistake)
+            return ""
+
+        mistake = self.agree(attempt)
+        if mistake:
+            raise HandgradError(mistake)
+
     def meet(self) -> None:
         if self.size > 1:
             dist.barrier()

@@ -239,6 +239,11 @@ class GPT(nn.Module):
             try:
                 self.to_empty(device=device or torch.get_default_device())
             except (AssertionError, RuntimeError) as reason:
+                if "alloc" in str(reason):
+                    count = sum(p.numel() for p in self.parameters())
+                    raise HandgradError(
+                        f"there is no memory for {count:,} parameters: choose a smaller shape"
+                    ) from None
                 raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
             if config.tied:
                 self.lm_head.weight = self.transformer.wte.weight  # to_empty made two of one
@@ -535,7 +540,9 @@ class GPT(nn.Module):
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load a sound checkpoint")
-        raise NonFiniteError(f"the activations overflowed {a.dtype}: use a wider dtype or a smaller learning rate")
+        raise NonFiniteError(
+            f"the activations overflowed {self.lm_head.weight.dtype}: use a wider dtype or a smaller learning rate"
+        )
 
 
 def _within(block: int, record: Record) -> Record:

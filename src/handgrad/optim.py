@@ -124,6 +124,8 @@ def maker(
     kinds = {k.lower(): v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
     for unfit in ("optimizer", "lbfgs", "sparseadam", "muon"):  # no rule, asks for closures, for sparsity, for matrices
         kinds.pop(unfit, None)
+    if name.lower() in ("lbfgs", "sparseadam", "muon"):
+        raise HandgradError(f"{name} needs closures, sparse gradients or matrices only: choose another optimizer")
     if name.lower() not in kinds:
         raise HandgradError(
             f"torch.optim has no {name!r}; choose {', '.join(sorted(k.__name__ for k in kinds.values()))}"

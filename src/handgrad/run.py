@@ -52,9 +52,17 @@ class Run:
     def exists(self) -> bool:
         return (self.folder / "run.json").exists()
 
-    def create(self, settings: dict[str, Any]) -> None:
+    def check_free(self) -> None:
+        """Before any work is done: whether a new run can be put here."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise HandgradError(f"{self.folder} exists already: choose another --out, or go on with it by --resume")
+            remedy = "choose another --out, or go on with it by --resume" if self.exists else "choose another --out"
+            raise HandgradError(f"{self.folder} exists already: {remedy}")
+        above = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise HandgradError(f"nothing can be written in {above}: choose another --out")
+
+    def create(self, settings: dict[str, Any]) -> None:
+        self.check_free()
         self.checkpoints.mkdir(parents=True)
         write_text(self.folder / "run.json", json.dumps(settings, indent=1) + "\n")
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import data, optim, tokenizer
-from .checkpoint import load, read_tensors
+from .checkpoint import load, load_config, read_tensors
 from .config import PRESETS, GPTConfig, TrainConfig, preset
 from .data import Windows
 from .distributed import Ranks
@@ -25,7 +27,7 @@ from .gpt import GPT
 from .material import default_corpus
 from .optim import OptimizerInBackward
 from .plan import make_plan, product_rate
-from .run import Checkpoint, Run
+from .run import Checkpoint, Run, model_folder
 from .tokenizer import Tokenizer
 
 
@@ -269,6 +271,8 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("\nfinishing this step, then saving; once more ends at once\n")
 
 
 # ── getting ready ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,12 +280,16 @@ class Stop:
 
 def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
     """Data, tokenizer, model and optimizer of a run, new or from a checkpoint; the configuration resolved."""
+    optim.maker(config.optimizer, 1.0, 0.0, (0.9, 0.9))  # a wrong name is said before anything is read
     if config.update_inside and config.recompute == "none":
         config = replace(config, recompute="blocks")
     config = replace(config, data=tuple(json.loads(ranks.agree(lambda: json.dumps(_sources(config))))))
     files, corpus = _files(config)
     folder = Path(config.model)
-    directory = checkpoint.folder if checkpoint is not None else folder if folder.is_dir() else None
+    directory = checkpoint.folder if checkpoint is not None else model_folder(folder) if folder.is_dir() else None
+    if checkpoint is None and directory is not None and (config.shape or config.tokenizer):
+        fixed = f"--{config.shape[0][0].replace('_', '-')}" if config.shape else "--tokenizer"
+        raise HandgradError(f"{fixed} cannot change a model that exists ({directory}): leave it out")
     if config.model not in PRESETS and directory is None:
         raise HandgradError(f"{config.model!r} is neither a preset ({', '.join(PRESETS)}) nor a model directory")
     texts = tokenizer.read(directory) if directory is not None else _tokenizer(config, files, ranks)
@@ -293,18 +301,15 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
         ranks.meet()
         display.say(f"data: {corpus}, {len(tokens):,} tokens of {texts.n_vocab:,}")
 
+    shape = load_config(directory) if directory is not None else _shape(config, texts)
+    context = shape.n_context
+    training, validation = data.split(tokens, context, config.val_share, config.seed)
     dtype = getattr(torch, config.dtype)
-    model = (
-        load(directory, dtype=dtype)
-        if directory is not None
-        else GPT(_shape(config, texts), seed=config.seed, dtype=dtype)
-    )
+    model = load(directory, dtype=dtype) if directory is not None else GPT(shape, seed=config.seed, dtype=dtype)
     if texts.n_vocab > model.config.n_vocab:
         raise HandgradError(
             f"the tokenizer has {texts.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong together"
         )
-    context = model.config.n_context
-    training, validation = data.split(tokens, context, config.val_share, config.seed)
     batch = max(1, round((config.batch_tokens or 12 * context) / context))
     config = _resolve(config, batch, training, model.config.d_model)
 
