@@ -149,7 +149,7 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[],
         )
         ranks.wait()
         grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
-        each = torch.stack(torch._foreach_norm(list(grads.values()), dtype=torch.float64))
+        each = torch.stack([optim.norm(grad) for grad in grads.values()]).double()
         norm = each.norm().item()
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is not finite")
