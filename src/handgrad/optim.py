@@ -144,7 +144,8 @@ def maker(
 def norm(grad: Tensor) -> Tensor:
     """√⟨g, g⟩: the library's product of vectors reads g once, at the speed of memory."""
     if grad.dtype == torch.bfloat16:  # would sum in three digits
-        return torch.linalg.vector_norm(grad, dtype=torch.float32)
+        length: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        return length
     flat = grad.view(-1)
     return torch.dot(flat, flat).sqrt()
 
