@@ -8,6 +8,7 @@ from torch import nn
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad import optim
 from handgrad.optim import OptimizerInBackward
 from handgrad.verify import relative_error
 
@@ -87,3 +88,18 @@ def test_a_schedule_can_reach_every_layer() -> None:
     before = [p.clone() for p in model.parameters()]
     optimizer.step(*make_batch(model, [9]))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_a_factor_is_taken_along_by_the_step(kind: str) -> None:
+    start, grads = torch.randn(7, 5), [torch.randn(7, 5) for _ in range(3)]
+    ends = []
+    for inside in (True, False):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = optim.maker(kind, 0.1, 0.01, (0.9, 0.99))([p])
+        for grad in grads:
+            p.grad = grad.clone() if inside else 0.25 * grad
+            optim.step(optimizer, 0.25 if inside else 1.0)
+        assert not hasattr(optimizer, "grad_scale")
+        ends.append(p.detach())
+    assert torch.allclose(*ends, atol=1e-6, rtol=0) and not torch.allclose(ends[0], start)

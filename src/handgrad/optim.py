@@ -141,6 +141,27 @@ def maker(
     return lambda parameters: kind(groups(parameters, decay), **options)
 
 
+def step(optimizer: Optimizer, factor: float) -> None:
+    """One step with every gradient times `factor`. A fused kernel takes the factor along while it reads the gradients, by
+    the way meant for loss scaling; for others they are multiplied first."""
+    if factor == 1:
+        optimizer.step()
+        return
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if fused and all(grad.dtype != torch.float64 for grad in grads):  # the kernel reads the factor in float32
+        scaling: Any = optimizer
+        scaling.grad_scale = grads[0].new_tensor(1 / factor, dtype=torch.float32)
+        scaling.found_inf = torch.zeros_like(scaling.grad_scale)
+        try:
+            optimizer.step()
+        finally:
+            del scaling.grad_scale, scaling.found_inf
+    else:
+        torch._foreach_mul_(grads, factor)
+        optimizer.step()
+
+
 def norm(grad: Tensor) -> Tensor:
     """√⟨g, g⟩: the library's product of vectors reads g once, at the speed of memory."""
     if grad.dtype == torch.bfloat16:  # would sum in three digits

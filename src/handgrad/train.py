@@ -156,9 +156,8 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[],
     except NonFiniteError as trouble:
         job.model.zero_grad()
         raise NonFiniteError(f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets)}") from None
-    if job.config.clip and norm > job.config.clip:
-        torch._foreach_mul_(list(grads.values()), job.config.clip / (norm + 1e-6))
-    job.optimizer.step()
+    clip = job.config.clip
+    optim.step(job.optimizer, clip / (norm + 1e-6) if clip and norm > clip else 1.0)
     return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
 
 
