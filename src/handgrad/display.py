@@ -1,6 +1,5 @@
 """How a run is shown: live on a terminal, plain lines elsewhere."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,6 @@ class Board(Lines):
         self.sample = ""
         self.live: Live | None = None
         self.bar: Progress | None = None
-        self.since = time.monotonic()
 
     def reading(self, total: int) -> Callable[[int], None]:
         columns = (TextColumn("reading the text"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -83,7 +81,6 @@ class Board(Lines):
     def begin(self, job: Job) -> None:
         self._close_bar()
         super().begin(job)
-        self.since = time.monotonic() - job.seconds
         self.live = Live(self._draw(), console=self.console, refresh_per_second=4, transient=False)
         self.live.start()
 

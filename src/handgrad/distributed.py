@@ -51,10 +51,6 @@ class Ranks:
         dist.all_reduce(both)
         return [float(x) for x in both]
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
-        return self.total(float(flag))[0] > 0
-
     def sum_behind(self, layer: list[nn.Parameter]) -> None:
         """Begin to sum a layer's gradients, and come back at once."""
         if self.size > 1:

@@ -62,23 +62,19 @@ class OptimizerInBackward:
 
             def measure(layer: list[nn.Parameter]) -> None:
                 self.combine(layer)
-                squares.extend(p.grad.double().square().sum() for p in layer if p.grad is not None)
+                squares.extend(norm(p.grad).double().square() for p in layer if p.grad is not None)
                 _let_go(layer)
 
             self._up(kept, n_targets, measure, once=False)
             self.norm = math.sqrt(sum(x.item() for x in squares))
             if not math.isfinite(self.norm):
                 raise NonFiniteError("the gradient is not finite")  # before anything is updated
-            factor = min(1.0, self.clip / (self.norm + 1e-6))  # as torch's clip_grad_norm_
+            factor = clip_factor(self.norm, self.clip)
 
         def update(layer: list[nn.Parameter]) -> None:
             self.combine(layer)
-            if factor < 1:
-                for p in layer:
-                    if p.grad is not None:
-                        p.grad.mul_(factor)
             for optimizer in {self.optimizers[p] for p in layer if p in self.optimizers}:
-                optimizer.step()
+                step(optimizer, factor)
             _let_go(layer)
 
         return self._up(kept, n_targets, update)
@@ -139,6 +135,11 @@ def maker(
         options["fused"] = True
     decay = weight_decay if "weight_decay" in takes else 0.0
     return lambda parameters: kind(groups(parameters, decay), **options)
+
+
+def clip_factor(length: float, clip: float | None) -> float:
+    """What brings a gradient of this norm down to `clip`, as torch's clip_grad_norm_ has it; 1 if there is no need."""
+    return min(1.0, clip / (length + 1e-6)) if clip else 1.0
 
 
 def step(optimizer: Optimizer, factor: float) -> None:

@@ -156,8 +156,7 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[],
     except NonFiniteError as trouble:
         job.model.zero_grad()
         raise NonFiniteError(f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets)}") from None
-    clip = job.config.clip
-    optim.step(job.optimizer, clip / (norm + 1e-6) if clip and norm > clip else 1.0)
+    optim.step(job.optimizer, optim.clip_factor(norm, job.config.clip))
     return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
 
 
