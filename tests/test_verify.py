@@ -63,7 +63,7 @@ def test_a_forgotten_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forgotten_tied_contribution_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Head, "accumulate", lambda self, delta, a: None)
+    monkeypatch.setattr(Head, "accumulate", lambda self, delta, a, draw: None)
     wte = "transformer.wte.weight"
     assert red(make_model(), [9]) == {wte, f"{wte} along u"}
 

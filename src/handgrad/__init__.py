@@ -1,5 +1,6 @@
 """handgrad: train, fine-tune, run and see through GPT-style transformers with every gradient derived by hand."""
 
+from . import lora
 from .checkpoint import load, save
 from .config import GPTConfig, preset
 from .errors import HandgradError, NonFiniteError
@@ -18,6 +19,7 @@ __all__ = [
     "Trace",
     "generate",
     "load",
+    "lora",
     "preset",
     "save",
     "trace",

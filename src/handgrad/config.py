@@ -1,6 +1,8 @@
 """Shapes of models, as frozen dataclasses, and the presets. Knows nothing of tensors."""
 
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 
 from .errors import HandgradError
@@ -87,6 +89,60 @@ def preset(name: str, **changes: object) -> GPTConfig:
     return replace(PRESETS[name], **changes)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters beside some of a model's linear layers."""
+
+    rank: int = 16
+    alpha: float | None = None  # the rank unless given, which makes the factor 1
+    targets: str | tuple[str, ...] = "all-linear"  # names, ends of names or regular expressions
+    rank_pattern: dict[str, int] = field(
+        default_factory=dict
+    )  # other ranks and alphas where a name, or its end, matches
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rslora: bool = False  # the factor is alpha/√rank, not alpha/rank
+    dora: bool = False  # a trained magnitude for each output
+    dropout: float = 0.0  # of what the branch reads, while training
+    freeze_down: bool = False  # LoRA-FA: only the up factor trains
+    modules_to_save: tuple[str, ...] = ()  # trained whole and kept with the adapter
+
+    def __post_init__(self) -> None:
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as reason:
+                raise HandgradError(f"{pattern!r} is not a regular expression: {reason}") from None
+        for what, rank in {"rank": self.rank, **self.rank_pattern}.items():
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+                raise HandgradError(
+                    f"the rank of an adapter must be a whole number of at least 1, not {rank!r} ({what})"
+                )
+        for what, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
+            if alpha is not None and not (_is_number(alpha) and alpha > 0):
+                raise HandgradError(f"alpha must be a number above 0, not {alpha!r} ({what})")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise HandgradError(f"the dropout of an adapter must be at least 0 and below 1, not {self.dropout!r}")
+
+    def rank_of(self, name: str) -> int:
+        return self.rank_pattern.get(_pattern_for(name, self.rank_pattern), self.rank)
+
+    def alpha_of(self, name: str) -> float:
+        return self.alpha_pattern.get(_pattern_for(name, self.alpha_pattern), self.alpha or self.rank)
+
+    def scale_of(self, name: str) -> float:
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (rank**0.5 if self.rslora else rank)
+
+
+def _pattern_for(name: str, patterns: Iterable[str]) -> str:
+    return next((p for p in patterns if matches(p, name)), "")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the pattern is the name, the end of it after a dot, or a regular expression for either."""
+    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+
+
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -130,9 +186,9 @@ class TrainConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-            _check_type(field.name, kind, getattr(self, field.name))
+        for f in fields(self):
+            kind = f.type.__name__ if isinstance(f.type, type) else str(f.type)
+            _check_type(f.name, kind, getattr(self, f.name))
         if self.schedule not in SCHEDULES:
             raise HandgradError(f"--schedule must be {', '.join(SCHEDULES)}, not {self.schedule!r}")
         if self.recompute not in ("none", "blocks"):
@@ -167,13 +223,16 @@ def _check_type(name: str, kind: str, value: object) -> None:
         raise HandgradError(f"{_flag(name)} must be true or false, not {value!r}")
     if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
         raise HandgradError(f"{_flag(name)} must be a whole number, not {value!r}")
-    numeric = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if kind.startswith("float") and not numeric:
+    if kind.startswith("float") and not _is_number(value):
         raise HandgradError(f"{_flag(name)} must be a number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
         raise HandgradError(f"{_flag(name)} must be text, not {value!r}")
     if name == "data" and not (isinstance(value, tuple) and all(isinstance(source, str) for source in value)):
         raise HandgradError(f"--data must name files, folders or patterns, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _flag(name: str) -> str:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .errors import HandgradError
@@ -52,9 +52,9 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str] = ()) -> None:
     """A folder filled by `fill`, in place of the one that was there, whole or not at all. Files of the old folder that
-    `fill` does not write come along."""
+    `fill` does not write come along, unless they match a pattern of `stale`: they are what the new ones replace."""
     folder = folder.resolve()
     if folder == Path.cwd():
         raise HandgradError(f"{folder} is the folder you are in, which cannot be replaced whole: write from outside it")
@@ -67,7 +67,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         os.chmod(partial, folder.stat().st_mode & 0o777 if folder.exists() else 0o777 & ~_umask())
         if folder.exists():
             for other in folder.iterdir():
-                if not (partial / other.name).exists():
+                if not (partial / other.name).exists() and not any(other.match(pattern) for pattern in stale):
                     if other.is_dir() and not other.is_symlink():
                         shutil.copytree(other, partial / other.name, symlinks=True)
                     else:

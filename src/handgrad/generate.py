@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .block import Block
 from .errors import HandgradError
-from .gpt import GPT, Block
+from .gpt import GPT
 from .ops import activation, embedding
 
 

@@ -1,36 +1,32 @@
-"""Block and GPT: the paper's Table 2, read downwards in `forward` and upwards in `backward`.
+"""GPT: the paper's Table 2, read downwards in `down` and upwards in `up`; what is in the brackets is `block.py`.
 
     a_0 ids → a_1 embeddings → [ a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
                                → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9 ]
             → a_11 norm → a_12 logits → loss
 
 The stream is (n, d): all sequences packed end to end, a row is a token. Parameters carry Hugging Face's GPT-2 names.
-A block keeps about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7); norms and activations are computed again.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .config import GPTConfig
+from .block import Block, Record, Saved, ignore
+from .config import GPTConfig, LoRAConfig
 from .errors import HandgradError, NonFiniteError
-from .layers import Embedding, Head, LayerNorm, Linear, LoRA, QueryKeyValue
+from .layers import Embedding, Head, LayerNorm, LoRA
 from .machine import give_back_freed_memory
-from .ops import activation, attention, embedding, layernorm, loss
+from .ops import attention, embedding, loss
 
-Record = Callable[[str, Tensor], None]  # given a name from the paper and the tensor that bears it
 Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 LOGITS_AT_ONCE = 1 << 25  # entries of the logits matrix that exist at any time; with fewer its products slow down
 TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is walked in pieces of this size
-
-
-def ignore(name: str, value: Tensor) -> None:
-    """The recorder that keeps nothing."""
 
 
 def go_on(parameters: list[nn.Parameter]) -> None:
@@ -53,15 +49,7 @@ class Piece(NamedTuple):
     lengths: tuple[int, ...]
     rows: Tensor  # (m)   those that have a target
     targets: Tensor  # (m)
-
-
-class Saved(NamedTuple):
-    """What a block keeps for its way back."""
-
-    norm_1: layernorm.Saved  # holds a_1
-    heads: attention.Saved  # holds q, k, v, a_3
-    norm_5: layernorm.Saved  # holds a_5
-    a_7: Tensor
+    draw: int | None = None  # seed of the adapters' dropout; None drops nothing
 
 
 class Kept(NamedTuple):
@@ -73,131 +61,6 @@ class Kept(NamedTuple):
         list[Saved | Tensor]
     ]  # of each block, of each piece: all it needs, or only its a_1 to start again from
     lowest: int  # block below which nothing trains
-
-
-class Attention(nn.Module):
-    """c_attn is [w_q | w_k | w_v] side by side, (d, h(2 d_ρ + d_h)); c_proj is w_3."""
-
-    def __init__(self, config: GPTConfig, device: torch.device | None):
-        super().__init__()
-        self.n_heads, self.causal = config.n_heads, config.causal
-        self.queries, self.values = config.n_heads * config.query_width, config.n_heads * config.value_width
-        self.c_attn: Linear | LoRA = QueryKeyValue(config.d_model, self.queries, self.values, config.key_bias, device)
-        self.c_proj: Linear | LoRA = Linear(self.values, config.d_model, device=device)
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(n, h(2 d_ρ + d_h)) → q, k (n, h, d_ρ) and v (n, h, d_h), views"""
-        q, k, v = torch.split(qkv, [self.queries, self.queries, self.values], 1)
-        n, h = len(qkv), self.n_heads
-        return q.view(n, h, -1), k.view(n, h, -1), v.view(n, h, -1)
-
-    def forward(self, a_2: Tensor, spans: attention.Spans, asking: Tensor | None) -> attention.Saved:
-        q, k, v = self.split(self.c_attn.forward(a_2))
-        return attention.forward(q if asking is None else q[asking], k, v, spans, self.causal)[1]
-
-    def backward(
-        self, delta_3: Tensor, saved: attention.Saved, spans: attention.Spans, asking: Tensor | None
-    ) -> Tensor:
-        """Δ_3 → the error signal of q, k and v side by side. With [w_q | w_k | w_v]ᵗ it becomes Δ_2: there the three
-        branches of (33) meet in one product."""
-        delta_qkv = delta_3.new_empty(len(saved.k), 2 * self.queries + self.values)
-        delta_q, delta_k, delta_v = self.split(delta_qkv)
-        into = delta_q if asking is None else torch.empty_like(saved.q)
-        attention.backward(delta_3.view_as(saved.a), saved, spans, self.causal, (into, delta_k, delta_v))
-        if asking is not None:
-            delta_q.zero_().index_copy_(0, asking, into)
-        return delta_qkv
-
-
-class MLP(nn.Module):
-    """c_fc is w_6, c_proj is w_8."""
-
-    def __init__(self, config: GPTConfig, device: torch.device | None):
-        super().__init__()
-        self.c_fc: Linear | LoRA = Linear(config.d_model, config.hidden_width, device=device)
-        self.c_proj: Linear | LoRA = Linear(config.hidden_width, config.d_model, device=device)
-
-
-class Block(nn.Module):
-    def __init__(self, config: GPTConfig, device: torch.device | None):
-        super().__init__()
-        self.g = config.activation
-        self.ln_1 = LayerNorm(config.d_model, config.eps, device)
-        self.attn = Attention(config, device)
-        self.ln_2 = LayerNorm(config.d_model, config.eps, device)
-        self.mlp = MLP(config, device)
-
-    def forward(
-        self, a_1: Tensor, spans: attention.Spans, asking: Tensor | None = None, record: Record = ignore
-    ) -> tuple[Tensor, Saved]:
-        """a_1 (n, d) → a_10 (n, d). If only the rows `asking` are wanted, as in the last block, where nothing but targets
-        counts, everything after the keys and values is computed for them alone: a_10 (m, d)."""
-        a_2, norm_1 = self.ln_1.forward(a_1)
-        heads = self.attn.forward(a_2, spans, asking)
-        a_3 = heads.a.flatten(1)
-        a_4 = self.attn.c_proj.forward(a_3)
-        a_5 = a_4 + (a_1 if asking is None else a_1[asking])
-        a_6, norm_5 = self.ln_2.forward(a_5)
-        a_7 = self.mlp.c_fc.forward(a_6)
-        a_8 = activation.forward(a_7, self.g)
-        a_9 = self.mlp.c_proj.forward(a_8)
-        a_10 = a_5 + a_9
-        if record is not ignore:
-            for i, a in enumerate((a_1, a_2, a_3, a_4, a_5, a_6, a_7, a_8, a_9, a_10), 1):
-                record(f"a_{i}", a)
-            for name, x in zip("qkv", heads[:3], strict=True):
-                record(name, x.transpose(0, 1))
-            for i, norm in ((1, norm_1), (5, norm_5)):
-                record(f"mu_{i}", norm.mu)
-                record(f"sigma_{i}", 1 / norm.inv_sigma)
-                record(f"a_bar_{i}", layernorm.normalized(norm))
-        return a_10, Saved(norm_1, heads, norm_5, a_7)
-
-    def backward(
-        self,
-        delta_10: Tensor,
-        saved: Saved,
-        spans: attention.Spans,
-        asking: Tensor | None = None,
-        lowest: bool = False,
-        record: Record = ignore,
-    ) -> Tensor:
-        """Δ_10 → Δ_1; the gradients of the block's parameters are added into `.grad`. Where the block is the `lowest`
-        thing that trains, Δ_1 is not computed and what comes back means nothing."""
-        norm_1, heads, norm_5, a_7 = saved
-        delta_8 = self.mlp.c_proj.backward(delta_10)  # Δ_9 = Δ_10
-        delta_7, a_8 = activation.backward(delta_8, a_7, self.g)
-        self.mlp.c_proj.accumulate(delta_10, a_8)
-        del a_8
-        if record is ignore:
-            del delta_8
-        delta_6 = self.mlp.c_fc.backward(delta_7)
-        a_bar_5, a_6 = self.ln_2.again(norm_5)
-        self.mlp.c_fc.accumulate(delta_7, a_6)
-        delta_5 = self.ln_2.backward(delta_6, a_bar_5, norm_5.inv_sigma).add_(delta_10)
-        delta_3 = self.attn.c_proj.backward(delta_5)  # Δ_4 = Δ_5
-        self.attn.c_proj.accumulate(delta_5, heads.a.flatten(1))
-        delta_qkv = self.attn.backward(delta_3, heads, spans, asking)
-        a_bar_1, a_2 = self.ln_1.again(norm_1)
-        self.attn.c_attn.accumulate(delta_qkv, a_2)
-        if lowest and not self.ln_1.weight.requires_grad and not self.ln_1.bias.requires_grad:
-            return delta_5
-        delta_2 = self.attn.c_attn.backward(delta_qkv)
-        delta_1 = self.ln_1.backward(delta_2, a_bar_1, norm_1.inv_sigma)
-        delta_1 = delta_1.add_(delta_5) if asking is None else delta_1.index_add_(0, asking, delta_5)
-        if record is not ignore:
-            deltas = (delta_1, delta_2, delta_3, delta_5, delta_5, delta_6, delta_7, delta_8, delta_10, delta_10)
-            for i, delta in enumerate(deltas, 1):
-                record(f"delta_{i}", delta)
-            lengths = tuple(length for span in spans for length in (span.length,) * span.sequences)
-            rho, signal = attention.maps(delta_3.view_as(heads.a), heads, lengths, self.attn.causal)
-            record("rho", rho)
-            record("delta_causal", signal)
-            record("delta_raw", signal / math.sqrt(heads.q.shape[2]))
-        return delta_1
-
-    def trainable(self) -> bool:
-        return any(p.requires_grad for p in self.parameters())
 
 
 class Transformer(nn.Module):
@@ -230,6 +93,8 @@ class GPT(nn.Module):
         if dtype not in DTYPES:
             raise HandgradError(f"dtype must be float64, float32 or bfloat16, not {dtype}")
         self.config = config
+        self.adapter: LoRAConfig | None = None  # what `lora` has put beside the linear layers
+        self.source = ""  # the folder it was read from
         meta = torch.device("meta")
         self.transformer = Transformer(config, meta)
         weight = self.transformer.wte.weight if config.tied else Embedding(config.n_vocab, config.d_model, meta).weight
@@ -305,6 +170,7 @@ class GPT(nn.Module):
         *,
         n_targets: int | None = None,
         recompute: str = "none",
+        seed: int | None = None,
         finished: Finished = go_on,
         record: Record = ignore,
     ) -> float:
@@ -314,13 +180,16 @@ class GPT(nn.Module):
                     calls together: then each call returns its share of the mean, and shares and gradients add up.
         recompute   "blocks" keeps only each block's input and computes the block again on the way back: less memory,
                     about a third more time.
+        seed        Of the adapters' dropout, if they have any; drawn from torch's random numbers unless given. After
+                    model.eval(), and while recording, nothing is dropped.
         finished    Called with the parameters of a layer as soon as their gradients are final, from the head down to
                     the embeddings, while the way back still goes on.
         record      Called with every intermediate under the paper's name.
         """
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
-        pieces = self.pieces(tokens, targets, lengths, whole=record is not ignore)
+        draw = self.draw(seed) if record is ignore else None
+        pieces = self.pieces(tokens, targets, lengths, whole=record is not ignore, draw=draw)
         if n_targets is None:
             n_targets = sum(len(piece.targets) for piece in pieces)
         elif n_targets < 1:
@@ -403,7 +272,7 @@ class GPT(nn.Module):
             blocks.append([])
             for j, piece in enumerate(pieces):
                 a_1 = streams[j]
-                streams[j], saved = block.forward(a_1, *self._asked(i, piece, record), _within(i, record))
+                streams[j], saved = block.forward(a_1, *self._asked(i, piece, record), _within(i, record), piece.draw)
                 if i >= lowest:
                     blocks[i].append(a_1 if again else saved)
         return Kept(pieces, streams, blocks, lowest)
@@ -432,8 +301,10 @@ class GPT(nn.Module):
                 spans, asking = self._asked(i, piece, record)
                 saved = kept.blocks[i].pop(0) if once else kept.blocks[i][j]
                 if isinstance(saved, Tensor):
-                    saved = self.blocks[i].forward(saved, spans, asking)[1]
-                deltas[j] = self.blocks[i].backward(deltas[j], saved, spans, asking, lowest, _within(i, record))
+                    saved = self.blocks[i].forward(saved, spans, asking, draw=piece.draw)[1]
+                deltas[j] = self.blocks[i].backward(
+                    deltas[j], saved, spans, asking, lowest, _within(i, record), piece.draw
+                )
                 del saved
             finished(next(layers))
         if self._embeddings_train():
@@ -459,10 +330,11 @@ class GPT(nn.Module):
         deltas = []
         for part, answer in self._parts(piece.targets):
             a = answering[part]
-            summed, delta_12 = loss.forward_and_delta(self.lm_head.forward(a), answer, 1 / n_targets)
+            draw = None if piece.draw is None else piece.draw + part.start
+            summed, delta_12 = loss.forward_and_delta(self.lm_head.forward(a, draw), answer, 1 / n_targets)
             total += self._finite(summed).item()
-            delta_11[part] = self.lm_head.backward(delta_12)
-            self.lm_head.accumulate(delta_12, a)
+            delta_11[part] = self.lm_head.backward(delta_12, draw)
+            self.lm_head.accumulate(delta_12, a, draw)
             if record is not ignore:
                 deltas.append(delta_12)
             del delta_12  # before the next logits come
@@ -487,7 +359,33 @@ class GPT(nn.Module):
             return 0
         return next((i for i, block in enumerate(self.blocks) if block.trainable()), len(self.blocks))
 
-    def pieces(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None, whole: bool = False) -> list[Piece]:
+    def draw(self, seed: int | None) -> int | None:
+        """The seed of a pass in which adapters drop parts of their input; None if none does."""
+        if not self.training or not any(isinstance(x, LoRA) and x.dropout for x in self.modules()):
+            return None
+        return int(torch.randint(1 << 31, ())) if seed is None else seed
+
+    def tie(self) -> None:
+        """Make the logits layer the token embedding transposed; what it had is gone."""
+        head = self.lm_head.base if isinstance(self.lm_head, LoRA) else self.lm_head
+        head.weight = self.transformer.wte.weight
+        self.config = replace(self.config, tied=True)
+
+    def untie(self) -> None:
+        """Give the logits layer a matrix of its own, equal to the embedding's."""
+        if self.config.tied:
+            head = self.lm_head.base if isinstance(self.lm_head, LoRA) else self.lm_head
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            self.config = replace(self.config, tied=False)
+
+    def pieces(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None,
+        whole: bool = False,
+        draw: int | None = None,
+    ) -> list[Piece]:
         """The batch in groups of whole sequences of about TOKENS_AT_ONCE tokens; groups without any target are left out."""
         batch = self.pack(tokens, lengths)
         answers = self._targets(tokens, targets)
@@ -503,7 +401,10 @@ class GPT(nn.Module):
             start = here.stop
             rows = loss.rows_with_target(answers[here])
             if len(rows):
-                pieces.append(Piece(batch.ids[here], batch.positions[here], tuple(group), rows, answers[here][rows]))
+                own = None if draw is None else draw + start
+                pieces.append(
+                    Piece(batch.ids[here], batch.positions[here], tuple(group), rows, answers[here][rows], own)
+                )
         return pieces
 
     def _targets(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -541,7 +442,7 @@ class GPT(nn.Module):
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load a sound checkpoint")
         raise NonFiniteError(
-            f"the activations overflowed {self.lm_head.weight.dtype}: use a wider dtype or a smaller learning rate"
+            f"the activations overflowed {self.transformer.wte.weight.dtype}: use a wider dtype or a smaller learning rate"
         )
 
 

@@ -48,12 +48,17 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def step(
-        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, n_targets: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None = None,
+        n_targets: int | None = None,
+        seed: int | None = None,
     ) -> float:
         """One step on the whole batch, however large: it is walked in pieces, and every gradient is that of all of them.
-        `n_targets` counts those of all processes together, if there are several."""
+        `n_targets` counts those of all processes together, if there are several; `seed` as in `GPT.loss_and_grads`."""
         model = self.model
-        pieces = model.pieces(tokens, targets, lengths)
+        pieces = model.pieces(tokens, targets, lengths, draw=model.draw(seed))
         n_targets = n_targets or sum(len(piece.targets) for piece in pieces)
         kept = model.down(pieces, again=self.again)
         factor = 1.0

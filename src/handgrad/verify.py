@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
+from .block import Record, ignore
 from .config import GPTConfig
 from .errors import HandgradError, NonFiniteError
-from .gpt import GPT, Record, ignore
+from .gpt import GPT
 from .layers import Head as LogitsLayer
 from .layers import Linear, LoRA
 from .paper.attention import Head

@@ -3,7 +3,9 @@
     a  (n, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      Δ  (n, f_out)
     h = a d  (n, r)                           g = scale · Δ uᵗ  (n, r)
 
-These are the branch's own terms. The frozen layer beside it carries its part of Δ as ever (R3).
+These are the branch's own terms. The frozen layer beside it carries its part of Δ as ever (R3). With dropout the branch
+reads ã = kept ∘ a in place of a. With a magnitude (DoRA) what both paths sum to, z, is rescaled column by column:
+y = z ∘ m/c + b, and every formula here takes Δ ∘ m/c for Δ.
 """
 
 import torch
@@ -22,9 +24,12 @@ def upstream(delta: Tensor, u: Tensor, scale: float) -> Tensor:
     return torch.mm(delta, u.t()).mul_(scale)
 
 
-def backward(g: Tensor, d: Tensor, into: Tensor) -> None:
-    """Δ_{i−1} += g dᵗ   (44)"""
-    into.addmm_(g, d.t())
+def backward(g: Tensor, d: Tensor, into: Tensor, kept: Tensor | None = None) -> None:
+    """Δ_{i−1} += g dᵗ   (44), where the branch read it: ∘ kept"""
+    if kept is None:
+        into.addmm_(g, d.t())
+    else:
+        into.addcmul_(torch.mm(g, d.t()), kept)
 
 
 def grad_d(g: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
@@ -36,3 +41,24 @@ def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tenso
     """∂u += scale · hᵗ Δ   (46)"""
     h = h * scale
     return torch.mm(h.t(), delta) if into is None else into.addmm_(h.t(), delta)
+
+
+# ── dropout and magnitude ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mask(like: Tensor, dropout: float, seed: int) -> Tensor:
+    """kept: 0 with probability `dropout`, else 1/(1 − dropout), so that the mean stays; the same for the same seed"""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.empty_like(like).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+
+
+def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
+    """c_j = ‖(w + scale · d u)_{:, j}‖   (f_out)"""
+    norms: Tensor = torch.linalg.vector_norm(torch.addmm(w, d, u, alpha=scale), dim=0)
+    return norms
+
+
+def grad_m(delta: Tensor, z: Tensor, c: Tensor, into: Tensor | None) -> Tensor:
+    """∂m += Σ_tok Δ ∘ z / c   (f_out)"""
+    grad = torch.linalg.vecdot(delta, z, dim=0).div_(c)
+    return grad if into is None else into.add_(grad)

@@ -29,3 +29,32 @@ def grad_d(delta: Tensor, a: Tensor, u: Tensor, scale: float) -> Tensor:
 def grad_u(delta: Tensor, a: Tensor, d: Tensor, scale: float) -> Tensor:
     """∂u = scale · (a_{i−1} d)ᵗ Δ_i"""
     return scale * (a @ d).t() @ delta  # (46)
+
+
+# Beyond the paper, in its manner: what the branch reads may be thinned out (dropout), and what the frozen layer and the
+# branch sum to, z, may get a magnitude of its own for each column (DoRA): a_i = z diag(m/c) + b~.
+
+
+def delta_prev_dropped(delta: Tensor, d: Tensor, u: Tensor, scale: float, kept: Tensor) -> Tensor:
+    """The branch reads kept ∘ a_{i−1}, so Δ_{i−1} = kept ∘ scale · Δ_i (d u)ᵗ"""
+    return kept * (scale * delta @ (d @ u).t())
+
+
+def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
+    """c_j = √(Σ_i (w + scale · d u)_{ij}²)"""
+    return (w + scale * d @ u).square().sum(0).sqrt()
+
+
+def forward_magnitude(z: Tensor, m: Tensor, c: Tensor) -> Tensor:
+    """a_i = z diag(m/c)"""
+    return z @ (m / c).diag()
+
+
+def delta_z(delta: Tensor, m: Tensor, c: Tensor) -> Tensor:
+    """Δ_z = Δ_i diag(m/c), with c held constant"""
+    return delta @ (m / c).diag()
+
+
+def grad_m(delta: Tensor, z: Tensor, c: Tensor) -> Tensor:
+    """∂m = Σ_tok (Δ_i ∘ z) diag(1/c)"""
+    return (delta * z).sum(0) / c

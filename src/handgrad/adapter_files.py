@@ -1,0 +1,263 @@
+"""PEFT's files: adapter_config.json and adapter_model.safetensors, both ways, written atomically.
+
+Which layers have adapters, and of which rank, is read from the tensors themselves; the configuration says how the
+factors are scaled. PEFT's lora_A (r, f_in) is dᵗ and its lora_B (f_out, r) is uᵗ.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .checkpoint import read_json, read_tensors
+from .config import LoRAConfig, matches
+from .errors import HandgradError
+from .files import write_folder
+from .gpt import GPT
+from .layers import Head
+from .lora import adapters_of, apply, layers_of, modules_to_save
+
+T = TypeVar("T")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Options of PEFT's that change what an adapter computes, in ways that are not supported here.
+_UNSUPPORTED = (
+    "layer_replication", "megatron_config", "trainable_token_indices", "use_qalora", "lora_bias", "target_parameters",
+    "use_bdlora", "arrow_config", "kasa_config", "alora_invocation_tokens", "velora_config", "monteclora_config",
+)  # fmt: skip
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # beginnings that subtract something from the base
+
+
+def save(model: GPT, path: str | Path) -> None:
+    """Write the adapters as a directory that `peft` loads, whole or not at all."""
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / CONFIG).exists():
+        raise HandgradError(f"{folder} exists and is not an adapter's directory: choose another place")
+    if model.adapter is None:
+        raise HandgradError("the model has no adapter to save: inject one first, or save the model itself")
+    write_folder(folder, lambda partial: write(model, partial))
+
+
+def write(model: GPT, folder: Path) -> None:
+    """Both files, into a folder that nobody reads yet."""
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in adapters_of(model).items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.down.t()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.up.t()
+        if adapter.magnitude is not None:
+            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude
+    for name, module in modules_to_save(model).items():
+        for kind, p in _own(module).items():
+            tensors[f"{PREFIX}{name}.{kind}"] = p
+    ready = {name: t.detach().contiguous() for name, t in tensors.items()}
+    save_file(ready, folder / TENSORS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(_peft_config(model), indent=2) + "\n", encoding="utf-8")
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """A layer's weight and bias, without those of an adapter beside it."""
+    return {name.removeprefix("base."): p for name, p in module.named_parameters() if name.endswith(("weight", "bias"))}
+
+
+def _peft_config(model: GPT) -> dict[str, object]:
+    config = model.adapter
+    assert config is not None
+    names = list(adapters_of(model))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.source or None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": _whole(config.alpha or config.rank),
+        "lora_dropout": config.dropout,
+        "target_modules": _compact(names, list(layers_of(model))),
+        "rank_pattern": config.rank_pattern,
+        "alpha_pattern": {name: _whole(alpha) for name, alpha in config.alpha_pattern.items()},
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "fan_in_fan_out": any(name != "lm_head" for name in names),  # GPT-2's files hold (f_in, f_out)
+        "bias": "none",
+        "modules_to_save": list(config.modules_to_save) or None,
+        "init_lora_weights": True,
+        **({"handgrad": {"freeze_down": True}} if config.freeze_down else {}),
+    }
+
+
+def _whole(x: float) -> float:
+    return int(x) if x == int(x) else x
+
+
+def _compact(names: list[str], everything: list[str]) -> list[str]:
+    """As few patterns as name exactly these: c_attn where every block's is meant, else whole names."""
+    chosen = set(names)
+    patterns: dict[str, None] = {}
+    for name in names:
+        for end in (name.rpartition(".")[2], ".".join(name.split(".")[-2:]), name):
+            if all(other in chosen for other in everything if other == end or other.endswith("." + end)):
+                patterns[end] = None
+                break
+    return list(patterns)
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load(model: GPT, path: str | Path) -> list[str]:
+    """Put the adapters of a directory beside the layers they belong to; everything else is frozen. Returns their names.
+    If they do not fit, the model stays as it was."""
+    folder = Path(path)
+    config = read_config(folder)
+    file = folder / TENSORS
+    tensors = {_short(name, file): t for name, t in read_tensors(file).items()}
+    factors, rest = _sorted(tensors, file)
+    layers = layers_of(model)
+    for name, parts in factors.items():
+        if name not in layers:
+            raise HandgradError(f"{file}: there is an adapter for {name!r}, and the model has no such linear layer")
+        if "lora_A" not in parts or "lora_B" not in parts:
+            raise HandgradError(
+                f"{file}: {name} has lora_{'B' if 'lora_B' in parts else 'A'} alone: a factor is missing"
+            )
+        f_in, f_out = layers[name].effective_weight().shape
+        rank = config.rank_of(name)
+        wanted: dict[str, tuple[int, ...]] = {"lora_A": (rank, f_in), "lora_B": (f_out, rank)}
+        if config.dora:
+            wanted["lora_magnitude_vector"] = (f_out,)
+        for part, shape in wanted.items():
+            found = tuple(parts[part].shape) if part in parts else "missing"
+            if found != shape:
+                raise HandgradError(
+                    f"{file}: {part} of {name} is {found}, and for this model it has to be {shape}:"
+                    " the adapter belongs to another model"
+                )
+    _check_rest(model, config, rest, file)
+    config = replace(
+        config,
+        targets=tuple(factors),
+        rank_pattern=_used(config.rank_pattern, factors),
+        alpha_pattern=_used(config.alpha_pattern, factors),
+    )
+    apply(model, config)
+    _fill(model, factors, rest)
+    return list(factors)
+
+
+def _used(patterns: dict[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Those that match any layer; PEFT allows for others."""
+    names = list(names)
+    return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
+
+
+def read_config(folder: Path) -> LoRAConfig:
+    """What adapter_config.json says, as far as it is understood here; anything else that matters is an error."""
+    file = folder / CONFIG
+    if not file.exists():
+        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter's directory")
+    raw = read_json(file)
+    if raw.get("peft_type") != "LORA":
+        raise HandgradError(f"{file}: peft_type is {raw.get('peft_type')!r}; only LORA is supported")
+    if raw.get("bias", "none") != "none":
+        raise HandgradError(f"{file}: bias is {raw['bias']!r}; only 'none' is supported")
+    for option in _UNSUPPORTED:
+        if raw.get(option):
+            raise HandgradError(f"{file}: {option} is set to {raw[option]!r}, which is not supported")
+    start = raw.get("init_lora_weights", True)
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise HandgradError(
+            f"{file}: init_lora_weights is {start!r}, which goes with a changed base model: convert the adapter to plain"
+            " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    own = raw.get("handgrad") or {}
+    try:
+        return LoRAConfig(
+            rank=raw["r"],
+            alpha=raw.get("lora_alpha", 8),
+            rank_pattern=raw.get("rank_pattern") or {},
+            alpha_pattern=raw.get("alpha_pattern") or {},
+            rslora=bool(raw.get("use_rslora")),
+            dora=bool(raw.get("use_dora")),
+            dropout=raw.get("lora_dropout", 0.0),
+            freeze_down=bool(own.get("freeze_down")),
+            modules_to_save=tuple(raw.get("modules_to_save") or ()),
+        )
+    except KeyError as missing:
+        raise HandgradError(f"{file} has no field {missing}") from None
+    except (HandgradError, TypeError, AttributeError) as mistake:
+        raise HandgradError(f"{file}: {mistake}") from None
+
+
+def base_of(folder: Path) -> str | None:
+    """The model that an adapter was made for, as its configuration names it."""
+    name = read_json(folder / CONFIG).get("base_model_name_or_path")
+    return str(name) if name else None
+
+
+def _short(name: str, file: Path) -> str:
+    """A tensor's name as the model has it; PEFT puts base_model.model. before it, and GPT2Model has no transformer."""
+    if not name.startswith(PREFIX):
+        raise HandgradError(f"{file}: {name} is not a tensor of an adapter: its name should begin with {PREFIX}")
+    name = name.removeprefix(PREFIX)
+    return f"transformer.{name}" if name.startswith(("h.", "wte.", "wpe.", "ln_f.")) else name
+
+
+def _sorted(tensors: dict[str, Tensor], file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Factors by layer, and the rest: layers that were trained whole."""
+    factors: dict[str, dict[str, Tensor]] = {}
+    rest: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
+        if found := re.fullmatch(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?", name):
+            factors.setdefault(found[1], {})[found[2]] = tensor
+        elif ".lora_" in name:
+            raise HandgradError(f"{file}: {name} is not a factor of a linear layer: only those are supported")
+        else:
+            rest[name.replace(".base_layer.", ".")] = tensor
+    if not factors:
+        raise HandgradError(f"{file} holds no low-rank factors (lora_A, lora_B)")
+    return factors, rest
+
+
+def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: Path) -> None:
+    have = {f"{name}.{kind}": p for name, m in model.named_modules() for kind, p in m.named_parameters(recurse=False)}
+    for name, tensor in rest.items():
+        if name not in have:
+            raise HandgradError(f"{file}: {name} is no parameter of this model: the adapter belongs to another one")
+        if have[name].shape != tensor.shape:
+            wanted = tuple(have[name].shape)
+            raise HandgradError(
+                f"{file}: {name} is {tuple(tensor.shape)}, and for this model it has to be {wanted}: the adapter belongs"
+                " to another model"
+            )
+    for wanted_name in config.modules_to_save:
+        if not any(f".{name.rpartition('.')[0]}".endswith(f".{wanted_name}") for name in rest):
+            raise HandgradError(f"{file}: {wanted_name} should be there whole (modules_to_save), and is missing")
+
+
+@torch.no_grad()
+def _fill(model: GPT, factors: dict[str, dict[str, Tensor]], rest: dict[str, Tensor]) -> None:
+    adapters = adapters_of(model)
+    for name, parts in factors.items():
+        adapters[name].down.copy_(parts["lora_A"].t())
+        adapters[name].up.copy_(parts["lora_B"].t())
+        magnitude = adapters[name].magnitude
+        if magnitude is not None:
+            magnitude.copy_(parts["lora_magnitude_vector"])
+    for name, tensor in rest.items():
+        path, _, kind = name.rpartition(".")
+        module = model.get_submodule(path)
+        layer = module.base if path in adapters else module
+        p = getattr(layer, kind)
+        if torch.equal(p, tensor.to(p.dtype)):
+            continue  # PEFT keeps a copy of a head that has an adapter
+        if isinstance(layer, Head) and kind == "weight":
+            model.untie()
+            p = layer.weight
+        p.copy_(tensor)
