@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from handgrad import adapter_files, lora
+from handgrad import lora
 from handgrad.layers import LoRA
 from handgrad.verify import directional_error, relative_error
 
@@ -72,7 +72,7 @@ def test_peft_opens_what_we_write(kind: str, tmp_path: Path) -> None:
     theirs = their_base(base, tmp_path)
     lora.inject(base, **KINDS[kind])
     stirred(base)
-    adapter_files.save(base, tmp_path / "adapter")
+    lora.save(base, tmp_path / "adapter")
     network = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     tokens, _, lengths = batch()
     assert relative_error(base.logits(tokens, lengths), their_logits(network, tokens, lengths)) <= 1e-10
@@ -102,7 +102,7 @@ def test_we_open_what_peft_writes_and_take_the_same_step(kind: str, tmp_path: Pa
             if p.requires_grad:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator).double())
     theirs.save_pretrained(tmp_path / "adapter")
-    adapter_files.load(ours, tmp_path / "adapter")
+    lora.load(ours, tmp_path / "adapter")
     tokens, targets_, lengths = batch()
     assert relative_error(ours.logits(tokens, lengths), their_logits(theirs, tokens, lengths)) <= 1e-10
 
@@ -119,7 +119,7 @@ def test_we_open_what_peft_writes_and_take_the_same_step(kind: str, tmp_path: Pa
     other.step()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     theirs.save_pretrained(tmp_path / "after")
-    adapter_files.save(ours, tmp_path / "ours")
+    lora.save(ours, tmp_path / "ours")
     from safetensors.torch import load_file
 
     after, mine = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("after", "ours"))
@@ -133,8 +133,8 @@ def test_our_own_files_bring_everything_back(kind: str, tmp_path: Path) -> None:
     one, other = small(dtype=torch.float32), small(dtype=torch.float32)
     lora.inject(one, **KINDS[kind])
     stirred(one)
-    adapter_files.save(one, tmp_path / "adapter")
-    adapter_files.load(other, tmp_path / "adapter")
+    lora.save(one, tmp_path / "adapter")
+    lora.load(other, tmp_path / "adapter")
     tokens, _, lengths = batch()
     assert torch.equal(one.logits(tokens, lengths), other.logits(tokens, lengths))
     assert {n for n, p in one.named_parameters() if p.requires_grad} == {
@@ -145,8 +145,8 @@ def test_our_own_files_bring_everything_back(kind: str, tmp_path: Path) -> None:
 def test_frozen_down_factors_are_remembered(tmp_path: Path) -> None:
     one, other = small(), small()
     lora.inject(one, 2, freeze_down=True)
-    adapter_files.save(one, tmp_path / "adapter")
-    adapter_files.load(other, tmp_path / "adapter")
+    lora.save(one, tmp_path / "adapter")
+    lora.load(other, tmp_path / "adapter")
     assert {n.rpartition(".")[2] for n, p in other.named_parameters() if p.requires_grad} == {"up"}
 
 
@@ -249,9 +249,10 @@ def test_nothing_is_computed_for_frozen_weights(monkeypatch: pytest.MonkeyPatch)
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
-def test_verify_judges_a_model_with_adapters() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_verify_judges_a_model_with_adapters(dora: bool) -> None:
     model = small()
-    lora.inject(model, 2, targets=("all-linear", "lm_head"))
+    lora.inject(model, 2, targets=("all-linear", "lm_head"), dora=dora, dropout=0.5)
     stirred(model)
     assert hg.verify(model, *batch()).passed
 
@@ -344,7 +345,7 @@ def test_merging_wants_an_adapter() -> None:
 def broken(tmp_path: Path, change: Any) -> Path:
     model = small()
     lora.inject(model, 2, dora=True)
-    adapter_files.save(model, tmp_path / "adapter")
+    lora.save(model, tmp_path / "adapter")
     change(tmp_path / "adapter")
     return tmp_path / "adapter"
 
@@ -400,7 +401,7 @@ def test_broken_adapters_are_named_and_leave_the_model_alone(tmp_path: Path, cha
     model = small()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with pytest.raises(hg.HandgradError) as said:
-        adapter_files.load(model, folder)
+        lora.load(model, folder)
     assert says in str(said.value) and str(folder) in str(said.value)
     assert {n: p.requires_grad for n, p in model.named_parameters()} == dict.fromkeys(before, True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -410,8 +411,8 @@ def test_an_adapter_is_not_written_over_other_things(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     model = small()
     with pytest.raises(hg.HandgradError, match="no adapter"):
-        adapter_files.save(model, tmp_path / "new")
+        lora.save(model, tmp_path / "new")
     lora.inject(model, 2)
     with pytest.raises(hg.HandgradError, match="choose another place"):
-        adapter_files.save(model, tmp_path)
+        lora.save(model, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["precious"]

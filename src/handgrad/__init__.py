@@ -1,12 +1,13 @@
 """handgrad: train, fine-tune, run and see through GPT-style transformers with every gradient derived by hand."""
 
 from . import lora
-from .checkpoint import load, save
+from .checkpoint import save
 from .config import GPTConfig, preset
 from .errors import HandgradError, NonFiniteError
 from .generate import generate
 from .gpt import GPT
 from .machine import settle
+from .models import load
 from .trace import Trace, trace
 from .verify import verify
 

@@ -292,6 +292,12 @@ class _Twin:
         return whole
 
 
+def _hold_norms(layer: LoRA) -> None:
+    """DoRA's column norms count as constants: they stay where they are while finite differences nudge a factor."""
+    norms = layer.column_norms()
+    layer.column_norms = lambda: norms  # type: ignore[method-assign]
+
+
 Watch = Callable[[Sequence[str]], Iterable[str]]
 BYTES_PER_PARAMETER = 8 * 4  # a wide copy, its gradients, autograd's, and one direction for finite differences
 EACH_BY_ITSELF = 5_000_000  # parameters up to which finite differences visit every parameter and signal separately
@@ -324,7 +330,10 @@ def verify(
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     if broken:
         raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load a sound checkpoint")
-    wide = copy.deepcopy(model).double()
+    wide = copy.deepcopy(model).double().eval()  # without dropout
+    for layer in wide.modules():
+        if isinstance(layer, LoRA) and layer.magnitude is not None:
+            _hold_norms(layer)
     ours: dict[str, Tensor] = {}
     loss, grads = _gradients(wide, tokens, targets, lengths, ours.__setitem__)
     judge_twin = _Twin(wide, tokens, targets, lengths)

@@ -1,8 +1,4 @@
-"""Low-rank adapters: put them beside the linear layers of a model, take them out again, merge them into the weights.
-
-    lora.inject(model, rank=16, targets="all-linear")      everything else is frozen
-    lora.save(model, "adapter")   lora.load(model, "adapter")      PEFT's files, see `adapter_files`
-    before = lora.merge(model)    lora.unmerge(model, before)
+"""Putting adapters beside the linear layers of a model, taking them out again, merging them into the weights.
 
 The embedding never changes with an adapter on a tied head: merging gives the head a matrix of its own.
 """
@@ -14,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .config import LoRAConfig, matches
-from .errors import HandgradError
-from .gpt import GPT
-from .layers import Head, Linear, LoRA
+from ..config import LoRAConfig, matches
+from ..errors import HandgradError
+from ..gpt import GPT
+from ..layers import Head, Linear, LoRA
 
 
 def layers_of(model: GPT) -> dict[str, Linear | LoRA]:

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .checkpoint import read_json, read_tensors
-from .config import LoRAConfig, matches
-from .errors import HandgradError
-from .files import write_folder
-from .gpt import GPT
-from .layers import Head
-from .lora import adapters_of, apply, layers_of, modules_to_save
+from ..checkpoint import read_json, read_tensors
+from ..config import LoRAConfig, matches
+from ..errors import HandgradError
+from ..files import write_folder
+from ..gpt import GPT
+from ..layers import Head
+from .adapters import adapters_of, apply, layers_of, modules_to_save
 
 T = TypeVar("T")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
