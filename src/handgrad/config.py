@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
+from typing import ClassVar
 
 from .errors import HandgradError
 
@@ -144,11 +145,15 @@ def matches(pattern: str, name: str) -> bool:
 
 
 SCHEDULES = ("cosine", "linear", "constant")
+LOSS_ON = ("answers", "all")
+TOO_LONG = ("cut", "drop")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a run depends on. What is None is decided by the model and the data, and written down resolved."""
+
+    command: ClassVar[str] = "train"
 
     # what
     data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
@@ -177,10 +182,11 @@ class TrainConfig:
     dtype: str = "float32"
     seed: int = 0
     # watching and keeping
-    log_every: int = 10
-    eval_every: int = 250
+    log_every: int | None = None  # 10
+    eval_every: int | None = None  # 250
     eval_batches: int = 32
-    save_every: int = 250
+    save_every: int | None = None  # 250
+    patience: int | None = None  # end after so many evaluations without a lower validation loss
     keep: int = 2
     sample_tokens: int = 160
     tensorboard: bool = False
@@ -200,7 +206,7 @@ class TrainConfig:
         if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
             raise HandgradError("give one of --steps, --epochs and --minutes, not several")
         least = {"steps": 1, "batch_tokens": 1, "warmup": 0, "log_every": 1, "eval_every": 1, "eval_batches": 1,
-                 "save_every": 1, "keep": 1, "sample_tokens": 0, "seed": 0}  # fmt: skip
+                 "save_every": 1, "patience": 1, "keep": 1, "sample_tokens": 0, "seed": 0}  # fmt: skip
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -215,6 +221,51 @@ class TrainConfig:
                 raise HandgradError(f"{_flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
 
 
+@dataclass(frozen=True)
+class FinetuneConfig(TrainConfig):
+    """Fine-tuning on examples: what it depends on beyond training."""
+
+    command: ClassVar[str] = "finetune"
+
+    # what
+    val_data: tuple[str, ...] = ()  # examples kept apart already; else a share of the data
+    chat_template: str | None = None  # a file, in place of the model's own
+    loss_on: str = "answers"  # completions and assistant turns, or all
+    too_long: str = "cut"  # examples that do not fit into the context lose their end, texts are split; or drop
+    batch_examples: int = 16
+    # which weights
+    full: bool = False
+    rank: int = 16
+    alpha: float | None = None
+    targets: tuple[str, ...] = ("all-linear",)
+    rslora: bool = False
+    dora: bool = False
+    dropout: float = 0.0
+    freeze_down: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    # other defaults than pre-training has
+    weight_decay: float = 0.0
+    eval_batches: int = 1000
+    schedule: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
+            if getattr(self, name) not in choices:
+                raise HandgradError(f"{_flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+        if self.batch_examples < 1:
+            raise HandgradError(f"--batch-examples must be at least 1, not {self.batch_examples}")
+        if self.full and self.adapter != LoRAConfig(targets=("all-linear",)):
+            raise HandgradError("--full trains all weights: options of the adapter do not go with it")
+
+    @property
+    def adapter(self) -> LoRAConfig:
+        return LoRAConfig(
+            self.rank, self.alpha, self.targets, rslora=self.rslora, dora=self.dora, dropout=self.dropout,
+            freeze_down=self.freeze_down, modules_to_save=self.modules_to_save,
+        )  # fmt: skip
+
+
 def _check_type(name: str, kind: str, value: object) -> None:
     """What comes from a file can be anything."""
     if value is None and "None" in kind:
@@ -227,8 +278,8 @@ def _check_type(name: str, kind: str, value: object) -> None:
         raise HandgradError(f"{_flag(name)} must be a number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
         raise HandgradError(f"{_flag(name)} must be text, not {value!r}")
-    if name == "data" and not (isinstance(value, tuple) and all(isinstance(source, str) for source in value)):
-        raise HandgradError(f"--data must name files, folders or patterns, not {value!r}")
+    if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+        raise HandgradError(f"{_flag(name)} must be text, or a list of texts, not {value!r}")
 
 
 def _is_number(value: object) -> bool:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -238,6 +238,25 @@ def read(path: Path) -> Tokens:
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Batches(Protocol):
+    """Things to learn from, in an order that is computed from their numbers. They are counted over all epochs."""
+
+    @property
+    def per_epoch(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same content."""
+
+    def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor, list[int] | None]:
+        """Ids, targets, and lengths if the sequences are uneven and lie end to end."""
+
+    def size(self, first: int, count: int, shuffle: bool = True) -> tuple[int, int]:
+        """How many tokens and targets such a batch has."""
+
+    def opening(self) -> Tensor:
+        """The beginning of the first one, (1, t), for a model to write on from."""
+
+
 @dataclass(frozen=True)
 class Windows:
     """Stretches of `context` tokens, each with the tokens that follow as its targets. Every epoch cuts the text anew, from
@@ -253,19 +272,29 @@ class Windows:
     def per_epoch(self) -> int:
         return (self.stop - self.start - 1) // self.context
 
-    def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor]:
+    @property
+    def fingerprint(self) -> str:
+        return self.tokens.path.stem  # made from the texts' content and the vocabulary
+
+    def size(self, first: int, count: int, shuffle: bool = True) -> tuple[int, int]:
+        return count * self.context, count * self.context
+
+    def opening(self) -> Tensor:
+        return self.batch(0, 1, shuffle=False)[0][:, :8]
+
+    def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor, None]:
         """Windows number `first` and following, counted over all epochs. (count, context) ids and targets"""
         rows = []
         for i in range(first, first + count):
             at = self._place(i) if shuffle else self.start + i * self.context
             rows.append(self.tokens[slice(at, at + self.context + 1)])
         both = torch.stack(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous(), None
 
     def _place(self, i: int) -> int:
         epoch, i = divmod(i, self.per_epoch)
         spare = (self.stop - self.start - 1) - self.per_epoch * self.context
-        offset = _noise(self.seed, epoch, 0) % (spare + 1)
+        offset = noise(self.seed, epoch, 0) % (spare + 1)
         return self.start + offset + self.context * shuffled(i, self.per_epoch, self.seed, epoch)
 
 
@@ -292,12 +321,13 @@ def shuffled(i: int, n: int, seed: int, epoch: int) -> int:
     while True:
         left, right = i >> half, i & mask
         for turn in range(4):
-            left, right = right, left ^ (_noise(seed, epoch, turn << 32 | right) & mask)
+            left, right = right, left ^ (noise(seed, epoch, turn << 32 | right) & mask)
         i = left << half | right
         if i < n:
             return i
 
 
-def _noise(seed: int, epoch: int, x: int) -> int:
+def noise(seed: int, epoch: int, x: int) -> int:
+    """A number that looks random and is always the same."""
     text = f"{seed} {epoch} {x}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from .config import FinetuneConfig
 from .train import Job
 
 TICKS = "▁▂▃▄▅▆▇█"
@@ -25,6 +26,11 @@ class Lines:
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def present(self, *what: Any) -> None:
+        """Anything that can draw itself."""
+        for one in what:
+            self.console.print(one)
 
     def reading(self, total: int) -> Callable[[int], None]:
         return lambda characters: None
@@ -54,6 +60,9 @@ class Silent(Lines):
     def say(self, text: str) -> None:
         pass
 
+    def present(self, *what: Any) -> None:
+        pass
+
 
 class Board(Lines):
     """A table that changes in place, with a small curve of the loss."""
@@ -77,6 +86,10 @@ class Board(Lines):
     def say(self, text: str) -> None:
         self._close_bar()
         super().say(text)
+
+    def present(self, *what: Any) -> None:
+        self._close_bar()
+        super().present(*what)
 
     def begin(self, job: Job) -> None:
         self._close_bar()
@@ -143,11 +156,14 @@ class Board(Lines):
 
 def describe(job: Job) -> list[str]:
     c, m = job.config, job.model.config
-    count = sum(p.numel() for p in job.model.parameters())
+    parameters = list(job.model.parameters())
+    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     until = f"{c.steps:,} steps" if c.steps else f"{c.minutes:g} minutes"
+    each = f"{job.batch:,} examples" if isinstance(c, FinetuneConfig) else f"{c.batch_tokens:,} tokens"
+    part = f"; {trained:,} of them train ({100 * trained / count:.2g} %)" if trained < count else ""
     return [
-        f"model: {count:,} parameters, {m.n_blocks} blocks of width {m.d_model}, context {m.n_context}",
-        f"training: {until} of {c.batch_tokens:,} tokens, {c.optimizer} at {c.lr:g}, {c.dtype}",
+        f"model: {count:,} parameters, {m.n_blocks} blocks of width {m.d_model}, context {m.n_context}{part}",
+        f"training: {until} of {each}, {c.optimizer} at {c.lr:g}, {c.dtype}",
     ]
 
 

@@ -2,7 +2,7 @@
 
     run.json                       the resolved configuration
     metrics.jsonl                  a line for every step that was logged, every evaluation, every sample
-    checkpoints/step-00000250/     a Hugging Face directory, and beside it what training needs to go on:
+    checkpoints/step-00000250/     a Hugging Face directory, or PEFT's for an adapter, and what training needs to go on:
         optimizer.safetensors      the optimizer's memory and the state of the random numbers
         training.json              step, seconds, and the size of every file: what tells a whole checkpoint
     checkpoints/best.json          which of them had the lowest validation loss
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import lora
 from .checkpoint import write_model
 from .errors import HandgradError
 from .files import write_folder, write_text
@@ -113,11 +114,7 @@ class Run:
             shutil.rmtree(folder)
 
         def fill(partial: Path) -> None:
-            write_model(model, partial)
-            tokenizer.write(partial)
-            end = {} if tokenizer.end is None else {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-            generation = {"do_sample": True, "max_length": model.config.n_context, **end}
-            (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+            write_result(model, tokenizer, partial)
             save_file(memory, partial / "optimizer.safetensors")
             sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
             (partial / "training.json").write_text(json.dumps({"step": step, **facts, "files": sizes}, indent=1) + "\n")
@@ -185,6 +182,18 @@ class Run:
         """Metrics of steps that will be taken again."""
         kept = [record for record in self.records() if record["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def write_result(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
+    """What other tools open: the model, or its adapter alone if it has one, and the tokenizer."""
+    if model.adapter is not None:
+        lora.files.write(model, folder)
+    else:
+        write_model(model, folder)
+        end = {} if tokenizer.end is None else {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+        generation = {"do_sample": True, "max_length": model.config.n_context, **end}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    tokenizer.write(folder)
 
 
 def _whole(folder: Path) -> dict[str, Any] | None:

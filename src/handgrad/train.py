@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import data, optim, tokenizer
+from . import data, lora, optim, tokenizer
 from .checkpoint import load, load_config, read_tensors
 from .config import PRESETS, GPTConfig, TrainConfig, preset
-from .data import Windows
+from .data import Batches, Windows
 from .distributed import Ranks
 from .errors import HandgradError, NonFiniteError
 from .generate import generate
@@ -35,6 +35,7 @@ class Display(Protocol):
     """Whoever shows how it goes."""
 
     def say(self, text: str) -> None: ...
+    def present(self, *what: Any) -> None: ...
     def reading(self, total: int) -> Callable[[int], None]: ...
     def begin(self, job: "Job") -> None: ...
     def show(self, record: dict[str, Any]) -> None: ...
@@ -49,12 +50,13 @@ class Job:
     model: GPT
     tokenizer: Tokenizer
     optimizer: torch.optim.Optimizer | OptimizerInBackward
-    training: Windows
-    validation: Windows | None
-    batch: int  # sequences of a step, over all processes
+    training: Batches
+    validation: Batches | None
+    batch: int  # windows or examples of a step, over all processes
     step: int = 0
     seconds: float = 0.0  # spent in steps
     best: float = math.inf
+    stale: int = 0  # evaluations since the best
     resumed: bool = False
     bound: float = math.nan  # seconds the matrix products of a step take at the rate measured here
 
@@ -71,6 +73,10 @@ class Job:
         return self.step / self.config.steps
 
     @property
+    def ended(self) -> bool:
+        return self.progress >= 1 or (self.config.patience is not None and self.stale >= self.config.patience)
+
+    @property
     def learning_rate(self) -> float:
         c = self.config
         assert c.lr is not None and c.min_lr is not None and c.warmup is not None
@@ -81,6 +87,7 @@ class Job:
 class Outcome:
     step: int
     finished: bool  # or stopped by a signal
+    early: bool  # finished because the validation loss no longer fell
     checkpoint: Path
     loss: float
     val_loss: float | None
@@ -92,29 +99,34 @@ class Outcome:
 def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
     """Take steps until the end, or until somebody asks to stop; log, evaluate and save on the way."""
     c = job.config
+    assert c.eval_every and c.save_every and c.log_every
     losses: list[float] = []
+    tokens = 0
     began_at, since = job.step if job.resumed else -1, job.seconds
     loss, val_loss, stopping = math.nan, None, False
     with Stop() as stop:
         while True:
-            ends = job.progress >= 1
+            ends = job.ended
             new = job.step != began_at  # a resumed run has evaluated and saved its first step already
             better = False
             if new and job.validation is not None and (ends or job.step % c.eval_every == 0):
                 val_loss = evaluate(job, ranks)
                 better = val_loss < job.best
                 job.best = min(job.best, val_loss)
+                job.stale = 0 if better else job.stale + 1
+                ends = job.ended
                 if ranks.first:
                     note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
             if ends or stopping or (new and job.step > 0 and (better or job.step % c.save_every == 0)):
                 saved = save(job, run, ranks, better)
                 if ends or stopping:
-                    return Outcome(job.step, ends, saved, loss, val_loss)
+                    return Outcome(job.step, ends, ends and job.progress < 1, saved, loss, val_loss)
 
             began = time.perf_counter()
             lr = job.learning_rate
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
+            tokens += job.training.size(job.step * job.batch, job.batch)[0]
             loss, norm, norms = take_step(job, ranks)
             took = time.perf_counter() - began
             loss, asked, took = ranks.total(loss, stop.asked, took / ranks.size)
@@ -127,26 +139,28 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
                 each = (job.seconds - since) / len(losses)
                 record = {
                     "step": job.step, "loss": sum(losses) / len(losses), "lr": lr, "grad_norm": norm,
-                    "tokens_per_second": job.batch * job.training.context / each, "of_bound": job.bound / each,
+                    "tokens_per_second": tokens / (each * len(losses)), "of_bound": job.bound / each,
                     "seconds": job.seconds, "memory": peak_memory(), "grad_norms": norms(),
                 }  # fmt: skip
                 note(run, display, record)
-                losses, since = [], job.seconds
+                losses, tokens, since = [], 0, job.seconds
 
 
 def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[], dict[str, float]]]:
     """This process's part of the loss, the gradient's norm before clipping, and a way to get it layer by layer."""
     first, count = ranks.share(job.step * job.batch, job.batch)
-    tokens, targets = job.training.batch(first, count)
-    n_targets = job.batch * job.training.context
+    tokens, targets, lengths = job.training.batch(first, count)
+    n_targets = job.training.size(job.step * job.batch, job.batch)[1]
+    seed = data.noise(job.config.seed, job.step, first) >> 33  # of dropout: the same again when the step is
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
-            loss = job.optimizer.step(tokens, targets, n_targets=n_targets)
+            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
             return loss, job.optimizer.norm if job.config.clip else None, dict
         job.optimizer.zero_grad()
         loss = job.model.loss_and_grads(
-            tokens, targets, n_targets=n_targets, recompute=job.config.recompute, finished=ranks.sum_behind
-        )
+            tokens, targets, lengths,
+            n_targets=n_targets, recompute=job.config.recompute, seed=seed, finished=ranks.sum_behind,
+        )  # fmt: skip
         ranks.wait()
         grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
         each = torch.stack([optim.norm(grad) for grad in grads.values()]).double()
@@ -155,14 +169,17 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[],
             raise NonFiniteError("the gradient is not finite")
     except NonFiniteError as trouble:
         job.model.zero_grad()
-        raise NonFiniteError(f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets)}") from None
+        raise NonFiniteError(
+            f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets, lengths)}"
+        ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.config.clip))
     return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
 
 
-def diagnose(model: GPT, tokens: Tensor, targets: Tensor) -> str:
+def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> str:
     """Which intermediate first went wrong, on the way down or, if that is sound, on the way up."""
-    for ids, answers in zip(tokens, targets, strict=True):
+    sizes = [tokens.shape[1]] * len(tokens) if lengths is None else lengths
+    for ids, answers in zip(*(torch.split(x.reshape(-1), sizes) for x in (tokens, targets)), strict=True):
         bad: list[str] = []
 
         def look(name: str, value: Tensor, bad: list[str] = bad) -> None:
@@ -194,23 +211,28 @@ def _depth(name: str) -> tuple[int, int]:
 def evaluate(job: Job, ranks: Ranks) -> float:
     """The mean loss over the first batches of the validation part, the same ones every time."""
     assert job.validation is not None
-    windows = min(job.validation.per_epoch, job.config.eval_batches * job.batch)
-    edges = [windows * r // ranks.size for r in range(ranks.size + 1)]
-    total = 0.0
+    several = min(job.validation.per_epoch, job.config.eval_batches * job.batch)
+    edges = [several * r // ranks.size for r in range(ranks.size + 1)]
+    total = targets = 0.0
     for first in range(edges[ranks.rank], edges[ranks.rank + 1], job.batch):
-        count = min(job.batch, edges[ranks.rank + 1] - first)
-        total += count * job.model.loss(*job.validation.batch(first, count, shuffle=False))
-    return ranks.total(total)[0] / windows
+        part = (first, min(job.batch, edges[ranks.rank + 1] - first), False)
+        here = job.validation.size(*part)[1]
+        total += here * job.model.loss(*job.validation.batch(*part))
+        targets += here
+    total, targets = ranks.total(total, targets)
+    return total / targets
 
 
 def sample(job: Job) -> str:
-    """What the model writes now, beginning with the first tokens of the validation part."""
+    """What the model writes now, beginning as the validation part does."""
     if not job.config.sample_tokens or job.validation is None:
         return ""
-    seed = min(8, job.model.config.n_context)
-    prompt = job.validation.batch(0, 1, shuffle=False)[0][:, :seed]
+    prompt = job.validation.opening()
     new = generate(job.model, prompt, job.config.sample_tokens, temperature=0.8, top_k=200, seed=job.config.seed)
-    return job.tokenizer.decode([*prompt[0].tolist(), *new[0].tolist()])
+    written = new[0].tolist()
+    if job.tokenizer.end in written:
+        written = written[: written.index(job.tokenizer.end)]
+    return job.tokenizer.decode([*prompt[0].tolist(), *written])
 
 
 def save(job: Job, run: Run, ranks: Ranks, better: bool) -> Path:
@@ -219,7 +241,8 @@ def save(job: Job, run: Run, ranks: Ranks, better: bool) -> Path:
     if ranks.first:
         memory = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
         best = job.best if math.isfinite(job.best) else None
-        folder = run.save(job.step, job.model, job.tokenizer, memory, {"seconds": job.seconds, "best": best})
+        facts = {"seconds": job.seconds, "best": best, "stale": job.stale}
+        folder = run.save(job.step, job.model, job.tokenizer, memory, facts)
         if better:
             run.mark_best(job.step, job.best)
         run.prune(job.config.keep)
@@ -285,6 +308,8 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     files, corpus = _files(config)
     folder = Path(config.model)
     directory = checkpoint.folder if checkpoint is not None else model_folder(folder) if folder.is_dir() else None
+    if directory is not None and (directory / lora.files.CONFIG).exists():
+        raise HandgradError(f"{directory} is an adapter: merge it first (handgrad merge), or use handgrad finetune")
     if checkpoint is None and directory is not None and (config.shape or config.tokenizer):
         fixed = f"--{config.shape[0][0].replace('_', '-')}" if config.shape else "--tokenizer"
         raise HandgradError(f"{fixed} cannot change a model that exists ({directory}): leave it out")
@@ -320,7 +345,7 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     )
     job = Job(config, model, texts, optimizer, training, validation, batch)
     if checkpoint is not None:
-        _restore(job, checkpoint)
+        restore(job, checkpoint)
     if ranks.first:
         share = max(1, batch // ranks.size)
         plan = make_plan(model.config, share, context, config.dtype, recompute=config.recompute)
@@ -372,10 +397,14 @@ def _resolve(config: TrainConfig, batch: int, training: Windows, width: int) -> 
         lr=lr,
         min_lr=lr / 10 if config.min_lr is None else config.min_lr,
         warmup=warmup,
+        log_every=config.log_every or 10,
+        eval_every=config.eval_every or 250,
+        save_every=config.save_every or 250,
     )
 
 
-def _restore(job: Job, checkpoint: Checkpoint) -> None:
+def restore(job: Job, checkpoint: Checkpoint) -> None:
+    """Go on from a checkpoint: the optimizer's memory, the random numbers, and where the run stood."""
     memory = read_tensors(checkpoint.folder / "optimizer.safetensors")
     torch.set_rng_state(memory.pop("rng/torch"))
     optim.restore(job.optimizer, job.names, memory)
@@ -383,23 +412,27 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
     job.step = checkpoint.step
     job.seconds = checkpoint.facts["seconds"]
     job.best = math.inf if checkpoint.facts["best"] is None else checkpoint.facts["best"]
+    job.stale = checkpoint.facts.get("stale", 0)
 
 
 def settings_of(job: Job) -> dict[str, Any]:
     """What run.json says."""
     return {
+        "command": job.config.command,
         "training": asdict(job.config),
         "model": asdict(job.model.config),
-        "tokens": job.training.tokens.path.stem,  # made from the texts' content and the vocabulary
+        "tokens": job.training.fingerprint,
     }
 
 
-def config_from(settings: dict[str, Any]) -> TrainConfig:
+def config_from(settings: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> TrainConfig:
     """The reverse, for a run that goes on."""
+    began = settings.get("command", "train")
+    if began != kind.command:
+        raise HandgradError(f"this run was begun by handgrad {began}: go on with that")
     try:
-        raw = dict(settings["training"])
-        raw["data"] = tuple(raw["data"])
+        raw: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["training"].items()}
         raw["shape"] = tuple((name, value) for name, value in raw["shape"])
-        return TrainConfig(**raw)
+        return kind(**raw)
     except (KeyError, TypeError, ValueError) as reason:
         raise HandgradError(f"run.json does not describe a run of this version: {reason}") from None
