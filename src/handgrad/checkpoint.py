@@ -62,6 +62,12 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     return model
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What a directory's weights are stored in."""
+    dtype: torch.dtype = next(iter(_weights(folder).values())).dtype
+    return dtype
+
+
 def _weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, cli_training, ledger
+from . import __version__, cli_models, cli_training, ledger
 from .checkpoint import load, load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
@@ -181,7 +181,10 @@ def bench(context: typer.Context) -> None:
 
 
 app.command()(cli_training.train)
+app.command()(cli_models.finetune)
 app.command()(cli_training.generate)
+app.command()(cli_models.merge)
+app.command()(cli_models.convert)
 app.command()(cli_training.get)
 
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import inspect
+import math
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_args, get_type_hints
+from typing import Annotated, Any, Optional, TypeVar, get_args, get_type_hints
 
 import torch
 import typer
@@ -16,25 +18,51 @@ from rich.console import Console
 from rich.table import Table
 
 from . import material
-from .checkpoint import load
-from .config import PRESETS, SCHEDULES, TrainConfig
+from .config import PRESETS, SCHEDULES, FinetuneConfig, TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
 from .errors import HandgradError
-from .files import write_text
+from .files import write_folder, write_text
 from .generate import generate as write_on
+from .models import locate, open_folder, tokenizer_of
 from .run import Checkpoint, Run, model_folder
 from .run_report import report
-from .tokenizer import KINDS, read
-from .train import Job, Outcome, config_from, make_job, sample, settings_of
+from .tokenizer import KINDS
+from .train import Display, Job, Outcome, config_from, make_job, sample, settings_of
 from .train import train as run_loop
 
+C = TypeVar("C", bound=TrainConfig)
+Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 RUNS = Path("runs")
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
-# Every option of `train`, by panel: what it says in --help. Its type and default are those of TrainConfig.
-OPTIONS = {
+# Options by panel: what they say in --help. Their types and defaults are those of the configuration.
+Options = dict[str, dict[str, str]]
+KEEPING = {
+    "out": "Folder of the run. \\[default: the next free one in runs/]",
+    "resume": "Go on with the run in --out, or with the newest in runs/.",
+    "config": "A .toml or .yaml file with these options by name; what is typed wins.",
+    "log_every": "Steps between two lines of metrics.",
+    "eval_every": "Steps between two evaluations.",
+    "eval_batches": "Batches of an evaluation, at most.",
+    "patience": "End after so many evaluations without a lower validation loss. \\[default: never]",
+    "save_every": "Steps between two checkpoints.",
+    "keep": "Checkpoints kept, besides the best.",
+    "sample_tokens": "Length of what it writes at evaluations; 0 for none.",
+    "tensorboard": "Write events for TensorBoard as well.",
+}
+LEARNING = {
+    "schedule": f"{', '.join(SCHEDULES)}.",
+    "optimizer": "One of torch.optim by name.",
+    "weight_decay": "On matrices only.",
+    "beta1": "Of optimizers that have it.",
+    "beta2": "Of optimizers that have it.",
+    "clip": "Largest norm of the whole gradient; 0 for none.",
+    "recompute": "none, or blocks: less memory, a third more time.",
+    "update_inside": "Update each layer inside the backward pass: least memory.",
+}
+OPTIONS: Options = {
     "Data": {
         "data": "Text files, folders, patterns, .jsonl, or - for standard input; may be given several times."
         " \\[default: tiny Shakespeare]",
@@ -62,44 +90,37 @@ OPTIONS = {
         "lr": "Highest learning rate. \\[default: 0.5/width, at most 4e-3]",
         "min_lr": "Lowest, at the end. \\[default: a tenth of it]",
         "warmup": "Steps in which it rises. \\[default: 100, at most a tenth of the run]",
-        "schedule": f"{', '.join(SCHEDULES)}.",
-        "optimizer": "One of torch.optim by name.",
-        "weight_decay": "On matrices only.",
-        "beta1": "Of optimizers that have it.",
-        "beta2": "Of optimizers that have it.",
-        "clip": "Largest norm of the whole gradient; 0 for none.",
-        "recompute": "none, or blocks: less memory, a third more time.",
-        "update_inside": "Update each layer inside the backward pass: least memory.",
+        **LEARNING,
         "seed": "Of the weights and of the order of the data.",
     },
-    "Watching and keeping": {
-        "out": "Folder of the run. \\[default: the next free one in runs/]",
-        "resume": "Go on with the run in --out, or with the newest in runs/.",
-        "config": "A .toml or .yaml file with these options by name; what is typed wins.",
-        "log_every": "Steps between two lines of metrics.",
-        "eval_every": "Steps between two evaluations.",
-        "eval_batches": "Batches of an evaluation.",
-        "save_every": "Steps between two checkpoints.",
-        "keep": "Checkpoints kept, besides the best.",
-        "sample_tokens": "Length of what it writes at evaluations; 0 for none.",
-        "tensorboard": "Write events for TensorBoard as well.",
+    "Watching and keeping": KEEPING
+    | {
+        "log_every": "Steps between two lines of metrics. \\[default: 10]",
+        "eval_every": "Steps between two evaluations. \\[default: 250]",
+        "save_every": "Steps between two checkpoints. \\[default: 250]",
     },
 }
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")
-KNOWN = {f.name for f in fields(TrainConfig)} - {"shape"}
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the signature that OPTIONS and TrainConfig describe. An option that is not typed is None."""
-    hints = get_type_hints(TrainConfig)
-    types: dict[str, Any] = {"data": list[str], "out": Path, "config": Path} | dict.fromkeys(SHAPE, int)
+def with_options(
+    all_options: Options, config: type[TrainConfig]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the signature that the options and the configuration describe. An option not typed is None."""
+    return lambda command: _with_options(command, all_options, config)
+
+
+def _with_options(command: Callable[..., None], all_options: Options, config: type[TrainConfig]) -> Callable[..., None]:
+    hints = get_type_hints(config)
+    types: dict[str, Any] = {"out": Path, "config": Path, "resume": bool} | dict.fromkeys(SHAPE, int)
     parameters = []
-    for panel, options in OPTIONS.items():
+    for panel, options in all_options.items():
         for name, text in options.items():
             flag = "--" + name.replace("_", "-")
-            kind = types.get(name) or (bool if name == "resume" else hints[name])
-            default = getattr(TrainConfig, name, None)
-            if default is not None and default != () and not isinstance(default, bool):
+            kind = types.get(name) or (list[str] if _several(hints[name]) else hints[name])
+            default = getattr(config, name, None)
+            if default not in (None, (), "") and not isinstance(default, bool):
+                default = ",".join(default) if isinstance(default, tuple) else default
                 text += f" \\[default: {default:g}]" if isinstance(default, float) else f" \\[default: {default}]"
             option = typer.Option(flag, help=text, rich_help_panel=panel)
             annotation = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
@@ -111,7 +132,11 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@_with_options
+def _several(hint: object) -> bool:
+    return hint == tuple[str, ...]
+
+
+@with_options(OPTIONS, TrainConfig)
 def train(**given: Any) -> None:
     """Train a model on text, with every gradient derived by hand.
 
@@ -119,26 +144,28 @@ def train(**given: Any) -> None:
     open in transformers, metrics.jsonl and report.html. Ctrl-C finishes the step, saves and ends; --resume goes on exactly
     there. The same command under torchrun --nproc-per-node N -m handgrad trains in N processes.
     """
+    carry_out(given, TrainConfig, make_job)
+
+
+def carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> None:
+    """A run by the options that were typed: prepared, then trained by the one loop; in every process of it."""
     given = {name: value for name, value in given.items() if value is not None and value != []}
-    out_dir, resume, config = given.pop("out", None), given.pop("resume", False), given.pop("config", None)
-    shape = {name: given.pop(name) for name in SHAPE if name in given}
-    if "data" in given:
-        given["data"] = tuple(given["data"])
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     ranks = Ranks()
     try:
-        _train(given, shape, config, out_dir, resume, ranks)
+        _carry_out(given, kind, prepare, ranks)
     finally:
         ranks.leave()
 
 
-def _train(
-    given: dict[str, Any], shape: dict[str, int], file: Path | None, folder: Path | None, resume: bool, ranks: Ranks
-) -> None:
+def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks: Ranks) -> None:
+    folder, resume, file = given.pop("out", None), given.pop("resume", False), given.pop("config", None)
+    shape = {name: given.pop(name) for name in SHAPE if name in given}
     display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
     checkpoint: Checkpoint | None = None
     if resume:
         run = Run(folder or _newest_run())
-        settings = replace(config_from(run.settings()), **_only_the_end(given, shape, file))
+        settings = replace(config_from(run.settings(), kind), **_only_the_end(given, shape, file))
         ranks.together(run.hold)
         for broken in run.damaged():
             display.say(f"{broken} is damaged and is left aside")
@@ -148,18 +175,20 @@ def _train(
         )
         display.say(f"resuming {run.folder} from {at}")
     else:
-        from_file = _read_config(file) if file is not None else {}
+        from_file = _read_config(file, kind) if file is not None else {}
         folder = folder or from_file.pop("out", None)
         shape = dict(from_file.pop("shape", ())) | shape
-        settings = TrainConfig(**{**from_file, **given, "shape": tuple(sorted(shape.items()))})
+        settings = kind(**{**from_file, **given, "shape": tuple(sorted(shape.items()))})
         run = Run(Path(ranks.agree(lambda: str(folder or _next_run(settings.model)))))
         ranks.together(run.check_free)
     if settings.tensorboard:
         _need_tensorboard()
     try:
-        job = make_job(settings, ranks, display, checkpoint)
-        if resume and job.progress >= 1:
+        job = prepare(settings, ranks, display, checkpoint)
+        if resume and job.ended:
             remedy = "make it longer with --steps, --epochs or --minutes"
+            if job.progress < 1:
+                remedy = "be more patient with --patience"
             raise HandgradError(f"{run.folder} is at step {job.step:,} already, and ends there: {remedy}")
         ranks.together(lambda: _begin(job, run, resume))
         display.begin(job)
@@ -182,9 +211,12 @@ def _conclude(job: Job, run: Run, outcome: Outcome) -> None:
     write_text(run.folder / "report.html", report(run))
     if outcome.finished:
         loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-        out.print(f"finished after {outcome.step:,} steps{loss}", highlight=False)
+        if math.isfinite(job.best) and outcome.val_loss is not None and job.best < outcome.val_loss:
+            loss += f", the best {job.best:.4f}"
+        early = ", because the validation loss no longer fell" if outcome.early else ""
+        out.print(f"finished after {outcome.step:,} steps{early}{loss}", highlight=False)
     else:
-        resume = f"handgrad train --resume --out {run.folder}"
+        resume = f"handgrad {job.config.command} --resume --out {run.folder}"
         out.print(
             f"stopped after {outcome.step:,} steps; go on with: {resume}", highlight=False, soft_wrap=True, markup=False
         )
@@ -193,8 +225,27 @@ def _conclude(job: Job, run: Run, outcome: Outcome) -> None:
         out.rule(f"what it writes after {outcome.step:,} steps", style="dim")
         out.print(written, highlight=False, markup=False, soft_wrap=True)
         out.rule(style="dim")
-    places = f"model   {outcome.checkpoint}\nreport  {run.folder / 'report.html'}"
-    out.print(places, highlight=False, soft_wrap=True, markup=False)
+    places = [("report", run.folder / "report.html")]
+    if isinstance(job.config, FinetuneConfig):
+        places.append(("model" if job.config.full else "adapter", _deliver(job, run)))
+    else:
+        places.append(("model", outcome.checkpoint))
+    for what, place in reversed(places):
+        out.print(f"{what:<8}{place}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _deliver(job: Job, run: Run) -> Path:
+    """The best checkpoint without what only training needs, under a name that does not change."""
+    best = model_folder(run.folder)
+    place = run.folder / ("model" if job.model.adapter is None else "adapter")
+
+    def fill(partial: Path) -> None:
+        for file in best.iterdir():
+            if file.name not in ("optimizer.safetensors", "training.json"):
+                shutil.copy2(file, partial / file.name)
+
+    write_folder(place, fill)
+    return place
 
 
 def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | None) -> dict[str, Any]:
@@ -207,6 +258,7 @@ def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | Non
         "eval_every",
         "save_every",
         "keep",
+        "patience",
         "sample_tokens",
         "tensorboard",
     }
@@ -218,7 +270,7 @@ def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | Non
     return lengths | given
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path, kind: type[TrainConfig]) -> dict[str, Any]:
     """Options from a file, under the names they have on the command line."""
     if not file.is_file():
         raise HandgradError(f"there is no file {file}")
@@ -232,7 +284,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         example = "steps = 500" if file.suffix == ".toml" else "steps: 500"
         raise HandgradError(f"{file} must hold options, one per line: {example}")
-    hints = get_type_hints(TrainConfig)
+    hints = get_type_hints(kind)
+    known = {f.name for f in fields(kind)} - {"shape"}
     options: dict[str, Any] = {}
     shape: dict[str, Any] = {}
     folder = None
@@ -242,16 +295,16 @@ def _read_config(file: Path) -> dict[str, Any]:
             folder = Path(value)
         elif name in SHAPE:
             shape[name] = value
-        elif name == "data":
+        elif name in known and _several(hints[name]):
             options[name] = tuple(value) if isinstance(value, list) else (value,)
-        elif name in KNOWN:
+        elif name in known:
             options[name] = _number(value) if float in (hints[name], *get_args(hints[name])) else value
         else:
             raise HandgradError(
-                f"{file}: there is no option {key!r}; there are {', '.join(sorted({*KNOWN, *SHAPE, 'out'}))}"
+                f"{file}: there is no option {key!r}; there are {', '.join(sorted({*known, *SHAPE, 'out'}))}"
             )
     try:
-        TrainConfig(**options)
+        kind(**options)
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {mistake}") from None
     return {**options, "shape": shape, **({"out": folder} if folder else {})}
@@ -266,7 +319,7 @@ def _number(value: object) -> object:
 
 
 def _next_run(model: str) -> Path:
-    name = Path(model).name
+    name = Path(model).name or "run"
     return next(RUNS / f"{name}-{i}" for i in range(1, 1 << 30) if not (RUNS / f"{name}-{i}").exists())
 
 
@@ -306,7 +359,9 @@ def _tensorboard(run: Run, display: Lines) -> Any:
 
 
 def generate(
-    model: Annotated[Path, typer.Option(help="A model directory, or the folder of a run: its best checkpoint.")],
+    model: Annotated[
+        str, typer.Option(help="A model directory, an adapter, or the folder of a run: its best checkpoint.")
+    ],
     prompt: Annotated[str, typer.Option(help="What to begin with.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token each time.")] = 0.8,
@@ -316,13 +371,9 @@ def generate(
     ] = None,
 ) -> None:
     """Let a model write on from a prompt, token by token."""
-    if not model.is_dir():
-        raise HandgradError(
-            f"{model} is not a folder: give a model directory, or the folder of a run of handgrad train"
-        )
-    folder = model_folder(model)
-    network = load(folder)
-    words = read(folder)
+    folder = locate(model)
+    network = open_folder(folder)
+    words = tokenizer_of(folder)
     ids = words.encode(prompt)
     if not ids:
         raise HandgradError("the prompt is empty: give at least one character")

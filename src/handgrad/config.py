@@ -228,11 +228,13 @@ class FinetuneConfig(TrainConfig):
     command: ClassVar[str] = "finetune"
 
     # what
+    model: str = ""  # a model directory, the folder of a run, an adapter, a name on the hub
     val_data: tuple[str, ...] = ()  # examples kept apart already; else a share of the data
     chat_template: str | None = None  # a file, in place of the model's own
     loss_on: str = "answers"  # completions and assistant turns, or all
     too_long: str = "cut"  # examples that do not fit into the context lose their end, texts are split; or drop
     batch_examples: int = 16
+    clock: str | None = None  # the time that chat templates see, for a resumed run to see the same
     # which weights
     full: bool = False
     rank: int = 16

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from . import lora
+from . import lora, tokenizer
 from .checkpoint import load as load_directory
 from .config import PRESETS
 from .errors import HandgradError
 from .gpt import GPT
 from .run import model_folder
+from .tokenizer import Tokenizer
 
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
 
@@ -54,6 +55,19 @@ def base_of(adapter: Path) -> Path:
         return locate(name)
     except HandgradError as mistake:
         raise HandgradError(f"the base model of {adapter} is not there: {mistake}") from None
+
+
+def tokenizer_folder(folder: Path) -> Path | None:
+    """Where the tokenizer of a model lies: beside it, or, for an adapter, perhaps with its base model."""
+    if (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists():
+        return folder
+    if (folder / lora.files.CONFIG).exists():
+        return tokenizer_folder(base_of(folder))
+    return None
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    return tokenizer.read(tokenizer_folder(folder) or folder)
 
 
 def _from_hub(name: str) -> Path:

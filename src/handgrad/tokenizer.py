@@ -21,15 +21,18 @@ from .material import get
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Tokenizer:
-    """n_vocab ids; `end` is the id between documents, if there is one."""
+    """n_vocab ids; `end` is the id between documents, if there is one. `beside` are the files that came with it: settings,
+    special tokens, chat template."""
 
-    def __init__(self, inner: tokenizers.Tokenizer):
+    def __init__(self, inner: tokenizers.Tokenizer, beside: dict[str, str] | None = None):
         self.inner = inner
+        self.beside = beside or {}
         self.n_vocab: int = inner.get_vocab_size()
-        self.end: int | None = inner.token_to_id(END)
+        self.end: int | None = inner.token_to_id(self._end_word())
         vocabulary = inner.get_vocab()
         # Two kinds are a table look-up, and are looked up in a table: id i is byte i, or the i-th of the known characters.
         self._bytes = vocabulary == {sign: i for i, sign in enumerate(_signs_of_bytes())}
@@ -37,6 +40,14 @@ class Tokenizer:
         self._characters: np.ndarray | None = None
         if isinstance(inner.model, models.WordLevel) and in_order == sorted(in_order) and max(map(len, in_order)) == 1:
             self._characters = np.array([ord(c) for c in in_order])
+
+    def _end_word(self) -> str:
+        """What the settings call the end of a text."""
+        try:
+            word = json.loads(self.beside.get("tokenizer_config.json", "{}")).get("eos_token") or END
+        except (ValueError, AttributeError):
+            return END
+        return str(word.get("content", END) if isinstance(word, dict) else word)
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self.encode_batch([text])[0]]
@@ -66,14 +77,19 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """The same for the same ids: of its whole content."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        other_end = "" if self.end == self.inner.token_to_id(END) else f" {self.end}"
+        return hashlib.sha256(f"{self.to_json()}{other_end}".encode()).hexdigest()
 
     def to_json(self) -> str:
         return str(self.inner.to_str())
 
     def write(self, folder: Path) -> None:
-        """tokenizer.json, and what `transformers` wants beside it."""
+        """tokenizer.json, and what came with it, or what `transformers` wants beside it."""
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
+        for name, text in self.beside.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        if "tokenizer_config.json" in self.beside:
+            return
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self.end is not None:
             settings |= {"eos_token": END, "bos_token": END}
@@ -98,15 +114,20 @@ def make(kind: str, texts: Iterable[str]) -> Tokenizer:
 
 def read(path: Path) -> Tokenizer:
     """From tokenizer.json, or from a folder with it, or with GPT-2's vocab.json and merges.txt."""
+    beside: dict[str, str] = {}
     if path.is_dir():
+        try:
+            beside = {n: (path / n).read_text(encoding="utf-8") for n in BESIDE if (path / n).exists()}
+        except UnicodeDecodeError as reason:
+            raise HandgradError(f"{path}: the tokenizer's files are not UTF-8 text: {reason}") from None
         if (path / "tokenizer.json").exists():
             path = path / "tokenizer.json"
         elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
-            return _from_merges(path / "vocab.json", path / "merges.txt")
+            return _from_merges(path / "vocab.json", path / "merges.txt", beside)
         else:
             raise HandgradError(f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), beside)
     except Exception as reason:  # the library raises plain Exception
         raise HandgradError(f"{path} is not a tokenizer.json: {str(reason).splitlines()[0]}") from None
 
@@ -117,15 +138,16 @@ def from_json(text: str) -> Tokenizer:
 
 
 def gpt2() -> Tokenizer:
-    return _from_merges(*get("gpt2-tokenizer"))
+    vocab, merges = get("gpt2-tokenizer")
+    return _from_merges(vocab, merges)
 
 
-def _from_merges(vocab: Path, merges: Path) -> Tokenizer:
+def _from_merges(vocab: Path, merges: Path, beside: dict[str, str] | None = None) -> Tokenizer:
     try:
         model = models.BPE.from_file(str(vocab), str(merges))
     except Exception as reason:
         raise HandgradError(f"{vocab} and {merges} are not a vocabulary: {str(reason).splitlines()[0]}") from None
-    return Tokenizer(_byte_level(model))
+    return Tokenizer(_byte_level(model), beside)
 
 
 def _bytes() -> Tokenizer:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from .optim import OptimizerInBackward
 from .plan import make_plan, product_rate
 from .run import Checkpoint, Run, model_folder
 from .tokenizer import Tokenizer
+
+C = TypeVar("C", bound=TrainConfig)
 
 
 class Display(Protocol):
@@ -302,9 +304,8 @@ class Stop:
 def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
     """Data, tokenizer, model and optimizer of a run, new or from a checkpoint; the configuration resolved."""
     optim.maker(config.optimizer, 1.0, 0.0, (0.9, 0.9))  # a wrong name is said before anything is read
-    if config.update_inside and config.recompute == "none":
-        config = replace(config, recompute="blocks")
-    config = replace(config, data=tuple(json.loads(ranks.agree(lambda: json.dumps(_sources(config))))))
+    config = lean(config)
+    config = replace(config, data=sources_of(config.data, ranks))
     files, corpus = _files(config)
     folder = Path(config.model)
     directory = checkpoint.folder if checkpoint is not None else model_folder(folder) if folder.is_dir() else None
@@ -329,21 +330,11 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     training, validation = data.split(tokens, context, config.val_share, config.seed)
     dtype = getattr(torch, config.dtype)
     model = load(directory, dtype=dtype) if directory is not None else GPT(shape, seed=config.seed, dtype=dtype)
-    if texts.n_vocab > model.config.n_vocab:
-        raise HandgradError(
-            f"the tokenizer has {texts.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong together"
-        )
+    check_vocabulary(texts, model)
     batch = max(1, round((config.batch_tokens or 12 * context) / context))
     config = _resolve(config, batch, training, model.config.d_model)
 
-    assert config.lr is not None
-    make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
-    optimizer: torch.optim.Optimizer | OptimizerInBackward = (
-        OptimizerInBackward(model, make, config.clip or None, config.recompute, combine=ranks.sum_now)
-        if config.update_inside
-        else make(model.parameters())
-    )
-    job = Job(config, model, texts, optimizer, training, validation, batch)
+    job = Job(config, model, texts, make_optimizer(model, config, ranks), training, validation, batch)
     if checkpoint is not None:
         restore(job, checkpoint)
     if ranks.first:
@@ -353,9 +344,33 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     return job
 
 
-def _sources(config: TrainConfig) -> list[str]:
-    """Where the texts are, so that they are found again from any folder; standard input is kept for that."""
-    return [str(data.from_stdin() if source == "-" else Path(source).expanduser().absolute()) for source in config.data]
+def lean(config: C) -> C:
+    """An optimizer inside the backward pass saves memory only where blocks are computed again."""
+    return replace(config, recompute="blocks") if config.update_inside else config
+
+
+def check_vocabulary(texts: Tokenizer, model: GPT) -> None:
+    if texts.n_vocab > model.config.n_vocab:
+        raise HandgradError(
+            f"the tokenizer has {texts.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong together"
+        )
+
+
+def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer | OptimizerInBackward:
+    assert config.lr is not None
+    make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
+    if config.update_inside:
+        return OptimizerInBackward(model, make, config.clip or None, config.recompute, combine=ranks.sum_now)
+    return make(model.parameters())
+
+
+def sources_of(named: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
+    """Where the data is, so that it is found again from any folder; standard input is kept for that."""
+
+    def absolute() -> str:
+        return json.dumps([str(data.from_stdin() if s == "-" else Path(s).expanduser().absolute()) for s in named])
+
+    return tuple(json.loads(ranks.agree(absolute)))
 
 
 def _files(config: TrainConfig) -> tuple[list[Path], str]:
@@ -425,7 +440,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     }
 
 
-def config_from(settings: dict[str, Any], kind: type[TrainConfig] = TrainConfig) -> TrainConfig:
+def config_from(settings: dict[str, Any], kind: type[C]) -> C:
     """The reverse, for a run that goes on."""
     began = settings.get("command", "train")
     if began != kind.command:

@@ -1,0 +1,62 @@
+"""What a merged model's directory remembers, and the comparison that a merge has to stand."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import lora
+from .checkpoint import read_tensors
+from .errors import HandgradError
+from .gpt import GPT
+from .lora import Merged
+
+FILE = "handgrad-merge.safetensors"
+
+
+def write_merge(taken: Merged, merged: GPT, folder: Path) -> None:
+    """What the weights alone do not tell: norms that DoRA divided by, and whether the head was the embedding."""
+    untied = taken.tied and not merged.config.tied
+    if taken.norms or untied:
+        metadata = {"format": "pt", "tied": "true" if untied else "false"}
+        save_file({name: norms.contiguous() for name, norms in taken.norms.items()}, folder / FILE, metadata=metadata)
+
+
+def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
+    """What was merged into `model`, from the adapter's files and from what `write_merge` left beside the weights. The
+    model stays as it is."""
+    file = merged / FILE
+    norms: dict[str, Tensor] = {}
+    tied = model.config.tied
+    if file.exists():
+        norms = read_tensors(file)
+        with safe_open(file, "pt") as opened:
+            tied = tied or (opened.metadata() or {}).get("tied") == "true"
+    trains = {p: p.requires_grad for p in model.parameters()}
+    lora.load(model, adapter)
+    config, adapters = model.adapter, lora.adapters_of(model)
+    assert config is not None
+    lora.remove(model)
+    for p, trained in trains.items():
+        p.requires_grad_(trained)
+    if config.modules_to_save:
+        raise HandgradError(
+            f"{adapter} replaced {', '.join(config.modules_to_save)} whole, and what was there before is not known"
+        )
+    if config.dora and set(norms) != set(adapters):
+        raise HandgradError(f"{merged} has no {FILE}, without which a magnitude (DoRA) cannot be taken out")
+    return Merged(config, adapters, norms, tied)
+
+
+def check_same(before: Tensor, after: Tensor, stored: torch.dtype) -> float:
+    """How far the logits moved, relative to their size; more than the rounding of the stored weights allows is an error."""
+    difference = ((after - before).abs().max() / before.abs().max()).item()
+    allowed = max(1e-4, 8 * torch.finfo(stored).eps)
+    if not difference <= allowed:
+        raise HandgradError(
+            f"the logits differ by {difference:.1e} (at most {allowed:.1e} is rounding): nothing was written; the model is"
+            " not the one the adapter was made for, or its weights are stored too coarsely (--dtype float32)"
+        )
+    return difference

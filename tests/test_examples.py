@@ -1,0 +1,413 @@
+"""Lines of JSON → examples: what is learned, exactly; what is refused, by file and line; that nothing gets lost."""
+
+import io
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from handgrad import data, examples, tokenizer
+from handgrad.chat import ChatTemplate
+from handgrad.errors import HandgradError
+from handgrad.examples import Examples, Summary
+from handgrad.examples_report import report
+from handgrad.tokenizer import END, Tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Whither so fast? 東京 🙂"},
+    {"role": "assistant", "content": "To the naïve façade.\n"},
+    {"role": "user", "content": "Oh"},
+    {"role": "assistant", "content": "Indeed"},
+]
+
+
+def with_marks() -> Tokenizer:
+    """Merged from a little text, with an end of texts and the marks of CHATML."""
+    inner = tokenizer.make("bpe:300", [str(TALK)] * 3).inner
+    inner.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer(inner)
+
+
+MARKS = with_marks()
+END_ID = MARKS.inner.token_to_id(END)
+BYTES = tokenizer.make("bytes", [])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+
+
+def lines(tmp_path: Path, *records: object, name: str = "d.jsonl") -> list[Path]:
+    (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+    return [tmp_path / name]
+
+
+def read(files: list[Path], n_context: int = 1000, made: Tokenizer = MARKS, **more: Any) -> tuple[Examples, Summary]:
+    return examples.read(files, made, n_context, **{"template": ChatTemplate(CHATML), **more})
+
+
+def learned(found: Examples, i: int, made: Tokenizer = MARKS) -> list[tuple[str, bool]]:
+    """Example i as text, in runs of what is learned and what is not."""
+    ids, learn = found.example(i)
+    cuts = [0, *(np.flatnonzero(np.diff(learn)) + 1).tolist(), len(ids)]
+    return [(made.decode(ids[a:b].tolist()), bool(learn[a])) for a, b in pairwise(cuts)]
+
+
+# ── what is learned ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prompt_and_completion(tmp_path: Path) -> None:
+    record = {"prompt": "Whither so", "completion": " fast?", "id": 7, "messages": None}
+    found, summary = read(lines(tmp_path, record))
+    prompt, completion = MARKS.encode("Whither so"), MARKS.encode(" fast?")
+    assert found.ids.tolist() == [*prompt, *completion, END_ID]
+    assert found.learn.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
+    ids, targets, lengths = found.batch(0, 1)
+    assert ids.tolist() == found.ids[:-1].tolist() and lengths == [len(ids)]
+    assert targets.tolist() == [-100] * (len(prompt) - 1) + completion + [END_ID]
+    assert summary.kinds == {"messages": 0, "prompt and completion": 1, "text": 0}
+    assert (summary.examples, summary.tokens, summary.targets) == (1, len(ids), len(completion) + 1)
+
+
+def test_without_a_prompt_it_begins_as_a_text(tmp_path: Path) -> None:
+    found, _ = read(lines(tmp_path, {"prompt": "", "completion": "ab"}))
+    assert learned(found, 0) == [(END, False), (f"ab{END}", True)]
+
+
+def test_text_begins_and_ends(tmp_path: Path) -> None:
+    found, _ = read(lines(tmp_path, {"text": "naïve 東京", "prompt": "no completion"}))
+    assert learned(found, 0) == [(END, False), (f"naïve 東京{END}", True)]
+    bare, _ = read(lines(tmp_path, {"text": "naïve"}), made=BYTES)
+    assert bare.ids.tolist() == list("naïve".encode())
+    assert learned(bare, 0, BYTES) == [("n", False), ("aïve", True)], (
+        "without an end the first token has nothing before"
+    )
+
+
+def test_messages_as_transformers_encodes_them(tmp_path: Path) -> None:
+    found, _ = read(lines(tmp_path, {"messages": TALK, "text": "not this"}))
+    judge = PreTrainedTokenizerFast(tokenizer_object=MARKS.inner, chat_template=CHATML)
+    assert found.ids.tolist() == judge.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert learned(found, 0) == [
+        (
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhither so fast? 東京 🙂<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            False,
+        ),
+        ("To the naïve façade.\n<|im_end|>\n", True),
+        ("<|im_start|>user\nOh<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Indeed<|im_end|>\n", True),
+    ]
+
+
+def test_loss_on_all(tmp_path: Path) -> None:
+    unanswered = [{"role": "user", "content": "Oh"}]
+    files = lines(
+        tmp_path, {"prompt": "ab", "completion": "c"}, {"messages": TALK}, {"messages": unanswered}, {"text": "d"}
+    )
+    found, summary = read(files, loss_on="all")
+    starts = found.offsets[:-1]
+    assert np.flatnonzero(~found.learn).tolist() == starts.tolist(), "every token but the first of each"
+    assert summary.targets == summary.tokens == len(found.ids) - 4
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_byte_order_mark_windows_lines_and_empty_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('\ufeff\r\n{"text": "é"}\r\n\r\n  \r\n{"text": "b\u2028c"}'.encode())
+    found, _ = read([tmp_path / "a.jsonl"])
+    assert [learned(found, i)[1][0] for i in range(2)] == [f"é{END}", f"b\u2028c{END}"]
+
+
+@pytest.mark.parametrize("written", [None, 1, 4])
+def test_a_list_in_one_file(tmp_path: Path, written: int | None) -> None:
+    records = [{"text": "a [1]"}, {"prompt": "p", "completion": "c"}, {"text": "东"}]
+    (tmp_path / "d.json").write_text("\ufeff \n" + json.dumps(records, indent=written) + "\n\n", encoding="utf-8")
+    whole, _ = read([tmp_path / "d.json"])
+    one_by_one, _ = read(lines(tmp_path, *records))
+    assert whole.fingerprint == one_by_one.fingerprint
+    seen: list[int] = []
+    places = [place.line for place, _ in examples.records([tmp_path / "d.json"], seen.append)]
+    assert places == ([2, 2, 2] if written is None else [3, 6, 10])
+    assert sum(seen) == (tmp_path / "d.json").stat().st_size
+
+
+def test_folders_patterns_and_progress(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.json"):
+        lines(tmp_path, {"text": name}, {"text": "x"}, name=name)
+    files = examples.find([str(tmp_path / "*.json*")])
+    seen: list[int] = []
+    found, _ = read(files, progress=seen.append)
+    assert learned(found, 0)[1][0] == f"a.json{END}" and found.per_epoch == 4
+    assert sum(seen) == sum(file.stat().st_size for file in files)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "a"}\n')))
+    found, _ = read(examples.find(["-"]))
+    assert learned(found, 0)[1][0] == f"a{END}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', " is not JSON: Expecting ',' delimiter, column 13"),
+        (b"text", " is not JSON: Expecting value, column 1"),
+        (b"[" * 100_000, " is not JSON: maximum recursion depth"),
+        (b'{"text": "na\xefve"}', " is not UTF-8 text: convert it"),
+        (b'"text"', ': it holds "text", not an object; wanted is prompt and completion, or messages, or text'),
+        (b'{"body": "a", "text": null}', r": it has body, text \(null\); wanted is prompt and completion, or"),
+        (b"{}", ": it has nothing; wanted"),
+        (b'{"prompt": "a"}', ": it has prompt; wanted"),
+        (b'{"completion": "a"}', ": it has completion; wanted"),
+        (b'{"text": 3}', ": text is 3, not a string"),
+        (b'{"prompt": "a", "completion": ["b"]}', r': completion is \["b"\], not a string'),
+        (b'{"prompt": 1.5, "completion": "b"}', ": prompt is 1.5, not a string"),
+        (b'{"prompt": "a", "completion": ""}', ": the completion is empty"),
+        (b'{"prompt": "a", "messages": []}', ": it has messages, and a prompt or completion as well"),
+        (b'{"messages": []}', ": messages is empty"),
+        (b'{"messages": "Hello"}', ': messages is "Hello", not a list'),
+        (b'{"messages": [{"role": "human", "content": "a"}]}', ': message 1 has the role "human": it can be system,'),
+        (b'{"messages": [{"role": "user"}]}', ": message 1 has no content"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', ": message 1: its content is 1, not a string"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', ": the assistant says nothing in these messages"),
+        (b'{"text": "half \\ud83d of it"}', r": it holds \\ud83d, half of a character"),
+        (b'{"messages": [{"role": "assistant", "content": "\\ude42"}]}', r": it holds \\ude42, half"),
+    ],
+)
+def test_every_mistake_is_named_with_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'\n{"text": "good"}\r\n' + line + b'\n{"text": "good"}\n')
+    with pytest.raises(HandgradError, match=rf"bad\.jsonl, line 3{message}"):
+        read([tmp_path / "bad.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"text": "a"},\n\n{"text": 1}]', r"line 3: text is 1"),
+        (b'[{"text": "a"}\n,\n{"text" "b"}]', r"line 3 is not JSON: Expecting ':' delimiter, column 9"),
+        (b'[{"text": "a"}\n{"text": "b"}]', r"line 2: the list needs , or \] here"),
+        (b'[{"text": "a"},\n', r"line 2 is not JSON: Expecting value"),
+        (b'[{"text": "a"}', r"line 1: the list needs , or \] here"),
+        (b'[{"text": "a"}]\n[]', r"line 2: something follows the list"),
+        (b'[{"text":\n"\xff"}]', r"line 2 is not UTF-8"),
+        (b"[3]", r"line 1: it holds 3, not an object"),
+    ],
+)
+def test_mistakes_in_a_list(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(HandgradError, match=rf"bad\.json, {message}"):
+        read([tmp_path / "bad.json"])
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(
+        HandgradError, match=r"d\.jsonl, line 1: it has messages.*no chat template.*--chat-template FILE"
+    ):
+        read(lines(tmp_path, {"messages": TALK}), template=None)
+    with pytest.raises(HandgradError, match=r"d\.jsonl, line 1: .*not incremental"):
+        read(lines(tmp_path, {"messages": TALK}), template=ChatTemplate("{{ messages[-1].content }}"))
+    knows = tokenizer.make("chars", ["abc"])
+    with pytest.raises(HandgradError, match=r"d\.jsonl, line 2: .*'z' is not one of them"):
+        read(lines(tmp_path, {"text": "abc"}, {"text": "abz"}), made=knows)
+    (tmp_path / "README.md").write_text("# Data\n")
+    with pytest.raises(HandgradError, match=r"README\.md, line 1 is not JSON: .*leave out what is not, as in --data"):
+        read([tmp_path / "README.md"])
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(HandgradError, match=r"no example to learn from \(the files are empty\)"):
+        read([tmp_path / "empty.jsonl"])
+    with pytest.raises(HandgradError, match=r"no example .*1 with nothing to learn, the first .*d\.jsonl:1"):
+        read(lines(tmp_path, {"text": ""}))
+    with pytest.raises(HandgradError, match="loss_on is 'prompts': it can be answers or all"):
+        read(lines(tmp_path, {"text": "a"}), loss_on="prompts")
+    with pytest.raises(HandgradError, match="too_long is 'split': it can be cut or drop"):
+        read(lines(tmp_path, {"text": "a"}), too_long="split")
+
+
+# ── too long ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_texts_are_divided_and_others_cut(tmp_path: Path) -> None:
+    records = [
+        {"text": "abcdefghij"},
+        {"prompt": "abc", "completion": "defghi"},
+        {"prompt": "abcdef", "completion": "gh"},
+        {"prompt": "abcde", "completion": "f"},
+        {"text": "x"},
+        {"prompt": "abcd", "completion": "e"},
+    ]
+    found, summary = read(lines(tmp_path, *records), 4, BYTES)
+    assert [learned(found, i, BYTES) for i in range(found.per_epoch)] == [
+        [("a", False), ("bcde", True)],
+        [("e", False), ("fghi", True)],
+        [("i", False), ("j", True)],
+        [("abc", False), ("de", True)],
+        [("abcd", False), ("e", True)],
+    ]
+    assert (summary.split, summary.cut, summary.cut_tokens) == (1, 1, 4)
+    reasons = {reason: (d.count, d.first.line) for reason, d in summary.dropped.items()}
+    assert reasons == {"with nothing to learn inside the context": (2, 3), "with nothing to learn": (1, 5)}
+    assert summary.lengths.tolist() == [0, 1, 0, 0, 4] and summary.examples == 5
+    dropped, summary = read(lines(tmp_path, *records), 4, BYTES, too_long="drop")
+    assert [learned(dropped, i, BYTES) for i in range(dropped.per_epoch)] == [[("abcd", False), ("e", True)]]
+    assert (summary.split, summary.cut) == (0, 0)
+    reasons = {reason: (d.count, d.first.line) for reason, d in summary.dropped.items()}
+    assert reasons == {"longer than the context of 4 tokens": (4, 1), "with nothing to learn": (1, 5)}
+
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
+RECORD = st.one_of(
+    st.fixed_dictionaries({"text": TEXT}),
+    st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT.filter(bool)}),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RECORD, min_size=1, max_size=8), st.integers(1, 12), st.integers(0, 3), st.booleans())
+def test_nothing_gets_lost(records: list[dict[str, str]], n_context: int, seed: int, few: bool) -> None:
+    """Every token of every text is a target exactly once in an epoch, in its place, whatever context, groups and order."""
+    records = [{"text": "at least this"}, *records]
+    drafts = [examples.draft(examples.Place(Path("d"), i), r, None, "answers") for i, r in enumerate(records)]
+    expected = []
+    for drafted, ids, learn in examples._encoded(iter(drafts), MARKS):
+        kept = len(ids) if drafted.kind == "text" else n_context + 1
+        expected += ids[:kept][learn[:kept]].tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples, "records", lambda files, progress: ((d.place, r) for d, r in zip(drafts, records)))  # noqa: B905
+        patch.setattr(data, "CHUNK", 1 if few else 1 << 18)
+        found, summary = examples.read([], MARKS, n_context, seed=seed)
+    n = found.per_epoch
+    ids, targets, lengths = found.batch(0, n, shuffle=False)
+    assert targets[targets >= 0].tolist() == expected
+    assert (summary.tokens, summary.targets) == (sum(lengths), len(expected)) == found.size(0, n)
+    assert max(lengths) <= n_context and len(ids) == len(targets) == sum(lengths)
+    assert int((summary.lengths * np.arange(len(summary.lengths))).sum()) == summary.tokens
+    mixed = found.batch(n, n)
+    assert sorted(mixed[2]) == sorted(lengths)
+    assert sorted(mixed[1][mixed[1] >= 0].tolist()) == sorted(expected)
+
+
+# ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def numbered(n: int, seed: int = 0) -> Examples:
+    """Example i is i+2 times the id i, learned but for the first."""
+    ids = np.concatenate([np.full(i + 2, i) for i in range(n)]).astype(np.uint16)
+    offsets = np.concatenate([[0], np.cumsum(np.arange(n) + 2)])
+    learn = np.ones(len(ids), bool)
+    learn[offsets[:-1]] = False
+    return Examples(ids, learn, offsets, seed)
+
+
+def test_the_order_is_that_of_the_seed_and_any_place_can_be_reached() -> None:
+    found = numbered(13, seed=5)
+    for first, count in ((0, 13), (9, 30), (26, 1)):
+        ids, targets, lengths = found.batch(first, count)
+        order = [data.shuffled(i % 13, 13, 5, i // 13) for i in range(first, first + count)]
+        assert lengths == [i + 1 for i in order]
+        assert ids.tolist() == targets.tolist() == [i for i in order for _ in range(i + 1)]
+        assert ids.dtype == targets.dtype == torch.int64
+        assert found.size(first, count) == (sum(lengths), sum(lengths))
+    assert found.batch(11, 4, shuffle=False)[2] == [12, 13, 1, 2]
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    def of(*records: object, **more: Any) -> str:
+        return read(lines(tmp_path, *records), **more)[0].fingerprint
+
+    pair = {"prompt": "ab", "completion": "cd"}
+    assert of(pair) == of(pair | {"id": 1}) and len(of(pair)) == 32
+    different = [
+        of(pair),
+        of({"prompt": "abc", "completion": "d"}),
+        of(pair, pair),
+        of(pair, loss_on="all"),
+        of({"text": "abcd"}),
+    ]
+    assert len(set(different)) == 5
+
+
+def test_split() -> None:
+    found = numbered(50)
+    training, validation = examples.split(found, 0.1, 3)
+    assert validation is not None and (training.per_epoch, validation.per_epoch) == (45, 5)
+    firsts = [part.ids[part.offsets[:-1]].tolist() for part in (training, validation)]
+    assert sorted(firsts[0] + firsts[1]) == list(range(50)) and firsts[1] == sorted(firsts[1]) != list(range(45, 50))
+    for part in (training, validation):
+        for i in range(part.per_epoch):
+            ids, learn = part.example(i)
+            assert len(ids) == ids[0] + 2 and learn.tolist() == [False] + [True] * (len(ids) - 1)
+    again, other = examples.split(found, 0.1, 3)[1], examples.split(found, 0.1, 4)[1]
+    assert again is not None and other is not None
+    assert again.fingerprint == validation.fingerprint != other.fingerprint
+    assert examples.split(found, 0.0, 3) == (found, None)
+    for share in (0.001, 0.999):
+        training, validation = examples.split(numbered(2), share, 0)
+        assert validation is not None and training.per_epoch == validation.per_epoch == 1
+    with pytest.raises(HandgradError, match=r"1 example cannot be divided.*--val-share 0"):
+        examples.split(numbered(1), 0.1, 0)
+    with pytest.raises(HandgradError, match="a share of 1 cannot be kept"):
+        examples.split(found, 1.0, 0)
+
+
+def test_large_vocabularies_need_wider_ids(tmp_path: Path) -> None:
+    files = lines(tmp_path, {"text": "ab"})
+    assert read(files)[0].ids.dtype == np.uint16
+    wide = with_marks()
+    wide.n_vocab = (1 << 16) + 1
+    assert read(files, made=wide)[0].ids.dtype == np.uint32
+    assert read(files, made=wide)[0].fingerprint == read(files)[0].fingerprint
+
+
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shown(found: tuple[Examples, Summary], width: int, made: Tokenizer = MARKS, colours: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=colours, color_system="standard" if colours else None)
+    console.print(*report(found[1], found[0], made, width), sep="\n")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_report(tmp_path: Path, width: int) -> None:
+    records = [{"messages": TALK}, {"text": ""}, {"prompt": "a" * 700, "completion": "b"}, {"text": "c d " * 700}]
+    text = shown(read(lines(tmp_path, *records), 500), width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for part in (
+        "from lines: 1 messages, 1 prompt and completion, 2 text",
+        "1 text longer than the context, divided into several examples",
+        "1 left out, with nothing to learn inside the context; the first is",
+        "d.jsonl:3",
+        "«To the naïve façade.⏎ <|im_end|>⏎»",
+        "«Indeed<|im_end|>⏎»",
+        "<|im_start|>user⏎ Oh<|im_end|>⏎",
+    ):
+        assert part in flat, part
+    assert "█" in text and text.count("«") == 2
+
+
+def test_the_report_in_colours_shortened_and_harmless(tmp_path: Path) -> None:
+    record = {"prompt": "\x1b[31m\u202e[bold]\t" + "ab " * 900, "completion": "é" * 900 + "\x85z"}
+    text = shown(read(lines(tmp_path, record), 10_000, BYTES), 80, BYTES, colours=True)
+    assert "␛[31m<U+202E>[bold]⇥" in text and "<U+0085>z" in text
+    assert "characters …" in text and len(text.splitlines()) < 40
+    assert "«" not in text and "\x1b[1;" in text and "\u202e" not in text
