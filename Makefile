@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench images clean
+.PHONY: demo test long lint bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -13,6 +13,9 @@ demo: $(VENV)/.ready
 
 test: lint
 	$(BIN)/python -m pytest
+
+long: $(VENV)/.ready-for-tests  # proofs that take minutes each
+	HANDGRAD_KILLS=30 $(BIN)/python -m pytest tests/test_train.py -k killed
 
 lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check src tests bench

@@ -14,7 +14,6 @@ from handgrad import tokenizer
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
 from handgrad.gpt import LOGITS_AT_ONCE
-from handgrad.layers import LoRA
 from handgrad.ops.attention import ROWS
 from handgrad.optim import OptimizerInBackward
 from handgrad.train import Job, take_step
@@ -95,7 +94,9 @@ class Loop(Hand):
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
         super().__init__(model, tokens, targets)
         config = TrainConfig(steps=1, lr=LR, min_lr=LR, warmup=0)
-        windows: Any = SimpleNamespace(context=tokens.shape[1], batch=lambda first, count: (tokens, targets))
+        windows: Any = SimpleNamespace(
+            batch=lambda first, count: (tokens, targets, None), size=lambda first, count: (tokens.numel(),) * 2
+        )
         self.job = Job(config, model, tokenizer.make("bytes", []), self.optimizer, windows, None, len(tokens))
         self.ranks = Ranks()
 
@@ -195,16 +196,12 @@ TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 def with_adapters(model: hg.GPT) -> hg.GPT:
     """Rank 16 beside every matrix of every block, all else frozen; both factors random, so that both have gradients."""
-    model.requires_grad_(False)
+    hg.lora.inject(model, RANK)
     generator = torch.Generator().manual_seed(0)
-    for block in model.blocks:
-        for path in TARGETS:
-            parent, _, name = path.rpartition(".")
-            layer = LoRA(block.get_submodule(path), RANK, 1.0)
-            with torch.no_grad():
-                layer.up.copy_(0.01 * torch.randn(layer.up.shape, generator=generator))
-                layer.down.copy_(0.01 * torch.randn(layer.down.shape, generator=generator))
-            setattr(block.get_submodule(parent), name, layer)
+    with torch.no_grad():
+        for layer in hg.lora.adapters_of(model).values():
+            layer.up.copy_(0.01 * torch.randn(layer.up.shape, generator=generator))
+            layer.down.copy_(0.01 * torch.randn(layer.down.shape, generator=generator))
     return model
 
 

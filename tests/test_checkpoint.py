@@ -1,7 +1,10 @@
 """Model directories: what we write, transformers opens; what it writes, we open. Broken ones are refused by name."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +157,153 @@ def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.
         hg.save(make_model(seed=2), tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["m"]
+
+
+# ── real directories of every kind ──────────────────────────────────────────────────────────────────────────────────
+
+
+def theirs_of(shape: dict[str, Any]) -> GPT2LMHeadModel:
+    base = {"vocab_size": 23, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2, "resid_pdrop": 0.0}
+    quiet = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**{**base, **quiet, **shape}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"tie_word_embeddings": False}, {"n_head": 1, "n_layer": 1}, {"n_inner": 20, "activation_function": "relu"},
+     {"layer_norm_epsilon": 1e-3, "activation_function": "gelu", "n_layer": 3, "n_embd": 20, "n_head": 5}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_logits_and_all_gradients_are_those_of_transformers(
+    shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    theirs_of(shape).to(dtype).save_pretrained(tmp_path / "m")
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64, attn_implementation="eager")
+    ours = hg.load(tmp_path / "m", dtype=torch.float64)
+    tokens, targets = torch.randint(23, (2, 3, 11))
+    targets[0, :7] = -100
+    logits = theirs(tokens).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    expected.backward()
+    assert relative_error(ours.logits(tokens), logits) <= 1e-8
+    assert ours.loss_and_grads(tokens, targets) == pytest.approx(expected.item(), rel=1e-8)
+    truth = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        assert p.grad is not None
+        assert relative_error(p.grad, truth[name].grad) <= 1e-8, name
+
+
+def test_shards_of_transformers_are_read_as_one(tmp_path: Path) -> None:
+    theirs = theirs_of({})
+    theirs.save_pretrained(tmp_path / "m", max_shard_size="4KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
+    tokens = torch.randint(23, (1, 9))
+    assert relative_error(hg.load(tmp_path / "m").logits(tokens), theirs(tokens).logits) < 1e-5
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    gone = next(iter(places["weight_map"].values()))
+    (tmp_path / "m" / gone).rename(tmp_path / "elsewhere")
+    with pytest.raises(hg.HandgradError, match=gone):
+        hg.load(tmp_path / "m")
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "../elsewhere"}}))
+    with pytest.raises(hg.HandgradError, match="not a file beside it"):
+        hg.load(tmp_path / "m")
+    index.write_text("{}")
+    with pytest.raises(hg.HandgradError, match="weight_map"):
+        hg.load(tmp_path / "m")
+
+
+def test_files_without_the_prefix(tmp_path: Path) -> None:
+    theirs = theirs_of({})
+    theirs.transformer.save_pretrained(tmp_path / "m")  # GPT2Model: names begin with h., wte., …
+    assert "wte.weight" in load_file(tmp_path / "m" / "model.safetensors")
+    tokens = torch.randint(23, (1, 9))
+    assert relative_error(hg.load(tmp_path / "m").logits(tokens), theirs(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_we_write_shards_and_dtypes_that_transformers_opens(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model(n_blocks=2, n_vocab=23, dtype=torch.float32)
+    hg.save(model, tmp_path / "m", dtype=dtype, shard_bytes=2000)
+    assert len(list((tmp_path / "m").glob("model-*"))) > 2
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    ours = hg.load(tmp_path / "m", dtype=torch.float32)
+    tokens = torch.randint(23, (1, 9))
+    assert relative_error(ours.logits(tokens), theirs(tokens).logits) < 1e-5
+    new = theirs.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)[:, 9:]
+    assert torch.equal(new, hg.generate(ours, tokens, 4))
+    hg.save(model, tmp_path / "m")  # in one file again: the shards are gone
+    assert sorted(f.name for f in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(hg.load(tmp_path / "m").logits(tokens), model.logits(tokens))
+
+
+def test_numbers_that_do_not_fit_into_float16_are_named(tmp_path: Path) -> None:
+    model = make_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.blocks[0].mlp.c_fc.weight[0, 0] = 1e6
+    with pytest.raises(hg.HandgradError, match=r"c_fc.weight has numbers that float16 cannot hold"):
+        hg.save(model, tmp_path / "m", dtype=torch.float16)
+    assert not (tmp_path / "m").exists()
+
+
+def test_tensors_of_another_model_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+    hg.save(make_model(dtype=torch.float32), tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file({**load_file(file), "transformer.h.5.ln_1.weight": torch.zeros(12)}, tmp_path / "x")
+    (tmp_path / "x").rename(file)
+    with pytest.raises(hg.HandgradError, match=r"h.5.ln_1.weight"):
+        hg.load(tmp_path / "m")
+    file.rename(tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(hg.HandgradError, match=r"pytorch_model.bin.*safetensors"):
+        hg.load(tmp_path / "m")
+
+
+def test_a_stored_head_counts_more_than_the_configuration(tmp_path: Path) -> None:
+    model = make_model(tied=False, dtype=torch.float32)
+    hg.save(model, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tokens = torch.randint(11, (1, 9))
+    assert torch.equal(hg.load(tmp_path / "m").logits(tokens), model.logits(tokens))
+
+
+def test_loading_maps_the_file_and_makes_no_copy(tmp_path: Path) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=200_000)), tmp_path / "m")  # 102 MB, nearly all of it embedding
+    code = (
+        "import sys, handgrad as hg\n"
+        "def used(): return int(next(x for x in open('/proc/self/status') if x.startswith('RssAnon')).split()[1])\n"
+        "hg.load(sys.argv[1]); before = used(); model = hg.load(sys.argv[1]); print(used() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "m"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 5_000, "kB of memory of its own"
+
+
+def test_a_name_that_is_no_folder_is_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(hg.HandgradError, match=r"nobody/nothing.*hub"):
+        hg.load("nobody/nothing")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(hg.HandgradError, match="pip install huggingface_hub"):
+        hg.load("nobody/nothing")
+    with pytest.raises(hg.HandgradError, match="not a directory"):
+        hg.load("./nothing/at/all")
+
+
+def test_a_model_on_the_hub_is_fetched_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library's own cache, filled as a download would fill it."""
+    cache = tmp_path / "hub" / "models--someone--small"
+    commit = "0" * 40
+    model = make_model(dtype=torch.float32)
+    hg.save(model, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    tokens = torch.randint(11, (1, 9))
+    assert torch.equal(hg.load("someone/small").logits(tokens), model.logits(tokens))

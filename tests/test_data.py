@@ -101,7 +101,7 @@ def test_shuffled_is_a_permutation(n: int) -> None:
 def test_an_epoch_visits_every_window_once_and_targets_follow(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, "".join(chr(33 + i % 90) for i in range(1003)))
     windows = data.Windows(tokens, 0, len(tokens), context=10, seed=3)
-    ids, targets = windows.batch(0, windows.per_epoch)
+    ids, targets, _ = windows.batch(0, windows.per_epoch)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     starts = [windows._place(i) for i in range(windows.per_epoch)]
     assert len({(s - min(starts)) // 10 for s in starts}) == windows.per_epoch == 100

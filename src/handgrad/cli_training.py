@@ -193,10 +193,12 @@ def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks:
         ranks.together(lambda: _begin(job, run, resume))
         display.begin(job)
         outcome = run_loop(job, run, ranks, _tensorboard(run, display) if job.config.tensorboard else display)
+        if ranks.first:
+            display.end()
+            _conclude(job, run, outcome)
     finally:
         display.end()
-    if ranks.first:
-        _conclude(job, run, outcome)
+        run.release()
 
 
 def _begin(job: Job, run: Run, resume: bool) -> None:

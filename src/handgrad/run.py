@@ -92,6 +92,7 @@ class Run:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.release()
             raise HandgradError(f"another process is training into {self.folder}: wait for it, or stop it") from None
         self.checkpoints.mkdir(exist_ok=True)
         for left in self.checkpoints.glob(f".{PREFIX}*"):  # of a process that was killed while it wrote
