@@ -170,7 +170,7 @@ def plan(
 def bench(context: typer.Context) -> None:
     """Measure speed and memory side by side with the peers; --quick, --json, --plot.
 
-    Scenarios: train, memory, lora, sft, attention, products; all unless named.
+    Scenarios: train, memory, lora, sft, finetune, attention, products; all unless named.
 
     Needs the repository, where bench/ lives, and the packages of the test extra.
     """

@@ -6,7 +6,7 @@ A line is one of
     {"messages": [{"role": "user", "content": "…"}, …]}      what the assistant says is learned
     {"text": "…"}                                            everything is learned
 
-and a file of plain text is one text.
+and a .txt file is one text.
 An example of L ids is read as ids[:-1], and its targets are ids[1:] where they are to be learned: the first id is never a
 target. Lines are read one by one and encoded a few at a time. Which examples a batch holds is computed from its number
 alone, as in `data`.
@@ -36,7 +36,6 @@ KINDS = ("messages", "prompt and completion", "text")
 WANTED = "wanted is prompt and completion, or messages, or text"
 LossOn = Literal["answers", "all"]
 TooLong = Literal["cut", "drop"]
-JSON = (".jsonl", ".json", ".ndjson")
 MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
 BLANKS = re.compile(r"[ \t\r\n]*")
 
@@ -68,8 +67,8 @@ def find(sources: Iterable[str]) -> list[Path]:
 
 
 def records(files: Iterable[Path], progress: Callable[[int], None] = lambda count: None) -> Iterator[tuple[Place, Any]]:
-    """What the lines hold, or the items of the list that a whole file is; a file that is neither called nor begins like
-    JSON is one text. `progress` is told how many bytes were read."""
+    """What the lines hold, or the items of the list that a whole file is; a .txt file that does not begin
+    like JSON is one text. `progress` is told how many bytes were read."""
     for file in files:
         with open(file, "rb") as opened:
             if opened.peek(1).removeprefix(MARK).lstrip().startswith(b"["):
@@ -77,7 +76,7 @@ def records(files: Iterable[Path], progress: Callable[[int], None] = lambda coun
                 yield from _items(file, _decoded(raw, file, 1))
                 progress(len(raw))
                 continue
-            if file.suffix not in JSON and not opened.peek(1).removeprefix(MARK).lstrip().startswith(b"{"):
+            if file.suffix == ".txt" and not opened.peek(1).removeprefix(MARK).lstrip().startswith(b"{"):
                 raw = opened.read()
                 yield Place(file, 1), {"text": _decoded(raw, file, 1)}
                 progress(len(raw))
