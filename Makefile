@@ -4,12 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test long lint bench images clean
+.PHONY: demo adapt test long lint bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
 	$(BIN)/handgrad verify
 	$(BIN)/handgrad train --steps 1200
+
+adapt: $(VENV)/.ready  # Shakespeare, then Python's own sources through an adapter with 2 % of the parameters
+	rm -rf build/adapt && mkdir -p build/adapt
+	$(BIN)/handgrad train --tokenizer bytes --steps 1200 --out build/adapt/shakespeare
+	$(BIN)/python -c 'import pathlib, os; print("".join(p.read_text() for p in sorted(pathlib.Path(os.__file__).parent.glob("[a-f]*.py"))))' > build/adapt/python.txt
+	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
+		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
 
 test: lint
 	$(BIN)/python -m pytest
