@@ -17,11 +17,12 @@ from rich.progress import track
 from rich.table import Table
 
 from . import __version__, cli_models, cli_training, ledger
-from .checkpoint import load, load_config
+from .checkpoint import load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
 from .files import check_writable, write_text
 from .gpt import GPT
+from .models import load
 from .plan import BYTES, Plan, Rates, make_plan, parameters
 from .report import Report
 from .run import model_folder
@@ -98,8 +99,8 @@ def _verify_model(name: str, seed: int) -> Report:
     """Three sequences of uneven length, with some targets ignored."""
     if name in PRESETS:
         model = GPT(preset(name), seed=seed)
-    elif Path(name).is_dir():
-        model = load(model_folder(Path(name)))
+    elif "/" in name or Path(name).is_dir():
+        model = load(name)
     else:
         raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
     if sum(p.numel() for p in model.parameters()) < 5_000_000:

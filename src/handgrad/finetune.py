@@ -1,6 +1,7 @@
 """Examples in, an adapter or a changed model out: a job for the loop of `train`."""
 
 import math
+import shutil
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -38,7 +39,9 @@ def make_job(config: FinetuneConfig, ranks: Ranks, display: Display, checkpoint:
 
     training, validation, summary = _examples(config, words, model, directory, ranks, display)
     if ranks.first:
-        display.present(*report(summary, training, words, 100))
+        display.present(*report(summary, training, words, min(100, shutil.get_terminal_size().columns)))
+        held = 0 if validation is None else validation.per_epoch
+        display.say(f"\n{training.per_epoch:,} examples to train on, {held:,} to validate on")
     if checkpoint is None:
         _choose_weights(model, config)
     batch = min(config.batch_examples, training.per_epoch)
