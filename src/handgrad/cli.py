@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, cli_training, ledger
+from . import __version__, cli_explain, cli_training, ledger
 from .checkpoint import load, load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
@@ -183,6 +183,7 @@ def bench(context: typer.Context) -> None:
 app.command()(cli_training.train)
 app.command()(cli_training.generate)
 app.command()(cli_training.get)
+app.command()(cli_explain.explain)
 
 
 def _config(name: str, changes: dict[str, object]) -> GPTConfig:
