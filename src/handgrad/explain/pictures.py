@@ -11,10 +11,14 @@ ROWS, COLUMNS = 128, 256  # cells of a picture at most
 
 
 def picture(
-    x: Tensor, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None, limit: int = COLUMNS
+    x: Tensor,
+    rows: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
+    limit: int = COLUMNS,
+    whole_range: bool = False,
 ) -> dict[str, Any]:
     """What the page needs to draw a part of a matrix. A cell stands for `pool` entries and has the value of the one that
-    is furthest from 0. Colour saturates at `scale`, which a few far outliers do not set."""
+    is furthest from 0. Colour saturates at `scale`, which a few far outliers do not set unless the `whole_range` is wanted."""
     x = x[None] if x.ndim == 1 else x
     r0, r1 = rows or (0, x.shape[0])
     c0, c1 = columns or (0, x.shape[1])
@@ -24,7 +28,7 @@ def picture(
     cells = cells.t().double()
     largest = cells.abs().max().item()
     usual = torch.quantile(cells.abs().flatten()[: 1 << 20], 0.995).item()
-    scale = max(usual, largest / 30)
+    scale = largest if whole_range else max(usual, largest / 30)
     quantised = (cells * (127 / scale if scale else 0)).round().clamp(-127, 127).to(torch.int8)
     return {
         "shape": list(x.shape), "rows": [r0, r1], "columns": [c0, c1], "cells": list(cells.shape),

@@ -105,7 +105,8 @@ def mathml(latex: str) -> str:
     """A formula as MathML. A word set upright is one identifier, not a row of letters."""
     made = convert(latex, display="block")
     letters = r'<mrow>((?:<mi mathvariant="normal">[^<]*</mi>)+)</mrow>'
-    return re.sub(letters, lambda m: f"<mi>{re.sub('<[^>]*>', '', m[1])}</mi>", made)
+    made = re.sub(letters, lambda m: f"<mi>{re.sub('<[^>]*>', '', m[1])}</mi>", made)
+    return made.replace("<mo>&#x0007E;</mo>", '<mo stretchy="true">&#x002DC;</mo>')
 
 
 # ── the layers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,7 +252,7 @@ def _skip(left: int, branch: int, o: int) -> dict[str, object]:
         "backward": (
             Formula(rf"\Delta_{{{branch}}} = \Delta_{{{o}}}", "Table 2"),
             Formula(
-                rf"\Delta_{{{left}}} = \Delta_{{{o}}} + (\text{{what comes back through the branch}})", "Table 2"
+                rf"\Delta_{{{left}}} = \Delta_{{{o}}} + (\text{{through the branch}})", "Table 2"
             ),
         ),
         "errata": (),

@@ -36,8 +36,13 @@ def table(session: Session) -> dict[str, Any]:
 
 
 def _in_table(station: Station) -> dict[str, Any]:
-    def shown(formulas: tuple[Formula, ...]) -> list[dict[str, str]]:
-        return [{"math": mathml(f.latex), "latex": f.latex, "equation": f.equation} for f in formulas]
+    def shown(formulas: tuple[Formula, ...]) -> list[dict[str, Any]]:
+        """Formulas that share a line are single ones on the page, so that they can stand below each other."""
+        parts = [(f.latex.split(r"\qquad"), f.equation) for f in formulas]
+        return [
+            {"math": [{"mathml": mathml(x), "latex": x.strip()} for x in line], "equation": equation}
+            for line, equation in parts
+        ]
 
     return {
         "id": station.id, "index": station.index, "block": station.block, "title": station.title,
@@ -133,8 +138,14 @@ def at_station(session: Session, look: Look, station: Station, limit: int = 256)
         view["loss_words"] = words.about_loss(labels, targets, chances)
     for kind, name in tensors:
         if name is not None:
-            say = words.about_activations if kind == "a" else words.about_error
-            view["maps"].append(_map(look.trace[name], kind, name, station, say(look.trace[name], labels), limit))
+            x = look.trace[name]
+            if kind == "delta":
+                said = words.about_error(x, labels)
+            elif station.index >= 12:
+                said = words.about_scores(x, labels, session.word)
+            else:
+                said = words.about_activations(x, labels)
+            view["maps"].append(_map(x, kind, name, station, said, limit))
     if station.id == "a_0":
         view |= _swaps(session, look, labels, limit, station)
     norms: dict[str, float] = {}
@@ -267,7 +278,7 @@ def at_head(session: Session, look: Look, block: int, head: int) -> dict[str, An
              "first": t[f"{here}rho"][h][1:, 0].mean().item()}
             for h in range(config.n_heads)
         ],
-        "maps": {name: {"picture": picture(x), "name": f"{here}{name}"} for name, x in maps.items()},
+        "maps": {name: {"picture": picture(x, whole_range=name == "rho"), "name": f"{here}{name}"} for name, x in maps.items()},
         "vectors": {name: {"picture": picture(x), "name": f"{here}{name}"} for name, x in zip("qkv", (q, k, v), strict=True)},
         "words": words.about_attention(rho, sent, labels),
         "branches_words": words.about_branches(norms["value"], norms["query"], norms["key"]),

@@ -1,7 +1,7 @@
 """The sentence under a picture: what to look for in the data at hand, computed, not canned."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ def number(x: float) -> str:
     """Three significant digits."""
     if x == 0 or not math.isfinite(x):
         return "0" if x == 0 else str(x)
+    if x < 0:
+        return f"−{number(-x)}"
     if 1e-3 <= abs(x) < 1e5:
         return f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
     mantissa, exponent = f"{x:.2e}".split("e")
@@ -32,6 +34,15 @@ def about_activations(x: Tensor, labels: Sequence[str]) -> str:
     return (
         f"The longest row is {quote(labels[t])} at place {t + 1} (length {number(x[t].norm().item())}); the feature that"
         f" stands out most is {feature}, which reaches {number(value)}."
+    )
+
+
+def about_scores(x: Tensor, labels: Sequence[str], word: Callable[[int], str]) -> str:
+    """Of logits or probabilities, whose columns are words."""
+    t, column = divmod(int(x.argmax()), x.shape[1])
+    return (
+        f"The highest score of all: after {quote(labels[t])} at place {t + 1}, {quote(word(column))} with"
+        f" {number(x[t, column].item())}. A column that is bright all the way down is a word the model always reckons with."
     )
 
 

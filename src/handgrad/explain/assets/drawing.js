@@ -23,7 +23,7 @@ export function svg(tag, attributes = {}, ...children) {
 
 // A formula from our own table.
 export function math(formula) {
-  const made = new DOMParser().parseFromString(formula.math, "application/xml").documentElement;
+  const made = new DOMParser().parseFromString(formula.mathml, "application/xml").documentElement;
   const node = document.importNode(made, true);
   node.setAttribute("aria-label", formula.latex);
   return node;
@@ -308,7 +308,7 @@ export function heatmap(options) {
       context.fillRect(x, 0, 1, 8);
     }
     const beyond = picture.largest > picture.scale * 1.001 ? `, reaches ${number(picture.largest)}` : "";
-    legend.replaceChildren(`${single ? "0" : `−${number(picture.scale)}`} `, bar, ` ${number(picture.scale)}${beyond}`);
+    legend.replaceChildren(`${single || !picture.scale ? "0" : `−${number(picture.scale)}`} `, bar, ` ${number(picture.scale)}${beyond}`);
   }
 
   function cellAt(event) {

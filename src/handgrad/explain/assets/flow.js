@@ -30,7 +30,7 @@ export function drawFlow(panel, state, go) {
   }
   panel.replaceChildren(
     el("div", { class: "station-head backward" }, el("div", {}, el("p", { class: "where" }, "the whole way at once"), el("h2", {}, "Gradient flow")), choice),
-    el("p", { class: "plain" }, "Read from below: at the bottom the loss, at the top the embedding. Each row is a station, each column a token; the brighter, the more of the blame reaches that token there. Click a cell to go there."),
+    el("p", { class: "plain" }, "Read from below: at the bottom the loss, at the top the embedding. Each row is a station, each column a token; the stronger the colour, the more of the blame reaches that token there. Click a cell to go there."),
     el("section", { class: "card flow", "aria-label": "Depth by tokens" }, figure),
     groups(table, look, go),
   );

@@ -40,7 +40,7 @@ export function drawMap(nav, state, go) {
         "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${spoken}`,
       },
       el("span", { class: "num forward" }, showing !== "delta" && flows[station.id].a ? number(a[station.id], 2) : ""),
-      el("span", { class: "label" }, el("b", {}, symbol), ` ${station.title}`),
+      el("span", { class: "label" }, el("b", {}, symbol), ` ${station.title.replace(" connection", "")}`),
       el("span", { class: `tick ${proof?.passed === false ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
       el("span", { class: "num backward" }, showing !== "a" && flows[station.id].delta ? number(delta[station.id], 2) : ""),
     );
@@ -125,6 +125,12 @@ function drawLines(lines, list, rows, { a, delta, widthOf }) {
     found.push(svg("path", { d: path, class: `flow ${kind}${dotted ? " skipline" : ""}`, "stroke-width": width.toFixed(1), fill: "none" }));
     found.push(svg("path", { d: path, class: `moving ${kind}`, "stroke-width": Math.max(1, width / 3).toFixed(1), fill: "none" }));
   };
+  const arrow = (kind, x, from, to, width) => {
+    if (!width) return;
+    const way = Math.sign(to - from), half = width / 2 + 2.5, length = 5 + width / 3;
+    stroke(kind, `M${x} ${from}V${to - way * length}`, width);
+    found.push(svg("path", { d: `M${x - half} ${to - way * length}H${x + half}L${x} ${to}Z`, class: `tip ${kind}` }));
+  };
   const forward = showing !== "delta", backward = showing !== "a";
   let previous = null;
   for (const row of rows) {
@@ -135,11 +141,11 @@ function drawLines(lines, list, rows, { a, delta, widthOf }) {
     }
     if (previous && row.id !== "a_0") {
       const from = previous.y, to = row.y;
-      if (forward) stroke("forward", `M${LINE} ${from + 7}V${to - 7}`, widthOf.a(a[previous.id]));
-      if (backward && delta[previous.id] !== null) stroke("backward", `M${wide - LINE} ${to - 7}V${from + 7}`, widthOf.delta(delta[previous.id]));
+      if (forward) arrow("forward", LINE, from + 5, to - 6, previous.id === "a_0" ? 1.5 : widthOf.a(a[previous.id]));
+      if (backward && delta[previous.id] !== null) arrow("backward", wide - LINE, to - 5, from + 6, widthOf.delta(delta[previous.id]));
     }
-    if (forward) found.push(svg("circle", { cx: LINE, cy: row.y, r: 4, class: "joint forward" }));
-    if (backward) found.push(svg("circle", { cx: wide - LINE, cy: row.y, r: 4, class: "joint backward" }));
+    if (forward) found.push(svg("circle", { cx: LINE, cy: row.y, r: 3.5, class: "joint forward" }));
+    if (backward) found.push(svg("circle", { cx: wide - LINE, cy: row.y, r: 3.5, class: "joint backward" }));
     previous = row;
   }
   // The two skip connections of every block that is unfolded.

@@ -62,7 +62,7 @@ function formulas(station, state, view) {
       "div",
       { class: `formula ${way}${state.face === way ? " lit" : ""}` },
       el("h3", {}, way === "forward" ? "forward ↓" : "backward ↑"),
-      el("div", { class: "lines-of-math" }, list.map((f) => el("div", { class: "math" }, math(f), el("span", { class: "equation" }, /^\d/.test(f.equation) ? `(${f.equation})` : f.equation)))),
+      el("div", { class: "lines-of-math" }, list.map((f) => el("div", { class: "math" }, el("div", { class: "side" }, f.math.map(math)), el("span", { class: "equation" }, /^\d/.test(f.equation) ? `(${f.equation})` : f.equation)))),
       el("p", { class: "shape" }, shapeText(way, station, shape)),
     );
   const errata = station.errata.map((id) => el("li", {}, el("b", {}, id), ` ${state.table.errata[id]}`));

@@ -7,7 +7,7 @@ let curve = []; // { loss, predicted, measured }
 let moves = [];
 let rate = -2; // power of ten
 let optimizer = "SGD";
-let running = false;
+let running = ""; // "one" or "many" while steps are taken
 let told = "";
 
 export function forgetSteps() {
@@ -44,11 +44,12 @@ export function drawStep(panel, state, tools) {
   };
   const take = async (count) => {
     if (running) {
-      running = false;
+      running = ""; // which ends the loop below
       return;
     }
-    running = true;
+    running = count > 1 ? "many" : "one";
     told = "";
+    again();
     try {
       for (let i = 0; i < count && running; i++) {
         const taken = await tools.busy(one());
@@ -61,8 +62,9 @@ export function drawStep(panel, state, tools) {
     } catch (reason) {
       told = reason.message;
     }
-    running = false;
+    running = "ends";
     if (!offline && curve.length) await tools.arrived(curve.at(-1).id);
+    running = "";
     again();
   };
   const last = curve.at(-1);
@@ -76,9 +78,9 @@ export function drawStep(panel, state, tools) {
       el("div", { class: "field" }, el("label", { for: "rate" }, "learning rate η ", shownRate), slider),
       el("div", { class: "field" }, el("label", { for: "optimizer" }, "optimizer"), el("select", { id: "optimizer", disabled: offline, onchange: (event) => (optimizer = event.target.value) }, Object.entries(table.optimizers).map(([key, text]) => el("option", { value: key, selected: key === optimizer }, text)))),
       el("div", { class: "walk" },
-        el("button", { type: "button", id: "step-one", class: "primary", disabled: running, onclick: () => take(1) }, "Take one step"),
-        el("button", { type: "button", id: "step-many", onclick: () => take(20) }, running ? "stop" : "run 20"),
-        el("button", { type: "button", id: "step-reset", disabled: running, onclick: async () => { forgetSteps(); await tools.reset(); } }, "reset")),
+        el("button", { type: "button", id: "step-one", class: "primary", disabled: Boolean(running), onclick: () => take(1) }, "Take one step"),
+        el("button", { type: "button", id: "step-many", disabled: running === "one" || running === "ends", onclick: () => take(20) }, running === "many" ? "stop" : "run 20"),
+        el("button", { type: "button", id: "step-reset", disabled: Boolean(running), onclick: async () => { forgetSteps(); await tools.reset(); } }, "reset")),
       told ? el("p", { class: "problem", role: "alert" }, told) : null,
     ),
     last ? outcome(last) : el("p", { class: "soft" }, `The loss is ${number(look.loss, 4)} now. Take a step to see it fall.`),
