@@ -89,12 +89,15 @@ def _steps(session: Session, look: Look) -> dict[str, Any]:
 
 
 def bundle() -> str:
-    """The modules in one: what they import from each other stands above them already."""
+    """The modules in one script, each in a room of its own: an import becomes a look into the room of the other."""
     parts = []
     for name in ASSETS:
         if name.endswith(".js"):
-            code = re.sub(r"^import [^;]*;\n", "", asset(name), flags=re.M)
-            parts.append(re.sub(r"^export ", "", code, flags=re.M))
+            code = asset(name)
+            given = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
+            code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', r"const \1 = \2Module;", code, flags=re.M)
+            code = re.sub(r"^export ", "", code, flags=re.M)
+            parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(given)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
