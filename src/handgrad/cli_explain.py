@@ -135,7 +135,9 @@ def _train_on_the_spot() -> Path:
     with tempfile.TemporaryDirectory(prefix=".nano-", dir=folder.parent) as scratch:
         ranks, run = Ranks(), Run(Path(scratch) / "run")
         try:
-            job = make_job(TrainConfig(steps=STEPS, eval_every=STEPS, save_every=STEPS, sample_tokens=0), ranks, display)
+            job = make_job(
+                TrainConfig(steps=STEPS, eval_every=STEPS, save_every=STEPS, sample_tokens=0), ranks, display
+            )
             run.create(settings_of(job))
             run.hold()
             display.begin(job)

@@ -18,7 +18,7 @@ def picture(
     whole_range: bool = False,
 ) -> dict[str, Any]:
     """What the page needs to draw a part of a matrix. A cell stands for `pool` entries and has the value of the one that
-    is furthest from 0. Colour saturates at `scale`, which a few far outliers do not set unless the `whole_range` is wanted."""
+    is furthest from 0. Colour saturates at `scale`, which a few far outliers do not set unless `whole_range` says so."""
     x = x[None] if x.ndim == 1 else x
     r0, r1 = rows or (0, x.shape[0])
     c0, c1 = columns or (0, x.shape[1])

@@ -8,8 +8,8 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from latex2mathml.converter import convert
 
@@ -94,13 +94,13 @@ SOURCES: dict[str, Callable[..., object]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def source(name: str) -> str:
     """The code itself, from the package that is running."""
     return inspect.getsource(SOURCES[name])
 
 
-@lru_cache(maxsize=None)
+@cache
 def mathml(latex: str) -> str:
     """A formula as MathML. A word set upright is one identifier, not a row of letters."""
     made = convert(latex, display="block")
@@ -120,7 +120,7 @@ def _norm_back(i: int) -> str:
     )
 
 
-def _norm(i: int, back: str) -> dict[str, object]:
+def _norm(i: int, back: str) -> dict[str, Any]:
     """The norm whose statistics have number i and whose output is a_{i+1}; `back` is what Δ_i is besides Λ."""
     o = i + 1
     return {
@@ -150,7 +150,7 @@ def _norm(i: int, back: str) -> dict[str, object]:
     }
 
 
-def _linear(i: int, o: int, words: str, adapted: bool) -> dict[str, object]:
+def _linear(i: int, o: int, words: str, adapted: bool) -> dict[str, Any]:
     """a_o = a_i w_i + b_i."""
     branch = rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else ""
     back = rf" + s \, \Delta_{{{o}}} (d_{{{i}}} u_{{{i}}})^t" if adapted else ""
@@ -181,7 +181,7 @@ def _linear(i: int, o: int, words: str, adapted: bool) -> dict[str, object]:
     }
 
 
-def _embedding(tied: bool) -> dict[str, object]:
+def _embedding(tied: bool) -> dict[str, Any]:
     head = r" + \Delta_{12}^t a_{11}" if tied else ""
     return {
         "title": "Embedding",
@@ -189,7 +189,8 @@ def _embedding(tied: bool) -> dict[str, object]:
         " two are added. Back comes the error of each token, and is added into the very rows that were picked.",
         "forward": (
             Formula(
-                r"a_1 = \mathrm{ohe}(a_0) \, w_{\mathrm{tok}} + \mathrm{ohe}(0, \dots, n_T - 1) \, w_{\mathrm{pos}}", "2"
+                r"a_1 = \mathrm{ohe}(a_0) \, w_{\mathrm{tok}} + \mathrm{ohe}(0, \dots, n_T - 1) \, w_{\mathrm{pos}}",
+                "2",
             ),
         ),
         "backward": (
@@ -201,7 +202,7 @@ def _embedding(tied: bool) -> dict[str, object]:
     }
 
 
-def _attention(causal: bool, adapted: bool) -> dict[str, object]:
+def _attention(causal: bool, adapted: bool) -> dict[str, Any]:
     mask = r"\mathrm{mask}" if causal else ""
     tiles = ("rho_tile", "causal_signal_tile", "_backward_in_tiles")
     return {
@@ -220,7 +221,9 @@ def _attention(causal: bool, adapted: bool) -> dict[str, object]:
             ),
         ),
         "backward": (
-            Formula(r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - \tilde{(\Delta_3^h v^t) \ominus \rho}] \circ \rho", "25"),
+            Formula(
+                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - \tilde{(\Delta_3^h v^t) \ominus \rho}] \circ \rho", "25"
+            ),
             Formula(r"\Delta_{\mathrm{raw}} = \frac{\Delta_{\mathrm{causal}}}{\sqrt{d_\rho}}", "28"),
             Formula(
                 r"\Delta_2 = \sum_h \left( \rho^t \Delta_3^h w_v^t + \Delta_{\mathrm{raw}} k \, w_q^t +"
@@ -243,7 +246,7 @@ def _attention(causal: bool, adapted: bool) -> dict[str, object]:
     }
 
 
-def _skip(left: int, branch: int, o: int) -> dict[str, object]:
+def _skip(left: int, branch: int, o: int) -> dict[str, Any]:
     return {
         "words": "What the branch has found is added to the stream, which itself passes unchanged. Going back, an addition"
         " copies: the same error goes up the branch and straight along the stream. That straight way is why deep"
@@ -251,9 +254,7 @@ def _skip(left: int, branch: int, o: int) -> dict[str, object]:
         "forward": (Formula(rf"a_{{{o}}} = a_{{{left}}} + a_{{{branch}}}", "Table 2"),),
         "backward": (
             Formula(rf"\Delta_{{{branch}}} = \Delta_{{{o}}}", "Table 2"),
-            Formula(
-                rf"\Delta_{{{left}}} = \Delta_{{{o}}} + (\text{{through the branch}})", "Table 2"
-            ),
+            Formula(rf"\Delta_{{{left}}} = \Delta_{{{o}}} + (\text{{through the branch}})", "Table 2"),
         ),
         "errata": (),
         "sources": (("forward", "gpt.py Block.forward"), ("backward", "gpt.py Block.backward")),
@@ -261,7 +262,7 @@ def _skip(left: int, branch: int, o: int) -> dict[str, object]:
     }
 
 
-def _activation(g: str) -> dict[str, object]:
+def _activation(g: str) -> dict[str, Any]:
     inner = {"gelu_tanh": "_gelu_tanh", "gelu": "_gelu"}.get(g)
     name = {"gelu_tanh": "GELU, in its tanh form", "gelu": "GELU", "relu": "ReLU"}[g]
     return {
@@ -279,7 +280,7 @@ def _activation(g: str) -> dict[str, object]:
     }
 
 
-def _loss() -> dict[str, object]:
+def _loss() -> dict[str, Any]:
     return {
         "title": "Loss",
         "words": "The logits become probabilities, and the surprise about the token that really came next is the loss. Here"
@@ -291,13 +292,15 @@ def _loss() -> dict[str, object]:
                 "Section 1",
             ),
         ),
-        "backward": (Formula(r"\Delta_{12} = \frac{1}{n} \left( y_{\mathrm{pred}} - y_{\mathrm{gt}} \right)", "Table 2"),),
+        "backward": (
+            Formula(r"\Delta_{12} = \frac{1}{n} \left( y_{\mathrm{pred}} - y_{\mathrm{gt}} \right)", "Table 2"),
+        ),
         "errata": ("R5",),
         "sources": (("forward", "ops/loss.py forward_and_delta"), ("backward", "ops/loss.py forward_and_delta")),
     }
 
 
-def _tokens() -> dict[str, object]:
+def _tokens() -> dict[str, Any]:
     return {
         "title": "Tokens",
         "words": "The sentence, cut into tokens, each a number. Whole numbers have no gradient, so the way back ends at the"
@@ -319,18 +322,27 @@ def stations_of(model: GPT) -> list[Station]:
     t = model.transformer
     found: list[Station] = []
 
-    def add(id: str, index: int, block: int | None, kind: dict[str, object], **rest: object) -> None:
-        whole: dict[str, object] = {"stream": False, "parameters": (), "leaves": (), **kind, **rest}
-        found.append(Station(id=id, index=index, block=block, **whole))  # type: ignore[arg-type]
+    def add(id: str, index: int, block: int | None, kind: dict[str, Any], **rest: object) -> None:
+        whole: dict[str, Any] = {"stream": False, "parameters": (), "leaves": (), **kind, **rest}
+        found.append(Station(id=id, index=index, block=block, **whole))
 
     tables = (Parameter("w_tok", ("transformer.wte.weight",)), Parameter("w_pos", ("transformer.wpe.weight",)))
     add("a_0", 0, None, _tokens(), a=None, arrives=None)
-    add("a_1", 1, None, _embedding(config.tied), a="blocks.0.a_1", arrives="blocks.0.delta_1", parameters=tables, stream=True)
+    add(
+        "a_1",
+        1,
+        None,
+        _embedding(config.tied),
+        a="blocks.0.a_1",
+        arrives="blocks.0.delta_1",
+        parameters=tables,
+        stream=True,
+    )
     for b, block in enumerate(model.blocks):
         here, path = f"blocks.{b}.", f"transformer.h.{b}"
 
         def place(
-            i: int, kind: dict[str, object], leaves: tuple[str, ...], b: int = b, here: str = here, **rest: object
+            i: int, kind: dict[str, Any], leaves: tuple[str, ...], b: int = b, here: str = here, **rest: object
         ) -> None:
             names = tuple(here + name for name in leaves)
             add(f"{here}a_{i}", i, b, kind, a=f"{here}a_{i}", arrives=f"{here}delta_{i}", leaves=names, **rest)
@@ -360,7 +372,10 @@ def stations_of(model: GPT) -> list[Station]:
     words = "Every word of the vocabulary is scored by how well it fits what the stream says."
     head = _linear(11, 12, words, isinstance(model.lm_head, LoRA))
     if config.tied:
-        head |= {"errata": (*head["errata"], "R9"), "sources": (*head["sources"], ("backward", "layers.py Head.accumulate"))}  # type: ignore[misc]
+        head |= {
+            "errata": (*head["errata"], "R9"),
+            "sources": (*head["sources"], ("backward", "layers.py Head.accumulate")),
+        }
         tied: tuple[Parameter, ...] = (Parameter("w_11 = w_tokᵗ", ("transformer.wte.weight",)),)
     else:
         tied = (Parameter("w_11", ("lm_head.weight",)),)

@@ -191,7 +191,7 @@ def gradient_name(station: Station, parameter: Parameter) -> str:
 
 def _gradient(look: Look, station: Station, parameter: Parameter) -> Tensor | None:
     name = gradient_name(station, parameter)
-    return look.trace[name] if name in look.trace else None
+    return look.trace.get(name)
 
 
 def _swaps(session: Session, look: Look, labels: list[str], limit: int, station: Station) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _swaps(session: Session, look: Look, labels: list[str], limit: int, station:
     with session.at(look.version) as model, torch.no_grad():
         delta_0 = linear.backward(look.trace["blocks.0.delta_1"], model.transformer.wte.weight)
     delta_0 = delta_0[:, : session.tokenizer.n_vocab]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for t, id in enumerate(look.ids):
         change = delta_0[t] - delta_0[t, id]
         best = torch.topk(-change, min(4, len(change))).indices.tolist()
@@ -225,10 +225,7 @@ def _positions(session: Session, look: Look, top: int = 5, bars: int = 6) -> lis
         first = int(best.indices[0])
         row: dict[str, Any] = {
             "token": labels[t], "target": None, "probability": None, "rank": None, "push": [], "words": "",
-            "top": [
-                {"word": session.word(i), "p": p}
-                for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            ],
+            "top": _chances(session, best),
         }  # fmt: skip
         if target >= 0:
             p = y_pred[t, target].item()
@@ -278,8 +275,10 @@ def at_head(session: Session, look: Look, block: int, head: int) -> dict[str, An
              "first": t[f"{here}rho"][h][1:, 0].mean().item()}
             for h in range(config.n_heads)
         ],
-        "maps": {name: {"picture": picture(x, whole_range=name == "rho"), "name": f"{here}{name}"} for name, x in maps.items()},
-        "vectors": {name: {"picture": picture(x), "name": f"{here}{name}"} for name, x in zip("qkv", (q, k, v), strict=True)},
+        "maps": {
+            name: {"picture": picture(x, whole_range=name == "rho"), "name": here + name} for name, x in maps.items()
+        },
+        "vectors": {name: {"picture": picture(x), "name": here + name} for name, x in (("q", q), ("k", k), ("v", v))},
         "words": words.about_attention(rho, sent, labels),
         "branches_words": words.about_branches(norms["value"], norms["query"], norms["key"]),
     }  # fmt: skip
@@ -318,7 +317,7 @@ def lens(session: Session, look: Look, station: Station, top: int = 5) -> dict[s
         up, down = (torch.topk(sign * push[t, :known], min(top, known)) for sign in (1, -1))
         told = target >= 0
         rows.append({
-            "says": [{"word": session.word(i), "p": p} for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)],
+            "says": _chances(session, best),
             "target": session.word(target) if told else None, "share": said[t, target].item() if told else None,
             "towards": _pushed(session, up, 1), "away": _pushed(session, down, -1),
             "words": words.about_lens(labels[t], session.word(first), chance, session.word(target) if told else None,
@@ -332,6 +331,11 @@ def _without_bias(model: GPT, change: Tensor) -> Tensor:
     if isinstance(head, LoRA):
         return linear.forward(change, head.effective_weight(), None)
     return linear.forward(change, head.weight.t(), None)
+
+
+def _chances(session: Session, best: Any) -> list[dict[str, Any]]:
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{"word": session.word(i), "p": p} for i, p in pairs]
 
 
 def _pushed(session: Session, found: Any, sign: int) -> list[dict[str, Any]]:
