@@ -15,7 +15,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -81,7 +80,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.middleware("http")
     async def guard(request: Request, go_on: Next) -> Response:
         refused = refusal(request)
-        response = PlainTextResponse(refused[1], refused[0]) if refused else await go_on(request)
+        response = Answer({"error": refused[1]}, refused[0]) if refused else await go_on(request)
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
@@ -200,7 +199,9 @@ class Server:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(("127.0.0.1", port))
+            self._socket.listen(128)  # whoever comes before the first answer waits for it
         except OSError as reason:
+            self._socket.close()
             raise HandgradError(f"port {port} cannot be had ({reason.strerror}): choose another with --port") from None
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2)
