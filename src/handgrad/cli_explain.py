@@ -5,7 +5,7 @@ import tempfile
 import webbrowser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from typing import Annotated, TypeVar
 
 import torch
@@ -81,6 +81,7 @@ def explain(
     server = Server(session, port)
     out.print(f"{name}, {note}", highlight=False, markup=False)
     out.print(f"{server.url}   Ctrl-C ends it", highlight=False, soft_wrap=True)
+    Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
     server.run()

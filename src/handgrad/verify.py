@@ -469,7 +469,8 @@ class Judge:
     Autograd judges everything at once, in float64; kept are the relative errors, by the trace's names of activations and
     signals and the model's names of parameters. Finite differences are taken when they are asked for.
 
-    `computed` is what the model has computed in its own dtype; its errors are in `rounding`.
+    `computed` is what the model has computed in its own dtype; its errors are in `rounding`. With `own` the model is the
+    judge's to change, and no copy is made.
     """
 
     def __init__(
@@ -480,20 +481,22 @@ class Judge:
         computed: Mapping[str, Tensor] | None = None,
         *,
         seed: int = 0,
+        own: bool = False,
     ):
         _refuse_what_cannot_be_judged(model)
-        wide = copy.deepcopy(model).double()
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        dtype = model.transformer.wte.weight.dtype
+        wide = (model if own else copy.deepcopy(model)).double()
         wide.transformer.wpe.weight.requires_grad_(True)  # what trains at the very bottom makes every signal come down
         self.ours: dict[str, Tensor] = {}
         self.loss, grads = _gradients(wide, tokens, targets, None, self.ours.__setitem__)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self.grads = {name: grad for name, grad in grads.items() if name in trained}
         for p in wide.parameters():
             p.grad = None
         self._twin = _Twin(wide, tokens, targets, None)
         truth = self._twin.run()
         self.limit = TOLERANCE[torch.float64]
-        self.rounding_limit = TOLERANCE[model.transformer.wte.weight.dtype]
+        self.rounding_limit = TOLERANCE[dtype]
         self.steps, self.difference_limit = _steps(model.config)
         self._generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
         self._floors = (

@@ -131,7 +131,7 @@ def test_the_colours_are_the_numbers(open_page: Open, session: Session) -> None:
     page = open_page("#/station/blocks.0.a_3/forward", color_scheme="light")
     rho = session.look(TEXT).trace["blocks.0.rho"][0]
     canvas = page.locator('canvas[data-name="blocks.0.rho"]')
-    n, pixels = len(rho), json.loads(canvas.evaluate(READ_CELLS, [len(TEXT), 62, 46]))
+    n, pixels = len(rho), json.loads(canvas.evaluate(READ_CELLS, len(TEXT)))
     for i in range(n):
         for j in range(n):
             red, _, blue = pixels[i][j]
@@ -141,9 +141,9 @@ def test_the_colours_are_the_numbers(open_page: Open, session: Session) -> None:
                 assert red - blue > 40
 
 
-READ_CELLS = """(canvas, [n, left, top]) => {
+READ_CELLS = """(canvas, n) => {
   const ratio = canvas.width / parseFloat(canvas.style.width);
-  const cell = (parseFloat(canvas.style.width) - left - 2) / n;
+  const [left, top, cell] = [canvas.dataset.left, canvas.dataset.top, canvas.dataset.cellWidth].map(Number);
   const all = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const pixel = (x, y) => 4 * (Math.floor(y * ratio) * canvas.width + Math.floor(x * ratio));
   const first = (i, j) => pixel(left + (j + 0.5) * cell, top + (i + 0.5) * cell);
@@ -267,9 +267,10 @@ def test_gradient_flow(open_page: Open, session: Session) -> None:
     (found,) = [float(v or "") for k, v in shown.items() if k and k.startswith("gradient of w_8, block 2")]
     assert found == look.trace["blocks.1.grad_w_8"].norm().item()
     canvas = page.locator("#view-flow canvas").first
+    left, width = (float(canvas.get_attribute(f"data-{x}") or "") for x in ("left", "cell-width"))
     box = canvas.bounding_box()
     assert box is not None
-    canvas.click(position={"x": 74 + (box["width"] - 76) * 2.5 / len(TEXT), "y": 46 + (box["height"] - 48) * 0.99})
+    canvas.click(position={"x": left + 2.5 * width, "y": box["height"] - 6})
     at(page, "a_11")
     assert "token=2" in page.url and "backward" in page.url
 

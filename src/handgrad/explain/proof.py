@@ -4,7 +4,9 @@ First autograd and the identities for all stations at once, then finite differen
 all of them, for a large one those somebody looks at. The newest question is answered first.
 """
 
+import contextlib
 import copy
+import os
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from ..machine import give_back_freed_memory
 from ..verify import Judge, relative_error
 from .session import Look, Session
 from .stations import Station
 from .views import LARGE
 
 KEPT = 32  # verdicts on whole sentences; small: numbers only
-WAITING = 64  # questions that wait; older ones are asked again by whoever still wants to know
+MOST_AT_ONCE = 20_000_000  # parameters moved together; finite differences hold them several times over
+WAITING = 64  # older questions that wait, of small models; whoever still wants to know asks again
 
 
 class Verdict:
@@ -57,7 +61,8 @@ class Prover:
             if missing and not verdict.problem:
                 self._questions = [q for q in self._questions if q not in {(look.id, id) for id in missing}]
                 self._questions += [(look.id, id) for id in reversed(missing)]
-                del self._questions[: -max(WAITING, len(missing))]
+                waiting = len(missing) + (0 if self.session.size > LARGE else WAITING)
+                del self._questions[:-waiting]
                 self._start()
                 self._news.notify_all()
                 self._news.wait_for(lambda: all(id in verdict.complete for id in missing) or verdict.problem, patience)
@@ -88,6 +93,8 @@ class Prover:
             self._thread.start()
 
     def _work(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # whoever is waiting for a page comes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._questions) or self._ends)
@@ -121,7 +128,9 @@ class Prover:
             self._judge = None  # let go of the old one before the new one is made
             with self.session.at(look.version) as model:
                 still = copy.deepcopy(model)  # the judge takes its time; meanwhile others may use the model
-            self._judge = (look.id, Judge(still, look.tokens, look.targets, look.trace))
+            self._judge = (look.id, Judge(still, look.tokens, look.targets, look.trace, own=True))
+            if self.session.size > LARGE:
+                give_back_freed_memory()  # autograd's gradients are as large as the model
         return self._judge[1]
 
     def _against_autograd(self, judge: Judge, look: Look, station: Station) -> list[dict[str, Any]]:
@@ -158,7 +167,7 @@ class Prover:
             error = judge.difference(name)
             checks.append((f"{_short(name)} along a random direction", error))
         names = _trained(station, judge)
-        if names:
+        if names and sum(judge.grads[name].numel() for name in names) <= MOST_AT_ONCE:
             checks.append(("the gradients here along a random direction", judge.difference_of(names)))
         limit = judge.difference_limit
         return [

@@ -4,11 +4,13 @@ A page from elsewhere that the browser has open could try to reach us. So the Ho
 must come from our own page, and nothing is served but the few assets and the answers below.
 """
 
+import asyncio
 import json
 import math
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
@@ -16,12 +18,14 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from ..errors import HandgradError
 from . import views
 from .proof import Prover
-from .session import Forgotten, Look, Session
+from .session import Forgotten, Session
+from .stations import Station
 from .steps import take_step
 
 ASSETS = {
@@ -74,6 +78,7 @@ def plain(x: Any) -> Any:
 
 
 def make_app(session: Session, prover: Prover) -> FastAPI:
+    worker = ThreadPoolExecutor(1, "explain")
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     Next = Callable[[Request], Awaitable[Response]]
 
@@ -108,66 +113,74 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
             raise HandgradError(f"a range is written from:to, not {text[:40]!r}") from None
         return low, high
 
-    def look(id: str) -> Look:
-        return session.find(id)
+    async def compute(f: Callable[..., Any], *arguments: Any) -> Any:
+        """On the one thread that computes: two at once would only take the cores and the memory from each other."""
+        return await asyncio.get_running_loop().run_in_executor(worker, f, *arguments)
+
+    async def answer(view: Callable[..., Any], id: str, *about: Any) -> Response:
+        return Answer(await compute(lambda: view(session, session.find(id), *about)))
+
+    def station_of(name: str) -> Station:
+        return views.find_station(session, name)
 
     @app.get("/")
-    def page() -> Response:
+    async def page() -> Response:
         return Response(asset("page.html"), media_type="text/html; charset=utf-8")
 
     @app.get("/favicon.ico")
-    def icon() -> Response:
+    async def icon() -> Response:
         return Response(status_code=204)
 
     @app.get("/assets/{name}")
-    def part(name: str) -> Response:
+    async def part(name: str) -> Response:
         if name not in ASSETS:
             raise HTTPException(404, "there is no such part of the page")
         return Response(asset(name), media_type=ASSETS[name])
 
     @app.get("/api/table")
-    def table() -> Response:
+    async def table() -> Response:
         return Answer(views.table(session))
 
     @app.post("/api/sentence")
-    def sentence(given: Sentence) -> Response:
-        return Answer(views.overview(session, session.look(given.text, given.version)))
+    async def sentence(given: Sentence) -> Response:
+        return Answer(await compute(lambda: views.overview(session, session.look(given.text, given.version))))
 
     @app.get("/api/overview")
-    def overview(id: str) -> Response:
-        return Answer(views.overview(session, look(id)))
+    async def overview(id: str) -> Response:
+        return await answer(views.overview, id)
 
     @app.get("/api/station")
-    def station(id: str, station: str) -> Response:
-        return Answer(views.at_station(session, look(id), views.find_station(session, station)))
+    async def station(id: str, station: str) -> Response:
+        return await answer(views.at_station, id, station_of(station))
 
     @app.get("/api/head")
-    def head(id: str, block: int, head: int) -> Response:
-        return Answer(views.at_head(session, look(id), block, head))
+    async def head(id: str, block: int, head: int) -> Response:
+        return await answer(views.at_head, id, block, head)
 
     @app.get("/api/lens")
-    def lens(id: str, station: str) -> Response:
-        return Answer(views.lens(session, look(id), views.find_station(session, station)))
+    async def lens(id: str, station: str) -> Response:
+        return await answer(views.lens, id, station_of(station))
 
     @app.get("/api/slice")
-    def part_of(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
-        return Answer(views.slice_of(session, look(id), name, head, pair(rows), pair(columns)))
+    async def part_of(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
+        return await answer(views.slice_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/value")
-    def value(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
-        return Answer(views.value_of(session, look(id), name, head, pair(rows), pair(columns)))
+    async def value(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
+        return await answer(views.value_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/proof")
-    def proof(id: str, station: str) -> Response:
-        return Answer(prover.ask(look(id), views.find_station(session, station), PATIENCE))
+    async def proof(id: str, station: str) -> Response:
+        about = station_of(station)
+        return Answer(await run_in_threadpool(prover.ask, await compute(session.find, id), about, PATIENCE))
 
     @app.get("/api/proofs")
-    def proofs(id: str) -> Response:
-        return Answer(prover.ask(look(id), None, PATIENCE))
+    async def proofs(id: str) -> Response:
+        return Answer(await run_in_threadpool(prover.ask, await compute(session.find, id), None, PATIENCE))
 
     @app.post("/api/step")
-    def step(given: Step) -> Response:
-        return Answer(take_step(session, look(given.id), given.lr, given.optimizer))
+    async def step(given: Step) -> Response:
+        return await answer(take_step, given.id, given.lr, given.optimizer)
 
     return app
 

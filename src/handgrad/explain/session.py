@@ -18,13 +18,14 @@ from torch import Tensor
 from ..errors import HandgradError
 from ..gpt import GPT
 from ..layers import LoRA
+from ..machine import give_back_freed_memory
 from ..tokenizer import Tokenizer
 from ..trace import Trace, trace
 from .stations import Station, stations_of
 
 MOST_BYTES = 4000  # of a sentence
 MOST_TOKENS = 256
-KEPT_TRACES = KEPT_VERSIONS = 1_500_000_000  # bytes; the newest is kept whatever its size
+KEPT_TRACES = KEPT_VERSIONS = 1_200_000_000  # bytes; the newest is kept whatever its size
 REMEMBERED = 10_000  # ids of looks, so that they can be computed again
 
 
@@ -168,9 +169,12 @@ class Session:
 def _keep_within(kept: "OrderedDict[Any, Any]", budget: int) -> None:
     """Let go of the oldest until the rest fits."""
     sizes = {key: value.bytes for key, value in kept.items()}
+    before = len(kept)
     while len(kept) > 1 and sum(sizes.values()) > budget:
         oldest, _ = kept.popitem(last=False)
         del sizes[oldest]
+    if len(kept) < before:
+        give_back_freed_memory()
 
 
 @contextmanager

@@ -161,13 +161,13 @@ export function heatmap(options) {
     el("p", { class: "words", id: `${id}-words` }, options.words || ""),
   );
 
-  const margin = () => ({
-    left: rowLabels ? (square ? 62 : 74) : whole.shape[0] === 1 ? 4 : 34,
-    top: columnLabels ? 46 : 4,
-  });
+  const longest = (labels, most) => Math.min(most, Math.max(...labels.map((label) => visible(label).length)));
+  const m = {
+    left: rowLabels ? 12 + 7.3 * longest(rowLabels, square ? 7 : 9) : whole.shape[0] === 1 ? 4 : 34,
+    top: columnLabels ? 10 + 7.3 * longest(columnLabels, 5) : 4,
+  };
 
   function geometry() {
-    const m = margin();
     const room = Math.max(120, frame.clientWidth - m.left - 2);
     const [rows, columns] = picture.cells;
     if (square) {
@@ -184,6 +184,7 @@ export function heatmap(options) {
     const [rows, columns] = picture.cells;
     const wide = Math.round(g.left + columns * g.cw + 2), high = Math.round(g.top + rows * g.ch + 2);
     const ratio = window.devicePixelRatio || 1;
+    Object.assign(canvas.dataset, { left: g.left, top: g.top, cellWidth: g.cw, cellHeight: g.ch });
     canvas.width = wide * ratio;
     canvas.height = high * ratio;
     canvas.style.width = `${wide}px`;

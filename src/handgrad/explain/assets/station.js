@@ -11,9 +11,13 @@ export async function drawStation(panel, state, tools) {
   const mine = ++shown;
   const station = state.table.stations.find((s) => s.id === state.station);
   const { id } = state.look;
-  const view = await tools.busy(ask("station", id, { station: station.id }));
-  const head = station.index === 3 ? await ask("head", id, { block: station.block, head: state.head }) : null;
-  const lens = station.stream ? await ask("lens", id, { station: station.id }) : null;
+  const [view, head, lens] = await tools.busy(
+    Promise.all([
+      ask("station", id, { station: station.id }),
+      station.index === 3 ? ask("head", id, { block: station.block, head: state.head }) : null,
+      station.stream ? ask("lens", id, { station: station.id }) : null,
+    ]),
+  );
   if (mine !== shown) return;
   const labels = state.look.tokens.map((t) => t.label);
   const parts = [
