@@ -8,7 +8,10 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from .stations import Station
 from .views import LARGE
 
 KEPT = 32  # verdicts on whole sentences; small: numbers only
+QUIET = 1.0  # seconds
 MOST_AT_ONCE = 20_000_000  # parameters moved together; finite differences hold them several times over
 WAITING = 64  # older questions that wait, of small models; whoever still wants to know asks again
 
@@ -46,6 +50,7 @@ class Prover:
         self._news = threading.Condition()
         self._ends = False
         self._thread: threading.Thread | None = None
+        self._run: Callable[..., Any] = lambda f, *arguments: f(*arguments)
 
     def ask(self, look: Look, station: Station | None, patience: float = 0.0) -> dict[str, Any]:
         """The verdict on one station, or on all; if it is not there yet, wait a little, and say that it is being made."""
@@ -93,8 +98,11 @@ class Prover:
             self._thread.start()
 
     def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # whoever is waiting for a page comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        with ThreadPoolExecutor(1, "judge", _step_back) as judge:
+            self._run = lambda f, *arguments: judge.submit(f, *arguments).result()
+            self._answer_questions()
+
+    def _answer_questions(self) -> None:
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._questions) or self._ends)
@@ -104,12 +112,21 @@ class Prover:
                 verdict = self._known.get(id)
             if verdict is None or station in verdict.complete or verdict.problem:
                 continue
+            if not self._quiet():
+                with self._news:
+                    self._questions.append((id, station))
+                    self._news.wait(0.2)
+                continue
             try:
                 self.answer_now(self.session.find(id), verdict, self.session.by_id[station])
             except Exception as reason:  # whatever it is, the page has to say it instead of waiting for ever
                 verdict.problem = f"{reason}".splitlines()[0] if isinstance(reason, HandgradError) else repr(reason)
             with self._news:
                 self._news.notify_all()
+
+    def _quiet(self) -> bool:
+        """A large model is judged when nobody is waiting for a page."""
+        return self.session.size <= LARGE or time.monotonic() > self.session.read_at + QUIET
 
     def answer_now(self, look: Look, verdict: Verdict, station: Station, differences: bool = True) -> None:
         judge = self._judge_for(look)
@@ -118,7 +135,7 @@ class Prover:
             with self._news:
                 verdict.checks = found
                 self._news.notify_all()
-        more = self._by_differences(judge, station) if differences else []
+        more = self._run(self._by_differences, judge, station) if differences else []
         with self._news:
             verdict.checks[station.id] = [*verdict.checks[station.id], *more]
             verdict.complete.add(station.id)
@@ -128,7 +145,8 @@ class Prover:
             self._judge = None  # let go of the old one before the new one is made
             with self.session.at(look.version) as model:
                 still = copy.deepcopy(model)  # the judge takes its time; meanwhile others may use the model
-            self._judge = (look.id, Judge(still, look.tokens, look.targets, look.trace, own=True))
+            made = self._run(lambda: Judge(still, look.tokens, look.targets, look.trace, own=True))
+            self._judge = (look.id, made)
             if self.session.size > LARGE:
                 give_back_freed_memory()  # autograd's gradients are as large as the model
         return self._judge[1]
@@ -210,6 +228,12 @@ class Prover:
         picked.index_add_(0, ours["a_0"], ours["blocks.0.delta_1"])
         picked.addmm_(ours["delta_12"].t(), ours["a_11"])
         return relative_error(judge.grads["transformer.wte.weight"], picked)
+
+
+def _step_back() -> None:
+    """For the thread that judges: whoever is waiting for a page comes first."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _trained(station: Station, judge: Judge) -> list[str]:

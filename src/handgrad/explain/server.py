@@ -9,6 +9,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
@@ -117,8 +118,16 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
         """On the one thread that computes: two at once would only take the cores and the memory from each other."""
         return await asyncio.get_running_loop().run_in_executor(worker, f, *arguments)
 
+    async def read(f: Callable[[], Any]) -> Response:
+        """For somebody who waits for it."""
+        session.read_at = math.inf
+        try:
+            return Answer(await compute(f))
+        finally:
+            session.read_at = time.monotonic()
+
     async def answer(view: Callable[..., Any], id: str, *about: Any) -> Response:
-        return Answer(await compute(lambda: view(session, session.find(id), *about)))
+        return await read(lambda: view(session, session.find(id), *about))
 
     def station_of(name: str) -> Station:
         return views.find_station(session, name)
@@ -143,7 +152,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.post("/api/sentence")
     async def sentence(given: Sentence) -> Response:
-        return Answer(await compute(lambda: views.overview(session, session.look(given.text, given.version))))
+        return await read(lambda: views.overview(session, session.look(given.text, given.version)))
 
     @app.get("/api/overview")
     async def overview(id: str) -> Response:

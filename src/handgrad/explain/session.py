@@ -76,6 +76,7 @@ class Session:
         self.size = sum(p.numel() for p in model.parameters())
         self.most_tokens = min(MOST_TOKENS, model.config.n_context)
         self.lock = threading.RLock()  # whoever computes with the model holds it
+        self.read_at = 0.0  # when somebody last asked for something, on the monotonic clock
         self._base = {name: p.data for name, p in model.named_parameters()}
         self._installed = 0
         self._versions: OrderedDict[int, Version] = OrderedDict()

@@ -90,6 +90,18 @@ export function colour(kind, x) {
   return from.map((c, i) => Math.round(c + (to[i] - c) * share));
 }
 
+// All 255 colours of a kind, as the canvas wants them.
+const palettes = new Map();
+function palette(kind) {
+  const key = `${kind} ${isDark()}`;
+  if (!palettes.has(key)) {
+    const bytes = new Uint8Array(4 * 256);
+    for (let i = -127; i <= 127; i++) bytes.set([...colour(kind, i / 127), 255], 4 * (i & 255));
+    palettes.set(key, new Uint32Array(bytes.buffer));
+  }
+  return palettes.get(key);
+}
+
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 
 // Black or white, whichever reads better on this colour.
@@ -192,10 +204,8 @@ export function heatmap(options) {
     const context = canvas.getContext("2d");
     context.scale(ratio, ratio);
     const image = new ImageData(columns, rows);
-    for (let i = 0; i < cells.length; i++) {
-      const [r, gr, b] = colour(kind, cells[i] / 127);
-      image.data.set([r, gr, b, 255], 4 * i);
-    }
+    const colours = palette(kind), pixels = new Uint32Array(image.data.buffer);
+    for (let i = 0; i < cells.length; i++) pixels[i] = colours[cells[i] & 255];
     const small = document.createElement("canvas");
     small.width = columns;
     small.height = rows;
