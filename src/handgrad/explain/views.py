@@ -287,7 +287,7 @@ def at_head(session: Session, look: Look, block: int, head: int) -> dict[str, An
 def _weights_of_heads(model: GPT, block: int) -> list[tuple[Tensor, ...]]:
     attn = model.blocks[block].attn
     widths = [attn.queries, attn.queries, attn.values]
-    return [part.chunk(attn.n_heads, 1) for part in torch.split(attn.c_attn.effective_weight(), widths, 1)]
+    return [part.chunk(attn.n_heads, 1) for part in torch.split(attn.c_attn.effective_weight().detach(), widths, 1)]
 
 
 # ── the lens ────────────────────────────────────────────────────────────────────────────────────────────────────────
