@@ -230,6 +230,7 @@ class _Twin:
         self.targets = targets.reshape(-1).to(self.ids)
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        self.pause: Callable[[], None] = lambda: None
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss; `visit(start, name, x)` sees each station of the sequence that begins in row `start`."""
@@ -237,7 +238,11 @@ class _Twin:
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
             rows = slice(start, start + n)
-            station: Station = lambda name, x, start=start: visit(start, name, x)  # type: ignore[misc]  # noqa: E731
+
+            def station(name: str, x: Tensor, start: int = start) -> Tensor:
+                self.pause()
+                return visit(start, name, x)
+
             total = total + twin(network, options, self.ids[rows], self.targets[rows], station)
         return total / self.n_targets
 
@@ -470,7 +475,7 @@ class Judge:
     signals and the model's names of parameters. Finite differences are taken when they are asked for.
 
     `computed` is what the model has computed in its own dtype; its errors are in `rounding`. With `own` the model is the
-    judge's to change, and no copy is made.
+    judge's to change, and no copy is made. `pause` is called again and again on the way, and may take its time.
     """
 
     def __init__(
@@ -482,6 +487,7 @@ class Judge:
         *,
         seed: int = 0,
         own: bool = False,
+        pause: Callable[[], None] = lambda: None,
     ):
         _refuse_what_cannot_be_judged(model)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -489,11 +495,17 @@ class Judge:
         wide = (model if own else copy.deepcopy(model)).double()
         wide.transformer.wpe.weight.requires_grad_(True)  # what trains at the very bottom makes every signal come down
         self.ours: dict[str, Tensor] = {}
-        self.loss, grads = _gradients(wide, tokens, targets, None, self.ours.__setitem__)
+
+        def record(name: str, value: Tensor) -> None:
+            pause()
+            self.ours[name] = value
+
+        self.loss, grads = _gradients(wide, tokens, targets, None, record)
         self.grads = {name: grad for name, grad in grads.items() if name in trained}
         for p in wide.parameters():
             p.grad = None
         self._twin = _Twin(wide, tokens, targets, None)
+        self._twin.pause = pause
         truth = self._twin.run()
         self.limit = TOLERANCE[torch.float64]
         self.rounding_limit = TOLERANCE[dtype]

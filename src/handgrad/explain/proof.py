@@ -25,7 +25,7 @@ from .stations import Station
 from .views import LARGE
 
 KEPT = 32  # verdicts on whole sentences; small: numbers only
-QUIET = 1.0  # seconds
+QUIET, BREATH = 1.0, 0.25  # seconds without a reader before a judgement begins, and before it goes on
 MOST_AT_ONCE = 20_000_000  # parameters moved together; finite differences hold them several times over
 WAITING = 64  # older questions that wait, of small models; whoever still wants to know asks again
 
@@ -126,7 +126,12 @@ class Prover:
 
     def _quiet(self) -> bool:
         """A large model is judged when nobody is waiting for a page."""
-        return self.session.size <= LARGE or time.monotonic() > self.session.read_at + QUIET
+        return self.session.size <= LARGE or self.session.quiet(QUIET)
+
+    def _pause(self) -> None:
+        """Once begun, it is done with between two readings."""
+        while self.session.size > LARGE and not self.session.quiet(BREATH) and not self._ends:
+            time.sleep(0.02)
 
     def answer_now(self, look: Look, verdict: Verdict, station: Station, differences: bool = True) -> None:
         judge = self._judge_for(look)
@@ -145,7 +150,7 @@ class Prover:
             self._judge = None  # let go of the old one before the new one is made
             with self.session.at(look.version) as model:
                 still = copy.deepcopy(model)  # the judge takes its time; meanwhile others may use the model
-            made = self._run(lambda: Judge(still, look.tokens, look.targets, look.trace, own=True))
+            made = self._run(lambda: Judge(still, look.tokens, look.targets, look.trace, own=True, pause=self._pause))
             self._judge = (look.id, made)
             if self.session.size > LARGE:
                 give_back_freed_memory()  # autograd's gradients are as large as the model

@@ -120,10 +120,11 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     async def read(f: Callable[[], Any]) -> Response:
         """For somebody who waits for it."""
-        session.read_at = math.inf
+        session.readers += 1
         try:
             return Answer(await compute(f))
         finally:
+            session.readers -= 1
             session.read_at = time.monotonic()
 
     async def answer(view: Callable[..., Any], id: str, *about: Any) -> Response:

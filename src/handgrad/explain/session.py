@@ -6,6 +6,7 @@ any number of people can look at different things; a step makes a new version an
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,8 @@ class Session:
         self.size = sum(p.numel() for p in model.parameters())
         self.most_tokens = min(MOST_TOKENS, model.config.n_context)
         self.lock = threading.RLock()  # whoever computes with the model holds it
-        self.read_at = 0.0  # when somebody last asked for something, on the monotonic clock
+        self.readers = 0  # who wait for an answer
+        self.read_at = 0.0  # when the last one got it, on the monotonic clock
         self._base = {name: p.data for name, p in model.named_parameters()}
         self._installed = 0
         self._versions: OrderedDict[int, Version] = OrderedDict()
@@ -84,6 +86,10 @@ class Session:
         self._looks: OrderedDict[str, Look] = OrderedDict()
         self._recipes: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._words: dict[int, str] = {}
+
+    def quiet(self, seconds: float) -> bool:
+        """Nobody waits for an answer, and has not for a while."""
+        return self.readers == 0 and time.monotonic() > self.read_at + seconds
 
     # ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────
 
