@@ -201,7 +201,9 @@ def add_adapters(model: GPT, rank: int) -> None:
     if not 1 <= rank <= model.config.d_model:
         raise HandgradError(f"the rank of an adapter must be between 1 and {model.config.d_model}, not {rank}")
     model.requires_grad_(False)
-    torch.manual_seed(0)  # the same adapters each time
-    for block in model.blocks:
-        for owner, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
-            setattr(owner, name, LoRA(getattr(owner, name), rank, 1.0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the same adapters each time
+        for block in model.blocks:
+            attn, mlp = block.attn, block.mlp
+            for owner, name in ((attn, "c_attn"), (attn, "c_proj"), (mlp, "c_fc"), (mlp, "c_proj")):
+                setattr(owner, name, LoRA(getattr(owner, name), rank, 1.0))

@@ -130,7 +130,7 @@ def about_flow(norms: Tensor, names: Sequence[str], labels: Sequence[str]) -> st
     )
     return (
         f"Blamed most, over all depths, is {quote(labels[t])} (place {t + 1}), with {by_token[t] / by_token.sum():.0%} of"
-        f" the squares. The brightest cell is {names[row]} at {quote(labels[column])} (place {column + 1});"
+        f" the squares. The strongest cell is {names[row]} at {quote(labels[column])} (place {column + 1});"
         f" {growth or 'nothing flows'}."
     )
 

@@ -150,7 +150,7 @@ let counter = 0;
    rowLabels, columnLabels   tokens, where rows or columns are tokens;  rowName, columnName what else they are
    square         cells as wide as they are high
    chosen         the row to mark;  choose(row, column) is called on a click
-   say(value)     how a value reads, if not as a number */
+   say(value)     how a value reads, if not as a number;  scale what stands at both ends of the colours */
 export function heatmap(options) {
   const { kind, name = null, head = null, rowLabels = null, columnLabels = null, square = false } = options;
   const whole = options.picture;
@@ -317,6 +317,10 @@ export function heatmap(options) {
     for (let x = 0; x < 96; x++) {
       context.fillStyle = css(colour(kind, single ? x / 95 : (2 * x) / 95 - 1));
       context.fillRect(x, 0, 1, 8);
+    }
+    if (options.scale) {
+      legend.replaceChildren(`${options.scale[0]} `, bar, ` ${options.scale[1]}`);
+      return;
     }
     const beyond = picture.largest > picture.scale * 1.001 ? `, reaches ${number(picture.largest)}` : "";
     legend.replaceChildren(`${single || !picture.scale ? "0" : `−${number(picture.scale)}`} `, bar, ` ${number(picture.scale)}${beyond}`);

@@ -20,10 +20,10 @@ export function drawFlow(panel, state, go) {
   const figure = heatmap({
     title: `‖${symbol}‖ of every token at every station`, kind: which, picture, rowLabels: names, columnLabels: labels, positive: true, square: false,
     words: which === "delta" ? look.flow_words : "What the tokens carry down: the stream grows as the blocks add to it.",
+    scale: [number(10 ** least), `${number(10 ** most)}, logarithmic`],
     say: (x) => (x < 0.02 ? "0" : number(10 ** (least + x * (most - least)))),
     choose: (row, column) => go(rows[row].id, which === "delta" ? "backward" : "forward", column),
   });
-  figure.querySelector(".legend").append(` · logarithmic, from ${number(10 ** least)} to ${number(10 ** most)}`);
   const choice = el("div", { class: "walk", role: "group", "aria-label": "What to show" });
   for (const [key, text] of [["delta", "the error ‖Δ‖"], ["a", "the activations ‖a‖"]]) {
     choice.append(el("button", { type: "button", "aria-pressed": String(which === key), onclick: () => { which = key; drawFlow(panel, state, go); } }, text));

@@ -2,18 +2,19 @@
 
 import { el, low, number, svg } from "./drawing.js";
 
-const GUTTER = 40; // room for the arrows on each side
 const LINE = 26; // where the main line runs, from the edge
 const BEND = 9; // where a skip connection runs
 
 let open = new Set(); // blocks that are unfolded
 let showing = "both";
+let stoodAt = null; // the station the map was last drawn for
 
 /* Draws the map into `nav`. `state` has the table, the look, the station and the face; `go(id, face)` walks there. */
 export function drawMap(nav, state, go) {
   const { table, look } = state;
   const here = table.stations.find((s) => s.id === state.station);
-  if (here.block !== null) open.add(here.block);
+  if (here.block !== null && stoodAt !== here.id) open.add(here.block); // whoever arrives in a block finds it unfolded
+  stoodAt = here.id;
   const flows = Object.fromEntries(look.flows.map((f) => [f.id, f]));
   const length = (values) => (values ? Math.hypot(...values) : null);
   const a = Object.fromEntries(look.flows.map((f) => [f.id, length(f.a)]));
@@ -60,7 +61,7 @@ export function drawMap(nav, state, go) {
         type: "button", class: "fold", "aria-expanded": String(unfolded), "data-key": `block ${b}`,
         "aria-label": `Block ${b + 1}, ${unfolded ? "fold" : "unfold"}`,
         onclick: () => {
-          unfolded && here.block !== b ? open.delete(b) : unfolded ? open.delete(b) || go(table.stations.find((s) => s.index === 1).id, state.face) : open.add(b);
+          unfolded ? open.delete(b) : open.add(b);
           drawMap(nav, state, go);
         },
       },
@@ -159,5 +160,3 @@ function drawLines(lines, list, rows, { a, delta, widthOf }) {
   }
   lines.replaceChildren(...found);
 }
-
-export const gutter = GUTTER;

@@ -226,7 +226,8 @@ function listen() {
   box.addEventListener("input", () => {
     fitSentence();
     clearTimeout(waiting);
-    if (!state.table.large) waiting = setTimeout(submit, 350);
+    if (state.table.large) tell("Enter traces it");
+    else waiting = setTimeout(submit, 350);
   });
   for (const view of ["station", "flow", "step"]) {
     find(`tab-${view}`).addEventListener("click", () => {
