@@ -4,6 +4,7 @@ import os
 import tempfile
 import webbrowser
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Annotated, TypeVar
@@ -84,7 +85,8 @@ def explain(
     Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
-    server.run()
+    with suppress(KeyboardInterrupt):  # the way to end it
+        server.run()
 
 
 def choose(name: str | None) -> tuple[GPT, Tokenizer, str, str]:

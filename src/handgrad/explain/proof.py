@@ -132,6 +132,8 @@ class Prover:
         """Once begun, it is done with between two readings."""
         while self.session.size > LARGE and not self.session.quiet(BREATH) and not self._ends:
             time.sleep(0.02)
+        if self._ends:
+            raise HandgradError("the page was closed before this was proven")
 
     def answer_now(self, look: Look, verdict: Verdict, station: Station, differences: bool = True) -> None:
         judge = self._judge_for(look)
