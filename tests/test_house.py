@@ -22,6 +22,7 @@ LEVELS = [
     {"gpt"},
     {"checkpoint", "trace", "optim", "generate"},
     {"verify", "plan", "run"},
+    {"judge"},
     {"ledger", "train", "run_report", "explain"},
     {"display"},
     {"cli_training", "cli_explain"},
@@ -124,7 +125,7 @@ def test_the_reader_of_the_source_can_see() -> None:
 
 def test_nothing_but_the_ledger_explain_and_the_command_line_uses_the_judge() -> None:
     users = {room(f) for f in FILES if "verify" in imported_rooms(f)}
-    assert users <= {"ledger", "explain", "cli", "__init__", "verify"}
+    assert users <= {"ledger", "judge", "explain", "cli", "__init__", "verify"}
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if room(f) in ("ops", "gpt", "layers")], ids=lambda f: f.name)
