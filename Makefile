@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt test long lint bench images clean
+.PHONY: demo adapt test long lint browser bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -18,8 +18,20 @@ adapt: $(VENV)/.ready  # Shakespeare, then Python's own sources through an adapt
 	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
 		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest
+
+# The page of handgrad explain is tested in a real browser: the system's Chromium, or Debian's where it may be installed.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "installing Chromium for the tests of the page"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null && exit 0; \
+	fi; \
+	if [ "$$CI" = true ]; then echo "CI=true and there is no Chromium: install it (apt-get install chromium)"; exit 1; fi; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
+	echo "There is no Chromium here: the tests of the explain page in a real browser are LEFT OUT."; \
+	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: $(VENV)/.ready-for-tests  # proofs that take minutes each
 	HANDGRAD_KILLS=30 $(BIN)/python -m pytest tests/test_train.py -k killed
@@ -29,8 +41,9 @@ lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
 
-images: $(VENV)/.ready-for-tests
+images: $(VENV)/.ready-for-tests browser
 	$(BIN)/python docs/images/make.py
+	$(BIN)/python docs/images/screenshots.py
 
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/handgrad bench

@@ -37,3 +37,12 @@ def make_batch(
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was left out is said where it cannot be missed."""
+    reasons = {
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if "LEFT OUT" in str(report.longrepr)
+    }
+    for reason in sorted(reasons):
+        terminalreporter.write_sep("!", reason.removeprefix("Skipped: "), red=True, bold=True)

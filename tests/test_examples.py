@@ -313,7 +313,7 @@ def numbered(n: int, seed: int = 0) -> Examples:
     offsets = np.concatenate([[0], np.cumsum(np.arange(n) + 2)])
     learn = np.ones(len(ids), bool)
     learn[offsets[:-1]] = False
-    return Examples(ids, learn, offsets, seed)
+    return Examples(ids, learn, offsets, np.arange(n), seed)
 
 
 def test_the_order_is_that_of_the_seed_and_any_place_can_be_reached() -> None:
@@ -361,6 +361,14 @@ def test_split() -> None:
     for share in (0.001, 0.999):
         training, validation = examples.split(numbered(2), share, 0)
         assert validation is not None and training.per_epoch == validation.per_epoch == 1
+    # stretches of one text stay together; of a single text the end is kept
+    together = Examples(found.ids, found.learn, found.offsets, np.arange(50) // 5, 0)
+    training, validation = examples.split(together, 0.2, 1)
+    assert validation is not None and set(training.lines) | set(validation.lines) == set(range(10))
+    assert not set(training.lines) & set(validation.lines) and validation.per_epoch == 10
+    alone = Examples(found.ids, found.learn, found.offsets, np.zeros(50), 0)
+    training, validation = examples.split(alone, 0.1, 1)
+    assert validation is not None and validation.ids[validation.offsets[:-1]].tolist() == [45, 46, 47, 48, 49]
     with pytest.raises(HandgradError, match=r"1 example cannot be divided.*--val-share 0"):
         examples.split(numbered(1), 0.1, 0)
     with pytest.raises(HandgradError, match="a share of 1 cannot be kept"):

@@ -197,6 +197,7 @@ def test_a_broken_line_is_named_and_nothing_is_left(place: Path, line: object, s
         (["--model", "base", "--data", "data.jsonl", "--batch-examples", "0"], "--batch-examples"),
         (["--model", "base", "--data", "none.jsonl"], "none.jsonl"),
         (["--model", "base", "--data", "data.jsonl", "--chat-template", "none"], "none"),
+        (["--model", "base", "--data", "data.jsonl", "--val-share", "0", "--patience", "1"], "--patience"),
         (["--resume"], "no run to resume"),
     ],
 )  # fmt: skip
@@ -302,6 +303,38 @@ def test_merging_and_unmerging(place: Path, options: dict[str, Any], dtype: str)
         assert merging.FILE in str(lost.exception)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_adapter_of_peft_can_be_taken_out_again(place: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained("base")
+    theirs = get_peft_model(base, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM", use_dora=True))
+    with torch.no_grad():
+        theirs.base_model.model.lm_head.lora_B["default"].weight.normal_()
+    theirs.save_pretrained("adapter")
+    assert handgrad("merge", "adapter", "--model", "base", "--out", "merged").exit_code == 0
+    back = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "back")
+    assert back.exit_code == 0, back.exception
+    tokens = torch.randint(256, (2, 9))
+    assert relative_error(hg.load("back").logits(tokens), hg.load("base").logits(tokens)) < 1e-5
+    never = handgrad("merge", "adapter", "--model", "base", "--undo", "--out", "never")
+    assert "does not say that an adapter was merged" in str(never.exception)
+    assert handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--out", "run", "--steps", 1).exit_code == 0
+    other = handgrad("merge", "run", "--model", "merged", "--undo", "--out", "never")
+    assert "is not the one in" in str(other.exception) and not (place / "never").exists()
+
+
+def test_other_data_for_validation_is_noticed_on_resuming(place: Path) -> None:
+    write("val.jsonl", {"prompt": "1+1=", "completion": "2"})
+    done = handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--val-data", "val.jsonl", "--out", "run",
+                    "--steps", 2)  # fmt: skip
+    assert done.exit_code == 0, done.exception
+    write("val.jsonl", {"prompt": "1+1=", "completion": "3"})
+    again = handgrad("finetune", "--resume", "--out", "run", "--steps", 4)
+    assert "data for validation is not what" in str(again.exception)
+
+
 def test_a_merge_that_changes_the_logits_writes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--out", "run", *QUICK).exit_code == 0
     monkeypatch.setattr(lora.adapters, "_sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
@@ -339,3 +372,13 @@ def test_a_converted_model_opens_in_transformers(place: Path, dtype: str) -> Non
     tokens = torch.randint(256, (2, 9))
     assert relative_error(hg.load("new", dtype=torch.float32).logits(tokens), theirs(tokens).logits) < 1e-5
     assert (place / "new" / "tokenizer.json").exists()
+
+
+def test_what_a_directory_says_beyond_the_shape_comes_along(place: Path) -> None:
+    file = place / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 7, "resid_pdrop": 0.3}))
+    (place / "base" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert handgrad("convert", "base", "--out", "new", "--dtype", "float16").exit_code == 0
+    said = json.loads((place / "new" / "config.json").read_text())
+    assert said["eos_token_id"] == 7 and said["resid_pdrop"] == 0.3 and said["dtype"] == "float16"
+    assert json.loads((place / "new" / "generation_config.json").read_text()) == {"eos_token_id": 7}

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "head": {"rank": 2, "alpha": 3, "targets": ("lm_head",)},
     "head and more, dora": {"rank": 2, "targets": ("lm_head", "c_attn", "mlp.c_proj"), "dora": True},
     "one layer by regex": {"rank": 2, "targets": r"transformer\.h\.1\.mlp\.(c_fc|c_proj)"},
+    "whole layers of every block": {"rank": 2, "targets": ("c_fc",), "modules_to_save": ("ln_1", "wte")},
     "whole layers": {"rank": 2, "targets": ("c_attn",), "modules_to_save": ("ln_f", "lm_head")},
 }  # fmt: skip
 
@@ -263,20 +264,55 @@ def test_verify_judges_a_model_with_adapters(dora: bool) -> None:
 @pytest.mark.parametrize(
     ("targets", "count"),
     [("all-linear", 8), (("all-linear", "lm_head"), 9), ("c_proj", 4), ("mlp.c_proj", 2), ("lm_head", 1),
-     (r".*\.h\.0\..*", 4), (("h.0.mlp.c_fc",), 1), (r".*\.(c_attn|c_fc)", 4), ("lm_head|.*c_fc", 3)],
+     (r".*\.h\.0\..*", 4), (("h.0.mlp.c_fc",), 1), (r".*\.(c_attn|c_fc)", 4), ("lm_head|.*c_fc", 3),
+     (r"h\.[01]\.attn\.c_attn", 2), ("(?i:C_ATTN|C_FC)", 4), ("(c_attn)|(c_fc)", 4), ("(?i)C_FC", 2)],
 )  # fmt: skip
 def test_layers_are_chosen_by_name_end_or_expression(targets: Any, count: int) -> None:
     assert len(lora.choose(small(), targets)) == count
 
 
 @pytest.mark.parametrize(
-    "targets", ["c_atn", ("c_attn", "q_proj"), r".*\.(c_attn|c_typo)", "c_attn|nothing", "wte", "ln_1", "(", ()]
+    "targets",
+    [
+        "c_atn",
+        ("c_attn", "q_proj"),
+        r".*\.(c_attn|c_typo)",
+        "c_attn|nothing",
+        "wte",
+        "ln_1",
+        "(",
+        (),
+        "(c_attn)|(c_typo)",
+        r".*\.((attn\.c_attn)|(attn\.c_typo))",
+        "[",
+        "^c_attn",
+    ],
 )
 def test_what_matches_nothing_or_only_in_part_lists_what_exists(targets: Any) -> None:
     with pytest.raises(hg.HandgradError) as said:
         lora.inject(small(), targets=targets)
-    if targets not in ("(", ()):
+    if targets not in ("(", "[", ()):
         assert "transformer.h.*.attn.c_attn" in str(said.value)
+
+
+def test_a_refused_adapter_leaves_the_model_alone() -> None:
+    model = small()
+    with pytest.raises(hg.HandgradError, match="more than"):
+        lora.inject(model, rank=2, rank_pattern={"h.1.mlp.c_proj": 99})
+    assert not lora.adapters_of(model) and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_may_waste_ranks(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ours = small()
+    theirs = get_peft_model(
+        their_base(ours, tmp_path), LoraConfig(r=11, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    lora.load(ours, tmp_path / "adapter")
+    assert lora.adapters_of(ours)["transformer.h.0.attn.c_attn"].down.shape == (8, 11)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +321,6 @@ def test_what_matches_nothing_or_only_in_part_lists_what_exists(targets: Any) ->
         ({"rank": 0}, "rank"), ({"rank": True}, "rank"), ({"rank": 9}, "more than"), ({"alpha": -1}, "alpha"),
         ({"alpha": float("nan")}, "alpha"), ({"dropout": 1.0}, "dropout"), ({"rank_pattern": {"q": 2}}, "'q'"),
         ({"alpha_pattern": {"(": 2}}, "regular expression"), ({"modules_to_save": ("ln_9",)}, "ln_9"),
-        ({"modules_to_save": ("ln_1",)}, "several"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
@@ -316,9 +351,9 @@ def test_adapters_go_in_once_and_come_out() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_merging_keeps_the_logits_and_the_embedding(kind: str, tied: bool) -> None:
     model = small(tied=tied)
-    embedding = model.transformer.wte.weight.detach().clone()
     lora.inject(model, **KINDS[kind])
     stirred(model)
+    embedding = model.transformer.wte.weight.detach().clone()
     head = "lm_head" in lora.adapters_of(model)
     tokens, _, lengths = batch()
     adapted = model.logits(tokens, lengths)
@@ -326,7 +361,7 @@ def test_merging_keeps_the_logits_and_the_embedding(kind: str, tied: bool) -> No
     assert not lora.adapters_of(model)
     assert relative_error(model.logits(tokens, lengths), adapted) <= 1e-12
     assert torch.equal(model.transformer.wte.weight, embedding)
-    assert model.config.tied == (tied and not head and "lm_head" not in KINDS[kind].get("modules_to_save", ()))
+    assert model.config.tied == (tied and not head and "whole" not in kind)
     was_tied = taken.tied
     lora.unmerge(model, taken)
     assert relative_error(model.logits(tokens, lengths), adapted) <= 1e-11
@@ -383,8 +418,9 @@ A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10" * 40), "adapter_model.safetensors"),
         (_config(peft_type="LOHA"), "LOHA"), (_config(bias="all"), "bias"), (_config(lora_bias=True), "lora_bias"),
         (_config(r=3), "lora_A of transformer.h.0.attn.c_attn is (2, 8)"), (_config(r="x"), "rank"),
-        (_config(rank_pattern=[1]), "adapter_config.json"), (_config(init_lora_weights="pissa_niter_4"), "pissa"),
-        (_config(modules_to_save=["ln_f"]), "ln_f"), (_config(alpha_pattern={"c_attn": "x"}), "alpha"),
+        (_config(rank_pattern=[1]), "rank_pattern must be a dict"), (_config(init_lora_weights="pissa_niter_4"), "pissa"),
+        (_config(modules_to_save=["ln_f"]), "ln_f"), (_config(modules_to_save="ln_f"), "list"),
+        (_config(use_dora=False), "use_dora"), (_config(alpha_pattern={"c_attn": "x"}), "alpha"),
         (_tensors(lambda t: t.pop(A)), "lora_B alone"),
         (_tensors(lambda t: t.pop(A.replace("lora_A.weight", "lora_magnitude_vector"))), "missing"),
         (_tensors(lambda t: t.update({A: torch.zeros(2, 9)})), "(2, 9)"),
@@ -392,6 +428,7 @@ A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
         (_tensors(lambda t: t.update({A.replace("h.0", "h.7"): torch.zeros(2, 8)})), "transformer.h.7.attn.c_attn"),
         (_tensors(lambda t: t.update({"weight": torch.zeros(2)})), "base_model.model."),
         (_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(3, 8)})), "lm_head.weight is (3, 8)"),
+        (_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(31, 8)})), "does not list it"),
         (_tensors(lambda t: t.update({"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(3, 8)})), "wte"),
         (_tensors(lambda t: t.clear() or t.update({"base_model.model.lm_head.weight": torch.zeros(31, 8)})), "no low-rank"),
     ],

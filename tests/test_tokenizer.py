@@ -1,5 +1,6 @@
 """Text ↔ ids, and that other tools read our files."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,29 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(HandgradError, match="holds no tokenizer"):
         tokenizer.read(tmp_path / "empty")
+
+
+def test_what_a_file_remembers_of_batches_is_forgotten(tmp_path: Path) -> None:
+    inner = tokenizer.make("bytes", []).inner
+    inner.enable_truncation(4)
+    inner.enable_padding(length=9)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.read(tmp_path).encode("abcdefg") == list(b"abcdefg")
+
+
+def test_tokens_beside_vocab_and_merges_are_single_ids(tmp_path: Path) -> None:
+    made = tokenizer.make("bpe:300", ["low lower lowest " * 50])
+    made.inner.model.save(str(tmp_path))
+    n = made.n_vocab
+    words = {n: "<|im_start|>", n + 1: "<|im_end|>"}
+    described = {str(i): {"content": word, "special": True} for i, word in words.items()}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": described}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = tokenizer.read(tmp_path)
+    text = "<|im_start|>low lowest<|im_end|>"
+    assert ours.encode(text)[0] == n and ours.end == n + 1 and ours.n_vocab == n + 2
+    assert ours.encode(text) == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    settings["added_tokens_decoder"] = {str(n + 9): {"content": "<|far|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(HandgradError, match="should be id"):
+        tokenizer.read(tmp_path)

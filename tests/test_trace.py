@@ -50,3 +50,16 @@ def test_without_a_recorder_nothing_is_kept() -> None:
     before = set(vars(model)) | set(vars(model.blocks[0]))
     model.loss_and_grads(tokens, targets)
     assert set(vars(model)) | set(vars(model.blocks[0])) == before
+
+
+def test_a_notebook_shows_depth_by_tokens() -> None:
+    model = make_model(n_blocks=2)
+    tokens, targets = make_batch(model, [6])
+    trace = hg.trace(model, tokens, targets)
+    html = trace._repr_html_()
+    assert f"loss {trace.loss:.6f}" in html
+    rows = [name for name in trace if name.split(".")[-1] in {f"delta_{i}" for i in range(1, 13)}]
+    assert html.count("<td title=") == 6 * len(rows)
+    largest = trace["blocks.1.delta_5"].norm(dim=1).max()
+    assert f'title="{largest:.6g}"' in html
+    assert html.index("blocks.0.delta_1<") < html.index("blocks.1.delta_10<") < html.index("delta_12<")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,15 @@ def save(model: GPT, path: str | Path, *, dtype: torch.dtype | None = None, shar
     write_folder(folder, lambda partial: write_model(model, partial, dtype, shard_bytes), stale=_OLD_WEIGHTS)
 
 
-def write_model(model: GPT, folder: Path, dtype: torch.dtype | None = None, shard_bytes: int | None = None) -> None:
-    """config.json and model.safetensors, into a folder that nobody reads yet."""
+def write_model(
+    model: GPT,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int | None = None,
+    like: Path | None = None,
+) -> None:
+    """config.json and model.safetensors, into a folder that nobody reads yet. What the directory `like` says of a model
+    beyond its shape, and how it generates, comes along."""
     _check_saveable(model)
     if dtype not in (None, torch.float16, *DTYPES):
         raise HandgradError(f"weights are stored in float64, float32, bfloat16 or float16, not {dtype}")
@@ -161,7 +169,16 @@ def write_model(model: GPT, folder: Path, dtype: torch.dtype | None = None, shar
         places = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(_hf_config(model.config, tensors), indent=2) + "\n")
+    config = _hf_config(model.config, tensors)
+    if like is not None:
+        said = {
+            name: x for name, x in read_json(like / "config.json").items() if name not in ("torch_dtype", "handgrad")
+        }
+        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+        config = said | {name: x for name, x in config.items() if name not in ends or name not in said}
+        if (like / "generation_config.json").exists():
+            shutil.copyfile(like / "generation_config.json", folder / "generation_config.json")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str]]:
@@ -223,7 +240,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.exists():
-        raise HandgradError(f"{file} does not exist: the directory holds no weights")
+        pickled = file.with_suffix(".bin").exists()
+        why = (
+            f"{file.with_suffix('.bin').name} could run code when read, and is not"
+            if pickled
+            else "weights are missing"
+        )
+        raise HandgradError(f"{file} does not exist: {why}")
     try:
         with safe_open(file, "pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import __version__, cli_models, cli_training, ledger
+from . import __version__, cli_explain, cli_models, cli_training, ledger
 from .checkpoint import load_config
 from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
@@ -187,6 +187,7 @@ app.command()(cli_training.generate)
 app.command()(cli_models.merge)
 app.command()(cli_models.convert)
 app.command()(cli_training.get)
+app.command()(cli_explain.explain)
 
 
 def _config(name: str, changes: dict[str, object]) -> GPTConfig:

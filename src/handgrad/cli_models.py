@@ -114,22 +114,24 @@ def merge(
     if taken is not None:
         before = network.logits(tokens)
         lora.unmerge(network, taken)
+        lora.remove(network)
+        _round(network, store)
+        lora.load(network, folder, with_copies=False)
         difference = check_same(before, network.logits(tokens), store)
         lora.remove(network)
     else:
         lora.load(network, folder)
         before = network.logits(tokens)
         taken = lora.merge(network)
-        for p in network.parameters():
-            p.data = p.data.to(store).to(p.dtype)
+        _round(network, store)
         difference = check_same(before, network.logits(tokens), store)
 
     def fill(partial: Path) -> None:
-        write_model(network, partial, store)
+        write_model(network, partial, store, like=base)
         if spoken is not None:
             tokenizer.read(spoken).write(partial)
         if not undo:
-            write_merge(taken, network, partial)
+            write_merge(taken, network, folder, partial)
 
     write_folder(place, fill)
     what = "taken out of" if undo else "merged into"
@@ -159,7 +161,7 @@ def convert(
     limit = _bytes(shard_size) if shard_size is not None else None
 
     def fill(partial: Path) -> None:
-        write_model(network, partial, store, limit)
+        write_model(network, partial, store, limit, like=folder)
         if spoken is not None:
             tokenizer.read(spoken).write(partial)
 
@@ -170,6 +172,12 @@ def convert(
         f"{len(files)} file{'s' if len(files) > 1 else ''} of weights, {size:,.1f} MB, {_name(store)}\nmodel   {place}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
+
+
+def _round(model: GPT, stored: torch.dtype) -> None:
+    """Every weight as it will be read back."""
+    for p in model.parameters():
+        p.data = p.data.to(stored).to(p.dtype)
 
 
 def _check_new(place: Path) -> None:

@@ -185,6 +185,8 @@ def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks:
         _need_tensorboard()
     try:
         job = prepare(settings, ranks, display, checkpoint)
+        if settings.patience is not None and job.validation is None:
+            raise HandgradError("--patience needs examples to validate on: give --val-share or --val-data")
         if resume and job.ended:
             remedy = "make it longer with --steps, --epochs or --minutes"
             if job.progress < 1:

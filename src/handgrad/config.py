@@ -141,7 +141,9 @@ def _pattern_for(name: str, patterns: Iterable[str]) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern is the name, the end of it after a dot, or a regular expression for either."""
-    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+    compiled = re.compile(pattern)
+    begins = [0, *(i + 1 for i, sign in enumerate(name) if sign == ".")]
+    return any(compiled.fullmatch(name, i) for i in begins)
 
 
 SCHEDULES = ("cosine", "linear", "constant")

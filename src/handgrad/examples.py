@@ -206,6 +206,7 @@ class Examples:
     ids: np.ndarray  # uint16 or uint32
     learn: np.ndarray  # bool, for each id; never the first of an example
     offsets: np.ndarray  # int64, one more than there are examples
+    lines: np.ndarray  # int64, for each example the number of the line it came from
     seed: int = 0
 
     @property
@@ -249,7 +250,8 @@ class Examples:
 
 
 def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples | None]:
-    """About `share` of the examples, drawn by the seed, are kept for validation; at least one, if any."""
+    """About `share` of the examples are kept for validation; at least one, if any. Whole lines are drawn by the seed, so
+    that no text lies on both sides; of too few lines for that, the end of the data is kept."""
     if not 0 <= share < 1:
         raise HandgradError(f"a share of {share:g} cannot be kept for validation: give --val-share from 0 to below 1")
     n = examples.per_epoch
@@ -257,9 +259,15 @@ def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Exampl
         return examples, None
     if n < 2:
         raise HandgradError(f"{n} example cannot be divided for training and validation: give more, or --val-share 0")
-    held = min(max(1, round(n * share)), n - 1)
-    chosen = np.zeros(n, bool)
-    chosen[[data.shuffled(i, n, seed, -1) for i in range(held)]] = True  # epoch −1: no epoch's own order
+    kept, numbers = np.unique(examples.lines, return_inverse=True)
+    lines = len(kept)
+    if lines * share < 1 and n > lines:
+        chosen = np.arange(n) >= n - max(1, round(n * share))
+    else:
+        held = min(max(1, round(lines * share)), lines - 1)
+        drawn = np.zeros(lines, bool)
+        drawn[[data.shuffled(i, lines, seed, -1) for i in range(held)]] = True  # epoch −1: no epoch's own order
+        chosen = drawn[numbers]
     return _some(examples, ~chosen), _some(examples, chosen)
 
 
@@ -267,7 +275,7 @@ def _some(examples: Examples, chosen: np.ndarray) -> Examples:
     lengths = np.diff(examples.offsets)
     tokens = np.repeat(chosen, lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
-    return Examples(examples.ids[tokens], examples.learn[tokens], offsets, examples.seed)
+    return Examples(examples.ids[tokens], examples.learn[tokens], offsets, examples.lines[chosen], examples.seed)
 
 
 # ── lines → examples ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,7 +324,7 @@ def read(
             raise HandgradError(f"{name} is {value!r}: it can be {' or '.join(get_args(choices))}")
     all_ids = array("H" if tokenizer.n_vocab <= 1 << 16 else "I")
     all_learn = bytearray()
-    offsets = array("q", [0])
+    offsets, lines = array("q", [0]), array("q")
     summary = Summary(n_context, dict.fromkeys(KINDS, 0))
     drafts = (draft(place, record, template, loss_on) for place, record in records(files, progress))
     for drafted, ids, learn in _encoded(drafts, tokenizer):
@@ -325,13 +333,18 @@ def read(
             all_ids.frombytes(ids[stretch].astype(all_ids.typecode).tobytes())
             all_learn += b"\0" + learn[stretch][1:].tobytes()
             offsets.append(len(all_ids))
+            lines.append(sum(summary.kinds.values()))
     if len(offsets) == 1:
         reasons = [
             f"{d.count:,} {reason}, the first {d.first.file}:{d.first.line}" for reason, d in summary.dropped.items()
         ]
         raise HandgradError(f"there is no example to learn from ({'; '.join(reasons) or 'the files are empty'})")
     examples = Examples(
-        np.frombuffer(all_ids, all_ids.typecode), np.frombuffer(all_learn, bool), np.frombuffer(offsets, np.int64), seed
+        np.frombuffer(all_ids, all_ids.typecode),
+        np.frombuffer(all_learn, bool),
+        np.frombuffer(offsets, np.int64),
+        np.frombuffer(lines, np.int64),
+        seed,
     )
     lengths = np.diff(examples.offsets) - 1
     summary.examples, summary.tokens = examples.per_epoch, int(lengths.sum())

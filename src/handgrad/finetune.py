@@ -36,14 +36,14 @@ def make_job(config: FinetuneConfig, ranks: Ranks, display: Display, checkpoint:
     dtype = getattr(torch, config.dtype)
     model = models.open_folder(directory, dtype)
     check_vocabulary(words, model)
+    if checkpoint is None:
+        _choose_weights(model, config)
 
     training, validation, summary = _examples(config, words, model, directory, ranks, display)
     if ranks.first:
         display.present(*report(summary, training, words, min(100, shutil.get_terminal_size().columns)))
         held = 0 if validation is None else validation.per_epoch
         display.say(f"\n{training.per_epoch:,} examples to train on, {held:,} to validate on")
-    if checkpoint is None:
-        _choose_weights(model, config)
     batch = min(config.batch_examples, training.per_epoch)
     config = _resolve(config, batch, training)
     job = Job(config, model, words, make_optimizer(model, config, ranks), training, validation, batch)

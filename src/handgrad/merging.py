@@ -1,5 +1,6 @@
 """What a merged model's directory remembers, and the comparison that a merge has to stand."""
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -16,26 +17,33 @@ from .lora import Merged
 FILE = "handgrad-merge.safetensors"
 
 
-def write_merge(taken: Merged, merged: GPT, folder: Path) -> None:
-    """What the weights alone do not tell: norms that DoRA divided by, and whether the head was the embedding."""
+def write_merge(taken: Merged, merged: GPT, adapter: Path, folder: Path) -> None:
+    """What the weights alone do not tell: which adapter is in them, norms that DoRA divided by, and whether the head was
+    the embedding."""
     untied = taken.tied and not merged.config.tied
-    if taken.norms or untied:
-        metadata = {"format": "pt", "tied": "true" if untied else "false"}
-        save_file({name: norms.contiguous() for name, norms in taken.norms.items()}, folder / FILE, metadata=metadata)
+    metadata = {"format": "pt", "tied": "true" if untied else "false", "adapter": fingerprint(adapter)}
+    save_file({name: norms.contiguous() for name, norms in taken.norms.items()}, folder / FILE, metadata=metadata)
+
+
+def fingerprint(adapter: Path) -> str:
+    with open(adapter / lora.files.TENSORS, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
     """What was merged into `model`, from the adapter's files and from what `write_merge` left beside the weights. The
     model stays as it is."""
     file = merged / FILE
-    norms: dict[str, Tensor] = {}
-    tied = model.config.tied
-    if file.exists():
-        norms = read_tensors(file)
-        with safe_open(file, "pt") as opened:
-            tied = tied or (opened.metadata() or {}).get("tied") == "true"
+    if not file.exists():
+        raise HandgradError(f"{merged} has no {FILE}: it does not say that an adapter was merged into it")
+    norms = read_tensors(file)
+    with safe_open(file, "pt") as opened:
+        facts = opened.metadata() or {}
+    if facts.get("adapter") != fingerprint(adapter):
+        raise HandgradError(f"the adapter that was merged into {merged} is not the one in {adapter}")
+    tied = model.config.tied or facts.get("tied") == "true"
     trains = {p: p.requires_grad for p in model.parameters()}
-    lora.load(model, adapter)
+    lora.load(model, adapter, with_copies=False)
     config, adapters = model.adapter, lora.adapters_of(model)
     assert config is not None
     lora.remove(model)
@@ -46,7 +54,7 @@ def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
             f"{adapter} replaced {', '.join(config.modules_to_save)} whole, and what was there before is not known"
         )
     if config.dora and set(norms) != set(adapters):
-        raise HandgradError(f"{merged} has no {FILE}, without which a magnitude (DoRA) cannot be taken out")
+        raise HandgradError(f"{file} lacks norms, without which a magnitude (DoRA) cannot be taken out")
     return Merged(config, adapters, norms, tied)
 
 

@@ -79,10 +79,12 @@ class Run:
 
     def go_on(self, settings: dict[str, Any], step: int) -> None:
         """Take a run up again at a step: on the same tokens, perhaps for longer."""
-        if self.settings().get("tokens") != settings["tokens"]:
-            raise HandgradError(
-                f"the texts are not those {self.folder} began with: bring them back, or begin a new run"
-            )
+        began = self.settings()
+        for what, name in (("tokens", "data"), ("validation", "data for validation")):
+            if began.get(what, settings[what]) != settings[what]:
+                raise HandgradError(
+                    f"the {name} is not what {self.folder} began with: bring it back, or begin a new run"
+                )
         write_text(self.folder / "run.json", json.dumps(settings, indent=1) + "\n")
         self._forget_after(step)
 

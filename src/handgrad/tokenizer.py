@@ -21,7 +21,7 @@ from .material import get
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Tokenizer:
@@ -29,6 +29,8 @@ class Tokenizer:
     special tokens, chat template."""
 
     def __init__(self, inner: tokenizers.Tokenizer, beside: dict[str, str] | None = None):
+        inner.no_truncation()  # what a file remembers of somebody's batches is not part of the vocabulary
+        inner.no_padding()
         self.inner = inner
         self.beside = beside or {}
         self.n_vocab: int = inner.get_vocab_size()
@@ -147,7 +149,32 @@ def _from_merges(vocab: Path, merges: Path, beside: dict[str, str] | None = None
         model = models.BPE.from_file(str(vocab), str(merges))
     except Exception as reason:
         raise HandgradError(f"{vocab} and {merges} are not a vocabulary: {str(reason).splitlines()[0]}") from None
-    return Tokenizer(_byte_level(model), beside)
+    return Tokenizer(_with_added(_byte_level(model, special=False), beside or {}, vocab.parent), beside)
+
+
+def _with_added(inner: tokenizers.Tokenizer, beside: dict[str, str], folder: Path) -> tokenizers.Tokenizer:
+    """With the tokens that stand outside the vocabulary: added_tokens.json, and the settings' added_tokens_decoder. Their
+    ids have to follow on the vocabulary's; GPT-2's own end of a text is inside it."""
+    added: dict[int, AddedToken] = {}
+    try:
+        for word, i in json.loads(beside.get("added_tokens.json", "{}")).items():
+            added[int(i)] = AddedToken(word, special=True)
+        described = json.loads(beside.get("tokenizer_config.json", "{}")).get("added_tokens_decoder") or {}
+        for i, what in described.items():
+            flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
+            added[int(i)] = AddedToken(what["content"], **{f: bool(what.get(f)) for f in flags})
+    except (ValueError, TypeError, KeyError, AttributeError) as reason:
+        raise HandgradError(f"{folder}: the added tokens cannot be read: {reason}") from None
+    end = inner.token_to_id(END)
+    if end is not None:
+        added.setdefault(end, AddedToken(END, special=True))
+    for i, token in sorted(added.items()):
+        (inner.add_special_tokens if token.special else inner.add_tokens)([token])
+        if inner.token_to_id(token.content) != i:
+            raise HandgradError(
+                f"{folder}: {token.content!r} should be id {i}, which does not follow on the vocabulary"
+            )
+    return inner
 
 
 def _bytes() -> Tokenizer:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .gpt import GPT
 from .layers import Head, LayerNorm, Linear, LoRA
+from .trace_html import trace_html
 
 
 class Trace(Mapping[str, Tensor]):
@@ -39,6 +40,9 @@ class Trace(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         rows = [f"  {name:<24} {tuple(x.shape)!s:<20} ‖·‖ {x.double().norm():.3e}" for name, x in self.items()]
         return "\n".join([f"Trace: loss {self.loss:.6f}, {len(self)} tensors", *rows])
+
+    def _repr_html_(self) -> str:
+        return trace_html(self._values, self.loss)
 
 
 def trace(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> Trace:

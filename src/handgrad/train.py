@@ -437,6 +437,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "training": asdict(job.config),
         "model": asdict(job.model.config),
         "tokens": job.training.fingerprint,
+        "validation": None if job.validation is None else job.validation.fingerprint,
     }
 
 

@@ -221,7 +221,7 @@ def network_truth(p: Network, o: Options, ids: Tensor, targets: Tensor) -> tuple
     return truth, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
 
 
-class _Twin:
+class Twin:
     """The model's twin over a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
 
     def __init__(self, model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None):
@@ -231,6 +231,7 @@ class _Twin:
         self.targets = targets.reshape(-1).to(self.ids)
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        self.pause: Callable[[], None] = lambda: None
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss; `visit(start, name, x)` sees each station of the sequence that begins in row `start`."""
@@ -238,7 +239,11 @@ class _Twin:
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
             rows = slice(start, start + n)
-            station: Station = lambda name, x, start=start: visit(start, name, x)  # type: ignore[misc]  # noqa: E731
+
+            def station(name: str, x: Tensor, start: int = start) -> Tensor:
+                self.pause()
+                return visit(start, name, x)
+
             total = total + twin(network, options, self.ids[rows], self.targets[rows], station)
         return total / self.n_targets
 
@@ -292,6 +297,19 @@ class _Twin:
         return whole
 
 
+def wide_copy(model: GPT) -> GPT:
+    """The model in float64, without dropout, to be judged."""
+    return made_wide(copy.deepcopy(model))
+
+
+def made_wide(model: GPT) -> GPT:
+    model = model.double().eval()
+    for layer in model.modules():
+        if isinstance(layer, LoRA) and layer.magnitude is not None:
+            _hold_norms(layer)
+    return model
+
+
 def _hold_norms(layer: LoRA) -> None:
     """DoRA's column norms count as constants: they stay where they are while finite differences nudge a factor."""
     norms = layer.column_norms()
@@ -317,26 +335,11 @@ def verify(
 
     `watch` may wrap the sequence of names that finite differences visit, for a progress bar. The model is not changed.
     """
-    needed, free = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters()), free_memory()
-    if needed > free:
-        raise HandgradError(
-            f"judging this model in float64 takes about {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free:"
-            " choose a smaller model of the same family"
-        )
-    if model.transformer.wte.weight.dtype not in TOLERANCE:
-        raise HandgradError(f"cannot judge {model.transformer.wte.weight.dtype}: use float64, float32 or bfloat16")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise HandgradError("every parameter is frozen (requires_grad=False): there is no gradient to judge")
-    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    if broken:
-        raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load a sound checkpoint")
-    wide = copy.deepcopy(model).double().eval()  # without dropout
-    for layer in wide.modules():
-        if isinstance(layer, LoRA) and layer.magnitude is not None:
-            _hold_norms(layer)
+    check_judgeable(model)
+    wide = wide_copy(model)
     ours: dict[str, Tensor] = {}
-    loss, grads = _gradients(wide, tokens, targets, lengths, ours.__setitem__)
-    judge_twin = _Twin(wide, tokens, targets, lengths)
+    loss, grads = gradients_of(wide, tokens, targets, lengths, ours.__setitem__)
+    judge_twin = Twin(wide, tokens, targets, lengths)
     truth = judge_twin.run()
 
     report = Report(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokens.numel()} tokens")
@@ -350,15 +353,14 @@ def verify(
         if (name := name.replace("delta_", "a_")) in ours:
             add("Forward", name, _shape(value), "twin", limit, _error(ours[name], value))
     for name in reversed([name for name in truth.deltas if name in ours]):
-        signal, floor = truth.deltas[name], _largest(truth.deltas)
+        signal, floor = truth.deltas[name], largest(truth.deltas)
         add("Error signals", name, _shape(signal), "autograd", limit, _error(ours[name], signal, 1e-4 * floor))
     for name in grads:
-        grad, floor = truth.grads[name], _largest(truth.grads)
+        grad, floor = truth.grads[name], largest(truth.grads)
         add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads[name], grad, 1e-4 * floor))
 
     generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
-    kinked = model.config.activation == "relu"  # a large step would cross the kinks
-    steps, difference_limit = ((1e-6,), 1e-4) if kinked else ((1e-3, 1e-4, 1e-5, 1e-6), FINITE_DIFFERENCE_TOLERANCE)
+    steps, difference_limit = difference_steps(model.config)
     probes = _probes(judge_twin, ours, grads)
     for name in watch(list(probes)):
         probe = probes[name]
@@ -370,10 +372,26 @@ def verify(
     if dtype != torch.float64:
         kind = str(dtype).removeprefix("torch.")
         floor = 1e-2 * max(g.norm().item() for g in truth.grads.values())
-        for name, grad in _gradients(copy.deepcopy(model), tokens, targets, lengths)[1].items():
-            measure = _norm_error(grad, truth.grads[name], floor)
+        for name, grad in gradients_of(copy.deepcopy(model), tokens, targets, lengths)[1].items():
+            measure = norm_error(grad, truth.grads[name], floor)
             add(f"As computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[dtype], measure)
     return report
+
+
+def check_judgeable(model: GPT) -> None:
+    needed, free = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters()), free_memory()
+    if needed > free:
+        raise HandgradError(
+            f"judging this model in float64 takes about {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free:"
+            " choose a smaller model of the same family"
+        )
+    if model.transformer.wte.weight.dtype not in TOLERANCE:
+        raise HandgradError(f"cannot judge {model.transformer.wte.weight.dtype}: use float64, float32 or bfloat16")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise HandgradError("every parameter is frozen (requires_grad=False): there is no gradient to judge")
+    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if broken:
+        raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load a sound checkpoint")
 
 
 def free_memory() -> float:
@@ -385,7 +403,7 @@ def free_memory() -> float:
         return math.inf
 
 
-def _gradients(
+def gradients_of(
     model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None, record: Record = ignore
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and the hand-derived gradient of every trainable parameter. A missing one is left NaN: it must fail."""
@@ -405,7 +423,7 @@ class _Probe(NamedTuple):
     floor: float
 
 
-def _probes(judge_twin: _Twin, ours: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, _Probe]:
+def _probes(judge_twin: Twin, ours: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, _Probe]:
     """What finite differences visit: every signal and parameter of a small model; of a large one each block's Δ_1, the
     signals of the head, and the parameters of a layer together."""
     model = judge_twin.model
@@ -428,11 +446,11 @@ def _probes(judge_twin: _Twin, ours: dict[str, Tensor], grads: dict[str, Tensor]
         members = [parameters[name] for name in names]
         at = torch.cat([p.detach().reshape(-1) for p in members])
         grad = torch.cat([grads[name].reshape(-1) for name in names])
-        probes[group] = _Probe(_loss_of(judge_twin, members), at, grad, floor)
+        probes[group] = _Probe(loss_of(judge_twin, members), at, grad, floor)
     return probes
 
 
-def _loss_of(judge_twin: _Twin, members: list[nn.Parameter]) -> Callable[[Tensor], float]:
+def loss_of(judge_twin: Twin, members: list[nn.Parameter]) -> Callable[[Tensor], float]:
     """The twin's loss as a function of these parameters, laid end to end."""
 
     def f(values: Tensor) -> float:
@@ -443,7 +461,14 @@ def _loss_of(judge_twin: _Twin, members: list[nn.Parameter]) -> Callable[[Tensor
     return f
 
 
-def _largest(tensors: dict[str, Tensor]) -> float:
+def difference_steps(config: GPTConfig) -> tuple[tuple[float, ...], float]:
+    """Steps of finite differences, and the error they may have."""
+    if config.activation == "relu":  # a large step would cross the kinks
+        return (1e-6,), 1e-4
+    return (1e-3, 1e-4, 1e-5, 1e-6), FINITE_DIFFERENCE_TOLERANCE
+
+
+def largest(tensors: dict[str, Tensor]) -> float:
     return max(x.abs().max().item() for x in tensors.values())
 
 
@@ -451,7 +476,7 @@ def _error(ours: Tensor, truth: Tensor, floor: float = 0.0) -> Callable[[], obje
     return lambda: relative_error(ours, truth, floor)
 
 
-def _norm_error(ours: Tensor, truth: Tensor, floor: float) -> Callable[[], object]:
+def norm_error(ours: Tensor, truth: Tensor, floor: float) -> Callable[[], object]:
     """‖ours − truth‖ / ‖truth‖: of many rounded numbers, not of the one that was rounded worst"""
     return lambda: (ours.double() - truth).norm().item() / (max(truth.norm().item(), floor) or 1.0)
 

@@ -3,6 +3,7 @@
 The embedding never changes with an adapter on a tied head: merging gives the head a matrix of its own.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ def adapters_of(model: GPT) -> dict[str, LoRA]:
 
 def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
     """The linear layers that the patterns name, in the order of the model. "all-linear" is every one in the blocks; else
-    a pattern is a whole name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for a whole name.
+    a pattern is a whole name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for either.
     One that matches nothing is an error, and so is one of which only some alternatives, as in (c_attn|c_typo), match."""
     names = list(layers_of(model))
     patterns = [targets] if isinstance(targets, str) else list(targets)
@@ -43,9 +44,13 @@ def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
     chosen: set[str] = set()
     for pattern in patterns:
         matched = _matching(pattern, names)
-        missing = [pattern] if not matched else [p for p in _alternatives(pattern) if not _matching(p, names)]
+        missing = [pattern]
+        if matched:
+            missing = [one for one, alone in _alternatives(pattern) if not _matching(alone, names)]
         if missing:
-            raise HandgradError(f"no linear layer matches {missing[0]!r}; there are {', '.join(_shortened(names))}")
+            part = "" if missing == [pattern] else f" of {pattern}"
+            there = ", ".join(_shortened(names))
+            raise HandgradError(f"no linear layer matches {missing[0]}{part}; there are {there}")
         chosen |= set(matched)
     return [name for name in names if name in chosen]
 
@@ -53,23 +58,44 @@ def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
 def _matching(pattern: str, names: list[str]) -> list[str]:
     if pattern == "all-linear":
         return [name for name in names if name != "lm_head"]
-    plain = [name for name in names if name == pattern or name.endswith("." + pattern)]
-    if plain:
-        return plain
     try:
-        return [name for name in names if re.fullmatch(pattern, name)]
+        return [name for name in names if matches(pattern, name)]
     except re.error as reason:
-        raise HandgradError(f"{pattern!r} is not a regular expression: {reason}") from None
+        raise HandgradError(f"{pattern} is not a regular expression: {reason}") from None
 
 
-def _alternatives(pattern: str) -> list[str]:
-    """a(b|c)d → abd, acd: the pattern once for each alternative of each group, and of the whole."""
+def _alternatives(pattern: str) -> list[tuple[str, str]]:
+    """Every alternative of every group, and of the whole, with the pattern that has only this one in its place."""
     found = []
-    if "|" in pattern and "(" not in pattern:
-        return pattern.split("|")
-    for group in re.finditer(r"\((\?:)?([^()]*\|[^()]*)\)", pattern):
-        for one in group[2].split("|"):
-            found.append(f"{pattern[: group.start()]}({one}){pattern[group.end() :]}")
+    starts: list[int] = [0]  # where the groups around this place begin, the innermost last
+    bars: list[list[int]] = [[]]
+
+    def close(end: int) -> None:
+        start, inside = starts.pop(), bars.pop()
+        if inside:
+            for begin, stop in itertools.pairwise([start - 1, *inside, end]):
+                one = pattern[begin + 1 : stop]
+                found.append((one, pattern[:start] + one + pattern[end:]))
+
+    at = 0
+    while at < len(pattern):
+        sign = pattern[at]
+        if sign == "\\":
+            at += 1
+        elif sign == "[":  # up to its end; a ] that comes first belongs to it
+            at = pattern.find("]", at + 2 + (pattern[at + 1 : at + 2] == "^"))
+            if at < 0:
+                return []
+        elif sign == "(":
+            opened = re.match(r"\((\?[a-zA-Z-]*:|\?P<\w+>|\?<?[=!])?", pattern[at:])
+            starts.append(at + (opened.end() if opened else 1))
+            bars.append([])
+        elif sign == ")" and len(starts) > 1:
+            close(at)
+        elif sign == "|":
+            bars[-1].append(at)
+        at += 1
+    close(len(pattern))
     return found
 
 
@@ -116,31 +142,30 @@ def inject(
     return apply(model, config, seed)
 
 
-def apply(model: GPT, config: LoRAConfig, seed: int = 0) -> list[str]:
-    """`inject` with a configuration."""
+def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = False) -> list[str]:
+    """`inject` with a configuration. `any_rank` allows for more than a layer itself has, which only wastes."""
     if adapters_of(model):
         raise HandgradError("the model has adapters already: merge or remove them first")
     names = choose(model, config.targets)
     _check_patterns(config, names)
-    whole = [_module(model, name) for name in config.modules_to_save]
+    whole = [module for name in config.modules_to_save for module in _modules(model, name).values()]
+    layers = layers_of(model)
+    for name in () if any_rank else names:
+        most = min(layers[name].effective_weight().shape)
+        if config.rank_of(name) > most:
+            raise HandgradError(f"a rank of {config.rank_of(name)} is more than {name} itself has ({most})")
     generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
     model.requires_grad_(False)
-    layers = layers_of(model)
     for salt, name in enumerate(names):
         base = layers[name]
         assert isinstance(base, Linear)
-        rank = config.rank_of(name)
-        if rank > min(base.effective_weight().shape):
-            raise HandgradError(
-                f"a rank of {rank} is more than {name} itself has ({min(base.effective_weight().shape)})"
-            )
         adapter = LoRA(
-            base, rank, config.scale_of(name),
+            base, config.rank_of(name), config.scale_of(name),
             dropout=config.dropout, magnitude=config.dora, salt=salt, generator=generator,
         )  # fmt: skip
         adapter.down.requires_grad_(not config.freeze_down)
         put(model, name, adapter)
-    if any(module in (model.transformer.wte, model.lm_head) for module in whole):
+    if any(module is model.transformer.wte or isinstance(module, Head) for module in whole):
         model.untie()  # of two uses of one matrix only one is trained
     for module in whole:
         module.requires_grad_(True)
@@ -167,21 +192,24 @@ def _check_patterns(config: LoRAConfig, names: list[str]) -> None:
             raise HandgradError(f"no layer with an adapter matches {pattern!r}; there are {there}")
 
 
-def _module(model: GPT, name: str) -> nn.Module:
-    """A layer to be trained whole, by its name or the end of it."""
+def _modules(model: GPT, name: str) -> dict[str, nn.Module]:
+    """Layers to be trained whole, by their name or the end of it: ln_1 is that of every block."""
+    owners = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))}
     found: dict[str, nn.Module] = {
-        n: m for n, m in model.named_modules() if n and (n == name or n.endswith("." + name))
+        n: m
+        for n, m in owners.items()
+        if n.removesuffix(".base") == name or n.removesuffix(".base").endswith("." + name)
     }
-    if len(found) != 1:
-        what = "several layers match" if found else "there is no layer"
-        raise HandgradError(f"modules_to_save: {what} {name!r}; name one, as in lm_head, wte, wpe, ln_f, h.0.ln_1")
-    return next(iter(found.values()))
+    if not found:
+        there = ", ".join(_shortened([n for n in owners if not isinstance(owners[n], LoRA)]))
+        raise HandgradError(f"modules_to_save: no layer is called {name}; there are {there}")
+    return found
 
 
 def modules_to_save(model: GPT) -> dict[str, nn.Module]:
     """The layers that are trained whole, by their full names."""
-    wanted = [] if model.adapter is None else [_module(model, name) for name in model.adapter.modules_to_save]
-    return {name: module for name, module in model.named_modules() if any(module is one for one in wanted)}
+    wanted = () if model.adapter is None else model.adapter.modules_to_save
+    return {name: module for one in wanted for name, module in _modules(model, one).items()}
 
 
 # ── merging ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -109,14 +109,15 @@ def _compact(names: list[str], everything: list[str]) -> list[str]:
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load(model: GPT, path: str | Path) -> list[str]:
+def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]:
     """Put the adapters of a directory beside the layers they belong to; everything else is frozen. Returns their names.
-    If they do not fit, the model stays as it was."""
+    If they do not fit, the model stays as it was. PEFT may keep a copy of a head that has an adapter: `with_copies` it
+    becomes the head."""
     folder = Path(path)
     config = read_config(folder)
     file = folder / TENSORS
     tensors = {_short(name, file): t for name, t in read_tensors(file).items()}
-    factors, rest = _sorted(tensors, file)
+    factors, rest, copies = _sorted(tensors, file)
     layers = layers_of(model)
     for name, parts in factors.items():
         if name not in layers:
@@ -134,18 +135,23 @@ def load(model: GPT, path: str | Path) -> list[str]:
             found = tuple(parts[part].shape) if part in parts else "missing"
             if found != shape:
                 raise HandgradError(
-                    f"{file}: {part} of {name} is {found}, and for this model it has to be {shape}:"
-                    " the adapter belongs to another model"
+                    f"{file}: {part} of {name} is {found}, and for this model and rank it has to be {shape}: the adapter"
+                    " belongs to another model, or its configuration was changed"
                 )
-    _check_rest(model, config, rest, file)
+        if not config.dora and "lora_magnitude_vector" in parts:
+            raise HandgradError(f"{file}: {name} has a magnitude, but {CONFIG} does not say use_dora")
+    _check_rest(model, config, rest | copies, file)
+    strange = [n for n in rest if not any(f".{n.rpartition('.')[0]}".endswith(f".{w}") for w in config.modules_to_save)]
+    if strange:
+        raise HandgradError(f"{file}: {strange[0]} is there whole, but {CONFIG} does not list it in modules_to_save")
     config = replace(
         config,
         targets=tuple(factors),
         rank_pattern=_used(config.rank_pattern, factors),
         alpha_pattern=_used(config.alpha_pattern, factors),
     )
-    apply(model, config)
-    _fill(model, factors, rest)
+    apply(model, config, any_rank=True)
+    _fill(model, factors, rest | copies if with_copies else rest)
     return list(factors)
 
 
@@ -165,6 +171,9 @@ def read_config(folder: Path) -> LoRAConfig:
         raise HandgradError(f"{file}: peft_type is {raw.get('peft_type')!r}; only LORA is supported")
     if raw.get("bias", "none") != "none":
         raise HandgradError(f"{file}: bias is {raw['bias']!r}; only 'none' is supported")
+    for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list), ("handgrad", dict)):
+        if raw.get(field) is not None and not isinstance(raw[field], kind):
+            raise HandgradError(f"{file}: {field} must be a {kind.__name__}, not {raw[field]!r}")
     for option in _UNSUPPORTED:
         if raw.get(option):
             raise HandgradError(f"{file}: {option} is set to {raw[option]!r}, which is not supported")
@@ -207,22 +216,27 @@ def _short(name: str, file: Path) -> str:
     return f"transformer.{name}" if name.startswith(("h.", "wte.", "wpe.", "ln_f.")) else name
 
 
-def _sorted(tensors: dict[str, Tensor], file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Factors by layer, and the rest: layers that were trained whole."""
+def _sorted(
+    tensors: dict[str, Tensor], file: Path
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    """Factors by layer; layers that were trained whole; copies PEFT makes of layers that have an adapter, as they were."""
     factors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
         if found := re.fullmatch(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?", name):
             factors.setdefault(found[1], {})[found[2]] = tensor
+        elif ".base_layer." in name:
+            copies[name.replace(".base_layer.", ".")] = tensor
         elif ".lora_" in name:
             raise HandgradError(f"{file}: {name} is not a factor of a linear layer: only those are supported")
         else:
-            rest[name.replace(".base_layer.", ".")] = tensor
+            rest[name] = tensor
     if not factors:
         raise HandgradError(f"{file} holds no low-rank factors (lora_A, lora_B)")
-    return factors, rest
+    return factors, rest, copies
 
 
 def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: Path) -> None:

@@ -1,0 +1,161 @@
+"""The command explain: which model, then the page on this machine or in a file."""
+
+import os
+import tempfile
+import webbrowser
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread, Timer
+from typing import Annotated, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from . import tokenizer
+from .config import PRESETS, TrainConfig, preset
+from .display import Board, Lines
+from .distributed import Ranks
+from .errors import HandgradError
+from .files import check_writable, write_text
+from .gpt import GPT
+from .material import cache_folder
+from .models import locate, open_folder, tokenizer_folder
+from .run import Run, model_folder
+from .tokenizer import Tokenizer
+from .train import make_job, settings_of, train
+
+RUNS = Path("runs")
+STEPS = 400  # of the model that is trained on the spot
+TEXT = "To be, or not to be, that is the question:"
+SMALL = 5_000_000  # parameters; below, a second thread would only wait
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
+T = TypeVar("T")
+
+
+def explain(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A model directory, the folder of a run, or a preset with random weights ({', '.join(PRESETS)})."
+            " \\[default: the newest run in runs/, else a small one trained on the spot]"
+        ),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help=f"The first sentence. \\[default: {TEXT}]")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and end.")
+    ] = None,
+    lora: Annotated[
+        int, typer.Option(metavar="RANK", min=0, help="Freeze the model and let low-rank adapters of this rank move.")
+    ] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1. \\[default: a free one]")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Watch backpropagation happen: a page that walks a sentence down the forward pass and its error up the backward pass.
+
+    Every number is the model's own, every formula stands beside its data, and every station is proven on that very
+    sentence, against autograd and finite differences. Only this machine can reach the page.
+    """
+    if html is not None:
+        check_writable(html)
+    from .explain.session import Session, add_adapters
+
+    network, words, name, note = choose(model)
+    if lora:
+        add_adapters(network, lora)
+        note += f", with adapters of rank {lora}"
+    if sum(p.numel() for p in network.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    session = Session(network, words, name, note, text or TEXT)
+    session.encode(session.text)  # a sentence that cannot be shown is said now
+    if html is not None:
+        from .explain.export import export
+
+        write_text(html, export(session, session.text, _watch))
+        out.print(f"wrote {html}, {html.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+        return
+    from .explain.server import Server
+
+    server = Server(session, port)
+    out.print(f"{name}, {note}", highlight=False, markup=False)
+    out.print(f"{server.url}   Ctrl-C ends it", highlight=False, soft_wrap=True)
+    Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
+    if open_browser:
+        Timer(0.5, webbrowser.open, [server.url]).start()
+    with suppress(KeyboardInterrupt):  # the way to end it
+        server.run()
+
+
+def choose(name: str | None) -> tuple[GPT, Tokenizer, str, str]:
+    """The model, its tokenizer, what it is called and where it comes from."""
+    if name in PRESETS:
+        network = GPT(preset(name))
+        return network, _tokenizer(None, network), name, "random weights, not trained"
+    if name is not None:
+        if "/" not in name and not Path(name).is_dir():
+            raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+        folder, note = locate(name), f"from {name}"
+    elif (newest := _newest_run()) is not None:
+        folder, note = model_folder(newest), f"trained in {newest}"
+        name = newest.name
+    else:
+        folder, note, name = model_folder(_train_on_the_spot()), f"trained on the spot, {STEPS} steps", "nano"
+    network = open_folder(folder)
+    return network, _tokenizer(folder, network), Path(name).name, note
+
+
+def _tokenizer(folder: Path | None, network: GPT) -> Tokenizer:
+    """The one beside the model; else the one its vocabulary gives away."""
+    if folder is not None and (place := tokenizer_folder(folder)) is not None:
+        return tokenizer.read(place)
+    if network.config.n_vocab == 256:
+        return tokenizer.make("bytes", ())
+    if network.config.n_vocab == 50257:
+        return tokenizer.gpt2()
+    raise HandgradError(
+        f"{folder} holds no tokenizer, and {network.config.n_vocab:,} ids are neither bytes nor GPT-2's: put its"
+        " tokenizer.json there"
+    )
+
+
+def _newest_run() -> Path | None:
+    """The newest run that has a whole checkpoint."""
+    runs = [path.parent for path in RUNS.glob("*/run.json") if next(Run(path.parent).whole(), None) is not None]
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+
+
+def _train_on_the_spot() -> Path:
+    """The small model of `make demo`, for a short while; kept for the next time."""
+    folder = cache_folder() / "explain" / f"nano-{STEPS}"
+    if folder.exists() and next(Run(folder).whole(), None) is not None:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    display: Lines = Board(out) if out.is_terminal else Lines(out)
+    display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
+    with tempfile.TemporaryDirectory(prefix=".nano-", dir=folder.parent) as scratch:
+        ranks, run = Ranks(), Run(Path(scratch) / "run")
+        try:
+            job = make_job(
+                TrainConfig(steps=STEPS, eval_every=STEPS, save_every=STEPS, sample_tokens=0), ranks, display
+            )
+            run.create(settings_of(job))
+            run.hold()
+            display.begin(job)
+            outcome = train(job, run, ranks, display)
+        finally:
+            display.end()
+            run.release()
+            ranks.leave()
+        if not outcome.finished:
+            raise KeyboardInterrupt
+        if not folder.exists():  # another process may have been as far
+            os.replace(run.folder, folder)
+    return folder
+
+
+def _watch(sequence: Sequence[T]) -> Iterable[T]:
+    """A progress bar on stderr, gone when it is done."""
+    return track(sequence, "proving", console=err, transient=True) if err.is_terminal else sequence

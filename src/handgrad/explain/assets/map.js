@@ -1,0 +1,162 @@
+// The network as a drawing: forward down the left side in orange, the error up the right side in blue, blocks in lavender.
+
+import { el, low, number, svg } from "./drawing.js";
+
+const LINE = 26; // where the main line runs, from the edge
+const BEND = 9; // where a skip connection runs
+
+let open = new Set(); // blocks that are unfolded
+let showing = "both";
+let stoodAt = null; // the station the map was last drawn for
+
+/* Draws the map into `nav`. `state` has the table, the look, the station and the face; `go(id, face)` walks there. */
+export function drawMap(nav, state, go) {
+  const { table, look } = state;
+  const here = table.stations.find((s) => s.id === state.station);
+  if (here.block !== null && stoodAt !== here.id) open.add(here.block); // whoever arrives in a block finds it unfolded
+  stoodAt = here.id;
+  const flows = Object.fromEntries(look.flows.map((f) => [f.id, f]));
+  const length = (values) => (values ? Math.hypot(...values) : null);
+  const a = Object.fromEntries(look.flows.map((f) => [f.id, length(f.a)]));
+  const delta = Object.fromEntries(look.flows.map((f) => [f.id, length(f.delta)]));
+  const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
+
+  const before = nav.querySelector(".map-scroll")?.scrollTop ?? 0;
+  const focused = nav.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  const list = el("ol", { class: "stations" });
+  const rows = []; // what the lines are drawn along
+  const place = (node, id, block = null, part = "") => rows.push({ node, id, block, part });
+
+  const item = (station) => {
+    const proof = state.proofs?.[station.id];
+    const current = station.id === state.station && state.view === "station";
+    const mark = proof?.passed === false ? "✘" : proof?.passed ? "✔" : "";
+    const spoken = proof?.passed === false ? ", proof failed" : proof?.passed ? ", proven" : "";
+    const symbol = station.id === "loss" ? "L" : `a${low(station.index)}`;
+    const button = el(
+      "button",
+      {
+        type: "button", class: `station${current ? ` here ${state.face}` : ""}`, "data-key": station.id,
+        "aria-current": current ? "step" : null, onclick: () => go(station.id, state.face),
+        "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${spoken}`,
+      },
+      el("span", { class: "num forward" }, showing !== "delta" && flows[station.id].a ? number(a[station.id], 2) : ""),
+      el("span", { class: "label" }, el("b", {}, symbol), ` ${station.title.replace(" connection", "")}`),
+      el("span", { class: `tick ${proof?.passed === false ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
+      el("span", { class: "num backward" }, showing !== "a" && flows[station.id].delta ? number(delta[station.id], 2) : ""),
+    );
+    const li = el("li", {}, button);
+    place(li, station.id, station.block);
+    return li;
+  };
+
+  for (const station of table.stations.filter((s) => s.block === null && s.index <= 1)) list.append(item(station));
+  for (let b = 0; b < table.blocks; b++) {
+    const inside = table.stations.filter((s) => s.block === b);
+    const unfolded = open.has(b);
+    const last = `blocks.${b}.a_10`;
+    const header = el(
+      "button",
+      {
+        type: "button", class: "fold", "aria-expanded": String(unfolded), "data-key": `block ${b}`,
+        "aria-label": `Block ${b + 1}, ${unfolded ? "fold" : "unfold"}`,
+        onclick: () => {
+          unfolded ? open.delete(b) : open.add(b);
+          drawMap(nav, state, go);
+        },
+      },
+      el("span", { class: "num forward" }, unfolded || showing === "delta" ? "" : number(a[last], 2)),
+      el("span", { class: "label" }, el("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸"), ` Block ${b + 1}`),
+      el("span", { class: "tick good", "aria-hidden": "true" }, inside.every((s) => state.proofs?.[s.id]?.passed) ? "✔" : ""),
+      el("span", { class: "num backward" }, unfolded || showing === "a" ? "" : number(delta[last], 2)),
+    );
+    const li = el("li", { class: `block${unfolded ? " open" : ""}` }, header);
+    if (!unfolded) place(li, last, null);
+    else {
+      place(header, null, b, "top");
+      li.append(el("ol", {}, inside.map(item)));
+    }
+    list.append(li);
+  }
+  for (const station of table.stations.filter((s) => s.block === null && s.index > 1)) list.append(item(station));
+
+  const lines = svg("svg", { class: "lines", "aria-hidden": "true" });
+  const scroll = el("div", { class: "map-scroll" }, el("div", { class: "map-sheet" }, lines, list));
+  const choice = el("div", { class: "map-choice", role: "group", "aria-label": "What the width of the arrows shows" });
+  for (const [key, text] of [["a", "‖a‖"], ["both", "both"], ["delta", "‖Δ‖"]]) {
+    choice.append(
+      el("button", { type: "button", class: "small", "aria-pressed": String(showing === key), onclick: () => { showing = key; drawMap(nav, state, go); } }, text),
+    );
+  }
+  const heading = el("div", { class: "map-head" },
+    el("span", { class: "forward" }, "forward ↓"), choice, el("span", { class: "backward" }, "↑ backward"));
+  nav.replaceChildren(heading, scroll, el("p", { class: "map-note" }, "Arrows are as wide as what flows is long, on a logarithmic scale; numbers are lengths over all tokens."));
+  scroll.scrollTop = before;
+
+  const strokes = () => drawLines(lines, list, rows, { a, delta, widthOf });
+  strokes();
+  if (focused) nav.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
+  const current = nav.querySelector(".here");
+  if (current) {
+    const top = current.offsetTop, view = scroll.clientHeight;
+    if (top < scroll.scrollTop + 40 || top > scroll.scrollTop + view - 60) scroll.scrollTop = top - view / 2;
+  }
+}
+
+// Length → stroke, on a logarithmic scale between the smallest and the largest.
+function widths(lengths) {
+  const logs = lengths.filter((x) => x > 0).map(Math.log);
+  const [least, most] = [Math.min(...logs), Math.max(...logs)];
+  return (x) => (x > 0 ? 1.5 + (most > least ? (8 * (Math.log(x) - least)) / (most - least) : 4) : 0);
+}
+
+function drawLines(lines, list, rows, { a, delta, widthOf }) {
+  const box = list.getBoundingClientRect();
+  const wide = box.width;
+  lines.setAttribute("viewBox", `0 0 ${wide} ${box.height}`);
+  lines.setAttribute("width", wide);
+  lines.setAttribute("height", box.height);
+  const middle = (row) => {
+    const r = row.node.getBoundingClientRect();
+    return r.top - box.top + r.height / 2;
+  };
+  const found = [];
+  const stroke = (kind, path, width, dotted = false) => {
+    if (!width) return;
+    found.push(svg("path", { d: path, class: `flow ${kind}${dotted ? " skipline" : ""}`, "stroke-width": width.toFixed(1), fill: "none" }));
+    found.push(svg("path", { d: path, class: `moving ${kind}`, "stroke-width": Math.max(1, width / 3).toFixed(1), fill: "none" }));
+  };
+  const arrow = (kind, x, from, to, width) => {
+    if (!width) return;
+    const way = Math.sign(to - from), half = width / 2 + 2.5, length = 5 + width / 3;
+    stroke(kind, `M${x} ${from}V${to - way * length}`, width);
+    found.push(svg("path", { d: `M${x - half} ${to - way * length}H${x + half}L${x} ${to}Z`, class: `tip ${kind}` }));
+  };
+  const forward = showing !== "delta", backward = showing !== "a";
+  let previous = null;
+  for (const row of rows) {
+    row.y = middle(row);
+    if (row.part === "top") {
+      row.id = previous.id;
+      row.top = true;
+    }
+    if (previous && row.id !== "a_0") {
+      const from = previous.y, to = row.y;
+      if (forward) arrow("forward", LINE, from + 5, to - 6, previous.id === "a_0" ? 1.5 : widthOf.a(a[previous.id]));
+      if (backward && delta[previous.id] !== null) arrow("backward", wide - LINE, to - 5, from + 6, widthOf.delta(delta[previous.id]));
+    }
+    if (forward) found.push(svg("circle", { cx: LINE, cy: row.y, r: 3.5, class: "joint forward" }));
+    if (backward) found.push(svg("circle", { cx: wide - LINE, cy: row.y, r: 3.5, class: "joint backward" }));
+    previous = row;
+  }
+  // The two skip connections of every block that is unfolded.
+  for (const top of rows.filter((row) => row.top)) {
+    const find = (i) => rows.find((row) => row.id === `blocks.${top.block}.a_${i}` && !row.top);
+    for (const [from, to] of [[top, find(5)], [find(5), find(10)]]) {
+      const arc = (edge, inner, y0, y1) => `M${inner} ${y0}C${edge} ${y0} ${edge} ${y0} ${edge} ${y0 + Math.sign(y1 - y0) * 16}V${y1 - Math.sign(y1 - y0) * 16}C${edge} ${y1} ${edge} ${y1} ${inner} ${y1}`;
+      if (forward) stroke("forward", arc(BEND, LINE, from.y, to.y), Math.min(5, widthOf.a(a[from.id])), true);
+      if (backward) stroke("backward", arc(wide - BEND, wide - LINE, to.y, from.y), Math.min(5, widthOf.delta(delta[to.id])), true);
+    }
+  }
+  lines.replaceChildren(...found);
+}

@@ -1,0 +1,56 @@
+"""What a notebook shows of a trace: the loss, and depth by tokens how long Δ is; the numbers of every tensor folded away."""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+from torch import Tensor
+
+WASH, DEEP = (233, 242, 252), (16, 66, 132)  # backward is blue
+DECADES = 4  # of length that the colours tell apart
+
+
+def trace_html(values: Mapping[str, Tensor], loss: float) -> str:
+    stations = {name: x for name, x in values.items() if _station(name) and x.ndim == 2}
+    rows = sorted(stations, key=_depth)
+    lengths = {name: stations[name].double().norm(dim=1).tolist() for name in rows}
+    most = max((x for row in lengths.values() for x in row), default=0.0)
+    ids = values["a_0"].tolist() if "a_0" in values else []
+    head = "".join(f'<th style="font-weight:400;font-size:70%">{id}</th>' for id in ids)
+    body = "".join(
+        f'<tr><th style="text-align:right;font-weight:400;white-space:nowrap">{escape(name)}</th>'
+        f"{''.join(_cell(x, most) for x in lengths[name])}</tr>"
+        for name in rows
+    )
+    numbers = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(tuple(x.shape)))}</td><td>{x.double().norm():.4g}</td></tr>"
+        for name, x in values.items()
+    )
+    return (
+        f"<p><b>Trace</b>: loss {loss:.6f}, {len(values)} tensors. Length of Δ for every token (columns, by id) at every"
+        f" depth, on a logarithmic scale; the largest is {most:.3g}.</p>"
+        f'<div style="overflow-x:auto"><table style="border-collapse:collapse;font-size:80%">'
+        f"<tr><th></th>{head}</tr>{body}</table></div>"
+        f"<details><summary>every tensor</summary><table><tr><th>name</th><th>shape</th><th>‖·‖</th></tr>{numbers}"
+        f"</table></details>"
+    )
+
+
+def _station(name: str) -> bool:
+    """An error signal of the table: Δ_1 … Δ_12, not Δ_raw."""
+    kind, _, index = name.rpartition(".")[2].partition("_")
+    return kind == "delta" and index.isdigit()
+
+
+def _depth(name: str) -> tuple[int, int]:
+    """The order of the forward pass."""
+    path, _, last = name.rpartition(".")
+    index = int(last.partition("_")[2])
+    return (int(path.split(".")[1]) if path else math.inf, index)  # type: ignore[return-value]
+
+
+def _cell(x: float, most: float) -> str:
+    share = 0.0 if x <= 0 or most <= 0 else max(0.0, 1 + math.log10(x / most) / DECADES)
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(WASH, DEEP, strict=True))
+    colour = "transparent" if x == 0 else f"rgb({red},{green},{blue})"
+    return f'<td title="{x:.6g}" style="background:{colour};padding:0;min-width:12px;height:12px"></td>'

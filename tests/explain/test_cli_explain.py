@@ -1,0 +1,110 @@
+"""The command: which model it takes, what it writes, what it says to mistakes."""
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from looking import TEXT, make_session
+
+import handgrad as hg
+from handgrad import cli_explain
+from handgrad.cli_explain import choose, explain
+from handgrad.explain.server import Server
+from handgrad.run import Run
+
+
+def model_directory(folder: Path, words: bool = True, **shape: object) -> Path:
+    session = make_session(n_blocks=1, **shape)  # type: ignore[arg-type]
+    hg.save(session.model, folder)
+    if words:
+        session.tokenizer.write(folder)
+    return folder
+
+
+def run_folder(folder: Path) -> Path:
+    run, session = Run(folder), make_session(n_blocks=1)
+    run.create({"tokens": "x"})
+    run.save(3, session.model, session.tokenizer, {"rng/torch": torch.get_rng_state()}, {"seconds": 1.0, "best": None})
+    return folder
+
+
+def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model_directory(tmp_path / "model")
+    explain(model=str(folder), text=TEXT, html=tmp_path / "page.html", lora=2)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "with adapters of rank 2" in page and "Content-Security-Policy" in page
+    assert "src=" not in page.replace("src/", "") and "<link" not in page
+    assert "page.html" in capsys.readouterr().out
+
+
+def test_which_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_explain, "_train_on_the_spot", lambda: run_folder(tmp_path / "spot"))
+    assert "on the spot" in choose(None)[3]
+    run_folder(tmp_path / "runs" / "mine")
+    (tmp_path / "runs" / "begun").mkdir()
+    (tmp_path / "runs" / "begun" / "run.json").write_text("{}")  # newer, but nothing is in it yet
+    network, words, name, note = choose(None)
+    assert name == "mine" and note == "trained in runs/mine" and words.n_vocab == 256 and network.config.n_blocks == 1
+    assert choose("nano")[3].startswith("random weights")
+    assert choose(str(model_directory(tmp_path / "bytes", words=False)))[1].encode("a") == [97]
+
+
+def test_a_model_is_trained_on_the_spot_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_explain, "STEPS", 2)
+    monkeypatch.setattr(cli_explain, "cache_folder", lambda: tmp_path)
+    folder = cli_explain._train_on_the_spot()
+    assert next(Run(folder).whole()).step == 2
+    assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]
+    before = (folder / "run.json").stat().st_mtime_ns
+    assert cli_explain._train_on_the_spot() == folder and (folder / "run.json").stat().st_mtime_ns == before
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(hg.HandgradError, match="neither a preset"):
+        choose("gpt5")
+    with pytest.raises(hg.HandgradError, match=r"put its\s+tokenizer.json there"):
+        choose(str(model_directory(tmp_path / "odd", words=False, n_vocab=300)))
+    folder = str(model_directory(tmp_path / "model"))
+    with pytest.raises(hg.HandgradError, match="does not exist"):
+        explain(model=folder, html=tmp_path / "no" / "page.html")
+    with pytest.raises(hg.HandgradError, match="at most 48"):
+        explain(model=folder, text="x" * 50, html=tmp_path / "page.html")
+    with pytest.raises(hg.HandgradError, match="rank"):
+        explain(model=folder, text=TEXT, html=tmp_path / "page.html", lora=999)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "model")
+    command = [sys.executable, "-m", "handgrad", "explain", "--model", str(folder), "--text", TEXT, "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        url = next(line for line in process.stdout if "http://" in line).split()[0]
+        with urllib.request.urlopen(url) as page:
+            assert b"handgrad" in page.read()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    assert process.returncode == 0 and process.stderr.read() == ""
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_server_can_be_begun_and_ended_twice() -> None:
+    for _ in range(2):
+        with Server(make_session(n_blocks=1)) as url, urllib.request.urlopen(url) as page:
+            assert page.status == 200
+
+
+def test_help_names_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "handgrad", "explain", "--help"], capture_output=True, text=True, check=False
+    )
+    for option in ("--model", "--text", "--html", "--lora", "--port", "--no-open"):
+        assert option in done.stdout

@@ -1,0 +1,142 @@
+"""The badge: green for what is right, red for what is broken, at the station where it is broken."""
+
+import pytest
+import torch
+from looking import TEXT, make_session
+
+import handgrad as hg
+from handgrad.explain import proof as module
+from handgrad.explain.proof import Prover, Verdict
+from handgrad.explain.session import Session
+from handgrad.layers import QueryKeyValue
+from handgrad.ops import activation, attention, embedding, layernorm, linear, lora, loss
+
+
+def verdict_on(session: Session, differences: bool = True) -> Verdict:
+    prover, verdict = Prover(session), Verdict()
+    for station in session.stations:
+        prover.answer_now(session.look(TEXT), verdict, station, differences)
+    return verdict
+
+
+def red(verdict: Verdict, kind: str | None = None) -> set[str]:
+    return {
+        id
+        for id, checks in verdict.checks.items()
+        if any(not c["passed"] and (kind is None or c["kind"] == kind) for c in checks)
+    }
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
+     {"activation": "relu", "n_blocks": 1}],
+)  # fmt: skip
+def test_every_station_of_a_sound_model_is_proven(shape: dict[str, object]) -> None:
+    verdict = verdict_on(make_session(**shape))  # type: ignore[arg-type]
+    assert red(verdict) == set()
+    kinds = {c["kind"] for checks in verdict.checks.values() for c in checks}
+    assert kinds == {"twin", "autograd", "differences", "identity", "rounding"}
+    assert all(len(checks) >= 2 for id, checks in verdict.checks.items() if id != "a_0")
+    said = " ".join(c["what"] for checks in verdict.checks.values() for c in checks)
+    for identity in ("rows of Δ_causal sum to 0", "rows of Δ₁₂ sum to 0", "rows of ρ sum to 1"):
+        assert identity in said
+    if not shape:
+        assert "∂b_k is 0" in said and "sum of both its uses" in said
+
+
+def without_second_mean(
+    delta: torch.Tensor, a_bar: torch.Tensor, inv_sigma: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    g = delta * w
+    return (g - g.mean(1, keepdim=True)) * inv_sigma
+
+
+BREAKAGES = {
+    "a norm's gradient of b": (layernorm, "grad_b", lambda delta, into: -delta.sum(0), {"blocks.1.a_2", "a_11"}),
+    "a norm without its second mean": (
+        layernorm, "backward", without_second_mean, {"a_11", "blocks.0.a_2"},
+    ),
+    "the gate of the activation": (
+        activation, "backward", lambda delta, x, name: (delta, activation.forward(x, name)), {"blocks.1.a_8"}),
+    "the correction of the softmax": (
+        attention, "causal_signal_tile", lambda delta, v, shift, rho: (delta @ v.transpose(1, 2)) * rho, {"blocks.1.a_3"}),
+    "rows that overwrite each other": (
+        embedding, "grad_w", lambda delta, ids, w, into: torch.zeros_like(w).index_copy_(0, ids, delta), {"a_1"}),
+    "the loss without the target": (
+        loss, "forward_and_delta",
+        lambda logits, targets, weight: (loss.forward(logits, targets), torch.softmax(logits, 1) * weight), {"loss"},
+    ),
+    "a linear layer's gradient of b": (linear, "grad_b", lambda delta, into: 2 * delta.sum(0), {"blocks.0.a_7"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_broken_formula_turns_its_badge_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, function, wrong, expected = BREAKAGES[name]
+    monkeypatch.setattr(room, function, wrong)
+    verdict = verdict_on(make_session())
+    assert expected <= red(verdict)
+    for id in expected:
+        failed = {c["kind"] for c in verdict.checks[id] if not c["passed"]}
+        assert {"autograd", "differences"} & failed
+    if "gradient of b" in name:  # what arrives is right, so nothing else is touched
+        assert all(
+            not c["what"].endswith(("arrives", "leaves"))
+            for cs in verdict.checks.values()
+            for c in cs
+            if not c["passed"]
+        )
+
+
+def test_identities_notice_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, draw: int | None) -> None:
+        self.weight.grad = a.t() @ delta
+        self.bias.grad = delta.sum(0) + 1e-3  # type: ignore[union-attr]
+
+    monkeypatch.setattr(QueryKeyValue, "accumulate", with_rounding)
+    assert "blocks.0.a_3" in red(verdict_on(make_session(), differences=False), "identity")
+
+
+def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "grad_d", lambda g, a, into: 2 * torch.mm(a.t(), g))
+    session = make_session(lora=2)
+    with torch.no_grad():
+        session.model.blocks[0].mlp.c_fc.up += 0.1  # type: ignore[union-attr]
+    assert "blocks.0.a_7" in red(verdict_on(session, differences=False))
+
+
+def test_answers_come_from_the_background() -> None:
+    session = make_session(n_blocks=1)
+    look = session.look(TEXT)
+    prover = Prover(session)
+    try:
+        answer = prover.ask(look, session.by_id["blocks.0.a_3"], 60.0)
+        assert answer["state"] == "done" and answer["passed"] is True
+        everything = prover.ask(look, None, 60.0)
+        assert all(x == {"passed": True, "state": "done"} for x in everything.values())
+    finally:
+        prover.stop()
+
+
+def test_what_cannot_be_judged_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise hg.HandgradError("judging this model takes too much memory")
+
+    monkeypatch.setattr(module, "Judge", refuse)
+    session = make_session(n_blocks=1)
+    prover = Prover(session)
+    try:
+        answer = prover.ask(session.look(TEXT), session.by_id["a_11"], 60.0)
+        assert answer["passed"] is None and "too much memory" in answer["problem"] and answer["state"] == "done"
+    finally:
+        prover.stop()
+
+
+def test_the_judge_puts_everything_back() -> None:
+    session = make_session()
+    look = session.look(TEXT)
+    before = {name: p.clone() for name, p in session.model.named_parameters()}
+    verdict_on(session)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in session.model.named_parameters())
+    assert session.look(TEXT) is look

@@ -1,0 +1,153 @@
+"""The server as a stranger meets it: what it answers, and what it turns away."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from looking import TEXT, make_session
+
+from handgrad.errors import HandgradError
+from handgrad.explain.server import ASSETS, Server
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server(make_session(n_blocks=1))
+    with made:
+        yield made
+
+
+def call(
+    server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[-1][:-1]))
+    raw = json.dumps(body).encode() if isinstance(body, dict) else body
+    connection.request(method, path, raw, headers or (JSON if method == "POST" else {}))
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    kind = answer.headers.get("content-type", "")
+    found = json.loads(text) if "json" in kind else text
+    connection.close()
+    return answer.status, found, dict(answer.headers)
+
+
+def sentence(server: Server, text: str = TEXT) -> dict[str, Any]:
+    status, found, _ = call(server, "POST", "/api/sentence", {"text": text})
+    assert status == 200, found
+    return found
+
+
+def test_the_page_and_its_parts(server: Server) -> None:
+    status, page, headers = call(server, "GET", "/")
+    assert status == 200 and "handgrad" in page
+    assert headers["content-security-policy"].startswith("default-src 'self'")
+    assert "unsafe" not in headers["content-security-policy"] and "http" not in page
+    for name in ASSETS:
+        status, text, headers = call(server, "GET", f"/assets/{name}")
+        assert status == 200 and text and "http://" not in text.replace("http://www.w3.org/", ""), name
+        assert "innerHTML" not in text and "eval(" not in text
+
+
+def test_a_walk_through_the_answers(server: Server) -> None:
+    id = sentence(server)["id"]
+    for path, about in [
+        ("table", {}), ("overview", {}), ("station", {"station": "blocks.0.a_6"}), ("head", {"block": 0, "head": 1}),
+        ("lens", {"station": "a_1"}), ("slice", {"name": "a_11", "rows": "0:3", "columns": "2:9"}),
+        ("value", {"name": "blocks.0.rho", "rows": "2:3", "columns": "0:1", "head": 0}), ("proofs", {}),
+        ("proof", {"station": "blocks.0.a_3"}),
+    ]:  # fmt: skip
+        status, found, _ = call(server, "GET", f"/api/{path}?{urlencode({'id': id, **about})}")
+        assert status == 200 and found, path
+    status, taken, _ = call(server, "POST", "/api/step", {"id": id, "lr": 0.01, "optimizer": "SGD"})
+    assert status == 200 and taken["measured"] < taken["loss"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/", None, {"Host": "evil.example"}, 421),
+        ("GET", "/", None, {"Host": "evil.example:80"}, 421),
+        ("GET", "/", None, {"Host": "127.0.0.1.evil.example"}, 421),
+        ("GET", "/api/table", None, {"Host": "localhost:evil"}, 421),
+        ("POST", "/api/sentence", {"text": TEXT}, {**JSON, "Origin": "http://evil.example"}, 403),
+        ("POST", "/api/sentence", {"text": TEXT}, {**JSON, "Origin": "null"}, 403),
+        ("POST", "/api/step", {"id": "x", "lr": 1}, {**JSON, "Origin": "https://127.0.0.1"}, 403),
+        ("POST", "/api/sentence", b'{"text": "to be"}', {"Content-Type": "text/plain"}, 415),
+        ("POST", "/api/sentence", {"text": "x" * 100_000}, None, 413),
+        ("POST", "/api/sentence", {"text": "x" * 5_000}, None, 400),
+        ("POST", "/api/sentence", b"{", None, 422),
+        ("POST", "/api/sentence", {"text": 5}, None, 422),
+        ("POST", "/api/sentence", {"text": TEXT, "version": 7}, None, 410),
+        ("POST", "/api/sentence", b'{"text": "\\ud800 to be"}', None, 400),
+        ("POST", "/api/step", {"id": "nonsense", "lr": 1}, None, 410),
+        ("POST", "/api/step", b'{"id": "x", "lr": NaN}', None, 422),
+        ("GET", "/assets/../server.py", None, None, 404),
+        ("GET", "/assets/..%2fserver.py", None, None, 404),
+        ("GET", "/assets/%2e%2e%2f%2e%2e%2fcli.py", None, None, 404),
+        ("GET", "/assets//etc/passwd", None, None, 404),
+        ("GET", "/etc/passwd", None, None, 404),
+        ("GET", "/openapi.json", None, None, 404),
+        ("GET", "/api/station?id=nonsense&station=a_1", None, None, 410),
+        ("DELETE", "/api/table", None, {**JSON, "Content-Length": "0"}, 405),
+    ],
+)
+def test_what_is_turned_away(
+    server: Server, method: str, path: str, body: Any, headers: dict[str, str] | None, status: int
+) -> None:
+    found, answer, _ = call(server, method, path, body, headers)
+    assert found == status
+    assert "Traceback" not in str(answer) and answer
+
+
+def test_wrong_questions_get_an_answer(server: Server) -> None:
+    id = sentence(server)["id"]
+    for about in [
+        "station?station=nonsense", "head?block=9&head=0", "head?block=0&head=-1", "lens?station=a_0",
+        "slice?name=a_11&rows=0:3&columns=9:2", "slice?name=a_11&rows=x&columns=0:1",
+        "value?name=delta_x&rows=0:1&columns=0:1", "slice?name=blocks.0.sent&rows=0:1&columns=0:1",
+    ]:  # fmt: skip
+        status, found, _ = call(server, "GET", f"/api/{about}&id={id}")
+        assert status == 400 and found["error"], about
+
+
+def test_html_in_a_sentence_is_text(server: Server) -> None:
+    found = sentence(server, '<img src=x onerror="alert(1)">')
+    assert "".join(t["label"] for t in found["tokens"]) == '<img src=x onerror="alert(1)">'
+
+
+def test_eight_at_once(server: Server) -> None:
+    problems: list[object] = []
+
+    def client(i: int) -> None:
+        try:
+            id = sentence(server, f"client number {i}")["id"]
+            for about in ("station?station=a_11", "head?block=0&head=2", "proof?station=a_11", "lens?station=a_1"):
+                status, found, _ = call(server, "GET", f"/api/{about}&id={id}")
+                assert status == 200, found
+            status, found, _ = call(server, "POST", "/api/step", {"id": id, "lr": 0.01})
+            assert status == 200, found
+        except BaseException as reason:
+            problems.append(reason)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+def test_a_port_that_is_taken(server: Server) -> None:
+    server_port = int(server.url.split(":")[-1][:-1])
+    with pytest.raises(HandgradError, match="choose another with --port"):
+        Server(make_session(n_blocks=1), server_port)
+
+
+def test_it_listens_on_loopback_only(server: Server) -> None:
+    assert server._socket.getsockname()[0] == "127.0.0.1"
