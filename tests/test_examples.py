@@ -227,6 +227,12 @@ def test_other_mistakes(tmp_path: Path) -> None:
     knows = tokenizer.make("chars", ["abc"])
     with pytest.raises(HandgradError, match=r"d\.jsonl, line 2: .*'z' is not one of them"):
         read(lines(tmp_path, {"text": "abc"}, {"text": "abz"}), made=knows)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("# Data\n")
+    with pytest.raises(HandgradError, match=r"folder holds no file called \*\.jsonl"):
+        examples.find([str(tmp_path / "folder")])
+    (tmp_path / "folder" / "d.jsonl").write_text('{"text": "ab"}\n')
+    assert [f.name for f in examples.find([str(tmp_path / "folder")])] == ["d.jsonl"]
     (tmp_path / "README.md").write_text("# Data\n")
     with pytest.raises(HandgradError, match=r"README\.md, line 1 is not JSON: .*leave out what is not, as in --data"):
         read([tmp_path / "README.md"])

@@ -36,6 +36,7 @@ KINDS = ("messages", "prompt and completion", "text")
 WANTED = "wanted is prompt and completion, or messages, or text"
 LossOn = Literal["answers", "all"]
 TooLong = Literal["cut", "drop"]
+SUFFIXES = (".jsonl", ".json", ".txt")
 MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
 BLANKS = re.compile(r"[ \t\r\n]*")
 
@@ -62,8 +63,16 @@ class Draft(NamedTuple):
 
 
 def find(sources: Iterable[str]) -> list[Path]:
-    """Files, folders, patterns, and "-" for standard input → the files."""
-    return data.find([str(data.from_stdin()) if source == "-" else source for source in sources])
+    """Files, folders, patterns, and "-" for standard input → the files; of a folder, those that may hold examples."""
+    files: list[Path] = []
+    for source in sources:
+        found = data.find([str(data.from_stdin()) if source == "-" else source])
+        if Path(source).expanduser().is_dir():
+            found = [file for file in found if file.suffix in SUFFIXES]
+            if not found:
+                raise HandgradError(f"the folder {source} holds no file called {', '.join(f'*{s}' for s in SUFFIXES)}")
+        files += found
+    return list(dict.fromkeys(files))
 
 
 def records(files: Iterable[Path], progress: Callable[[int], None] = lambda count: None) -> Iterator[tuple[Place, Any]]:
