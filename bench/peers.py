@@ -13,7 +13,7 @@ import handgrad as hg
 from handgrad import tokenizer
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
-from handgrad.gpt import LOGITS_AT_ONCE
+from handgrad.gpt import rows_at_once
 from handgrad.ops.attention import ROWS
 from handgrad.optim import OptimizerInBackward
 from handgrad.train import Job, take_step
@@ -295,7 +295,7 @@ class BareProducts:
         make = torch.randn
         self.stream, self.qkv, self.wide = make(n, d), make(n, 3 * d), make(n, hidden)
         self.out_d, self.out_qkv, self.out_wide = torch.empty(n, d), torch.empty(n, 3 * d), torch.empty(n, hidden)
-        self.rows = min(n, max(1, LOGITS_AT_ONCE // c.n_vocab))
+        self.rows = min(n, rows_at_once(c.n_vocab, head_trains=True))
         self.logits = torch.empty(self.rows, c.n_vocab)
         self.grads = {name: torch.empty_like(p) for name, p in model.named_parameters() if p.ndim == 2}
         width = c.query_width

@@ -29,6 +29,12 @@ LOGITS_AT_ONCE = 1 << 25  # entries of the logits matrix that exist at any time;
 TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is walked in pieces of this size
 
 
+def rows_at_once(n_vocab: int, head_trains: bool) -> int:
+    """Rows of the head's input that are walked together. Each time the gradient of a head that trains is read and written;
+    a frozen one can be walked in smaller parts for nothing."""
+    return max(1, LOGITS_AT_ONCE // (n_vocab * (1 if head_trains else 4)))
+
+
 def go_on(parameters: list[nn.Parameter]) -> None:
     """What to do with final gradients, if nobody asked: leave them where they are."""
 
@@ -429,7 +435,7 @@ class GPT(nn.Module):
 
     def _parts(self, targets: Tensor) -> list[tuple[slice, Tensor]]:
         """Rows of the head's input, so many that their logits are at most LOGITS_AT_ONCE, with their targets."""
-        size = max(1, LOGITS_AT_ONCE // self.config.n_vocab)
+        size = rows_at_once(self.config.n_vocab, any(p.requires_grad for p in self.lm_head.parameters()))
         size = math.ceil(len(targets) / math.ceil(len(targets) / size))  # parts of equal size
         return [(slice(i, i + size), targets[i : i + size]) for i in range(0, len(targets), size)]
 

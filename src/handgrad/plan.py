@@ -13,7 +13,7 @@ import torch
 
 from .config import GPTConfig
 from .errors import HandgradError
-from .gpt import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from .gpt import TOKENS_AT_ONCE, rows_at_once
 
 WORKSPACE = 50_000_000  # bytes the library of matrix products keeps for itself once it has met large matrices
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -220,7 +220,8 @@ def make_plan(
         bytes_gradients=size * (_largest_layer(config) if update_inside and not rank else trainable),
         bytes_optimizer=2 * size * trainable,
         bytes_saved=size * _saved(config, batch, tokens, recompute),
-        bytes_passing=size * _passing(config, batch, tokens) + min(WORKSPACE, size * config.n_vocab * config.d_model),
+        bytes_passing=size * _passing(config, batch, tokens, not rank or "lm_head" in chosen)
+        + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
     )  # fmt: skip
 
@@ -245,11 +246,11 @@ def _saved(config: GPTConfig, batch: int, tokens: int, recompute: str) -> int:
     return piece * saved_per_token(config) * config.n_blocks
 
 
-def _passing(config: GPTConfig, batch: int, tokens: int) -> int:
+def _passing(config: GPTConfig, batch: int, tokens: int, head_trains: bool) -> int:
     """Numbers that come and go at the highest point: the head's logits of some rows, or a block's feed-forward on its way
     back (a_8, the slope, Δ_8 or Δ_7), whichever is more, beside a few copies of the stream."""
     piece = _walked_together(config, batch, tokens)
-    rows = min(piece, max(1, LOGITS_AT_ONCE // config.n_vocab))
+    rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     return max(rows * config.n_vocab, piece * 3 * config.hidden_width) + 4 * piece * config.d_model
 
 
