@@ -72,6 +72,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
         if isinstance(layer, LoRA):
             keep(f"{prefix}grad_d_{number}", layer.down)
             keep(f"{prefix}grad_u_{number}", layer.up)
+            keep(f"{prefix}grad_m_{number}", layer.magnitude)
             layer = layer.base
         keep(f"{prefix}grad_w_{number}", layer.weight)
         keep(f"{prefix}grad_b_{number}", layer.bias)

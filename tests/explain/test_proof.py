@@ -5,6 +5,7 @@ import torch
 from looking import TEXT, make_session
 
 import handgrad as hg
+from handgrad import tokenizer
 from handgrad.explain import proof as module
 from handgrad.explain.proof import Prover, Verdict
 from handgrad.explain.session import Session
@@ -140,3 +141,16 @@ def test_the_judge_puts_everything_back() -> None:
     verdict_on(session)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in session.model.named_parameters())
     assert session.look(TEXT) is look
+
+
+def test_every_kind_of_adapter_is_proven() -> None:
+    model = make_session().model
+    hg.lora.inject(model, 2, targets=("all-linear", "lm_head"), dora=True, dropout=0.3)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn(p.shape))
+    session = Session(model, tokenizer.make("bytes", ()), "adapted", "for a test", TEXT)
+    assert not red(verdict_on(session))
+    shown = {parameter.symbol for station in session.stations for parameter in station.parameters}
+    assert {"d_2", "u_6", "m_8", "m_11", "d_11"} <= shown

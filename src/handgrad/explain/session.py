@@ -71,7 +71,7 @@ class Version:
 
 class Session:
     def __init__(self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str):
-        self.model, self.tokenizer, self.name, self.note, self.text = model, tokenizer, name, note, text
+        self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())

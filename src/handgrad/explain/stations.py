@@ -79,6 +79,8 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/lora.py backward": lora.backward,
     "ops/lora.py grad_d": lora.grad_d,
     "ops/lora.py grad_u": lora.grad_u,
+    "ops/lora.py column_norms": lora.column_norms,
+    "ops/lora.py grad_m": lora.grad_m,
     "ops/activation.py forward": activation.forward,
     "ops/activation.py backward": activation.backward,
     "ops/activation.py _gelu_tanh": activation._gelu_tanh,
@@ -87,8 +89,8 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/attention.py rho_tile": attention.rho_tile,
     "ops/attention.py causal_signal_tile": attention.causal_signal_tile,
     "ops/attention.py _backward_in_tiles": attention._backward_in_tiles,
-    "layers.py QueryKeyValue.accumulate": QueryKeyValue.accumulate,
-    "layers.py Head.accumulate": Head.accumulate,
+    "layers.py QueryKeyValue.accumulate_bias": QueryKeyValue.accumulate_bias,
+    "layers.py Head.accumulate_weight": Head.accumulate_weight,
     "block.py Block.forward": Block.forward,
     "block.py Block.backward": Block.backward,
     "ops/loss.py forward_and_delta": loss.forward_and_delta,
@@ -151,23 +153,37 @@ def _norm(i: int, back: str) -> dict[str, Any]:
     }
 
 
-def _linear(i: int, o: int, words: str, adapted: bool) -> dict[str, Any]:
-    """a_o = a_i w_i + b_i."""
-    branch = rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else ""
-    back = rf" + s \, \Delta_{{{o}}} (d_{{{i}}} u_{{{i}}})^t" if adapted else ""
+def _linear(i: int, o: int, words: str, layer: Linear | LoRA) -> dict[str, Any]:
+    """a_o = a_i w_i + b_i, with a branch beside it if there is one, and a magnitude for each output if it has that."""
+    adapted, dora = isinstance(layer, LoRA), isinstance(layer, LoRA) and layer.magnitude is not None
+    product = rf"a_{{{i}}} w_{{{i}}}" + (rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else "")
+    signal = r"\Delta_z" if dora else rf"\Delta_{{{o}}}"
+    forward = rf"a_{{{o}}} = {product} + \tilde b_{{{i}}}"
+    extra: tuple[Formula, ...] = ()
+    if dora:
+        forward = rf"z = {product} \qquad a_{{{o}}} = z \, \mathrm{{diag}}(m_{{{i}}} / c) + \tilde b_{{{i}}}"
+        extra = (
+            Formula(
+                rf"\Delta_z = \Delta_{{{o}}} \, \mathrm{{diag}}(m_{{{i}}} / c) \qquad \partial m_{{{i}}} ="
+                rf" \frac{{1}}{{c}} \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}} \circ z",
+                "DoRA",
+            ),
+        )
+    back = rf" + s \, {signal} (d_{{{i}}} u_{{{i}}})^t" if adapted else ""
     grads = (
-        rf"\partial d_{{{i}}} = s \, a_{{{i}}}^t \Delta_{{{o}}} u_{{{i}}}^t \qquad \partial u_{{{i}}} = s \,"
-        rf" (a_{{{i}}} d_{{{i}}})^t \Delta_{{{o}}}"
+        rf"\partial d_{{{i}}} = s \, a_{{{i}}}^t {signal} u_{{{i}}}^t \qquad \partial u_{{{i}}} = s \,"
+        rf" (a_{{{i}}} d_{{{i}}})^t {signal}"
         if adapted
         else rf"\partial w_{{{i}}} = a_{{{i}}}^t \Delta_{{{o}}} \qquad \partial b_{{{i}}} ="
         rf" \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}}"
     )
-    lora_names = ("upstream", "backward", "grad_d", "grad_u")
+    lora_names = ("upstream", "backward", "grad_d", "grad_u", *(("column_norms", "grad_m") if dora else ()))
     return {
         "words": words,
-        "forward": (Formula(rf"a_{{{o}}} = a_{{{i}}} w_{{{i}}} + \tilde b_{{{i}}}{branch}", "Table 2"),),
+        "forward": (Formula(forward, "DoRA" if dora else "Table 2"),),
         "backward": (
-            Formula(rf"\Delta_{{{i}}} = \Delta_{{{o}}} w_{{{i}}}^t{back}", "44, R3" if adapted else "Table 2"),
+            *extra,
+            Formula(rf"\Delta_{{{i}}} = {signal} w_{{{i}}}^t{back}", "44, R3" if adapted else "Table 2"),
             Formula(grads, "45, 46" if adapted else "Table 3"),
         ),
         "errata": ("R3", "R11") if adapted else (),
@@ -242,7 +258,7 @@ def _attention(causal: bool, adapted: bool) -> dict[str, Any]:
             ("forward", "ops/linear.py forward"),
             ("forward", "ops/attention.py forward"),
             *[("backward", f"ops/attention.py {name}") for name in tiles],
-            ("backward", "layers.py QueryKeyValue.accumulate"),
+            ("backward", "layers.py QueryKeyValue.accumulate_bias"),
         ),
     }
 
@@ -355,53 +371,61 @@ def stations_of(model: GPT) -> list[Station]:
         place(3, _attention(config.causal, adapted), ("delta_2", "delta_causal", "delta_raw"),
               parameters=_of_heads(block, f"{path}.attn.c_attn", config.key_bias))  # fmt: skip
         words = "What the heads have gathered, side by side, is mixed into one vector of the stream's width."
-        place(4, _linear(3, 4, words, isinstance(attn.c_proj, LoRA)), ("delta_3",), title="Projection",
+        place(4, _linear(3, 4, words, attn.c_proj), ("delta_3",), title="Projection",
               parameters=_of(attn.c_proj, f"{path}.attn.c_proj", 3))  # fmt: skip
         place(5, _skip(1, 4, 5), ("delta_4",), title="Skip connection")
         place(6, norm_5, ("delta_5",), title="Second norm", parameters=_of(block.ln_2, f"{path}.ln_2", 5))
         words = "Each token on its own goes into a wider room, where every hidden number looks for one pattern."
-        place(7, _linear(6, 7, words, isinstance(mlp.c_fc, LoRA)), ("delta_6",), title="Expand",
+        place(7, _linear(6, 7, words, mlp.c_fc), ("delta_6",), title="Expand",
               parameters=_of(mlp.c_fc, f"{path}.mlp.c_fc", 6))  # fmt: skip
         place(8, _activation(config.activation), ("delta_7",))
         words = "The patterns that were found write what they stand for, back in the stream's width."
-        place(9, _linear(8, 9, words, isinstance(mlp.c_proj, LoRA)), ("delta_8",), title="Contract",
+        place(9, _linear(8, 9, words, mlp.c_proj), ("delta_8",), title="Contract",
               parameters=_of(mlp.c_proj, f"{path}.mlp.c_proj", 8))  # fmt: skip
         place(10, _skip(5, 9, 10), ("delta_9",), title="Skip connection")
     last = f"blocks.{len(model.blocks) - 1}.delta_10"
     add("a_11", 11, None, _norm(10, ""), title="Last norm", a="a_11", arrives="delta_11", leaves=(last,),
         parameters=_of(t.ln_f, "transformer.ln_f", 10))  # fmt: skip
     words = "Every word of the vocabulary is scored by how well it fits what the stream says."
-    head = _linear(11, 12, words, isinstance(model.lm_head, LoRA))
+    head = _linear(11, 12, words, model.lm_head)
     if config.tied:
         head |= {
             "errata": (*head["errata"], "R9"),
-            "sources": (*head["sources"], ("backward", "layers.py Head.accumulate")),
+            "sources": (*head["sources"], ("backward", "layers.py Head.accumulate_weight")),
         }
         tied: tuple[Parameter, ...] = (Parameter("w_11 = w_tokᵗ", ("transformer.wte.weight",)),)
     else:
-        tied = (Parameter("w_11", ("lm_head.weight",)),)
+        tied = (Parameter("w_11", (f"{_base(model.lm_head, 'lm_head')}.weight",)),)
     if config.logits_bias:
-        tied += (Parameter("b_11", ("lm_head.bias",)),)
+        tied += (Parameter("b_11", (f"{_base(model.lm_head, 'lm_head')}.bias",)),)
+    tied = (*_branch(model.lm_head, "lm_head", 11), *tied)
     add("a_12", 12, None, head, title="Logits", a="a_12", arrives="delta_12", leaves=("delta_11",), parameters=tied)
     add("loss", 13, None, _loss(), a="y_pred", arrives=None, leaves=("delta_12",))
     return found
 
 
 def _of(layer: Linear | Head | LayerNorm | LoRA, path: str, i: int) -> tuple[Parameter, ...]:
-    found: tuple[Parameter, ...] = ()
-    if isinstance(layer, LoRA):
-        found = (Parameter(f"d_{i}", (f"{path}.down",)), Parameter(f"u_{i}", (f"{path}.up",)))
-        path += ".base"
-    return (*found, Parameter(f"w_{i}", (f"{path}.weight",)), Parameter(f"b_{i}", (f"{path}.bias",)))
+    base = _base(layer, path)
+    return (*_branch(layer, path, i), Parameter(f"w_{i}", (f"{base}.weight",)), Parameter(f"b_{i}", (f"{base}.bias",)))
+
+
+def _base(layer: object, path: str) -> str:
+    return f"{path}.base" if isinstance(layer, LoRA) else path
+
+
+def _branch(layer: object, path: str, i: int) -> tuple[Parameter, ...]:
+    """The parameters of an adapter, if there is one."""
+    if not isinstance(layer, LoRA):
+        return ()
+    factors = (Parameter(f"d_{i}", (f"{path}.down",)), Parameter(f"u_{i}", (f"{path}.up",)))
+    return factors if layer.magnitude is None else (*factors, Parameter(f"m_{i}", (f"{path}.magnitude",)))
 
 
 def _of_heads(block: Block, path: str, key_bias: bool) -> tuple[Parameter, ...]:
     """w_q, w_k and w_v of all heads are parts of one matrix."""
     attn = block.attn
-    found: list[Parameter] = []
-    if isinstance(attn.c_attn, LoRA):
-        found = [Parameter("d_2", (f"{path}.down",)), Parameter("u_2", (f"{path}.up",))]
-        path += ".base"
+    found = list(_branch(attn.c_attn, path, 2))
+    path = _base(attn.c_attn, path)
     for kind, name in (("w", "weight"), ("b", "bias")):
         start = 0
         for letter, width in (("q", attn.queries), ("k", attn.queries), ("v", attn.values)):
