@@ -163,3 +163,11 @@ def test_many_at_once_each_get_their_own() -> None:
     for thread in threads:
         thread.join()
     assert found == alone
+
+
+def test_a_step_that_throws_the_loss_away_is_refused() -> None:
+    session = make_session()
+    look = session.look(TEXT)
+    with pytest.raises(hg.HandgradError, match="choose a smaller one"):
+        for _ in range(4):
+            look = session.find(take_step(session, look, 100.0, "SGD")["id"])

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -198,3 +199,9 @@ def test_sentences_say_what_is_in_the_data() -> None:
     assert "‘c’, place 3: 100%" in words.about_error(x, "abcd")
     assert "No error arrives" in words.about_error(torch.zeros(4, 5), "abcd")
     assert words.number(1.5e-7) == "1.50·10⁻⁷" and words.number(0) == "0" and words.quote(" \n") == "‘␣⏎’"
+
+
+def test_a_head_of_a_bfloat16_model() -> None:
+    session = make_session(dtype=torch.bfloat16)
+    head = views.at_head(session, session.look(TEXT), 0, 1)
+    assert head["branches"]["value"] > 0 and math.isfinite(head["joined"])

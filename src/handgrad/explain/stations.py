@@ -58,7 +58,7 @@ ERRATA = {
     "R8": "Printed without ε, which leaves 0/0 for a constant row. With σ = √(var + ε) in both places (40) is exact.",
     "R9": "The paper ties the two tables but gives no rule for it: a matrix that is used twice gets the sum of both"
     " gradients.",
-    "R11": "The paper's factor is α. Here it is α/r with α = r, which is 1, as the common tools have it.",
+    "R11": "The paper's factor is α, and would multiply the branch by r. Here s is α/r, or α/√r, as common tools have it.",
     "R32": "∂b_k is 0 in exact arithmetic only; what would be summed here is rounding, so a true zero is written.",
     "R39": "The paper leaves g open. GPT-2 uses the tanh form of GELU.",
 }
@@ -153,15 +153,16 @@ def _norm(i: int, back: str) -> dict[str, Any]:
     }
 
 
-def _linear(i: int, o: int, words: str, layer: Linear | LoRA) -> dict[str, Any]:
+def _linear(i: int, o: int, words: str, layer: Linear | LoRA, bias: bool = True) -> dict[str, Any]:
     """a_o = a_i w_i + b_i, with a branch beside it if there is one, and a magnitude for each output if it has that."""
     adapted, dora = isinstance(layer, LoRA), isinstance(layer, LoRA) and layer.magnitude is not None
     product = rf"a_{{{i}}} w_{{{i}}}" + (rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else "")
     signal = r"\Delta_z" if dora else rf"\Delta_{{{o}}}"
-    forward = rf"a_{{{o}}} = {product} + \tilde b_{{{i}}}"
+    added = rf" + \tilde b_{{{i}}}" if bias else ""
+    forward = rf"a_{{{o}}} = {product}{added}"
     extra: tuple[Formula, ...] = ()
     if dora:
-        forward = rf"z = {product} \qquad a_{{{o}}} = z \, \mathrm{{diag}}(m_{{{i}}} / c) + \tilde b_{{{i}}}"
+        forward = rf"z = {product} \qquad a_{{{o}}} = z \, \mathrm{{diag}}(m_{{{i}}} / c){added}"
         extra = (
             Formula(
                 rf"\Delta_z = \Delta_{{{o}}} \, \mathrm{{diag}}(m_{{{i}}} / c) \qquad \partial m_{{{i}}} ="
@@ -174,8 +175,8 @@ def _linear(i: int, o: int, words: str, layer: Linear | LoRA) -> dict[str, Any]:
         rf"\partial d_{{{i}}} = s \, a_{{{i}}}^t {signal} u_{{{i}}}^t \qquad \partial u_{{{i}}} = s \,"
         rf" (a_{{{i}}} d_{{{i}}})^t {signal}"
         if adapted
-        else rf"\partial w_{{{i}}} = a_{{{i}}}^t \Delta_{{{o}}} \qquad \partial b_{{{i}}} ="
-        rf" \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}}"
+        else rf"\partial w_{{{i}}} = a_{{{i}}}^t \Delta_{{{o}}}"
+        + (rf" \qquad \partial b_{{{i}}} = \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}}" if bias else "")
     )
     lora_names = ("upstream", "backward", "grad_d", "grad_u", *(("column_norms", "grad_m") if dora else ()))
     return {
@@ -193,7 +194,7 @@ def _linear(i: int, o: int, words: str, layer: Linear | LoRA) -> dict[str, Any]:
             ("backward", "ops/linear.py backward"),
             *([("backward", f"ops/lora.py {name}") for name in lora_names] if adapted else []),
             ("backward", "ops/linear.py grad_w"),
-            ("backward", "ops/linear.py grad_b"),
+            *([("backward", "ops/linear.py grad_b")] if bias else []),
         ),
     }
 
@@ -219,18 +220,31 @@ def _embedding(tied: bool) -> dict[str, Any]:
     }
 
 
-def _attention(causal: bool, adapted: bool) -> dict[str, Any]:
+def _attention(causal: bool, layer: Linear | LoRA, key_bias: bool) -> dict[str, Any]:
     mask = r"\mathrm{mask}" if causal else ""
     tiles = ("rho_tile", "causal_signal_tile", "_backward_in_tiles")
+    adapted = isinstance(layer, LoRA)
+    b_k = r" + \tilde b_k" if key_bias else ""
+    made = rf"q = a_2 w_q + \tilde b_q \qquad k = a_2 w_k{b_k} \qquad v = a_2 w_v + \tilde b_v"
+    grads = (
+        r"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t \Delta_{\mathrm{raw}} k \qquad"
+        r" \partial w_k = (\Delta_{\mathrm{raw}} a_2)^t q" + (r" \qquad \partial b_k = 0" if key_bias else "")
+    )
+    if isinstance(layer, LoRA):  # w stands for all that multiplies a_2: what is frozen and the branch beside it
+        turned = r" \, \mathrm{diag}(m_2 / c)" if layer.magnitude is not None else ""
+        made += rf" \qquad [w_q \; w_k \; w_v] = (w_2 + s \, d_2 u_2){turned}"
+        signal = rf"\Delta_{{qkv}}{turned}"
+        grads = (
+            r"\Delta_{qkv} = [\Delta_{\mathrm{raw}} k \;\; \Delta_{\mathrm{raw}}^t q \;\; \rho^t \Delta_3^h] \qquad"
+            rf" \partial d_2 = s \, a_2^t {signal} u_2^t \qquad \partial u_2 = s \, (a_2 d_2)^t {signal}"
+        )
     return {
         "title": "Attention",
         "words": "The only layer in which tokens look at each other. A token's query meets the keys of the tokens before it;"
         " the better they fit, the more of their values it takes. The error comes back on two branches: through the"
         " values that were taken, and through the weights ρ, to the queries and keys that made them.",
         "forward": (
-            Formula(
-                r"q = a_2 w_q + \tilde b_q \qquad k = a_2 w_k + \tilde b_k \qquad v = a_2 w_v + \tilde b_v", "9, 4"
-            ),
+            Formula(made, "9, 4, 43" if adapted else "9, 4"),
             Formula(
                 rf"\rho = \mathrm{{softmax}}\left({mask}\left(\frac{{q k^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
                 r" a_3^h = \rho \, v",
@@ -239,7 +253,8 @@ def _attention(causal: bool, adapted: bool) -> dict[str, Any]:
         ),
         "backward": (
             Formula(
-                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - \tilde{(\Delta_3^h v^t) \ominus \rho}] \circ \rho", "25"
+                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - \widetilde{(\Delta_3^h v^t) \ominus \rho}] \circ \rho",
+                "25",
             ),
             Formula(r"\Delta_{\mathrm{raw}} = \frac{\Delta_{\mathrm{causal}}}{\sqrt{d_\rho}}", "28"),
             Formula(
@@ -247,11 +262,7 @@ def _attention(causal: bool, adapted: bool) -> dict[str, Any]:
                 r" \Delta_{\mathrm{raw}}^t q \, w_k^t \right)",
                 "33, 35",
             ),
-            Formula(
-                r"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t \Delta_{\mathrm{raw}} k \qquad"
-                r" \partial w_k = (\Delta_{\mathrm{raw}} a_2)^t q \qquad \partial b_k = 0",
-                "23, 31, 32",
-            ),
+            Formula(grads, "45, 46" if adapted else "23, 31, 32"),
         ),
         "errata": (*(["R1"] if causal else []), "R32", *(["R3", "R11"] if adapted else [])),
         "sources": (
@@ -367,8 +378,7 @@ def stations_of(model: GPT) -> list[Station]:
         attn, mlp = block.attn, block.mlp
         norm_1, norm_5 = _norm(1, r"\Delta_5 + "), _norm(5, r"\Delta_{10} + ")
         place(2, norm_1, ("delta_1",), title="First norm", parameters=_of(block.ln_1, f"{path}.ln_1", 1))
-        adapted = isinstance(attn.c_attn, LoRA)
-        place(3, _attention(config.causal, adapted), ("delta_2", "delta_causal", "delta_raw"),
+        place(3, _attention(config.causal, attn.c_attn, config.key_bias), ("delta_2", "delta_causal", "delta_raw"),
               parameters=_of_heads(block, f"{path}.attn.c_attn", config.key_bias))  # fmt: skip
         words = "What the heads have gathered, side by side, is mixed into one vector of the stream's width."
         place(4, _linear(3, 4, words, attn.c_proj), ("delta_3",), title="Projection",
@@ -387,8 +397,11 @@ def stations_of(model: GPT) -> list[Station]:
     add("a_11", 11, None, _norm(10, ""), title="Last norm", a="a_11", arrives="delta_11", leaves=(last,),
         parameters=_of(t.ln_f, "transformer.ln_f", 10))  # fmt: skip
     words = "Every word of the vocabulary is scored by how well it fits what the stream says."
-    head = _linear(11, 12, words, model.lm_head)
+    head = _linear(11, 12, words, model.lm_head, config.logits_bias)
     if config.tied:
+        if not isinstance(model.lm_head, LoRA):  # the embedding's gradient, of which this is the larger part
+            both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
+            head["backward"] = (*head["backward"][:-1], Formula(both, "Table 3, R9"))
         head |= {
             "errata": (*head["errata"], "R9"),
             "sources": (*head["sources"], ("backward", "layers.py Head.accumulate_weight")),

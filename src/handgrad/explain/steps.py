@@ -1,5 +1,6 @@
 """A step of the optimizer on the sentence itself: what the gradient says the loss will be, and what it then is."""
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def take_step(session: Session, look: Look, lr: float, optimizer: str) -> dict[s
                 raise HandgradError(
                     f"a step of {lr:g} threw the weights out of the range of numbers: choose a smaller one"
                 ) from None
+            if measured > 100 * math.log(model.config.n_vocab):  # so far out rounding is all there is to see
+                raise HandgradError(f"a step of {lr:g} threw the loss up to {measured:.3g}: choose a smaller one")
         finally:
             for name, p in trained.items():
                 p.data, p.grad = before[name], None

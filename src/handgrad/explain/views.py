@@ -250,8 +250,9 @@ def at_head(session: Session, look: Look, block: int, head: int) -> dict[str, An
     if not 0 <= block < config.n_blocks or not 0 <= head < config.n_heads:
         raise HandgradError(f"there are {config.n_blocks} blocks of {config.n_heads} heads, counted from 0")
     t, here = look.trace, f"blocks.{block}."
-    rho, raw, delta_3 = t[f"{here}rho"][head], t[f"{here}delta_raw"][head], t[f"{here}delta_3"]
-    q, k, v = (t[here + letter][head] for letter in "qkv")
+    rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
+    rho, raw = rho[head], raw[head]
+    q, k, v = (_wide(t[here + letter][head]) for letter in "qkv")
     width = config.value_width
     with session.at(look.version) as model, torch.no_grad():
         w_q, w_k, w_v = _weights_of_heads(model, block)
@@ -287,7 +288,13 @@ def at_head(session: Session, look: Look, block: int, head: int) -> dict[str, An
 def _weights_of_heads(model: GPT, block: int) -> list[tuple[Tensor, ...]]:
     attn = model.blocks[block].attn
     widths = [attn.queries, attn.queries, attn.values]
-    return [part.chunk(attn.n_heads, 1) for part in torch.split(attn.c_attn.effective_weight().detach(), widths, 1)]
+    weight = _wide(attn.c_attn.effective_weight().detach())
+    return [part.chunk(attn.n_heads, 1) for part in torch.split(weight, widths, 1)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32, to compute with."""
+    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 # ── the lens ────────────────────────────────────────────────────────────────────────────────────────────────────────

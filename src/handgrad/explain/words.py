@@ -79,10 +79,12 @@ def about_attention(rho: Tensor, sent: Tensor, labels: Sequence[str]) -> str:
     if n > 1:
         others[:, 0] = 0  # the first token is where a head looks when it looks for nothing
     t, s = divmod(int(others.argmax()), n)
-    text = (
-        f"This head's firmest look, first place and own place aside: {quote(labels[t])} (place {t + 1}) takes"
-        f" {rho[t, s].item():.0%} from {quote(labels[s])} (place {s + 1})."
-    )
+    text = "A token here can look at the first place and at its own, and nowhere else."
+    if others[t, s] > 0:
+        text = (
+            f"This head's firmest look, first place and own place aside: {quote(labels[t])} (place {t + 1}) takes"
+            f" {rho[t, s].item():.0%} from {quote(labels[s])} (place {s + 1})."
+        )
     away = sent.clone()
     away.fill_diagonal_(0)
     if away.max() > 0:
