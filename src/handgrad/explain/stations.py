@@ -253,7 +253,7 @@ def _attention(causal: bool, layer: Linear | LoRA, key_bias: bool) -> dict[str, 
         ),
         "backward": (
             Formula(
-                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - \widetilde{(\Delta_3^h v^t) \ominus \rho}] \circ \rho",
+                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - ((\Delta_3^h v^t) \ominus \rho)^{\sim}] \circ \rho",
                 "25",
             ),
             Formula(r"\Delta_{\mathrm{raw}} = \frac{\Delta_{\mathrm{causal}}}{\sqrt{d_\rho}}", "28"),
