@@ -318,6 +318,8 @@ def test_no_number_is_cut(open_page: Open, width: int) -> None:
     assert any("·10⁻¹" in text for text in numbers.all_inner_texts()) and numbers.evaluate_all(cut) == []
     page.click("#step-one")
     expect(page.locator(".curve text").first).to_contain_text("·10¹⁰")
+    expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+    expect(page.locator("#step-one")).to_be_enabled()
     assert page.locator(".curve text").evaluate_all("nodes => Math.min(...nodes.map(n => n.getBBox().x))") >= 0
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
