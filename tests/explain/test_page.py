@@ -11,7 +11,7 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from looking import TEXT, make_session
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 import handgrad as hg
 from handgrad.explain.export import MOST_BYTES, export
@@ -259,6 +259,87 @@ def test_a_step_lowers_the_loss_as_predicted(open_page: Open, session: Session) 
     assert float(page.locator("#loss").get_attribute("data-value") or "") == session.look(TEXT).trace.loss
 
 
+def test_another_sentence_ends_a_run(open_page: Open, session: Session) -> None:
+    page = open_page("#/step")
+    asked: list[Route] = []
+
+    def hold(route: Route) -> None:
+        asked.append(route)
+        if len(asked) == 1:
+            route.continue_()
+
+    page.route("**/api/step", hold)
+    page.click("#step-many")
+    expect(page.locator(".measured-point")).to_have_count(2)
+    page.fill("#sentence", "another")
+    expect(page.locator("#tokens button")).to_have_count(7)
+    with page.expect_response("**/api/step"):
+        asked[1].continue_()  # what the old run still brings comes after the new sentence
+    page.wait_for_timeout(300)
+    assert len(asked) == 2 and page.locator(".measured-point").count() == 0
+    expect(page.locator("#step-many")).to_have_text("run 20")
+    expect(page.locator("#steps-taken")).to_have_text("")
+    assert "".join(page.locator("#tokens button").all_inner_texts()) == "another"
+    assert float(page.locator("#loss").get_attribute("data-value") or "") == session.look("another").trace.loss
+
+
+def test_another_sentence_in_the_address_forgets_the_steps(open_page: Open) -> None:
+    page = open_page("#/step")
+    page.click("#step-one")
+    expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+    page.evaluate("location.hash = '#/step?text=a+much+longer+sentence'")
+    expect(page.locator("#tokens button")).to_have_count(22)
+    assert page.locator(".measured-point").count() == 0
+    page.click("#step-one")
+    expect(page.locator(".moves tbody tr")).to_have_count(21)
+    expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+    page.go_back()
+    expect(page.locator("#tokens button")).to_have_count(len(TEXT))
+    assert page.locator(".measured-point").count() == 0
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_no_number_is_cut(open_page: Open, width: int) -> None:
+    page = open_page("#/step", viewport={"width": width, "height": 760})
+
+    def extreme(route: Route) -> None:
+        answer = route.fetch().json()
+        for flow in answer.get("flows", []):
+            flow["a"] = flow["a"] and [1.7e11 * x for x in flow["a"]]
+            flow["delta"] = flow["delta"] and [1.7e-14 * x for x in flow["delta"]]
+        answer.update({"measured": -6.67e10, "predicted": 6.67e10} if "measured" in answer else {})
+        route.fulfill(json=answer)
+
+    page.route(re.compile("/api/(sentence|step|overview)"), extreme)
+    page.fill("#sentence", "another")
+    expect(page.locator("#tokens button")).to_have_count(7)
+    cut = "nodes => nodes.filter(n => n.scrollWidth > n.clientWidth).map(n => n.textContent)"
+    numbers = page.locator("#map .num")
+    assert any("·10⁻¹" in text for text in numbers.all_inner_texts()) and numbers.evaluate_all(cut) == []
+    page.click("#step-one")
+    expect(page.locator(".curve text").first).to_contain_text("·10¹⁰")
+    expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+    expect(page.locator("#step-one")).to_be_enabled()
+    assert page.locator(".curve text").evaluate_all("nodes => Math.min(...nodes.map(n => n.getBBox().x))") >= 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("station/a_1/forward?text=x", "at least two tokens"), (f"flow?text={'x' * 60}", "at most 48"),
+     ("station/blocks.7.a_3/backward", "no station ‘blocks.7.a_3’"), ("nowhere", "no view ‘nowhere’")],
+)  # fmt: skip
+def test_a_link_that_leads_nowhere_says_so(browser: Browser, url: str, where: str, said: str) -> None:
+    context = browser.new_context()  # the browser writes a refusal to its console, so in a page of its own
+    page = context.new_page()
+    page.goto(f"{url}#/{where}")
+    page.wait_for_selector("html[data-ready=yes]")
+    expect(page.locator("#status.problem")).to_contain_text(said)
+    expect(page.locator("#sentence")).to_have_value(TEXT)
+    assert page.locator("#tokens button").count() == len(TEXT)
+    context.close()
+
+
 def test_gradient_flow(open_page: Open, session: Session) -> None:
     page = open_page("#/flow")
     expect(page.locator("#view-flow .words").first).to_contain_text("Blamed most")
@@ -279,8 +360,8 @@ def test_the_keyboard_walks_down_and_up(open_page: Open, session: Session) -> No
     page = open_page("#/station/a_12/forward")
     page.focus('#map [data-key="a_12"]')
     for key, station, face in (
-        ("ArrowDown", "loss", "forward"), ("ArrowDown", "loss", "backward"), ("ArrowDown", "a_12", "backward"),
-        ("ArrowRight", "a_11", "backward"), ("ArrowUp", "a_12", "backward"),
+        ("ArrowDown", "loss", "forward"), ("ArrowRight", "loss", "backward"), ("ArrowRight", "a_12", "backward"),
+        ("ArrowUp", "a_11", "backward"), ("ArrowDown", "a_12", "backward"),
     ):  # fmt: skip
         page.keyboard.press(key)
         at(page, station)
@@ -388,6 +469,9 @@ def test_nothing_sticks_out_at_any_width(open_page: Open, width: int) -> None:
         expect(page.locator("[role=tabpanel]:not([hidden]) h2")).to_be_visible()
         if where.startswith("station"):
             at(page, where.split("/")[1])
+        if where == "step":
+            page.click("#step-one")
+            expect(page.locator("#steps-taken")).to_have_text("after 1 step")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -421,9 +505,14 @@ def test_the_exported_file_works_with_the_network_off(open_page: Open, session: 
     page.click("#tab-step")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()
+    expect(page.locator("#step-many")).to_have_text("run 11")
     page.click("#step-many")
-    expect(page.locator("[role=alert]")).to_contain_text("run handgrad explain")
-    assert page.locator(".measured-point").count() == 13
+    expect(page.locator("#view-step [role=status]")).to_contain_text("run handgrad explain")
+    assert page.locator(".measured-point").count() == 13 and page.locator("[role=alert]").count() == 0
+    expect(page.locator("#steps-taken")).to_have_text("after 12 steps")
+    assert page.locator("#loss").get_attribute("data-value") == page.locator("#loss-measured").get_attribute(
+        "data-value"
+    )
 
 
 def test_a_file_that_would_be_too_large_is_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ export function drawMap(nav, state, go) {
   if (here.block !== null && stoodAt !== here.id) open.add(here.block); // whoever arrives in a block finds it unfolded
   stoodAt = here.id;
   const flows = Object.fromEntries(look.flows.map((f) => [f.id, f]));
+  const short = (x) => number(x, x >= 1e-3 && x < 1e4 ? 2 : 1); // there is little room beside the lines
   const length = (values) => (values ? Math.hypot(...values) : null);
   const a = Object.fromEntries(look.flows.map((f) => [f.id, length(f.a)]));
   const delta = Object.fromEntries(look.flows.map((f) => [f.id, length(f.delta)]));
@@ -40,10 +41,10 @@ export function drawMap(nav, state, go) {
         "aria-current": current ? "step" : null, onclick: () => go(station.id, state.face),
         "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${spoken}`,
       },
-      el("span", { class: "num forward" }, showing !== "delta" && flows[station.id].a ? number(a[station.id], 2) : ""),
+      el("span", { class: "num forward" }, showing !== "delta" && flows[station.id].a ? short(a[station.id]) : ""),
       el("span", { class: "label" }, el("b", {}, symbol), ` ${station.title.replace(" connection", "")}`),
       el("span", { class: `tick ${proof?.passed === false ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
-      el("span", { class: "num backward" }, showing !== "a" && flows[station.id].delta ? number(delta[station.id], 2) : ""),
+      el("span", { class: "num backward" }, showing !== "a" && flows[station.id].delta ? short(delta[station.id]) : ""),
     );
     const li = el("li", {}, button);
     place(li, station.id, station.block);
@@ -65,10 +66,10 @@ export function drawMap(nav, state, go) {
           drawMap(nav, state, go);
         },
       },
-      el("span", { class: "num forward" }, unfolded || showing === "delta" ? "" : number(a[last], 2)),
+      el("span", { class: "num forward" }, unfolded || showing === "delta" ? "" : short(a[last])),
       el("span", { class: "label" }, el("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸"), ` Block ${b + 1}`),
       el("span", { class: "tick good", "aria-hidden": "true" }, inside.every((s) => state.proofs?.[s.id]?.passed) ? "✔" : ""),
-      el("span", { class: "num backward" }, unfolded || showing === "a" ? "" : number(delta[last], 2)),
+      el("span", { class: "num backward" }, unfolded || showing === "a" ? "" : short(delta[last])),
     );
     const li = el("li", { class: `block${unfolded ? " open" : ""}` }, header);
     if (!unfolded) place(li, last, null);

@@ -5,7 +5,7 @@ import { el, number, paint, redraw, visible } from "./drawing.js";
 import { drawMap } from "./map.js";
 import { drawStation } from "./station.js";
 import { drawFlow } from "./flow.js";
-import { drawStep, forgetSteps } from "./step.js";
+import { drawStep, forgetSteps, lastStep } from "./step.js";
 import { endTour, seenTour, startTour } from "./tour.js";
 
 const find = (id) => document.getElementById(id);
@@ -40,17 +40,20 @@ function walkOrder() {
   return [...ids.map((id) => [id, "forward"]), ...[...ids].reverse().map((id) => [id, "backward"])];
 }
 
+// Takes the place from the address; gives back its sentence, and what it names that is not there.
 function readAddress() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [view, station, face] = path.split("/");
   const about = new URLSearchParams(query || "");
   state.view = ["station", "flow", "step"].includes(view) ? view : "station";
-  if (state.table.stations.some((s) => s.id === station)) state.station = station;
+  const known = state.table.stations.some((s) => s.id === station);
+  if (known) state.station = station;
+  const wrong = view && view !== state.view ? `there is no view ‘${visible(view)}’` : station && !known ? `there is no station ‘${visible(station)}’ in this model` : "";
   state.face = face === "backward" ? "backward" : "forward";
   const within = (text, most) => Math.max(0, Math.min(most, Number.parseInt(text, 10) || 0));
   state.head = within(about.get("head"), state.table.heads - 1);
   state.token = within(about.get("token"), Math.max(0, (state.look?.tokens.length ?? 1) - 1));
-  return about.get("text");
+  return { text: about.get("text"), wrong };
 }
 
 function writeAddress(push) {
@@ -65,6 +68,7 @@ function writeAddress(push) {
 }
 
 async function show({ push = true, focus = false } = {}) {
+  if (push) tell("");
   const order = walkOrder();
   state.stops = order.length;
   state.stop = order.findIndex(([id, face]) => id === state.station && face === state.face);
@@ -76,6 +80,7 @@ async function show({ push = true, focus = false } = {}) {
   }
   drawMap(find("map"), state, go);
   drawTokens();
+  drawHeader();
   try {
     if (state.view === "station") await drawStation(find("view-station"), state, tools);
     if (state.view === "flow") drawFlow(find("view-flow"), state, go);
@@ -94,6 +99,11 @@ function go(station, face = state.face, token = state.token) {
 
 const tools = {
   busy,
+  header: drawHeader,
+  again() {
+    tell("");
+    return show({ push: false });
+  },
   walk(by) {
     const order = walkOrder();
     const [station, face] = order[(state.stop + by + order.length) % order.length];
@@ -123,28 +133,40 @@ const tools = {
 
 // ── the sentence ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-async function enter(question) {
+async function enter(question, forget = false) {
   const mine = ++newest;
   const look = await busy(question());
   if (mine !== newest) return;
+  if (forget) forgetSteps();
+  tell("");
   state.look = look;
   state.proofs = null;
   state.token = Math.min(state.token, look.tokens.length - 1);
-  find("loss").textContent = number(look.loss, 4);
-  find("loss").dataset.value = look.loss;
-  find("steps-taken").textContent = look.steps ? ` after ${look.steps} step${look.steps === 1 ? "" : "s"}` : "";
   await show({ push: false });
   followProofs(look.id);
 }
 
+// In a file only the view of the steps moves; the stations stay where they were.
+function drawHeader() {
+  const last = offline && state.view === "step" ? lastStep() : null;
+  const loss = last ? last.measured : state.look.loss, steps = last ? last.steps : state.look.steps;
+  find("loss").textContent = number(loss, 4);
+  find("loss").dataset.value = loss;
+  find("steps-taken").textContent = steps ? ` after ${steps} step${steps === 1 ? "" : "s"}` : "";
+}
+
+// Another sentence ends a run and forgets the steps. Gives back why it cannot be shown, or nothing.
 async function trace(text) {
+  forgetSteps();
   tell(state.table.large ? "tracing: forward, backward, every gradient…" : "");
   try {
-    await enter(() => (offline ? ask("overview") : send("sentence", { text })));
-    tell("");
+    await enter(() => (offline ? ask("overview") : send("sentence", { text })), true);
+    return "";
   } catch (reason) {
     if (!(reason instanceof Refused)) throw reason;
     tell(reason.message, true);
+    if (state.look && state.view === "step") drawStep(find("view-step"), state, tools);
+    return reason.message;
   }
 }
 
@@ -210,7 +232,6 @@ function listen() {
   let waiting = 0;
   const submit = () => {
     clearTimeout(waiting);
-    forgetSteps();
     trace(box.value);
   };
   find("sentence-form").addEventListener("submit", (event) => {
@@ -249,20 +270,27 @@ function listen() {
     if (event.key === "Escape" && !find("tour").hidden) endTour(find("tour"));
     if (event.target.closest("input, textarea, select, canvas")) return;
     const inMap = event.target.closest("#map");
-    const by = { ArrowRight: 1, ArrowLeft: -1, ...(inMap ? { ArrowDown: 1, ArrowUp: -1 } : {}) }[event.key];
-    if (!by) return;
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const rows = inMap && { ArrowDown: 1, ArrowUp: -1 }[event.key]; // up and down as in the picture, on the same face
+    if (!by && !rows) return;
     event.preventDefault();
-    const order = walkOrder();
-    const [station, face] = order[(state.stop + by + order.length) % order.length];
+    const order = walkOrder(), ids = state.table.stations.map((s) => s.id);
+    const row = Math.max(0, Math.min(ids.length - 1, ids.indexOf(state.station) + rows));
+    const [station, face] = by ? order[(state.stop + by + order.length) % order.length] : [ids[row], state.face];
     Object.assign(state, { view: "station", station, face });
     show().then(() => inMap && find("map").querySelector(".here")?.focus({ preventScroll: true }));
   });
-  window.addEventListener("popstate", () => {
-    const text = readAddress();
+  window.addEventListener("popstate", async () => {
+    if (!state.look) return;
+    if (location.hash === "#main") return writeAddress(false); // the link that skips
+    const { text, wrong } = readAddress();
+    tell("");
     if (!offline && (text ?? state.table.text) !== state.look.text) {
       box.value = text ?? state.table.text;
-      trace(box.value);
-    } else show({ push: false });
+      fitSentence();
+      if (await trace(box.value)) return show({ push: false });
+    } else await show({ push: false });
+    if (wrong) tell(wrong, true);
   });
   find("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme !== "dark";
@@ -283,7 +311,7 @@ function listen() {
 
 function visit(place) {
   Object.assign(state, place);
-  show();
+  return show();
 }
 
 async function begin() {
@@ -303,7 +331,7 @@ async function begin() {
   const t = state.table;
   find("model").textContent = `${t.name} · ${t.blocks} block${t.blocks === 1 ? "" : "s"} · d = ${t.d} · ${t.parameters.toLocaleString("en")} parameters · ${t.note}`;
   state.station = "a_1";
-  const text = (offline ? null : readAddress()) ?? t.text;
+  const text = (offline ? null : readAddress().text) ?? t.text;
   const wanted = location.hash;
   find("sentence").value = text;
   find("sentence").readOnly = offline;
@@ -311,15 +339,19 @@ async function begin() {
   fitSentence();
   listen();
   readAddress();
-  await trace(text);
+  let problem = await trace(text);
   if (!state.look) {
     find("sentence").value = t.text;
-    await trace(t.text);
+    fitSentence();
+    if (await trace(t.text)) return;
+    problem += "; shown instead is the sentence handgrad was started with";
   }
   if (wanted) {
-    readAddressFrom(wanted);
+    const { wrong } = readAddressFrom(wanted);
+    problem = [problem, wrong].filter(Boolean).join("; ");
     await show({ push: false });
   }
+  if (problem) tell(problem, true);
   document.documentElement.dataset.ready = "yes";
   if (!seenTour() && !wanted) startTour(find("tour"), state, visit);
 }
@@ -327,7 +359,7 @@ async function begin() {
 // Tokens could not be checked before the sentence was there.
 function readAddressFrom(hash) {
   if (location.hash !== hash) history.replaceState(null, "", hash);
-  readAddress();
+  return readAddress();
 }
 
 begin();

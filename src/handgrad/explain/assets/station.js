@@ -6,18 +6,28 @@ import { el, heatmap, low, math, number, paint, percent, size, svg, visible } fr
 const KINDS = { twin: "forward, by a twin", autograd: "autograd", differences: "finite differences", identity: "identity", rounding: "in the model's own precision" };
 let shown = 0; // which request is the newest
 
-/* Fills `panel` with the station of `state`. `tools` = { walk(by), turn(), choose({token, head}), busy(promise) } */
+/* Fills `panel` with the station of `state`. `tools` = { walk(by), turn(), choose({token, head}), busy(promise), again() } */
 export async function drawStation(panel, state, tools) {
   const mine = ++shown;
   const station = state.table.stations.find((s) => s.id === state.station);
   const { id } = state.look;
-  const [view, head, lens] = await tools.busy(
-    Promise.all([
-      ask("station", id, { station: station.id }),
-      station.index === 3 ? ask("head", id, { block: station.block, head: state.head }) : null,
-      station.stream ? ask("lens", id, { station: station.id }) : null,
-    ]),
-  );
+  let view, head, lens;
+  try {
+    [view, head, lens] = await tools.busy(
+      Promise.all([
+        ask("station", id, { station: station.id }),
+        station.index === 3 ? ask("head", id, { block: station.block, head: state.head }) : null,
+        station.stream ? ask("lens", id, { station: station.id }) : null,
+      ]),
+    );
+  } catch (reason) {
+    if (mine !== shown) return;
+    // nothing of another station stays under this one's name
+    const again = el("button", { type: "button", id: "again", onclick: () => tools.again() }, "try again");
+    panel.replaceChildren(heading(station, state, tools), el("p", { class: "problem" }, reason.message), el("p", {}, again));
+    delete panel.dataset.station;
+    throw reason;
+  }
   if (mine !== shown) return;
   const labels = state.look.tokens.map((t) => t.label);
   const parts = [

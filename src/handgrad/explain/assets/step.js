@@ -9,14 +9,19 @@ let rate = -2; // power of ten
 let optimizer = "SGD";
 let running = ""; // "one" or "many" while steps are taken
 let told = "";
+let round = 0; // of the runs: what an older one still brings is thrown away
 
 export function forgetSteps() {
   curve = [];
   moves = [];
   told = "";
+  running = "";
+  round++;
 }
 
-/* `tools` = { arrived(id) → loads that look, reset(), busy(promise) } */
+export const lastStep = () => curve.at(-1);
+
+/* `tools` = { arrived(id) → loads that look, reset(), busy(promise), header() → the loss at the top } */
 export function drawStep(panel, state, tools) {
   const { table, look } = state;
   const rates = offline ? Object.keys(stepsInFile()) : null;
@@ -28,19 +33,16 @@ export function drawStep(panel, state, tools) {
       rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
       shownRate.textContent = number(10 ** rate);
       slider.setAttribute("aria-valuetext", number(10 ** rate));
-      if (offline) { forgetSteps(); again(); panel.querySelector("#rate").focus(); }
+      if (offline) { forgetSteps(); again(); tools.header(); panel.querySelector("#rate").focus(); }
     },
   });
   slider.setAttribute("aria-valuetext", number(10 ** rate));
   const shownRate = el("output", { for: "rate", id: "shown-rate" }, number(10 ** rate));
+  const prepared = offline ? stepsInFile()[number10(rate)] : null;
+  const left = offline ? prepared.filter((step) => !step.error).length - curve.length : 20;
   const one = async () => {
-    if (offline) {
-      const taken = stepsInFile()[number10(rate)][curve.length];
-      if (!taken) throw new Error("the file holds no further steps: run handgrad explain to go on");
-      if (taken.error) throw new Error(taken.error);
-      return taken;
-    }
-    return send("step", { id: state.look.id, lr: 10 ** rate, optimizer });
+    if (offline) return prepared[curve.length];
+    return send("step", { id: lastStep()?.id ?? state.look.id, lr: 10 ** rate, optimizer });
   };
   const take = async (count) => {
     if (running) {
@@ -48,22 +50,30 @@ export function drawStep(panel, state, tools) {
       return;
     }
     running = count > 1 ? "many" : "one";
+    const mine = round;
     told = "";
     again();
     try {
       for (let i = 0; i < count && running; i++) {
         const taken = await tools.busy(one());
+        if (mine !== round) return; // the sentence is another by now
         if (!curve.length) moves = taken.moves.map((m) => ({ ...m }));
         else moves = taken.moves.map((m, t) => ({ ...m, before: moves[t].before }));
         curve.push(taken);
-        if (!offline) state.look.id = taken.id; // the next step goes on from there
         again();
+        tools.header();
       }
     } catch (reason) {
+      if (mine !== round) return;
       told = reason.message;
     }
     running = "ends";
-    if (!offline && curve.length) await tools.arrived(curve.at(-1).id);
+    try {
+      if (!offline && curve.length) await tools.arrived(lastStep().id);
+    } catch (reason) {
+      if (mine === round) told = reason.message;
+    }
+    if (mine !== round) return;
     running = "";
     again();
   };
@@ -78,16 +88,17 @@ export function drawStep(panel, state, tools) {
       el("div", { class: "field" }, el("label", { for: "rate" }, "learning rate η ", shownRate), slider),
       el("div", { class: "field" }, el("label", { for: "optimizer" }, "optimizer"), el("select", { id: "optimizer", disabled: offline, onchange: (event) => (optimizer = event.target.value) }, Object.entries(table.optimizers).map(([key, text]) => el("option", { value: key, selected: key === optimizer }, text)))),
       el("div", { class: "walk" },
-        el("button", { type: "button", id: "step-one", class: "primary", disabled: Boolean(running), onclick: () => take(1) }, "Take one step"),
-        el("button", { type: "button", id: "step-many", disabled: running === "one" || running === "ends", onclick: () => take(20) }, running === "many" ? "stop" : "run 20"),
+        el("button", { type: "button", id: "step-one", class: "primary", disabled: Boolean(running) || !left, onclick: () => take(1) }, "Take one step"),
+        el("button", { type: "button", id: "step-many", disabled: running === "one" || running === "ends" || !left, onclick: () => take(left) }, running === "many" ? "stop" : `run ${left || ""}`.trim()),
         el("button", { type: "button", id: "step-reset", disabled: Boolean(running), onclick: async () => { forgetSteps(); await tools.reset(); } }, "reset")),
       told ? el("p", { class: "problem", role: "alert" }, told) : null,
+      left ? null : el("p", { class: "soft", role: "status" }, prepared.at(-1).error ?? "These are all the steps in this file: run handgrad explain to go on."),
     ),
     last ? outcome(last) : el("p", { class: "soft" }, `The loss is ${number(look.loss, 4)} now. Take a step to see it fall.`),
     curve.length ? drawCurve() : null,
     moves.length ? drawMoves() : null,
   );
-  if (focus) panel.querySelector(`#${focus}`)?.focus();
+  if (focus) panel.querySelector(left ? `#${focus}` : `#${focus}:not([disabled]), #step-reset`)?.focus();
 }
 
 const number10 = (power) => String(Number((10 ** power).toPrecision(3)));
@@ -109,15 +120,15 @@ function drawCurve() {
   const points = [curve[0].loss, ...curve.map((c) => c.measured)];
   const all = [...points, ...curve.map((c) => c.predicted)];
   const most = Math.max(...all), least = Math.min(...all, most - 1e-6);
-  const x = (i) => 50 + (560 * i) / Math.max(1, points.length - 1), y = (v) => 14 + (140 * (most - v)) / (most - least);
+  const x = (i) => 90 + (520 * i) / Math.max(1, points.length - 1), y = (v) => 14 + (140 * (most - v)) / (most - least);
   const text = (a, b, content, anchor) => { const node = svg("text", { x: a, y: b, "text-anchor": anchor }); node.textContent = content; return node; };
   const drawing = svg(
     "svg", { viewBox: "0 0 640 180", role: "img", "aria-label": `Loss over ${curve.length} steps, from ${number(points[0])} to ${number(points.at(-1))}` },
-    svg("path", { class: "axis", d: "M50 14V154H610", fill: "none" }),
+    svg("path", { class: "axis", d: "M90 14V154H610", fill: "none" }),
     curve.map((c, i) => svg("path", { class: "guess", d: `M${x(i)} ${y(points[i])}L${x(i + 1)} ${y(c.predicted)}`, fill: "none" })),
     svg("polyline", { class: "measured", points: points.map((v, i) => `${x(i)},${y(v)}`).join(" "), fill: "none" }),
     points.map((v, i) => svg("circle", { class: "measured-point", cx: x(i), cy: y(v), r: 3.5 })),
-    text(44, 20, number(most), "end"), text(44, 156, number(least), "end"), text(50, 172, "0", "middle"), text(610, 172, `${curve.length}`, "middle"),
+    text(84, 20, number(most), "end"), text(84, 156, number(least), "end"), text(90, 172, "0", "middle"), text(610, 172, `${curve.length}`, "middle"),
   );
   return el("figure", { class: "card curve" }, el("figcaption", {}, "Loss, step by step"), drawing, el("p", { class: "words" }, `Solid: measured. Dashed: where the gradient pointed. After ${curve.length} step${curve.length === 1 ? "" : "s"} the loss is ${number(points.at(-1), 4)}, from ${number(points[0], 4)}.`));
 }
