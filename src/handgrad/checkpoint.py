@@ -73,11 +73,6 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if file.exists() or not index.exists():
-        if not file.exists() and list(folder.glob("pytorch_model*.bin")):
-            raise HandgradError(
-                f"{folder} holds pytorch_model.bin, which could run code when it is read: convert it to safetensors,"
-                " with save_pretrained of transformers"
-            )
         return read_tensors(file)
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
@@ -240,12 +235,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     if not file.exists():
-        pickled = file.with_suffix(".bin").exists()
-        why = (
-            f"{file.with_suffix('.bin').name} could run code when read, and is not"
-            if pickled
-            else "weights are missing"
-        )
+        unsafe = sorted(other.name for other in file.parent.glob("*.bin"))
+        why = "weights are missing"
+        if unsafe:
+            why = f"{unsafe[0]} could run code when it is read; convert it to safetensors, with save_pretrained"
         raise HandgradError(f"{file} does not exist: {why}")
     try:
         with safe_open(file, "pt") as f:

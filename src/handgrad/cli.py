@@ -5,20 +5,19 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from . import __version__, cli_explain, cli_models, cli_training, ledger
 from .checkpoint import load_config
 from .config import PRESETS, GPTConfig, preset
+from .display import watch
 from .errors import HandgradError
 from .files import check_writable, write_text
 from .gpt import GPT
@@ -38,7 +37,6 @@ app = typer.Typer(
 )
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
-T = TypeVar("T")
 
 ModelOption = Annotated[str | None, typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a model directory.")]
 JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout.")]
@@ -82,7 +80,7 @@ def verify(
     _check_target(json_file)
     if model is None:
         torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
-        report = ledger.run(seed, only, _watch("checking"))
+        report = ledger.run(seed, only, watch("checking"))
     elif only is not None:
         raise HandgradError("--only chooses among the paper's checks; with --model everything is checked")
     else:
@@ -111,7 +109,7 @@ def _verify_model(name: str, seed: int) -> Report:
     targets = torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator)
     targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
     targets[0] = tokens[-1]
-    report = verify_model(model, tokens, targets, lengths, seed=seed, watch=_watch("finite differences"))
+    report = verify_model(model, tokens, targets, lengths, seed=seed, watch=watch("finite differences"))
     report.title = f"{name}: {report.title} (seed {seed})"
     return report
 
@@ -297,18 +295,6 @@ def _deliver(text: str, target: str | None) -> bool:
 def _check_target(target: str | None) -> None:
     if target is not None and target != "-":
         check_writable(Path(target))
-
-
-class _watch:
-    """A progress bar on stderr around a sequence, gone when it is done."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __call__(self, sequence: Sequence[T]) -> Iterable[T]:
-        if not err.is_terminal:
-            return sequence
-        return track(sequence, self.what, console=err, transient=True)
 
 
 def main() -> None:

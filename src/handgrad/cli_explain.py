@@ -3,37 +3,33 @@
 import os
 import tempfile
 import webbrowser
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread, Timer
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 
 from . import tokenizer
 from .config import PRESETS, TrainConfig, preset
-from .display import Board, Lines
+from .display import Board, Lines, watch
 from .distributed import Ranks
 from .errors import HandgradError
 from .files import check_writable, write_text
 from .gpt import GPT
 from .material import cache_folder
 from .models import locate, open_folder, tokenizer_folder
-from .run import Run, model_folder
+from .run import RUNS, Run, model_folder, newest_run
 from .tokenizer import Tokenizer
 from .train import make_job, settings_of, train
 
-RUNS = Path("runs")
 STEPS = 400  # of the model that is trained on the spot
 TEXT = "To be, or not to be, that is the question:"
 SMALL = 5_000_000  # parameters; below, a second thread would only wait
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
-T = TypeVar("T")
 
 
 def explain(
@@ -74,7 +70,7 @@ def explain(
     if html is not None:
         from .explain.export import export
 
-        write_text(html, export(session, session.text, _watch))
+        write_text(html, export(session, session.text, watch("proving")))
         out.print(f"wrote {html}, {html.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
         return
     from .explain.server import Server
@@ -98,7 +94,7 @@ def choose(name: str | None) -> tuple[GPT, Tokenizer, str, str]:
         if "/" not in name and not Path(name).is_dir():
             raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
         folder, note = locate(name), f"from {name}"
-    elif (newest := _newest_run()) is not None:
+    elif (newest := newest_run(with_checkpoint=True)) is not None:
         folder, note = model_folder(newest), f"trained in {newest}"
         name = newest.name
     else:
@@ -119,12 +115,6 @@ def _tokenizer(folder: Path | None, network: GPT) -> Tokenizer:
         f"{folder} holds no tokenizer, and {network.config.n_vocab:,} ids are neither bytes nor GPT-2's: put its"
         " tokenizer.json there"
     )
-
-
-def _newest_run() -> Path | None:
-    """The newest run that has a whole checkpoint."""
-    runs = [path.parent for path in RUNS.glob("*/run.json") if next(Run(path.parent).whole(), None) is not None]
-    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
 
 
 def _train_on_the_spot() -> Path:
@@ -154,8 +144,3 @@ def _train_on_the_spot() -> Path:
         if not folder.exists():  # another process may have been as far
             os.replace(run.folder, folder)
     return folder
-
-
-def _watch(sequence: Sequence[T]) -> Iterable[T]:
-    """A progress bar on stderr, gone when it is done."""
-    return track(sequence, "proving", console=err, transient=True) if err.is_terminal else sequence

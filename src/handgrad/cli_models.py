@@ -101,7 +101,7 @@ def merge(
     """
     _check_new(place)
     folder = locate(adapter)
-    if not (folder / lora.files.CONFIG).exists():
+    if not lora.is_adapter(folder):
         raise HandgradError(f"{folder} is not an adapter: there is no {lora.files.CONFIG}")
     if undo and model is None:
         raise HandgradError("--undo needs the merged model: name it with --model")
@@ -153,7 +153,7 @@ def convert(
     """Write a model as another directory: in another dtype, in one file or several, with its tokenizer beside it."""
     _check_new(place)
     folder = locate(model)
-    if (folder / lora.files.CONFIG).exists() and not (folder / "config.json").exists():
+    if lora.is_adapter(folder):
         raise HandgradError(f"{folder} is an adapter: handgrad merge makes a model of it")
     network = open_folder(folder)
     spoken = tokenizer_folder(folder)

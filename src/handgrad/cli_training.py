@@ -25,7 +25,7 @@ from .errors import HandgradError
 from .files import write_folder, write_text
 from .generate import generate as write_on
 from .models import locate, open_folder, tokenizer_of
-from .run import Checkpoint, Run, model_folder
+from .run import RUNS, Checkpoint, Run, model_folder, newest_run
 from .run_report import report
 from .tokenizer import KINDS
 from .train import Display, Job, Outcome, config_from, make_job, sample, settings_of
@@ -33,7 +33,6 @@ from .train import train as run_loop
 
 C = TypeVar("C", bound=TrainConfig)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
-RUNS = Path("runs")
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -164,7 +163,10 @@ def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks:
     display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
     checkpoint: Checkpoint | None = None
     if resume:
-        run = Run(folder or _newest_run())
+        found = folder or newest_run()
+        if found is None:
+            raise HandgradError(f"there is no run to resume in {RUNS}/: name its folder with --out")
+        run = Run(found)
         settings = replace(config_from(run.settings(), kind), **_only_the_end(given, shape, file))
         ranks.together(run.hold)
         for broken in run.damaged():
@@ -195,12 +197,11 @@ def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks:
         ranks.together(lambda: _begin(job, run, resume))
         display.begin(job)
         outcome = run_loop(job, run, ranks, _tensorboard(run, display) if job.config.tensorboard else display)
-        if ranks.first:
-            display.end()
-            _conclude(job, run, outcome)
     finally:
         display.end()
         run.release()
+    if ranks.first:
+        _conclude(job, run, outcome)
 
 
 def _begin(job: Job, run: Run, resume: bool) -> None:
@@ -325,13 +326,6 @@ def _number(value: object) -> object:
 def _next_run(model: str) -> Path:
     name = Path(model).name or "run"
     return next(RUNS / f"{name}-{i}" for i in range(1, 1 << 30) if not (RUNS / f"{name}-{i}").exists())
-
-
-def _newest_run() -> Path:
-    runs = [path.parent for path in RUNS.glob("*/run.json")]
-    if not runs:
-        raise HandgradError("there is no run to resume in runs/: name its folder with --out")
-    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
 
 
 class _Both:

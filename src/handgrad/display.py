@@ -1,19 +1,20 @@
 """How a run is shown: live on a terminal, plain lines elsewhere."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.table import Table
 from rich.text import Text
 
 from .config import FinetuneConfig
 from .train import Job
 
+T = TypeVar("T")
 TICKS = "▁▂▃▄▅▆▇█"
 
 
@@ -187,3 +188,9 @@ def _clock(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def watch(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
+    """A progress bar on stderr around a sequence, gone when it is done."""
+    err = Console(stderr=True, emoji=False)
+    return lambda sequence: track(sequence, what, console=err, transient=True) if err.is_terminal else sequence

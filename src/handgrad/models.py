@@ -28,7 +28,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
 
 def open_folder(folder: Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GPT:
     """A model from the folder that `locate` found."""
-    if (folder / lora.files.CONFIG).exists() and not (folder / "config.json").exists():
+    if lora.is_adapter(folder):
         model = load_directory(base_of(folder), dtype=dtype, device=device)
         lora.load(model, folder)
         return model
@@ -61,7 +61,7 @@ def tokenizer_folder(folder: Path) -> Path | None:
     """Where the tokenizer of a model lies: beside it, or, for an adapter, perhaps with its base model."""
     if (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists():
         return folder
-    if (folder / lora.files.CONFIG).exists():
+    if lora.is_adapter(folder):
         return tokenizer_folder(base_of(folder))
     return None
 

@@ -32,6 +32,7 @@ from .gpt import GPT
 from .tokenizer import Tokenizer
 
 PREFIX = "step-"
+RUNS = Path("runs")  # where runs go that nobody has named
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,14 @@ def _whole(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
+
+
+def newest_run(with_checkpoint: bool = False) -> Path | None:
+    """The run in runs/ that was begun or taken up last."""
+    runs = [path.parent for path in RUNS.glob("*/run.json")]
+    if with_checkpoint:
+        runs = [path for path in runs if next(Run(path).whole(), None) is not None]
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
 
 
 def model_folder(path: Path) -> Path:

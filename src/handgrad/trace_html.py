@@ -12,7 +12,7 @@ DECADES = 4  # of length that the colours tell apart
 
 def trace_html(values: Mapping[str, Tensor], loss: float) -> str:
     stations = {name: x for name, x in values.items() if _station(name) and x.ndim == 2}
-    rows = sorted(stations, key=_depth)
+    rows = sorted(stations, key=depth)
     lengths = {name: stations[name].double().norm(dim=1).tolist() for name in rows}
     most = max((x for row in lengths.values() for x in row), default=0.0)
     ids = values["a_0"].tolist() if "a_0" in values else []
@@ -42,11 +42,11 @@ def _station(name: str) -> bool:
     return kind == "delta" and index.isdigit()
 
 
-def _depth(name: str) -> tuple[int, int]:
-    """The order of the forward pass."""
-    path, _, last = name.rpartition(".")
-    index = int(last.partition("_")[2])
-    return (int(path.split(".")[1]) if path else math.inf, index)  # type: ignore[return-value]
+def depth(name: str) -> tuple[int, int]:
+    """Where an error signal stands: its block, the layers above all blocks last, and its number there."""
+    block = int(name.split(".")[1]) if name.startswith("blocks.") else 1 << 30
+    last = name.rpartition("_")[2]
+    return block, int(last) if last.isdigit() else 0
 
 
 def _cell(x: float, most: float) -> str:

@@ -29,6 +29,7 @@ from .optim import OptimizerInBackward
 from .plan import make_plan, product_rate
 from .run import Checkpoint, Run, model_folder
 from .tokenizer import Tokenizer
+from .trace_html import depth
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -198,15 +199,8 @@ def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | N
         if down:
             return f"on the way down {down[0]} was the first to go wrong"
         if bad:
-            return f"on the way up {max(bad, key=_depth)} was the first to go wrong"
+            return f"on the way up {max(bad, key=depth)} was the first to go wrong"
     return "no single sequence shows it alone"
-
-
-def _depth(name: str) -> tuple[int, int]:
-    """Where an error signal stands: the higher, the earlier on the way up."""
-    block = int(name.split(".")[1]) if name.startswith("blocks.") else 1 << 30
-    last = name.rpartition("_")[2]
-    return block, int(last) if last.isdigit() else 0
 
 
 @torch.no_grad()
@@ -309,7 +303,7 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     files, corpus = _files(config)
     folder = Path(config.model)
     directory = checkpoint.folder if checkpoint is not None else model_folder(folder) if folder.is_dir() else None
-    if directory is not None and (directory / lora.files.CONFIG).exists():
+    if directory is not None and lora.is_adapter(directory):
         raise HandgradError(f"{directory} is an adapter: merge it first (handgrad merge), or use handgrad finetune")
     if checkpoint is None and directory is not None and (config.shape or config.tokenizer):
         fixed = f"--{config.shape[0][0].replace('_', '-')}" if config.shape else "--tokenizer"

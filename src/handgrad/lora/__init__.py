@@ -7,7 +7,7 @@ lora.remove(model)                                     as if they had never been
 """
 
 from .adapters import Merged, adapters_of, apply, choose, inject, layers_of, merge, remove, unmerge
-from .files import base_of, load, read_config, save
+from .files import base_of, is_adapter, load, read_config, save
 
 __all__ = [
     "Merged",
@@ -16,6 +16,7 @@ __all__ = [
     "base_of",
     "choose",
     "inject",
+    "is_adapter",
     "layers_of",
     "load",
     "merge",

@@ -209,7 +209,7 @@ def _modules(model: GPT, name: str) -> dict[str, nn.Module]:
 def modules_to_save(model: GPT) -> dict[str, nn.Module]:
     """The layers that are trained whole, by their full names."""
     wanted = () if model.adapter is None else model.adapter.modules_to_save
-    return {name: module for one in wanted for name, module in _modules(model, one).items()}
+    return {name.removesuffix(".base"): module for one in wanted for name, module in _modules(model, one).items()}
 
 
 # ── merging ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,8 +258,6 @@ def unmerge(model: GPT, taken: Merged) -> None:
             raise HandgradError(f"the adapter stood beside {name}, which this model does not have in that shape")
         w = base.effective_weight().double()
         if adapter.magnitude is not None:
-            if name not in taken.norms:
-                raise HandgradError(f"{name}: the norms of its columns before merging are not known")
             w = w * (taken.norms[name].double() / adapter.magnitude.double())
         w = w - adapter.scale * adapter.down.double() @ adapter.up.double()
         _set_weight(base, w)

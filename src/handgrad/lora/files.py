@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint import read_json, read_tensors
 from ..config import LoRAConfig, matches
@@ -53,16 +53,11 @@ def write(model: GPT, folder: Path) -> None:
         if adapter.magnitude is not None:
             tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude
     for name, module in modules_to_save(model).items():
-        for kind, p in _own(module).items():
+        for kind, p in module.named_parameters(recurse=False):
             tensors[f"{PREFIX}{name}.{kind}"] = p
     ready = {name: t.detach().contiguous() for name, t in tensors.items()}
     save_file(ready, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(_peft_config(model), indent=2) + "\n", encoding="utf-8")
-
-
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's weight and bias, without those of an adapter beside it."""
-    return {name.removeprefix("base."): p for name, p in module.named_parameters() if name.endswith(("weight", "bias"))}
 
 
 def _peft_config(model: GPT) -> dict[str, object]:
@@ -141,7 +136,7 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
         if not config.dora and "lora_magnitude_vector" in parts:
             raise HandgradError(f"{file}: {name} has a magnitude, but {CONFIG} does not say use_dora")
     _check_rest(model, config, rest | copies, file)
-    strange = [n for n in rest if not any(f".{n.rpartition('.')[0]}".endswith(f".{w}") for w in config.modules_to_save)]
+    strange = [name for name in rest if not any(_belongs(name, layer) for layer in config.modules_to_save)]
     if strange:
         raise HandgradError(f"{file}: {strange[0]} is there whole, but {CONFIG} does not list it in modules_to_save")
     config = replace(
@@ -202,6 +197,11 @@ def read_config(folder: Path) -> LoRAConfig:
         raise HandgradError(f"{file}: {mistake}") from None
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter, and not a model."""
+    return (folder / CONFIG).exists() and not (folder / "config.json").exists()
+
+
 def base_of(folder: Path) -> str | None:
     """The model that an adapter was made for, as its configuration names it."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")
@@ -250,9 +250,14 @@ def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: P
                 f"{file}: {name} is {tuple(tensor.shape)}, and for this model it has to be {wanted}: the adapter belongs"
                 " to another model"
             )
-    for wanted_name in config.modules_to_save:
-        if not any(f".{name.rpartition('.')[0]}".endswith(f".{wanted_name}") for name in rest):
-            raise HandgradError(f"{file}: {wanted_name} should be there whole (modules_to_save), and is missing")
+    for layer in config.modules_to_save:
+        if not any(_belongs(name, layer) for name in rest):
+            raise HandgradError(f"{file}: {layer} should be there whole (modules_to_save), and is missing")
+
+
+def _belongs(tensor: str, layer: str) -> bool:
+    """Whether a tensor is of a layer of this name, or whose name ends so."""
+    return f".{tensor.rpartition('.')[0]}".endswith(f".{layer}")
 
 
 @torch.no_grad()
