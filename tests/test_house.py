@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LEVELS = [
     {"errors"},
     {"machine", "files", "reading", "report", "trace_html"},
-    {"config", "paper", "material", "distributed"},
+    {"config", "paper", "material", "distributed", "manifest"},
     {"tokenizer", "chat"},
     {"data"},
     {"examples"},
@@ -27,7 +27,7 @@ LEVELS = [
     {"verify", "plan", "run"},
     {"models", "merging", "judge"},
     {"ledger", "train", "run_report", "examples_report", "explain"},
-    {"display", "finetune"},
+    {"display", "finetune", "lifecycle"},
     {"cli_training"},
     {"cli_models", "cli_explain"},
     {"cli"},

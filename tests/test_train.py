@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -81,7 +80,7 @@ def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None
     records = run.records()
     losses = [r["loss"] for r in records if "loss" in r]
     assert losses[-1] < losses[0]
-    assert {"lr", "grad_norm", "tokens_per_second", "of_bound", "memory", "grad_norms"} <= set(records[1])
+    assert {"lr", "grad_norm", "tokens_per_second", "mfu", "memory", "grad_norms"} <= set(records[1])
     assert [r["step"] for r in records if "val_loss" in r] == [0, 10, 20]
     page = (tmp_path / "r" / "report.html").read_text()
     assert "<svg" in page and "block 1" in page and "http" not in page
@@ -123,49 +122,14 @@ def test_resuming_is_exact(text: Path, tmp_path: Path, options: list[str]) -> No
     assert handgrad_train("--data", text, "--out", tmp_path / "b", "--steps", 12, *SMALL, *options).returncode == 0
     # as if the second had ended after its checkpoint of step 5 or 10
     for late in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
-        (late / "training.json").write_text("{")
+        (late / "handgrad-manifest.json").write_text("{")
     again = handgrad_train("--resume", "--out", tmp_path / "b")
     assert again.returncode == 0, again.stderr
-    assert "is damaged" in again.stdout and "from step 10" in again.stdout
+    assert "left aside" in again.stdout and "from step 10" in again.stdout
     one, other = weights(tmp_path / "a", 12), weights(tmp_path / "b", 12)
     assert all(torch.equal(one[name], other[name]) for name in one)
     steps = [(r["step"], "loss" in r) for r in Run(tmp_path / "b").records()]
     assert len(steps) == len(set(steps)), "no step is logged twice"
-
-
-def test_killed_at_random_moments_and_still_the_same_weights(text: Path, tmp_path: Path) -> None:
-    """kill -9 at moments drawn at random, with a checkpoint after every step: many fall into a save. `make long` does it
-    thirty times."""
-    wanted = int(os.environ.get("HANDGRAD_KILLS", "5"))
-    often = [*SMALL, "--save-every", 1, "--eval-every", 1000, "--sample-tokens", 0]
-    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 400, *often).returncode == 0
-    draw = random.Random(0)
-    arguments: list[object] = ["--data", text, "--out", tmp_path / "b", "--steps", 400, *often]
-    kills = during_a_save = 0
-    while True:
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(command(*arguments), stdout=log, stderr=subprocess.STDOUT)
-        try:
-            if kills >= wanted:
-                process.wait()
-                break
-            checkpoints = tmp_path / "b" / "checkpoints"
-            while not list(checkpoints.glob("step-*")) and process.poll() is None and kills == 0:
-                time.sleep(0.01)
-            before = {p.name for p in checkpoints.glob("step-*")}
-            while {p.name for p in checkpoints.glob("step-*")} <= before and process.poll() is None:
-                time.sleep(0.002)
-            time.sleep(draw.uniform(0, 0.05))
-            during_a_save += bool(list(checkpoints.glob(".step-*")))
-        finally:
-            process.kill()
-        process.wait()
-        kills += 1
-        arguments = ["--resume", "--out", tmp_path / "b"]
-    assert process.returncode == 0, (tmp_path / "log").read_text()
-    assert during_a_save >= wanted // 10, "some kills must have fallen into a save"
-    one, other = weights(tmp_path / "a", 400), weights(tmp_path / "b", 400)
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -188,7 +152,7 @@ def test_a_loss_that_explodes_is_diagnosed(text: Path, tmp_path: Path) -> None:
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *wild)
     assert done.returncode == 1
     assert "first to go wrong" in done.stderr
-    for checkpoint in Run(tmp_path / "r").whole():
+    for checkpoint in Run(tmp_path / "r").usable():
         assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
 
 
@@ -220,12 +184,13 @@ def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> No
         (["--model", "nope"], "neither a preset"),
         (["--config", "none.toml"], "there is no file"),
         (["--n-context", "100000"], "too few for a context"),
-        (["--resume", "--out", "nowhere"], "no run.json to resume"),
+        (["--resume"], "no run to resume in runs/"),
+        (["--resume", "--out", "."], "is not the folder of a run"),
         (["--lr", "-1"], "--lr must be above 0"),
         (["--lr", "nan"], "--lr must be a number"),
         (["--optimizer", "LBFGS"], "choose another optimizer"),
         (["--tokenizer", "bpe:100"], "--tokenizer bpe:100: give bpe:N"),
-        (["--out", "text.txt/x"], "nothing can be written in"),
+        (["--out", "text.txt/x"], "cannot write in"),
         (["--tensorboard"], "needs the package tensorboard"),
     ],
 )
@@ -245,7 +210,7 @@ def test_a_folder_in_use_and_a_folder_that_exists(text: Path, tmp_path: Path) ->
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
     assert done.returncode == 1 and "exists already" in done.stderr
     run = Run(tmp_path / "r")
-    run.hold()
+    run.lock()
     done = handgrad_train("--resume", "--out", tmp_path / "r", "--steps", 9)
     run.release()
     assert done.returncode == 1 and "another process is training" in done.stderr
@@ -404,11 +369,11 @@ targets[3:, 2:] = -100  # the processes hold very different numbers of targets
 first, count = ranks.share(0, 8)
 mine = slice(first, first + count)
 n_targets = int((targets != -100).sum())
-model.loss_and_grads(tokens[mine], targets[mine], n_targets=n_targets, finished=ranks.sum_behind)
+model.loss_and_grads(tokens[mine], targets[mine], n_targets=n_targets, finished=ranks.all_reduce_async)
 ranks.wait()
 if ranks.first:
     save_file({name: p.grad for name, p in model.named_parameters()}, sys.argv[1])
-ranks.leave()
+ranks.shutdown()
 """
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import manifest
 from .config import GPTConfig
 from .errors import HandgradError
 from .files import write_folder
@@ -33,6 +34,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     or changed, and the file itself never changes."""
     folder = Path(path)
     config = load_config(folder)
+    manifest.check_present(folder)
     tensors = {name.removeprefix("transformer."): t for name, t in _weights(folder).items()}
     if "wte.weight" in tensors:  # what is stored counts, whatever config.json says
         head = tensors.get("lm_head.weight")
@@ -137,7 +139,12 @@ def save(model: GPT, path: str | Path, *, dtype: torch.dtype | None = None, shar
     _check_saveable(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
-    write_folder(folder, lambda partial: write_model(model, partial, dtype, shard_bytes), stale=_OLD_WEIGHTS)
+
+    def fill(partial: Path) -> None:
+        write_model(model, partial, dtype, shard_bytes)
+        manifest.write(partial)
+
+    write_folder(folder, fill, stale=_OLD_WEIGHTS)
 
 
 def write_model(

@@ -302,11 +302,13 @@ def main() -> None:
     try:
         app()
     except (HandgradError, OSError) as mistake:
-        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
-            err.print(f"handgrad: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
+        if not getattr(mistake, "silent", False):
+            rank = os.environ.get("RANK", "0")
+            who = "handgrad" if rank == "0" else f"handgrad, process {rank}"
+            err.print(f"{who}: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(1)
     except KeyboardInterrupt:
-        err.print("interrupted; what was saved is whole", highlight=False)
+        err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
         sys.exit(130)
 
 

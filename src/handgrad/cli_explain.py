@@ -1,7 +1,5 @@
 """The command explain: which model, then the page on this machine or in a file."""
 
-import os
-import tempfile
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
@@ -19,11 +17,12 @@ from .distributed import Ranks
 from .errors import HandgradError
 from .files import check_writable, write_text
 from .gpt import GPT
+from .lifecycle import Request, carry_out
 from .material import cache_folder
 from .models import locate, open_folder, tokenizer_folder
-from .run import RUNS, Run, model_folder, newest_run
+from .run import RUNS, model_folder, newest_run
 from .tokenizer import Tokenizer
-from .train import make_job, settings_of, train
+from .train import make_job
 
 STEPS = 400  # of the model that is trained on the spot
 TEXT = "To be, or not to be, that is the question:"
@@ -118,29 +117,17 @@ def _tokenizer(folder: Path | None, network: GPT) -> Tokenizer:
 
 
 def _train_on_the_spot() -> Path:
-    """The small model of `make demo`, for a short while; kept for the next time."""
+    """The small model of `make demo`, trained for a short while; kept for the next time."""
     folder = cache_folder() / "explain" / f"nano-{STEPS}"
-    if folder.exists() and next(Run(folder).whole(), None) is not None:
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
-    with tempfile.TemporaryDirectory(prefix=".nano-", dir=folder.parent) as scratch:
-        ranks, run = Ranks(), Run(Path(scratch) / "run")
-        try:
-            job = make_job(
-                TrainConfig(steps=STEPS, eval_every=STEPS, save_every=STEPS, sample_tokens=0), ranks, display
-            )
-            run.create(settings_of(job))
-            run.hold()
-            display.begin(job)
-            outcome = train(job, run, ranks, display)
-        finally:
-            display.end()
-            run.release()
-            ranks.leave()
-        if not outcome.finished:
-            raise KeyboardInterrupt
-        if not folder.exists():  # another process may have been as far
-            os.replace(run.folder, folder)
+    if not folder.exists():
+        display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
+    options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
+    ranks = Ranks()
+    try:
+        result = carry_out(Request(TrainConfig, make_job, options, folder, resume=True), ranks, display)
+    finally:
+        ranks.shutdown()
+    if result is None or not result.outcome.finished:
+        raise KeyboardInterrupt
     return folder

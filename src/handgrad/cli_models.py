@@ -8,9 +8,9 @@ import torch
 import typer
 from rich.console import Console
 
-from . import lora, tokenizer
+from . import lora, manifest, tokenizer
 from .checkpoint import load, stored_dtype, write_model
-from .cli_training import KEEPING, LEARNING, Options, carry_out, with_options
+from .cli_training import KEEPING, LEARNING, Options, run_command, with_options
 from .config import LOSS_ON, TOO_LONG, FinetuneConfig
 from .errors import HandgradError
 from .files import write_folder
@@ -77,7 +77,7 @@ def finetune(**given: Any) -> None:
     (with --full the model, as model/), beside checkpoints, metrics.jsonl and report.html. Ctrl-C, --resume and torchrun
     work as with handgrad train.
     """
-    carry_out(given, FinetuneConfig, make_job)
+    run_command(given, FinetuneConfig, make_job)
 
 
 Dtype = Annotated[str | None, typer.Option(help="Store as float32, bfloat16 or float16. \\[default: as it was]")]
@@ -132,6 +132,7 @@ def merge(
             tokenizer.read(spoken).write(partial)
         if not undo:
             write_merge(taken, network, folder, partial)
+        manifest.write(partial)
 
     write_folder(place, fill)
     what = "taken out of" if undo else "merged into"
@@ -164,6 +165,7 @@ def convert(
         write_model(network, partial, store, limit, like=folder)
         if spoken is not None:
             tokenizer.read(spoken).write(partial)
+        manifest.write(partial)
 
     write_folder(place, fill)
     files = sorted(place.glob("*.safetensors"))

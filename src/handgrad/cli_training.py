@@ -3,11 +3,10 @@
 import importlib.util
 import inspect
 import math
-import shutil
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar, get_args, get_type_hints
 
@@ -18,21 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from . import material
-from .config import PRESETS, SCHEDULES, FinetuneConfig, TrainConfig
+from .config import PRESETS, SCHEDULES, TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
 from .errors import HandgradError
-from .files import write_folder, write_text
 from .generate import generate as write_on
+from .lifecycle import Prepare, Request, Result, carry_out
 from .models import locate, open_folder, tokenizer_of
-from .run import RUNS, Checkpoint, Run, model_folder, newest_run
-from .run_report import report
+from .run import Run
 from .tokenizer import KINDS
-from .train import Display, Job, Outcome, config_from, make_job, sample, settings_of
-from .train import train as run_loop
+from .train import make_job
 
 C = TypeVar("C", bound=TrainConfig)
-Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -143,136 +139,66 @@ def train(**given: Any) -> None:
     open in transformers, metrics.jsonl and report.html. Ctrl-C finishes the step, saves and ends; --resume goes on exactly
     there. The same command under torchrun --nproc-per-node N -m handgrad trains in N processes.
     """
-    carry_out(given, TrainConfig, make_job)
+    run_command(given, TrainConfig, make_job)
 
 
-def carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> None:
-    """A run by the options that were typed: prepared, then trained by the one loop; in every process of it."""
+def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> None:
+    """A run by the options that were typed, in every process of it; then what it came to."""
     given = {name: value for name, value in given.items() if value is not None and value != []}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     ranks = Ranks()
     try:
-        _carry_out(given, kind, prepare, ranks)
+        result = _run(given, kind, prepare, ranks)
+        if result is not None and ranks.first:
+            _print_result(result)
+    except HandgradError as mistake:
+        mistake.silent = not ranks.is_mine(str(mistake))
+        raise
     finally:
-        ranks.leave()
+        ranks.shutdown()
 
 
-def _carry_out(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks: Ranks) -> None:
+def _run(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks: Ranks) -> Result | None:
     folder, resume, file = given.pop("out", None), given.pop("resume", False), given.pop("config", None)
-    shape = {name: given.pop(name) for name in SHAPE if name in given}
-    display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
-    checkpoint: Checkpoint | None = None
-    if resume:
-        found = folder or newest_run()
-        if found is None:
-            raise HandgradError(f"there is no run to resume in {RUNS}/: name its folder with --out")
-        run = Run(found)
-        settings = replace(config_from(run.settings(), kind), **_only_the_end(given, shape, file))
-        ranks.together(run.hold)
-        for broken in run.damaged():
-            display.say(f"{broken} is damaged and is left aside")
-        checkpoint = next(run.whole(), None)
-        at = (
-            f"step {checkpoint.step:,} ({checkpoint.folder})" if checkpoint else "the beginning: no checkpoint is there"
-        )
-        display.say(f"resuming {run.folder} from {at}")
-    else:
-        from_file = _read_config(file, kind) if file is not None else {}
-        folder = folder or from_file.pop("out", None)
-        shape = dict(from_file.pop("shape", ())) | shape
-        settings = kind(**{**from_file, **given, "shape": tuple(sorted(shape.items()))})
-        run = Run(Path(ranks.agree(lambda: str(folder or _next_run(settings.model)))))
-        ranks.together(run.check_free)
-    if settings.tensorboard:
+    dry_run = given.pop("dry_run", False)
+    from_file = _read_config(file, kind) if file is not None else {}
+    folder = folder or from_file.pop("out", None)
+    shape = dict(from_file.pop("shape", ())) | {name: given.pop(name) for name in SHAPE if name in given}
+    options = {**from_file, **given, **({"shape": tuple(sorted(shape.items()))} if shape else {})}
+    if options.get("tensorboard"):
         _need_tensorboard()
-    try:
-        job = prepare(settings, ranks, display, checkpoint)
-        if settings.patience is not None and job.validation is None:
-            raise HandgradError("--patience needs examples to validate on: give --val-share or --val-data")
-        if resume and job.ended:
-            remedy = "make it longer with --steps, --epochs or --minutes"
-            if job.progress < 1:
-                remedy = "be more patient with --patience"
-            raise HandgradError(f"{run.folder} is at step {job.step:,} already, and ends there: {remedy}")
-        ranks.together(lambda: _begin(job, run, resume))
-        display.begin(job)
-        outcome = run_loop(job, run, ranks, _tensorboard(run, display) if job.config.tensorboard else display)
-    finally:
-        display.end()
-        run.release()
-    if ranks.first:
-        _conclude(job, run, outcome)
+    display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
+    return carry_out(Request(kind, prepare, options, folder, resume, dry_run), ranks, display)
 
 
-def _begin(job: Job, run: Run, resume: bool) -> None:
-    if resume:
-        run.go_on(settings_of(job), job.step if job.resumed else -1)
-    else:
-        run.create(settings_of(job))
-        run.hold()
-
-
-def _conclude(job: Job, run: Run, outcome: Outcome) -> None:
-    write_text(run.folder / "report.html", report(run))
+def _print_result(result: Result) -> None:
+    job, outcome = result.job, result.outcome
     if outcome.finished:
         loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
-        if math.isfinite(job.best) and outcome.val_loss is not None and job.best < outcome.val_loss:
+        if outcome.val_loss is None and math.isfinite(outcome.loss):
+            loss = f", loss {outcome.loss:.4f}"
+        if outcome.val_loss is not None and job.best < outcome.val_loss:
             loss += f", the best {job.best:.4f}"
         early = ", because the validation loss no longer fell" if outcome.early else ""
         out.print(f"finished after {outcome.step:,} steps{early}{loss}", highlight=False)
     else:
-        resume = f"handgrad {job.config.command} --resume --out {run.folder}"
+        resume = f"handgrad {job.config.command} --resume --out {result.folder}"
         out.print(
             f"stopped after {outcome.step:,} steps; go on with: {resume}", highlight=False, soft_wrap=True, markup=False
         )
-    written = sample(job)
-    if written:
+    if result.text:
         out.rule(f"what it writes after {outcome.step:,} steps", style="dim")
-        out.print(written, highlight=False, markup=False, soft_wrap=True)
+        out.print(result.text, highlight=False, markup=False, soft_wrap=True)
         out.rule(style="dim")
-    places = [("report", run.folder / "report.html")]
-    if isinstance(job.config, FinetuneConfig):
-        places.append(("model" if job.config.full else "adapter", _deliver(job, run)))
-    else:
-        places.append(("model", outcome.checkpoint))
-    for what, place in reversed(places):
-        out.print(f"{what:<8}{place}", highlight=False, soft_wrap=True, markup=False)
-
-
-def _deliver(job: Job, run: Run) -> Path:
-    """The best checkpoint without what only training needs, under a name that does not change."""
-    best = model_folder(run.folder)
-    place = run.folder / ("model" if job.model.adapter is None else "adapter")
-
-    def fill(partial: Path) -> None:
-        for file in best.iterdir():
-            if file.name not in ("optimizer.safetensors", "training.json"):
-                shutil.copy2(file, partial / file.name)
-
-    write_folder(place, fill)
-    return place
-
-
-def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | None) -> dict[str, Any]:
-    """A run that goes on may be made longer or watched differently; what it computes stays as it was."""
-    free = {
-        "steps",
-        "epochs",
-        "minutes",
-        "log_every",
-        "eval_every",
-        "save_every",
-        "keep",
-        "patience",
-        "sample_tokens",
-        "tensorboard",
-    }
-    fixed = sorted((set(given) | set(shape)) - free)
-    if fixed or file is not None:
-        what = "--config" if file is not None else f"--{fixed[0].replace('_', '-')}"
-        raise HandgradError(f"{what} cannot change when a run is resumed: leave it out, or begin a new run")
-    lengths = {name: None for name in ("steps", "epochs", "minutes") if {"steps", "epochs", "minutes"} & set(given)}
-    return lengths | given
+    if result.base_was_better:
+        err.print(
+            f"The model was better before training: its validation loss was {job.initial:.4f}, the best after it is"
+            f" {job.best:.4f}. What is delivered is the best trained step; try a smaller --lr, fewer steps or more data.",
+            style="bold yellow", highlight=False,
+        )  # fmt: skip
+    what = "adapter" if job.model.adapter is not None else "model"
+    for name, place in ((what, result.place), ("report", result.folder / "report.html")):
+        out.print(f"{name:<8}{place}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _read_config(file: Path, kind: type[TrainConfig]) -> dict[str, Any]:
@@ -321,11 +247,6 @@ def _number(value: object) -> object:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _next_run(model: str) -> Path:
-    name = Path(model).name or "run"
-    return next(RUNS / f"{name}-{i}" for i in range(1, 1 << 30) if not (RUNS / f"{name}-{i}").exists())
 
 
 class _Both:

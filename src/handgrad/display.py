@@ -48,7 +48,7 @@ class Lines:
             self.say(
                 f"step {record['step']:>7,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}"
                 f"  |∂| {_number(record['grad_norm'], '.3f')}  {record['tokens_per_second']:,.0f} tokens/s"
-                f"  {100 * record['of_bound']:.0f} % of the products' rate  {record['memory'] / 1e6:,.0f} MB"
+                f"  {100 * record['mfu']:.0f} % of matmul peak  {record['memory'] / 1e6:,.0f} MB"
             )
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Board(Lines):
             ("gradient norm", _number(r.get("grad_norm"), ".3f")),
             ("best", _number(best, ".4f")),
             ("tokens/s", _number(r.get("tokens_per_second"), ",.0f")),
-            ("of the products' rate", _number(r.get("of_bound"), ".0%")),
+            ("of matmul peak", _number(r.get("mfu"), ".0%")),
             ("memory", f"{r['memory'] / 1e6:,.0f} MB" if r else "–"),
         ]
         for i in range(0, 9, 3):

@@ -1,19 +1,28 @@
-"""Several processes that train one model, on torch.distributed: gloo between processors, nccl between GPUs.
+"""Several processes that train one model, on torch.distributed.
 
 Each process takes its share of the sequences of a batch. As soon as the gradients of a layer are final they are summed
-over the processes while the way back goes on below it. Every gradient is already divided by the number of targets of all
-processes together, so a sum is all that is needed, however unevenly the targets lie.
+over the processes while the backward pass continues below it. Gradients are pre-divided by the global number of targets,
+so processes with different numbers of targets are weighted correctly.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .errors import HandgradError
+
+T = TypeVar("T")
+PATIENCE = 2.0  # seconds that a process waits to see whether the first one has the same error
+
+
+class LostPeerError(HandgradError):
+    """Another process of the group has ended."""
 
 
 class Ranks:
@@ -24,8 +33,10 @@ class Ranks:
         self.rank = int(os.environ.get("RANK", "0"))
         self.under_way: list[Any] = []
         if self.size > 1 and not dist.is_initialized():
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend)
+            with self._peers():
+                self.store = self._open_store()
+                # gloo, because models and gradients are on the CPU
+                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size)
         if self.size > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 
@@ -48,55 +59,100 @@ class Ranks:
         if self.size == 1:
             return list(values)
         both = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(both)
+        with self._peers():
+            dist.all_reduce(both)
         return [float(x) for x in both]
 
-    def sum_behind(self, layer: list[nn.Parameter]) -> None:
-        """Begin to sum a layer's gradients, and come back at once."""
+    def all_reduce_async(self, layer: list[nn.Parameter]) -> None:
+        """Begin to sum a layer's gradients over the processes, and return at once."""
         if self.size > 1:
-            for p in layer:
-                if p.grad is not None:
-                    self.under_way.append(dist.all_reduce(p.grad, async_op=True))
+            with self._peers():
+                for p in layer:
+                    if p.grad is not None:
+                        self.under_way.append(dist.all_reduce(p.grad, async_op=True))
 
-    def sum_now(self, layer: list[nn.Parameter]) -> None:
-        """The same, and wait."""
-        self.sum_behind(layer)
+    def all_reduce(self, layer: list[nn.Parameter]) -> None:
+        """Sum a layer's gradients over the processes."""
+        self.all_reduce_async(layer)
         self.wait()
 
     def wait(self) -> None:
-        for work in self.under_way:
-            work.wait()
+        """Until all sums under way are complete."""
+        with self._peers():
+            for work in self.under_way:
+                work.wait()
         self.under_way.clear()
 
-    def agree(self, make: Callable[[], str]) -> str:
-        """What the first process makes, to all; the others wait for it."""
+    def broadcast(self, make: Callable[[], str]) -> str:
+        """What the first process makes, to all. If it fails there, all fail with its reason."""
         if self.size == 1:
             return make()
-        said = make().encode() if self.first else b""
-        size = torch.tensor([len(said)])
-        dist.broadcast(size, 0)
-        text = torch.tensor(list(said) if self.first else [0] * int(size), dtype=torch.uint8)
-        dist.broadcast(text, 0)
-        return bytes(text.tolist()).decode()
-
-    def together(self, act: Callable[[], None]) -> None:
-        """The first process acts; if it fails, all fail with its reason."""
-
-        def attempt() -> str:
+        said = b""
+        if self.first:
             try:
-                act()
+                said = b"+" + make().encode()
             except HandgradError as mistake:
-                return str(mistake)
+                said = b"-" + str(mistake).encode()
+        with self._peers():
+            size = torch.tensor([len(said)])
+            dist.broadcast(size, 0)
+            text = torch.tensor(list(said) if self.first else [0] * int(size), dtype=torch.uint8)
+            dist.broadcast(text, 0)
+        answer = bytes(text.tolist()).decode()
+        if answer[0] == "-":
+            raise HandgradError(answer[1:])
+        return answer[1:]
+
+    def run_on_first(self, act: Callable[[], object]) -> None:
+        """The first process acts, the others wait; if it fails, all fail with its reason."""
+
+        def acted() -> str:
+            act()
             return ""
 
-        mistake = self.agree(attempt)
-        if mistake:
-            raise HandgradError(mistake)
+        self.broadcast(acted)
 
-    def meet(self) -> None:
+    def first_then_others(self, make: Callable[[], T]) -> T:
+        """Every process makes the same thing: the first one before the others, which then find it in the cache."""
         if self.size > 1:
-            dist.barrier()
+            self.run_on_first(make)
+        return make()
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    def is_mine(self, error: str) -> bool:
+        """Whether this process should print an error: of several with the same one, only the first does."""
+        if self.size == 1:
+            return True
+        with contextlib.suppress(Exception):  # the store may be gone with the process that kept it
+            if self.first:
+                self.store.set("error", error)
+                return True
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                if self.store.check(["error"]):
+                    return bool(self.store.get("error").decode() != error)
+                time.sleep(0.02)
+        return True
+
+    def _open_store(self) -> Any:
+        """Where the processes find each other. torchrun keeps one store over all its restarts: without a prefix for each,
+        a restarted group would find the addresses of the processes that died."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself keeps the store
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        library: Any = dist  # its stores are public, but not typed
+        store = library.TCPStore(address, port, self.size, is_master=self.first and not agent, wait_for_workers=False)
+        return library.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    @contextlib.contextmanager
+    def _peers(self) -> Iterator[None]:
+        """torch reports a peer that ended as a RuntimeError with a long trace of its own."""
+        try:
+            yield
+        except RuntimeError as reason:
+            why = str(reason).strip().splitlines()[0][:120]
+            raise LostPeerError(
+                f"process {self.rank} lost another one of the {self.size}, which has ended: {why}"
+            ) from None

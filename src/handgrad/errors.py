@@ -9,6 +9,8 @@ QUOTED = 200  # characters of what a message quotes
 class HandgradError(ValueError):
     """What was given, what was expected, what to do."""
 
+    silent = False  # another process of the group prints the same error
+
     def __init__(self, message: object = ""):
         super().__init__(printable(str(message), LONGEST))
 

@@ -67,7 +67,7 @@ def _settled(config: FinetuneConfig, folder: Path | None, ranks: Ranks) -> Finet
         data=sources_of(config.data, ranks),
         val_data=sources_of(config.val_data, ranks),
         chat_template=template,
-        clock=config.clock or ranks.agree(lambda: datetime.now().isoformat(timespec="seconds")),
+        clock=config.clock or ranks.broadcast(lambda: datetime.now().isoformat(timespec="seconds")),
     )
 
 

@@ -100,7 +100,7 @@ def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
         cells.append(("validation loss", f"{evaluations[-1]['val_loss']:.4f}"))
     cells += [
         ("tokens per second", f"{last['tokens_per_second']:,.0f}"),
-        ("of the products' rate", f"{100 * last['of_bound']:.0f} %"),
+        ("of matmul peak", f"{100 * last['mfu']:.0f} %"),
         ("peak memory", f"{last['memory'] / 1e6:,.0f} MB"),
     ]
     return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"

@@ -27,11 +27,12 @@ from .gpt import GPT
 from .material import default_corpus
 from .optim import OptimizerInBackward
 from .plan import make_plan, product_rate
-from .run import Checkpoint, Run, model_folder
+from .run import OPTIMIZER, Checkpoint, Run, model_folder
 from .tokenizer import Tokenizer
 from .trace_html import depth
 
 C = TypeVar("C", bound=TrainConfig)
+Norms = Callable[[], dict[str, float]]  # of the gradient, layer by layer
 
 
 class Display(Protocol):
@@ -58,7 +59,9 @@ class Job:
     batch: int  # windows or examples of a step, over all processes
     step: int = 0
     seconds: float = 0.0  # spent in steps
-    best: float = math.inf
+    tokens: int = 0  # trained on so far
+    initial: float = math.inf  # validation loss before the first step
+    best: float = math.inf  # lowest validation loss of a trained step
     stale: int = 0  # evaluations since the best
     resumed: bool = False
     bound: float = math.nan  # seconds the matrix products of a step take at the rate measured here
@@ -74,6 +77,16 @@ class Job:
             return self.seconds / (60 * self.config.minutes)
         assert self.config.steps is not None
         return self.step / self.config.steps
+
+    def note_validation(self, val_loss: float) -> bool:
+        """Whether this is the lowest validation loss of a trained step so far."""
+        if self.step == 0:
+            self.initial = val_loss
+            return False
+        better = val_loss < self.best
+        self.best = min(self.best, val_loss)
+        self.stale = 0 if better else self.stale + 1
+        return better
 
     @property
     def ended(self) -> bool:
@@ -91,65 +104,76 @@ class Outcome:
     step: int
     finished: bool  # or stopped by a signal
     early: bool  # finished because the validation loss no longer fell
-    checkpoint: Path
     loss: float
     val_loss: float | None
+
+
+class Interval:
+    """What happened since the last logged step."""
+
+    def __init__(self, job: Job):
+        self.tokens, self.seconds = job.tokens, job.seconds
+        self.losses: list[float] = []
+
+    def add(self, loss: float, lr: float, norm: float | None, norms: Norms) -> None:
+        self.losses.append(loss)
+        self.lr, self.norm, self.norms = lr, norm, norms
+
+    def record(self, job: Job) -> dict[str, Any]:
+        seconds = job.seconds - self.seconds
+        return {
+            "step": job.step, "loss": sum(self.losses) / len(self.losses), "lr": self.lr, "grad_norm": self.norm,
+            "tokens_per_second": (job.tokens - self.tokens) / seconds, "mfu": job.bound * len(self.losses) / seconds,
+            "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
+        }  # fmt: skip
 
 
 # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
-    """Take steps until the end, or until somebody asks to stop; log, evaluate and save on the way."""
+    """Take steps until the end, or until a signal asks to stop; log, evaluate and save on the way."""
     c = job.config
     assert c.eval_every and c.save_every and c.log_every
-    losses: list[float] = []
-    tokens = 0
-    began_at, since = job.step if job.resumed else -1, job.seconds
-    loss, val_loss, stopping = math.nan, None, False
+    interval = Interval(job)
+    began_at = job.step if job.resumed else -1
+    loss, stopping = math.nan, False
     with Stop() as stop:
         while True:
             ends = job.ended
             new = job.step != began_at  # a resumed run has evaluated and saved its first step already
             better = False
+            val_loss = None
             if new and job.validation is not None and (ends or job.step % c.eval_every == 0):
                 val_loss = evaluate(job, ranks)
-                better = val_loss < job.best
-                job.best = min(job.best, val_loss)
-                job.stale = 0 if better else job.stale + 1
+                better = job.note_validation(val_loss)
                 ends = job.ended
+            if interval.losses and (ends or stopping or job.step % c.log_every == 0):
                 if ranks.first:
-                    note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+                    note(run, display, interval.record(job))
+                interval = Interval(job)
+            if val_loss is not None and ranks.first:
+                note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
             if ends or stopping or (new and job.step > 0 and (better or job.step % c.save_every == 0)):
-                saved = save(job, run, ranks, better)
+                save(job, run, ranks, val_loss)
                 if ends or stopping:
-                    return Outcome(job.step, ends, ends and job.progress < 1, saved, loss, val_loss)
+                    return Outcome(job.step, ends, ends and job.progress < 1, loss, val_loss)
 
             began = time.perf_counter()
             lr = job.learning_rate
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
-            tokens += job.training.size(job.step * job.batch, job.batch)[0]
             loss, norm, norms = take_step(job, ranks)
             took = time.perf_counter() - began
             loss, asked, took = ranks.total(loss, stop.asked, took / ranks.size)
             stopping = asked > 0
+            job.tokens += job.training.size(job.step * job.batch, job.batch)[0]
             job.step += 1
             job.seconds += took
-            losses.append(loss)
-
-            if job.step % c.log_every == 0 and ranks.first:
-                each = (job.seconds - since) / len(losses)
-                record = {
-                    "step": job.step, "loss": sum(losses) / len(losses), "lr": lr, "grad_norm": norm,
-                    "tokens_per_second": tokens / (each * len(losses)), "of_bound": job.bound / each,
-                    "seconds": job.seconds, "memory": peak_memory(), "grad_norms": norms(),
-                }  # fmt: skip
-                note(run, display, record)
-                losses, tokens, since = [], 0, job.seconds
+            interval.add(loss, lr, norm, norms)
 
 
-def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[], dict[str, float]]]:
+def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Norms]:
     """This process's part of the loss, the gradient's norm before clipping, and a way to get it layer by layer."""
     first, count = ranks.share(job.step * job.batch, job.batch)
     tokens, targets, lengths = job.training.batch(first, count)
@@ -162,7 +186,7 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Callable[[],
         job.optimizer.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
-            n_targets=n_targets, recompute=job.config.recompute, seed=seed, finished=ranks.sum_behind,
+            n_targets=n_targets, recompute=job.config.recompute, seed=seed, finished=ranks.all_reduce_async,
         )  # fmt: skip
         ranks.wait()
         grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
@@ -231,19 +255,18 @@ def sample(job: Job) -> str:
     return job.tokenizer.decode([*prompt[0].tolist(), *written])
 
 
-def save(job: Job, run: Run, ranks: Ranks, better: bool) -> Path:
-    """By the first process alone; nothing in it says how many there are. Old checkpoints go, except the best."""
-    folder = run.checkpoints
-    if ranks.first:
-        memory = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
-        best = job.best if math.isfinite(job.best) else None
-        facts = {"seconds": job.seconds, "best": best, "stale": job.stale}
-        folder = run.save(job.step, job.model, job.tokenizer, memory, facts)
-        if better:
-            run.mark_best(job.step, job.best)
+def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
+    """Write a checkpoint and prune older ones, by the first process alone: the number of processes leaves no trace."""
+
+    def write() -> None:
+        optimizer_state = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
+        facts = {"seconds": job.seconds, "tokens": job.tokens, "val_loss": val_loss, "stale": job.stale}
+        bests = {"best": job.best, "initial": job.initial}
+        facts |= {name: x if math.isfinite(x) else None for name, x in bests.items()}
+        run.save(job.step, job.model, job.tokenizer, optimizer_state, facts)
         run.prune(job.config.keep)
-    ranks.meet()
-    return folder
+
+    ranks.run_on_first(write)
 
 
 def note(run: Run, display: Display, record: dict[str, Any]) -> None:
@@ -289,7 +312,7 @@ class Stop:
             raise KeyboardInterrupt
         self.asked = True
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write("\nfinishing this step, then saving; once more ends at once\n")
+            sys.stderr.write("\nSaving after this step. Press Ctrl-C again to quit immediately.\n")
 
 
 # ── getting ready ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,12 +334,10 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     if config.model not in PRESETS and directory is None:
         raise HandgradError(f"{config.model!r} is neither a preset ({', '.join(PRESETS)}) nor a model directory")
     texts = tokenizer.read(directory) if directory is not None else _tokenizer(config, files, ranks)
-    if not ranks.first:
-        ranks.meet()  # the first process prepares the tokens, the others find them prepared
     total = sum(file.stat().st_size for file in files)
-    tokens = data.prepare(files, texts, config.text_field, display.reading(total) if ranks.first else lambda n: None)
+    progress = display.reading(total) if ranks.first else lambda n: None
+    tokens = ranks.first_then_others(lambda: data.prepare(files, texts, config.text_field, progress))
     if ranks.first:
-        ranks.meet()
         display.say(f"data: {corpus}, {len(tokens):,} tokens of {texts.n_vocab:,}")
 
     shape = load_config(directory) if directory is not None else _shape(config, texts)
@@ -354,7 +375,7 @@ def make_optimizer(model: GPT, config: TrainConfig, ranks: Ranks) -> torch.optim
     assert config.lr is not None
     make = optim.maker(config.optimizer, config.lr, config.weight_decay, (config.beta1, config.beta2))
     if config.update_inside:
-        return OptimizerInBackward(model, make, config.clip or None, config.recompute, combine=ranks.sum_now)
+        return OptimizerInBackward(model, make, config.clip or None, config.recompute, combine=ranks.all_reduce)
     return make(model.parameters())
 
 
@@ -364,7 +385,7 @@ def sources_of(named: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
     def absolute() -> str:
         return json.dumps([str(data.from_stdin() if s == "-" else Path(s).expanduser().absolute()) for s in named])
 
-    return tuple(json.loads(ranks.agree(absolute)))
+    return tuple(json.loads(ranks.broadcast(absolute)))
 
 
 def _files(config: TrainConfig) -> tuple[list[Path], str]:
@@ -380,7 +401,7 @@ def _tokenizer(config: TrainConfig, files: list[Path], ranks: Ranks) -> Tokenize
     """As asked; or GPT-2's for GPT-2's shapes, characters for the default corpus, bytes for all else."""
     kind = config.tokenizer or ("gpt2" if config.model.startswith("gpt2") else "bytes" if config.data else "chars")
     texts = (piece.text for piece in data.texts(files, config.text_field))
-    return tokenizer.from_json(ranks.agree(lambda: tokenizer.make(kind, texts).to_json()))
+    return tokenizer.from_json(ranks.broadcast(lambda: tokenizer.make(kind, texts).to_json()))
 
 
 def _shape(config: TrainConfig, texts: Tokenizer) -> GPTConfig:
@@ -413,36 +434,26 @@ def _resolve(config: TrainConfig, batch: int, training: Windows, width: int) -> 
 
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
-    """Go on from a checkpoint: the optimizer's memory, the random numbers, and where the run stood."""
-    memory = read_tensors(checkpoint.folder / "optimizer.safetensors")
-    torch.set_rng_state(memory.pop("rng/torch"))
-    optim.restore(job.optimizer, job.names, memory)
-    job.resumed = True
-    job.step = checkpoint.step
-    job.seconds = checkpoint.facts["seconds"]
-    job.best = math.inf if checkpoint.facts["best"] is None else checkpoint.facts["best"]
-    job.stale = checkpoint.facts.get("stale", 0)
+    """Continue from a checkpoint: the optimizer's state, the random numbers, and where the run stood."""
+    state = read_tensors(checkpoint.folder / OPTIMIZER)
+    facts = checkpoint.facts
+    try:
+        torch.set_rng_state(state.pop("rng/torch"))
+        optim.restore(job.optimizer, job.names, state)
+        job.resumed, job.step = True, checkpoint.step
+        job.seconds, job.tokens, job.stale = float(facts["seconds"]), int(facts["tokens"]), int(facts["stale"])
+        job.best, job.initial = (
+            math.inf if facts[name] is None else float(facts[name]) for name in ("best", "initial")
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as reason:
+        raise HandgradError(f"{checkpoint.folder} does not fit this run: {type(reason).__name__} {reason}") from None
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """What run.json says."""
+    """What run.json says of a run that is ready to go."""
     return {
-        "command": job.config.command,
         "training": asdict(job.config),
         "model": asdict(job.model.config),
         "tokens": job.training.fingerprint,
         "validation": None if job.validation is None else job.validation.fingerprint,
     }
-
-
-def config_from(settings: dict[str, Any], kind: type[C]) -> C:
-    """The reverse, for a run that goes on."""
-    began = settings.get("command", "train")
-    if began != kind.command:
-        raise HandgradError(f"this run was begun by handgrad {began}: go on with that")
-    try:
-        raw: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["training"].items()}
-        raw["shape"] = tuple((name, value) for name, value in raw["shape"])
-        return kind(**raw)
-    except (KeyError, TypeError, ValueError) as reason:
-        raise HandgradError(f"run.json does not describe a run of this version: {reason}") from None

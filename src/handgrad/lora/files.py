@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import manifest
 from ..checkpoint import read_json, read_tensors
 from ..config import LoRAConfig, matches
 from ..errors import HandgradError
@@ -41,7 +42,12 @@ def save(model: GPT, path: str | Path) -> None:
         raise HandgradError(f"{folder} exists and is not an adapter's directory: choose another place")
     if model.adapter is None:
         raise HandgradError("the model has no adapter to save: inject one first, or save the model itself")
-    write_folder(folder, lambda partial: write(model, partial))
+
+    def fill(partial: Path) -> None:
+        write(model, partial)
+        manifest.write(partial)
+
+    write_folder(folder, fill)
 
 
 def write(model: GPT, folder: Path) -> None:
@@ -110,6 +116,7 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
     becomes the head."""
     folder = Path(path)
     config = read_config(folder)
+    manifest.check_present(folder)
     file = folder / TENSORS
     tensors = {_short(name, file): t for name, t in read_tensors(file).items()}
     factors, rest, copies = _sorted(tensors, file)
