@@ -261,6 +261,7 @@ def conclude(job: Job, run: Run) -> Path:
     """Write what a run leaves for its user: report.html, and for fine-tuning the best result under a fixed name. Returns
     the folder of the model or adapter. It can be repeated at any time."""
     write_text(run.folder / "report.html", report(run))
+    run.prune(job.config.keep)
     best = run.best().folder
     if not isinstance(job.config, FinetuneConfig):
         return best

@@ -1,0 +1,138 @@
+"""Single bytes changed at random, over every file of a run, its checkpoints, its adapter and its token cache.
+
+Each change must be noticed, or change nothing; it never ends in a traceback. `make long` does ten thousand.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import handgrad as hg
+from handgrad import data, lora, models
+from handgrad.run import Run
+from test_run import finetune_options, handgrad, train_options
+
+CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of train, one of finetune, adapters and models that were saved by hand, and token caches."""
+    place = tmp_path_factory.mktemp("corruption")
+    os.environ["HANDGRAD_CACHE"] = str(place / "cache")
+    try:
+        (place / "text.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(200)))
+        lines = [json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) for i in range(40)]
+        (place / "examples.jsonl").write_text("\n".join(lines))
+        assert handgrad("train", *train_options(place), "--out", place / "train").returncode == 0
+        assert handgrad("finetune", *finetune_options(place), "--out", place / "finetune").returncode == 0
+    finally:
+        del os.environ["HANDGRAD_CACHE"]
+    model = hg.load(place / "train")
+    hg.save(model, place / "saved")
+    lora.inject(model, rank=2, targets="all-linear")
+    lora.save(model, place / "adapter")
+    return place
+
+
+def run_state(folder: Path) -> Any:
+    """What resuming would begin with."""
+    run = Run(folder)
+    checkpoint, _ = run.newest()
+    assert checkpoint is not None
+    return checkpoint.step, run.settings(), run.records()
+
+
+def model_state(folder: Path) -> Any:
+    model = hg.load(folder)
+    return {name: p.clone() for name, p in model.named_parameters()}, models.tokenizer_of(folder).to_json()
+
+
+def adapter_state(model: hg.GPT) -> Callable[[Path], Any]:
+    def state(folder: Path) -> Any:
+        lora.load(model, folder)
+        found = {name: p.clone() for name, p in model.named_parameters()}
+        lora.remove(model)
+        return found
+
+    return state
+
+
+def tokens_state(file: Path) -> Any:
+    found = data.read(file)
+    return found.vocabulary, found.ids.dtype.str, found.ids.tolist()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and any(isinstance(x, torch.Tensor) for x in one.values()):
+        return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def test_every_changed_byte_is_noticed_or_harmless(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(place / "cache"))
+    cases: list[tuple[Path, Path, Callable[[Path], Any]]] = []  # file, what to read, how
+    for name in ("train", "finetune"):
+        run = place / name
+        inside = [run / "run.json", run / "metrics.jsonl", *(f for c in Run(run).folders() for f in c.iterdir())]
+        cases += [(file, run, run_state) for file in inside]
+    best = Run(place / "train").best().folder
+    for folder in (best, place / "finetune" / "adapter", place / "saved"):
+        read = model_state if folder.name != "saved" else lambda f: dict(hg.load(f).named_parameters())
+        unread = ("optimizer.safetensors",)  # only training reads it
+        cases += [(file, folder, read) for file in folder.iterdir() if file.name not in unread]
+    read = adapter_state(hg.load(place / "train"))
+    cases += [(file, place / "adapter", read) for file in (place / "adapter").iterdir()]
+    cases += [(file, file, tokens_state) for file in (place / "cache" / "tokens").iterdir()]
+
+    truths = {(target, read): read(target) for _, target, read in cases}
+    draw = random.Random(CHANGES)
+    noticed = harmless = 0
+    for i in range(CHANGES):
+        file, target, read = cases[i % len(cases)]
+        original = file.read_bytes()
+        changed = bytearray(original)
+        changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
+        file.unlink()  # a mapped file keeps its old content
+        file.write_bytes(changed)
+        truth = truths[target, read]
+        try:
+            found = read(target)
+        except hg.HandgradError:
+            noticed += 1
+        else:
+            if equal(found, truth):
+                harmless += 1
+            elif read is run_state and "checkpoints" in file.parts:
+                assert found[0] < truth[0] and equal(found[1:], truth[1:]), f"{file}: an older checkpoint is used"
+                noticed += 1
+            elif file.name == "metrics.jsonl":  # a log: a line may be lost, or show another number
+                assert equal(found[:2], truth[:2])
+                harmless += 1
+            else:
+                raise AssertionError(f"{file} was changed, and this was not noticed")
+        file.unlink()
+        file.write_bytes(original)
+    assert noticed > CHANGES / 2, (noticed, harmless)
+
+
+def test_the_changes_would_matter(place: Path) -> None:
+    """Without the manifests, some of the same changes pass unnoticed: the test above can fail."""
+    folder = place / "unchecked"
+    shutil.copytree(place / "saved", folder)
+    (folder / "handgrad-manifest.json").unlink()
+    truth = {name: p.clone() for name, p in hg.load(folder).named_parameters()}
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    raw[-3] ^= 0x10
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(raw)
+    assert not equal(dict(hg.load(folder).named_parameters()), truth)
