@@ -131,13 +131,14 @@ def show(rows: list["Row"], size: str, machine: "Machine", out: Console) -> None
     """One table a scenario, without columns that have no figures or no room."""
     scenario = rows[0].scenario
     filled = {name: cells for name, f in COLUMNS.items() if any(cells := [f(row) for row in rows])}
-    table = layout(rows, filled, f"{scenario}: {SCENARIOS[scenario]}")
+    table = layout(rows, filled)
     hidden = []
     for name in DISPENSABLE:
         if Measurement.get(out, out.options.update(max_width=1000), table).maximum > out.width and name in filled:
             del filled[name]
             hidden.append(name.strip())
-            table = layout(rows, filled, f"{scenario}: {SCENARIOS[scenario]}")
+            table = layout(rows, filled)
+    out.print(f"{scenario}: {SCENARIOS[scenario]}", style="bold", highlight=False)
     out.print(table)
     notes = [row.note for row in rows if row.note]
     if scenario == "train":
@@ -157,8 +158,8 @@ def show(rows: list["Row"], size: str, machine: "Machine", out: Console) -> None
         out.print("busy machine: not for publication", style="bold red", highlight=False)
 
 
-def layout(rows: list["Row"], filled: dict[str, list[str]], title: str) -> Table:
-    table = Table(title=f"[bold]{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def layout(rows: list["Row"], filled: dict[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in filled:
         left = name in ("case", "contender")
         table.add_column(name, no_wrap=name != "case", justify="left" if left else "right")

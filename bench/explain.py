@@ -102,9 +102,13 @@ def get(url: str, path: str, body: dict[str, object] | None = None) -> bytes:
         connection.request("GET", path)
     else:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    found = answer.read()
-    assert answer.status == 200, found
+    try:
+        answer = connection.getresponse()
+        found = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise HandgradError(f"{path}: status {answer.status}, {found[:200]!r}")
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.ops import attention
-from handgrad.plan import Rates, make_plan
+from handgrad.plan import Plan, Rates, make_plan
 
 from . import SCENARIOS
 from . import explain as page
@@ -290,6 +290,11 @@ def rates(seconds: float) -> Rates:
     return Rates.measure(seconds)
 
 
+def predict(plan: Plan, size: Size) -> float:
+    """The seconds that `handgrad plan` would say."""
+    return rates(size.measure_seconds).seconds(plan)
+
+
 # ── competing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -347,7 +352,7 @@ def compete(scenario: str, case: Case, size: Size, watch: Watch) -> list[Row]:
             row.memory_ratio = peaks[name] / peaks[names[1]]
         if case.plan and name in ("handgrad", LEAN):
             plan = make_plan(**case.plan, recompute="blocks" if name == LEAN else "none", update_inside=name == LEAN)
-            row.predicted_seconds = rates(size.measure_seconds).seconds(plan)
+            row.predicted_seconds = predict(plan, size)
             row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
         rows.append(row)
     return rows
