@@ -20,6 +20,7 @@ adapt: $(VENV)/.ready  # Shakespeare, then Python's own sources through an adapt
 
 # One process for each core and one thread in each. A worker that is done takes over tests of the others.
 test: lint browser
+	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # The page of handgrad explain is tested in a real browser: the system's Chromium, or Debian's where it may be installed.
