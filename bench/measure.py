@@ -32,7 +32,8 @@ class Machine:
 
     @property
     def state(self) -> str:
-        return f"load {self.load:.2f} on {self.cores} cores at the start, {self.threads} threads, torch {self.torch}"
+        cores, threads = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((self.cores, "core"), (self.threads, "thread")))
+        return f"load {self.load:.2f} on {cores} at the start, {threads}, torch {self.torch}"
 
     @property
     def warning(self) -> str:

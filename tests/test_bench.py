@@ -63,7 +63,7 @@ def test_a_scenario_runs_and_compares(
         assert all(row["memory"] > 0 and math.isfinite(row["memory_ratio"]) for row in rows)
     assert machine["load"] >= 0 and machine["cores"] == os.cpu_count()
     assert machine["busy"] == (machine["load"] > 0.3 * machine["cores"])
-    assert f"load {machine['load']:.2f} on {machine['cores']} cores" in shown and SCENARIOS[name] in shown
+    assert f"load {machine['load']:.2f} on {machine['cores']} core" in shown and SCENARIOS[name] in shown
     plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
     assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
 
