@@ -18,8 +18,10 @@ adapt: $(VENV)/.ready  # Shakespeare, then Python's own sources through an adapt
 	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
 		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
 
+# One process for each core and one thread in each. A worker that is done takes over tests of the others.
 test: lint browser
-	$(BIN)/python -m pytest
+	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before all
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # The page of handgrad explain is tested in a real browser: the system's Chromium, or Debian's where it may be installed.
 browser:

@@ -1,96 +1,178 @@
-"""python -m bench [SCENARIO …] [--quick] [--json FILE] [--plot FILE.svg]"""
+"""python -m bench [SCENARIO …] [--quick | --tiny] [--json FILE] [--plot FILE.svg]"""
 
 import argparse
 import math
+import shutil
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import track
 from rich.table import Table
 
-from handgrad.errors import HandgradError
-from handgrad.files import check_writable, write_text
+from . import SCENARIOS
 
-from .picture import draw
-from .scenarios import SCENARIOS, Row, as_json, run
+if TYPE_CHECKING:
+    from .measure import Machine
+    from .scenarios import Row
 
 err = Console(stderr=True)
-console = Console() if Console().is_terminal else Console(width=140)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="handgrad bench", description="Side by side with the peers, in one run.")
-    parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all unless given")
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, a few minutes")
-    parser.add_argument("--json", metavar="FILE", help="write every figure")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the ratios, and how time and memory grow")
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    from handgrad.errors import HandgradError
+
     try:
-        unknown = [name for name in options.scenario if name not in SCENARIOS]
-        if unknown:
-            raise HandgradError(f"no scenario is called {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
-        for target in (options.json, options.plot):
-            if target is not None:
-                check_writable(Path(target))
-        rows: list[Row] = []
-        for name in options.scenario or SCENARIOS:
-            rows += run(name, options.quick, lambda rounds, name=name: watch(rounds, name))
-            show([row for row in rows if row.scenario == name])
-        if options.json:
-            write_text(Path(options.json), as_json(rows) + "\n")
-        if options.plot:
-            write_text(Path(options.plot), draw(rows))
-    except (HandgradError, ImportError) as mistake:
+        run(options)
+    except (HandgradError, ImportError, OSError) as mistake:
         err.print(f"handgrad bench: {mistake}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Needs no torch, so that help comes at once."""
+    width = min(80, shutil.get_terminal_size().columns)
+    lines = (
+        textwrap.fill(f"{name:<18}{text}", width, initial_indent="  ", subsequent_indent=20 * " ")
+        for name, text in SCENARIOS.items()
+    )
+    parser = argparse.ArgumentParser(
+        prog="handgrad bench",
+        description="Speed and memory side by side with the peers, in one run.",
+        epilog="\n".join(["scenarios:", *lines]),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20, width=width),
+    )
+    parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help="what to measure (default: all)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller sizes, a few minutes")
+    size.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny",
+        help="tiny models, one round, seconds: shows that every scenario runs; its figures mean nothing",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="every figure and the machine's load; - is stdout")
+    parser.add_argument("--plot", metavar="FILE", help="SVG of the ratios, and of how time and memory grow")
+    parser.set_defaults(size="full")
+    options = parser.parse_args(arguments)
+    for name in options.scenario:
+        if name not in SCENARIOS:
+            parser.error(f"unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    from handgrad.files import check_writable, write_text
+
+    from .explain import browser
+    from .measure import Machine
+    from .picture import draw
+    from .scenarios import Row, as_json
+    from .scenarios import run as measure
+    from .sizes import SIZES
+
+    size, machine = SIZES[options.size], Machine.now()
+    for target in (options.json, options.plot):
+        if target not in (None, "-"):
+            check_writable(Path(target))
+    chosen = list(dict.fromkeys(options.scenario)) or [
+        name for name in SCENARIOS if name != "explain" or browser() is not None
+    ]
+    out = Console(stderr=options.json == "-")  # stdout is the JSON's then
+    if not out.is_terminal:
+        out.width = 140
+    warn(machine)
+    rows: list[Row] = []
+    for name in chosen:
+        found = measure(name, size, lambda rounds, name=name: watch(rounds, name))
+        show(found, size.name, machine, out)
+        rows += found
+    if not options.scenario and "explain" not in chosen:
+        err.print("explain is left out: there is no Chromium here", style="red", highlight=False)
+    if options.json == "-":
+        sys.stdout.write(as_json(rows, machine, size) + "\n")
+    elif options.json:
+        write_text(Path(options.json), as_json(rows, machine, size) + "\n")
+    if options.plot:
+        write_text(Path(options.plot), draw(rows, machine))
+    warn(machine)
+
+
+def warn(machine: "Machine") -> None:
+    """First, and once more below the figures."""
+    if machine.warning:
+        err.print(machine.warning, style="bold white on red", highlight=False)
 
 
 def watch(rounds: Iterable[int], name: str) -> Iterable[int]:
     return track(list(rounds), name, console=err, transient=True) if err.is_terminal else rounds
 
 
-def show(rows: list[Row]) -> None:
-    """One table a scenario; columns nobody has figures for are left out."""
-    title = f"{rows[0].scenario}: {SCENARIOS[rows[0].scenario]}"
-    table = Table(title=f"[bold]{title}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = {
-        "case": lambda r: r.case,
-        "contender": lambda r: r.contender,
-        "best": lambda r: seconds(r.seconds),
-        "median": lambda r: seconds(r.median),
-        "ratio": lambda r: number(r.ratio, "{:.2f}×"),
-        "of bound": lambda r: number(r.of_bound, "{:.0%}"),
-        "predicted": lambda r: seconds(r.predicted_seconds),
-        "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
-        "of peer's": lambda r: number(r.memory_ratio, "{:.2f}"),
-        "predicted ": lambda r: f"{r.predicted_memory / 1e6:,.0f} MB" if r.memory and r.predicted_memory else "",
-    }
-    filled = {name: cells for name, f in columns.items() if any(cells := [f(row) for row in rows])}
+COLUMNS: dict[str, Callable[["Row"], str]] = {
+    "case": lambda r: r.case,
+    "contender": lambda r: r.contender,
+    "best": lambda r: seconds(r.seconds),
+    "median": lambda r: seconds(r.median),
+    "ratio": lambda r: number(r.ratio, "{:.2f}×"),
+    "of bound": lambda r: number(r.of_bound, "{:.0%}"),
+    "predicted": lambda r: seconds(r.predicted_seconds),
+    "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
+    "of peer's": lambda r: number(r.memory_ratio, "{:.2f}"),
+    "predicted ": lambda r: f"{r.predicted_memory / 1e6:,.0f} MB" if r.memory and r.predicted_memory else "",
+}
+DISPENSABLE = ("median", "predicted", "predicted ", "of bound")  # in this order, where the terminal is narrow
+
+
+def show(rows: list["Row"], size: str, machine: "Machine", out: Console) -> None:
+    """One table a scenario, without columns that have no figures or no room."""
+    scenario = rows[0].scenario
+    filled = {name: cells for name, f in COLUMNS.items() if any(cells := [f(row) for row in rows])}
+    table = layout(rows, filled)
+    hidden = []
+    for name in DISPENSABLE:
+        if Measurement.get(out, out.options.update(max_width=1000), table).maximum > out.width and name in filled:
+            del filled[name]
+            hidden.append(name.strip())
+            table = layout(rows, filled)
+    out.print(f"{scenario}: {SCENARIOS[scenario]}", style="bold", highlight=False)
+    out.print(table)
+    notes = [row.note for row in rows if row.note]
+    if scenario == "train":
+        notes.append("ratio: eager autograd's best whole step ÷ this one's")
+        if "of bound" in filled:
+            notes.append("of bound: the bare matrix products' best ÷ this one's loss and gradients, without AdamW")
+    if hidden:
+        notes.append(f"no room for {', '.join(dict.fromkeys(hidden))}: --json has every figure")
+    errors = [row.gradient_error for row in rows if not math.isnan(row.gradient_error)]
+    if errors:
+        notes.append(f"results compared before timing: largest relative error {max(errors):.1e}")
+    if size == "tiny":
+        notes.append("tiny: these figures show that the scenario runs, and nothing else")
+    for note in dict.fromkeys([*notes, machine.state]):
+        out.print(note, style="dim", highlight=False)
+    if machine.busy:
+        out.print("busy machine: not for publication", style="bold red", highlight=False)
+
+
+def layout(rows: list["Row"], filled: dict[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in filled:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("case", "contender") else "right")
+        left = name in ("case", "contender")
+        table.add_column(name, no_wrap=name != "case", justify="left" if left else "right")
     case = None
     for i, row in enumerate(rows):
         if case is not None and row.case != case:
             table.add_section()
-        cells = [filled[name][i] for name in filled]
+        cells = [cells[i] for cells in filled.values()]
         if row.case == case:
             cells[0] = ""
         case = row.case
         table.add_row(*cells, style="bold" if row.contender == "handgrad" else "")
-    console.print(table)
-    for note in dict.fromkeys(row.note for row in rows if row.note):
-        console.print(note, style="dim", highlight=False)
-    if rows[0].scenario == "train":
-        console.print(
-            f"{torch.get_num_threads()} threads; ratio: eager autograd's best whole step ÷ this one's;", style="dim"
-        )
-        console.print(
-            "of bound: the bare matrix products' best ÷ this one's loss and gradients, without AdamW", style="dim"
-        )
+    return table
 
 
 def seconds(x: float) -> str:

@@ -1,5 +1,5 @@
 """`handgrad finetune` as a user runs it, against transformers + peft doing the same: the same model, the same lines of
-JSON in the same order, the same initial factors, AdamW and clipping. Each in a process of its own."""
+JSON in the same order, the same initial factors, AdamW and clipping. Each in a separate process."""
 
 import itertools
 import json
@@ -19,32 +19,39 @@ from handgrad import examples, tokenizer
 from handgrad.errors import HandgradError
 from handgrad.material import get
 
-RANK, LR, MICRO = 16, 1e-4, 8
+from .peers import RANK, padded
+from .sizes import FULL, SIZES, Size
+
+LR, MICRO = 1e-4, 8
 ROOT = Path(__file__).parent.parent
 
 
-def prepare(folder: Path, count: int, small: bool) -> None:
-    """A GPT-2 of 124M random weights (or a tiny one, for tests), its vocabulary, and uneven examples: stretches of
-    Shakespeare whose lengths are spread as those of instructions are, the first eighth of each as its prompt."""
-    words = tokenizer.make("gpt2", [])
-    shape = {"n_context": 1024, "d_model": 24, "n_heads": 2, "n_blocks": 2} if small else {}
-    hg.save(hg.GPT(hg.preset("gpt2", **shape), seed=0), folder / "base")
+def prepare(folder: Path, size: Size) -> None:
+    """A model with random weights, its vocabulary, and uneven examples: stretches of text whose lengths are spread as
+    those of instructions are, the first eighth of each as its prompt. A tiny one reads bytes and needs no download."""
+    if size.model.n_vocab == FULL.model.n_vocab:
+        words, text, per_token = tokenizer.make("gpt2", []), get("shakespeare")[0].read_text(), 3  # characters, about
+    else:
+        words, text, per_token = tokenizer.make("bytes", []), (ROOT / "LICENSE").read_text(), 1
+    hg.save(hg.GPT(size.model, seed=0), folder / "base")
     words.write(folder / "base")
-    text = get("shakespeare")[0].read_text()
     draw = random.Random(0)
+    shortest = max(12, 20 * size.longest // 900)
     with open(folder / "data.jsonl", "w") as file:
-        for _ in range(count):
-            length = 3 * int(min(900, max(20, draw.lognormvariate(4.9, 0.85))))  # about three characters a token
+        for _ in range(size.finetune[0]):
+            tokens = draw.lognormvariate(4.9, 0.85) * size.longest / 900
+            length = per_token * int(min(size.longest, max(shortest, tokens)))
             at = draw.randrange(len(text) - length)
-            cut = at + max(30, length // 8)
+            cut = at + max(min(30, length // 2), length // 8)
             file.write(json.dumps({"prompt": text[at:cut], "completion": text[cut : at + length]}) + "\n")
     model = hg.load(folder / "base")
     hg.lora.inject(model, RANK)
     hg.lora.save(model, folder / "start")
 
 
-def ours(folder: Path, count: int, steps: int) -> dict[str, Any]:
+def ours(folder: Path, size: Size) -> dict[str, Any]:
     """Every step's loss and seconds, and the highest point of the process's memory."""
+    count, steps = size.finetune
     options = {
         "model": folder / "base", "data": folder / "data.jsonl", "out": folder / "run", "steps": steps, "rank": RANK,
         "batch-examples": count, "lr": LR, "schedule": "constant", "warmup": 0, "val-share": 0, "log-every": 1,
@@ -56,7 +63,7 @@ def ours(folder: Path, count: int, steps: int) -> dict[str, Any]:
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     if done.returncode:
-        raise HandgradError(f"handgrad finetune failed: {done.stderr.strip()}")
+        raise HandgradError(f"handgrad finetune failed: {last_line(done.stderr)}")
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = [0.0, *(r["seconds"] for r in records)]
     return {
@@ -66,26 +73,32 @@ def ours(folder: Path, count: int, steps: int) -> dict[str, Any]:
     }
 
 
-def theirs(folder: Path, count: int, steps: int) -> dict[str, Any]:
-    code = f"from bench.finetune import peer; peer({str(folder)!r}, {count}, {steps})"
+def theirs(folder: Path, size: Size) -> dict[str, Any]:
+    code = f"from bench.finetune import peer; peer({str(folder)!r}, {size.name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
-        raise HandgradError(f"transformers + peft failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise HandgradError(f"transformers + peft failed: {last_line(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def peer(place: str, count: int, steps: int) -> None:
-    """Run in a process of its own: batches of MICRO examples padded to the longest of each, as its trainer makes them,
+def last_line(text: str) -> str:
+    """The reason, of a process that failed."""
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def read(folder: Path, size: Size) -> examples.Examples:
+    return examples.read([folder / "data.jsonl"], tokenizer.read(folder / "base"), size.model.n_context)[0]
+
+
+def peer(place: str, size_name: str) -> None:
+    """Run in a separate process: batches of MICRO examples padded to the longest of each, as its trainer makes them,
     accumulated to the same step."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from .peers import padded
-
-    folder = Path(place)
-    words = tokenizer.read(folder / "base")
-    data, _ = examples.read([folder / "data.jsonl"], words, 1024)
+    folder, size = Path(place), SIZES[size_name]
+    (count, steps), data = size.finetune, read(folder, size)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="sdpa")
     network = PeftModel.from_pretrained(base, folder / "start", is_trainable=True).eval()  # its dropout is not ours
     trained = [p for p in network.parameters() if p.requires_grad]
@@ -112,14 +125,13 @@ def peer(place: str, count: int, steps: int) -> None:
     print(json.dumps({"losses": losses, "seconds": seconds, "memory": memory}))
 
 
-def side_by_side(count: int, steps: int, small: bool = False) -> tuple[dict[str, Any], dict[str, Any], int]:
+def side_by_side(size: Size) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Both, after their losses were found equal, and how many tokens a step has."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        prepare(folder, count, small)
-        hand, peft = ours(folder, count, steps), theirs(folder, count, steps)
+        prepare(folder, size)
+        hand, peft = ours(folder, size), theirs(folder, size)
         for step, (a, b) in enumerate(zip(hand["losses"], peft["losses"], strict=True), 1):
-            if abs(a - b) > 1e-4 * abs(b):
+            if not abs(a - b) <= 1e-4 * abs(b):
                 raise HandgradError(f"finetune: the losses of step {step} differ: {a} and {b}; nothing is reported")
-        data, _ = examples.read([folder / "data.jsonl"], tokenizer.read(folder / "base"), 1024)
-        return hand, peft, data.size(0, count)[0]
+        return hand, peft, read(folder, size).size(0, size.finetune[0])[0]

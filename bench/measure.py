@@ -1,11 +1,49 @@
-"""Taking turns, and peak memory."""
+"""Taking turns, peak memory, and whether the machine is quiet enough for either to mean anything."""
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+
+BUSY = 0.3  # load per core above which a measurement is not to be believed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """As it was when the measurement began; later its load is our own."""
+
+    load: float  # processes that were running or waiting, mean of the last minute
+    cores: int
+    threads: int
+    torch: str
+
+    @staticmethod
+    def now() -> "Machine":
+        return Machine(os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads(), torch.__version__)
+
+    @property
+    def busy(self) -> bool:
+        return self.load > BUSY * self.cores
+
+    @property
+    def state(self) -> str:
+        cores, threads = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((self.cores, "core"), (self.threads, "thread")))
+        return f"load {self.load:.2f} on {cores} at the start, {threads}, torch {self.torch}"
+
+    @property
+    def warning(self) -> str:
+        """Empty on a quiet machine."""
+        if not self.busy:
+            return ""
+        return (
+            f"THE MACHINE IS BUSY: load {self.load:.2f} on {self.cores} cores, above {BUSY} per core. A ratio from a busy"
+            " machine flatters us and is not published: wait until it is quiet and measure again."
+        )
 
 
 @dataclass

@@ -93,7 +93,7 @@ class Loop(Hand):
 
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
         super().__init__(model, tokens, targets)
-        config = TrainConfig(steps=1, lr=LR, min_lr=LR, warmup=0)
+        config = TrainConfig(steps=1, lr=LR, min_lr=LR, warmup=0, log_every=10)
         windows: Any = SimpleNamespace(
             batch=lambda first, count: (tokens, targets, None), size=lambda first, count: (tokens.numel(),) * 2
         )
@@ -218,6 +218,7 @@ class Peft:
         config = GPT2Config(
             vocab_size=c.n_vocab, n_positions=c.n_context, n_embd=c.d_model, n_layer=c.n_blocks, n_head=c.n_heads,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
+            bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         base = GPT2LMHeadModel(config)
         state = {

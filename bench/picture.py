@@ -3,15 +3,20 @@ number of tokens; written as SVG by hand."""
 
 from html import escape
 
+from .measure import Machine
 from .scenarios import Row
 
 WIDTH, LABEL, BAR, GAP = 860, 300, 16, 8
 COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
 
 
-def draw(rows: list[Row]) -> str:
-    """Bars of speed ratios and of memory ratios, with a line at 1, the reference; then the growth of time and memory."""
-    speed = [(f"{r.case} · vs {_reference(rows, r)}", r.ratio) for r in rows if r.contender == "handgrad"]
+def draw(rows: list[Row], machine: Machine) -> str:
+    """Bars of speed ratios and of memory ratios, with a line at 1, the reference; then the growth of time and memory;
+    then the load of the machine at the start."""
+    ours = {(r.scenario, r.case): r for r in reversed(rows)}  # the first contender of each case
+    speed = [
+        (f"{r.case} · vs {_reference(rows, r)}", r.ratio) for r in rows if r is ours[r.scenario, r.case] and r.ratio > 0
+    ]
     memory = [
         (f"{r.case} · {r.contender} vs {_reference(rows, r)}", r.memory_ratio)
         for r in rows
@@ -20,16 +25,23 @@ def draw(rows: list[Row]) -> str:
     parts: list[str] = []
     y = _bars(parts, 30, "speed: times as fast as the reference (longer is better)", speed, "#d9822b")
     y = _bars(parts, y + 30, "peak memory: share of the reference's (shorter is better)", memory, "#2b6cb0")
+    steps = sorted((r for r in rows if r.scenario == "train" and "GPT-2" in r.case), key=lambda r: r.tokens)
+    model = steps[0].case.split(",")[0] if steps else ""
     for title, unit, value in (
-        ("seconds of a training step of GPT-2 124M", "s", lambda r: r.seconds),
+        (f"seconds of a training step of {model}", "s", lambda r: r.seconds),
         ("peak memory of a training step above weights and optimizer state", "GB", lambda r: r.memory / 1e9),
     ):
         curves: dict[str, list[tuple[int, float]]] = {}
-        for r in sorted((r for r in rows if r.scenario == "train" and "GPT-2" in r.case), key=lambda r: r.tokens):
+        for r in steps:
             if value(r):
                 curves.setdefault(r.contender, []).append((r.tokens, value(r)))
         if any(len(curve) > 1 for curve in curves.values()):
             y = _growth(parts, y + 30, title, unit, curves)
+    y += 24
+    parts.append(f'<text x="10" y="{y}">{escape(machine.state)}</text>')
+    if machine.busy:
+        y += 18
+        parts.append(f'<text class="h" x="10" y="{y}" style="fill:#c00">busy machine: not for publication</text>')
     style = "text{font:12px system-ui,sans-serif;fill:#222}.h{font-weight:600;font-size:13px}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" width="{WIDTH}" role="img">'
     return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'

@@ -40,11 +40,19 @@ def test_streaming_seeds_and_top_k() -> None:
     assert not torch.equal(hg.generate(model, tokens, 12, temperature=1.0, seed=6), new)
 
 
-def test_it_goes_on_when_the_context_is_full() -> None:
+def test_it_goes_on_from_the_later_half_when_the_context_is_full() -> None:
     model = make_model(n_context=8)
-    assert hg.generate(model, torch.randint(11, (1, 20)), 30).shape == (1, 30)
+    tokens = torch.randint(11, (1, 20))
+    new = hg.generate(model, tokens, 30)
+    everything, window = torch.cat([tokens, new], 1), 8
+    for i in range(30):
+        seen = everything[:, 20 + i - window : 20 + i]
+        assert torch.equal(model.logits(seen)[:, -1].argmax(1), new[:, i]), i
+        window = window + 1 if window < 8 else 4
     one = make_model(n_context=1)
-    assert hg.generate(one, torch.randint(11, (1, 3)), 5).shape == (1, 5)
+    new = hg.generate(one, tokens, 5)
+    before = torch.cat([tokens[:, -1:], new[:, :-1]], 1)
+    assert torch.equal(torch.stack([one.logits(x[None])[0, -1].argmax() for x in before.T]), new[0])
 
 
 @pytest.mark.parametrize(

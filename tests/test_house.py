@@ -57,11 +57,9 @@ def imported_rooms(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+@pytest.mark.parametrize("file", [f for f in FILES if room(f) != "__init__"], ids=lambda f: str(f.relative_to(SOURCE)))
 def test_imports_go_one_way(file: Path) -> None:
     here = room(file)
-    if here == "__init__":
-        return
     for other in imported_rooms(file) - {here, "__version__"}:
         assert LEVEL[other] < LEVEL[here], f"{here} must not import {other}"
 
@@ -106,10 +104,9 @@ def uses_of_autograd(code: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+# verify.py is the oracle; who may use it is checked below
+@pytest.mark.parametrize("file", [f for f in FILES if room(f) != "verify"], ids=lambda f: str(f.relative_to(SOURCE)))
 def test_no_autograd_in_the_product(file: Path) -> None:
-    if file == SOURCE / "verify.py":
-        return  # the judge; its own room check is below
     code = file.read_text()
     found = uses_of_autograd(code)
     if room(file) == "ledger":
@@ -150,17 +147,20 @@ def test_one_name_in_four_places() -> None:
 
 def test_documentation_points_to_things_that_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    for page in pages:
-        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+    links = [(page, t) for page in pages for t in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text())]
+    assert len(links) >= 50, "the documentation links to its parts; is it still read rightly?"
+    for page, target in links:
+        assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
 def test_commands_in_the_documentation_choose_checks_that_exist() -> None:
     from handgrad.ledger import select
 
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for pattern in re.findall(r"verify --only '?([^\s'`]+)'?", page.read_text()):
-            assert select(pattern), f"{page.name}: {pattern}"
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [(page, p) for page in pages for p in re.findall(r"verify --only '?([^\s'`]+)'?", page.read_text())]
+    assert len(found) >= 5, "the documentation names checks; is it still read rightly?"
+    for page, pattern in found:
+        assert select(pattern), f"{page.name}: {pattern}"
 
 
 def test_no_file_is_a_maze() -> None:

@@ -15,6 +15,9 @@ IDS = (Path(__file__).parent / "data" / "ledger-ids.txt").read_text().split()
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
+LARGEST_TOLERANCE = {"exact": 0.0, "op count": 0.0, "identity": 1e-12, "autograd": 1e-10, "Monte Carlo": 0.05}
+
+
 def test_every_line_of_the_paper_has_exactly_one_check() -> None:
     assert len(IDS) == len(set(IDS)) == 205
     report = json.loads(run(0).to_json())
@@ -26,9 +29,7 @@ def test_every_line_of_the_paper_has_exactly_one_check() -> None:
 def test_every_check_says_what_it_claims() -> None:
     for c in CHECKS.values():
         assert len(c.statement) >= 10, c.id
-        assert c.oracle and c.tolerance >= 0, c.id
-        if c.oracle == "autograd":
-            assert c.tolerance <= 1e-10, c.id
+        assert 0 <= c.tolerance <= LARGEST_TOLERANCE[c.oracle], c.id
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 12345, 999_999])

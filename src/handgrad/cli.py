@@ -176,7 +176,9 @@ def bench(context: typer.Context) -> None:
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise HandgradError("the benchmarks are in the repository, not in the package: clone it and run `make bench`")
-    sys.exit(subprocess.run([sys.executable, "-m", "bench", *context.args], cwd=root, check=False).returncode)
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "bench", *context.args]
+    sys.exit(subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)
 
 
 app.command()(cli_training.train)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from looking import TEXT, make_session
+from typer.testing import CliRunner
 
 import handgrad as hg
 from handgrad import cli_explain
+from handgrad.cli import app
 from handgrad.cli_explain import choose, explain
 from handgrad.explain.server import Server
 from handgrad.run import Run
@@ -103,8 +105,7 @@ def test_a_server_can_be_begun_and_ended_twice() -> None:
 
 
 def test_help_names_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "handgrad", "explain", "--help"], capture_output=True, text=True, check=False
-    )
+    done = CliRunner().invoke(app, ["explain", "--help"])
+    assert done.exit_code == 0
     for option in ("--model", "--text", "--html", "--lora", "--port", "--no-open"):
         assert option in done.stdout

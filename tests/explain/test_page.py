@@ -26,6 +26,8 @@ LEFT_OUT = "there is no Chromium: the tests of the explain page in a real browse
 
 pytestmark = pytest.mark.skipif(FOUND is None and os.environ.get("CI") != "true", reason=LEFT_OUT)
 Open = Callable[..., Page]
+PATIENCE = 120_000  # ms: the machine may have other work, and slowness is no fault of the page
+expect.set_options(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,7 @@ def open_page(browser: Browser, url: str) -> Iterator[Open]:
 
     def open_one(where: str = "", *, tour: bool = False, base: str = url, **options: object) -> Page:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
+        context.set_default_timeout(PATIENCE)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)

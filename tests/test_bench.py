@@ -1,0 +1,166 @@
+"""Every scenario of handgrad bench at its tiny size, peers included: it runs, compares before it times, and says how busy
+the machine was. The figures themselves mean nothing here."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from bench import SCENARIOS, __main__, explain, scenarios
+from bench.measure import Machine
+from bench.sizes import SIZES, TINY
+
+ROOT = Path(__file__).parent.parent
+CONTENDERS = {
+    "train": {"handgrad", "eager autograd", "handgrad train", "bare products"}
+    | ({"torch.compile"} if scenarios.can_compile() else set()),
+    "memory": {"handgrad", "eager autograd", "handgrad, lean"},
+    "lora": {"handgrad", "transformers + peft"},
+    "sft": {"handgrad", "transformers + peft"},
+    "finetune": {"handgrad finetune", "transformers + peft"},
+    "attention": {"handgrad", "library kernel"},
+    "products": {"as written", "turned around"},
+}
+WITH_MEMORY = {"memory", "lora", "finetune"}
+
+
+def bench(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[dict[str, Any], str]:
+    """The JSON on stdout, and what was shown beside it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes it starts
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    __main__.main([*arguments, "--tiny", "--json", "-"])
+    shown = capsys.readouterr()
+    return json.loads(shown.out), shown.err
+
+
+@pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_scenario_runs_and_compares(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
+    rows, machine = found["rows"], found["machine"]
+    assert found["size"] == "tiny" and {row["scenario"] for row in rows} == {name}
+    assert {row["contender"] for row in rows} == CONTENDERS[name]
+    for row in rows:
+        assert row["seconds"] > 0 and row["median"] >= row["seconds"], row
+        assert math.isfinite(row["ratio"]) and row["ratio"] > 0, row
+    for case in {row["case"] for row in rows}:
+        ours, reference = [row for row in rows if row["case"] == case][:2]
+        assert reference["ratio"] == 1
+        if name != "finetune":  # which compares the losses of whole processes
+            assert ours["gradient_error"] < 1e-4 and reference["gradient_error"] == 0
+    if name in ("train", "memory", "lora"):
+        assert all(row["predicted_seconds"] > 0 for row in rows if row["contender"] == "handgrad")
+    if name in WITH_MEMORY:
+        assert all(row["memory"] > 0 and math.isfinite(row["memory_ratio"]) for row in rows)
+    assert machine["load"] >= 0 and machine["cores"] == os.cpu_count()
+    assert machine["busy"] == (machine["load"] > 0.3 * machine["cores"])
+    assert f"load {machine['load']:.2f} on {machine['cores']} core" in shown and SCENARIOS[name] in shown
+    plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
+    assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
+
+
+@pytest.mark.skipif(explain.browser() is None, reason="there is no Chromium: bench explain was LEFT OUT")
+def test_the_page_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = bench(capsys, monkeypatch, "explain")[0]["rows"]
+    assert {"start to the first view", "another sentence", "more until a station was proven"} <= {
+        row["case"] for row in rows
+    }
+    assert all(row["seconds"] > 0 for row in rows) and max(row["memory"] for row in rows) > 1e7
+
+
+def test_every_scenario_is_tested_and_described() -> None:
+    assert {*CONTENDERS, "explain"} == set(SCENARIOS)
+    for size in SIZES.values():
+        assert size.loop in size.train and set(size.compiled) <= set(size.train)
+        assert set(size.peaks) <= set(scenarios.CASES)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from handgrad.ops import attention
+
+    right = attention.backward
+
+    def wrong(delta: Any, *rest: Any) -> Any:
+        return right(1.001 * delta, *rest)
+
+    monkeypatch.setattr(attention, "backward", wrong)
+    with pytest.raises(SystemExit) as ended:
+        bench(capsys, monkeypatch, "attention")
+    shown = capsys.readouterr()
+    assert ended.value.code == 1 and "the gradients differ" in shown.err and shown.out == ""
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (0.59, False), (0.61, True), (5.0, True)])
+def test_a_busy_machine_is_named(
+    load: float, busy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(__main__.err, "width", 400)
+    found, shown = bench(capsys, monkeypatch, "attention")
+    assert found["machine"]["load"] == load and found["machine"]["busy"] is busy
+    assert f"load {load:.2f} on 2 cores at the start" in shown
+    assert ("A ratio from a busy machine flatters us and is not published" in shown) is busy
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_table_fits_its_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        scenarios.Row(
+            "train", "GPT-2 124M, 4×1024", name, 4096, 12.3, 12.4, 1.38, 1e-7, 11.1, 0.9, 10**9, 0.21, 9.9, 10**9
+        )
+        for name in ("handgrad", "eager autograd", "torch.compile")
+    ]
+    __main__.show(rows, "full", Machine(0.0, 2, 2, "2.13.0"), __main__.Console(width=width))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    for figure in ("12.30 s", "1.38×", "1,000 MB", "0.21"):
+        assert sum(figure in line for line in lines) == len(rows), figure
+
+
+def test_the_command_writes_where_it_is_called(tmp_path: Path) -> None:
+    """The real command, from another folder: relative paths are the caller's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "handgrad", "bench", "attention", "--tiny", "--json", "figures.json"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "library kernel" in done.stdout
+    assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2 * len(TINY.attention)
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        __main__.main([option])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(name in said for name in (*SCENARIOS, "--quick", "--tiny", "--json", "--plot"))
+    assert max(map(len, said.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "unknown scenario 'nonsense'; choose from train, memory, lora"),
+        (["attention", "--quick", "--tiny"], "not allowed with"),
+        (["attention", "--tiny", "--json", "no/such/folder/r.json"], "does not exist"),
+        (["attention", "--tiny", "--plot", "."], "it is a folder"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(arguments)
+    shown = capsys.readouterr()
+    assert ended.value.code and says in shown.err and shown.out == ""
