@@ -5,7 +5,7 @@ import torch
 
 import handgrad as hg
 from conftest import make_model
-from handgrad.generate import Cache, advance
+from handgrad.generation import Cache, advance
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3], [2, 5]])

@@ -23,7 +23,7 @@ from .display import Board, Lines, Silent
 from .distributed import Ranks
 from .errors import HandgradError
 from .files import write_folder, write_text
-from .generate import generate as write_on
+from .generation import generate as write_on
 from .models import locate, open_folder, tokenizer_of
 from .run import RUNS, Checkpoint, Run, model_folder, newest_run
 from .run_report import report
