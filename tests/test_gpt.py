@@ -115,8 +115,7 @@ def test_any_shape(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 16), min_size=1, max_size=4))
     tokens, targets = make_batch(model, lengths, ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])))
     report = hg.verify(model, tokens, targets, lengths)
-    bad = [c for c in report.failed if c.oracle != "finite diff."]
-    assert not bad, bad
+    assert report.passed, [(c.id, c.error) for c in report.failed] or report.summary()
 
 
 def test_batch_and_packed_are_one() -> None:

@@ -23,7 +23,7 @@ LEVELS = [
     {"block"},
     {"gpt"},
     {"checkpoint", "trace", "optim", "generation"},
-    {"lora"},
+    {"lora", "paths"},
     {"verify", "plan", "run"},
     {"models", "merging", "judge"},
     {"ledger", "train", "run_report", "examples_report", "explain"},
