@@ -20,7 +20,7 @@ from .config import GPTConfig, LoRAConfig
 from .errors import HandgradError, NonFiniteError, shown
 from .layers import Embedding, Head, LayerNorm, LoRA, freeze
 from .machine import give_back_freed_memory
-from .nograph import Logits, Loss
+from .nograph import Logits
 from .ops import attention, embedding, loss
 
 Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
@@ -208,7 +208,7 @@ class GPT(nn.Module):
             a_11 = self.transformer.ln_f.forward(a_10)[0]
             for part, answer in self._parts(piece.targets):
                 total += self._finite(loss.forward(self.lm_head.forward(a_11[part]), answer)).item()
-        return Loss(total / n_targets)
+        return total / n_targets
 
     @torch.no_grad()
     def loss_and_grads(
@@ -264,7 +264,7 @@ class GPT(nn.Module):
             for p in fresh:
                 p.grad = None  # half a gradient is none
             raise
-        return Loss(value)
+        return value
 
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
         """Check the tokens and lay the sequences end to end: (B, T), or (n) with the lengths of its sequences."""

@@ -1,5 +1,6 @@
 """What a model returns has no graph of torch's. A habit from torch, `.backward()`, gets an answer that helps."""
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -12,16 +13,6 @@ NO_GRAPH = (
 )
 
 
-class Loss(float):
-    """A float, whose backward() says where the gradients come from."""
-
-    def backward(self, *_: object, **__: object) -> None:
-        raise HandgradError(NO_GRAPH)
-
-    def __reduce__(self) -> tuple[type, tuple[float]]:
-        return float, (float(self),)
-
-
 class Logits(Tensor):
     """Logits and what is computed from them: plain tensors without a graph, whose backward() says so."""
 
@@ -32,3 +23,6 @@ class Logits(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
