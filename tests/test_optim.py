@@ -10,6 +10,7 @@ from torch import nn
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad import optim
+from handgrad.distributed import Ranks
 from handgrad.optim import OptimizerInBackward
 from handgrad.verify import relative_error
 
@@ -193,3 +194,15 @@ def test_a_factor_is_taken_along_by_the_step(kind: str) -> None:
         assert not hasattr(optimizer, "grad_scale")
         ends.append(p.detach())
     assert torch.allclose(*ends, atol=1e-6, rtol=0) and not torch.allclose(ends[0], start)
+
+
+@pytest.mark.parametrize(("device", "backend"), [(None, "gloo"), ("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_gradients_are_summed_where_they_are(device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU in the machine means nothing as long as the model is on the CPU."""
+    chosen: list[str] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", chosen.append)
+    Ranks() if device is None else Ranks(device)
+    assert chosen == [backend]
