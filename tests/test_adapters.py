@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
+from conftest import make_batch, make_model
 from handgrad import lora
 from handgrad.layers import LoRA
 from handgrad.verify import directional_error, relative_error
@@ -453,3 +454,25 @@ def test_an_adapter_is_not_written_over_other_things(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="choose another place"):
         lora.save(model, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["precious"]
+
+
+def test_merging_leaves_no_gradient_of_other_weights() -> None:
+    model = make_model(n_blocks=2)
+    batch = make_batch(model, [9])
+    lora.inject(model, 2)
+    model.loss_and_grads(*batch)
+    taken = lora.merge(model)
+    assert all(p.grad is None for p in model.parameters())
+    model.requires_grad_(True)
+    model.loss_and_grads(*batch)
+    lora.unmerge(model, taken)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_reading_an_adapter_discards_gradients_of_what_it_freezes(tmp_path: Path) -> None:
+    one, two = make_model(), make_model()
+    lora.inject(one, 2)
+    lora.save(one, tmp_path / "adapter")
+    two.loss_and_grads(*make_batch(two, [9]))
+    lora.load(two, tmp_path / "adapter")
+    assert all(p.grad is None for p in two.parameters())

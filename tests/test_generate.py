@@ -1,11 +1,13 @@
 """Generation with the cache equals generation without."""
 
+import importlib.util
+
 import pytest
 import torch
 
 import handgrad as hg
 from conftest import make_model
-from handgrad.generate import Cache, advance
+from handgrad.generation import Cache, advance
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3], [2, 5]])
@@ -64,3 +66,18 @@ def test_bad_wishes(change: dict[str, float], message: str) -> None:
         hg.generate(make_model(), torch.tensor([[1]]), **change)
     with pytest.raises(hg.HandgradError, match="outside the vocabulary"):
         hg.generate(make_model(), torch.tensor([[99]]))
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(hg.HandgradError, match=r'takes ids, not the text "Once": encode it first.*tokenizer\.encode'):
+        hg.generate(make_model(), "Once")
+    with pytest.raises(hg.HandgradError, match=r"must be a \(B, T\) tensor of ids, not a list"):
+        hg.generate(make_model(), [[1, 2]])
+
+
+def test_the_function_hides_no_module() -> None:
+    """`import handgrad.x as m` gives the package's attribute x, which must be the module."""
+    import handgrad.generation as module
+
+    assert module.generate is hg.generate and module.Cache is Cache
+    assert importlib.util.find_spec("handgrad.generate") is None

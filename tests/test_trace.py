@@ -63,3 +63,19 @@ def test_a_notebook_shows_depth_by_tokens() -> None:
     largest = trace["blocks.1.delta_5"].norm(dim=1).max()
     assert f'title="{largest:.6g}"' in html
     assert html.index("blocks.0.delta_1<") < html.index("blocks.1.delta_10<") < html.index("delta_12<")
+
+
+@pytest.mark.parametrize("targets_of_adapters", ["all-linear", "h.1.mlp.c_proj", "lm_head"])
+def test_adapters_hide_nothing(targets_of_adapters: str) -> None:
+    """Whatever is frozen, every activation and signal of every block is kept, and equal to what it was."""
+    model = make_model(n_blocks=2)
+    batch = make_batch(model, [5, 3])
+    before = hg.trace(model, *batch, [5, 3])
+    hg.lora.inject(model, 2, targets=targets_of_adapters)
+    after = hg.trace(model, *batch, [5, 3])
+    assert "blocks.0.rho" in after and "blocks.0.delta_raw" in after
+    assert {name for name in after if "grad_" not in name} == {name for name in before if "grad_" not in name}
+    for name in after:
+        if "grad_" not in name:
+            assert torch.allclose(after[name], before[name], atol=1e-13, rtol=1e-12), name
+    assert all(p.grad is None for p in model.parameters())

@@ -9,10 +9,19 @@ import torch
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad.block import Attention
+from handgrad.gpt import Piece
 from handgrad.layers import Head
-from handgrad.ops import activation, attention, layernorm, linear
+from handgrad.ops import activation, attention, layernorm, linear, lora
 from handgrad.report import Report, judge
-from handgrad.verify import count_multiply_adds, directional_error, finite_difference, relative_error
+from handgrad.verify import (
+    activation_names,
+    count_multiply_adds,
+    directional_error,
+    finite_difference,
+    relative_error,
+    signal_names,
+)
 
 MODULE = sys.modules["handgrad.verify"]  # hg.verify itself is the function
 
@@ -22,6 +31,7 @@ def red(model: hg.GPT, lengths: list[int]) -> set[str]:
     return {c.id for c in hg.verify(model, tokens, targets, lengths).failed}
 
 
+PATHS = ("gradients in one pass", "gradients, blocks computed again", "gradients for the optimizer inside")
 SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7, 6, 5, 4, 3, "causal", "raw", 2, 1))]
 ORDER = {name: i for i, name in enumerate(SIGNALS)}
 
@@ -65,7 +75,91 @@ def test_a_forgotten_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forgotten_tied_contribution_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Head, "accumulate", lambda self, delta, a, draw: None)
     wte = "transformer.wte.weight"
-    assert red(make_model(), [9]) == {wte, f"{wte} along u"}
+    failed = red(make_model(), [9])
+    assert {name for name in failed if not name.startswith("gradients")} == {wte, f"{wte} along u"}
+    assert {name for name in failed if name.startswith("gradients")} == set(PATHS)
+
+
+# ── everything is checked ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("targets_of_adapters", ["all-linear", "h.1.mlp.c_fc", "lm_head"])
+def test_adapters_leave_no_signal_unchecked(targets_of_adapters: str) -> None:
+    model = make_model(n_blocks=2)
+    hg.lora.inject(model, 2, targets=targets_of_adapters)
+    report = hg.verify(model, *make_batch(model, [9, 4]), [9, 4])
+    assert report.passed, report.summary()
+    assert "blocks.0.delta_1" in signal_names(model.config) and len(signal_names(model.config)) == 2 * 12 + 2
+    ids = {c.id for c in report}
+    assert ids >= set(signal_names(model.config)) | set(activation_names(model.config))
+    assert ids >= {f"{name} along u" for name in signal_names(model.config)}
+
+
+def test_a_signal_that_was_not_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = MODULE.gradients_of
+
+    def forgetful(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, record: object = None):
+        keep = lambda name, x: None if name == "blocks.0.delta_2" else record(name, x)  # noqa: E731
+        return recorded(model, tokens, targets, lengths, keep)
+
+    monkeypatch.setattr(MODULE, "gradients_of", forgetful)
+    report = hg.verify(make_model(), *make_batch(make_model(), [9]))
+    assert not report.passed
+    assert [c.id for c in report.failed] == ["blocks.0.delta_2"]
+    assert report.missing == ["blocks.0.delta_2 along u"]
+
+
+def test_a_check_that_was_not_made_fails() -> None:
+    model = make_model()
+    report = hg.verify(model, *make_batch(model, [9]), watch=lambda names: names[1:])
+    assert not report.failed and len(report.missing) == 1 and not report.passed
+    assert "1 of" in report.summary() and "were not made: blocks.0.delta_1 along u" in report.summary()
+    assert json.loads(report.to_json())["missing"] == report.missing
+
+
+# ── the paths that training takes ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_mistake_with_skipped_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a pass without a recorder skips rows; every recorded signal is right."""
+    right = Attention.backward
+
+    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, spans: object, asking: torch.Tensor | None):
+        out = right(self, delta_3, saved, spans, asking)
+        return out if asking is None else out * 1.001
+
+    monkeypatch.setattr(Attention, "backward", wrong)
+    assert red(make_model(), [9]) == set(PATHS)
+
+
+def test_a_mistake_in_pieces_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = hg.GPT.pieces
+
+    def forgetful(self: hg.GPT, *arguments: object, **options: object) -> list[Piece]:
+        pieces = right(self, *arguments, **options)
+        return pieces if len(pieces) < 2 else [*pieces[:-1], pieces[-1]._replace(targets=pieces[-1].targets * 0)]
+
+    monkeypatch.setattr(hg.GPT, "pieces", forgetful)
+    assert red(make_model(), [9, 4]) == {"gradients in pieces", "gradients in pieces, blocks computed again"}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_dropout_is_checked(dora: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=2, dtype=dtype)
+    hg.lora.inject(model, 2, targets=["c_attn", "mlp.c_proj", "lm_head"], dropout=0.3, dora=dora)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 0.1 * torch.randn(p.shape)
+    tokens, targets = make_batch(model, [9, 4])
+    report = hg.verify(model.train(), tokens, targets, [9, 4])
+    assert report.passed, report.summary()
+    assert "transformer.h.0.attn.c_attn.down with dropout along u" in {c.id for c in report}
+    right = lora.backward
+    monkeypatch.setattr(lora, "backward", lambda g, d, into, kept=None: right(g, d, into))
+    failed = {c.id for c in hg.verify(model, tokens, targets, [9, 4]).failed}
+    assert failed and all("with dropout" in name for name in failed)
 
 
 def test_the_model_is_not_changed() -> None:

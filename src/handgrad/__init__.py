@@ -4,7 +4,7 @@ from . import lora
 from .checkpoint import save
 from .config import GPTConfig, preset
 from .errors import HandgradError, NonFiniteError
-from .generate import generate
+from .generation import generate
 from .gpt import GPT
 from .machine import settle
 from .models import load

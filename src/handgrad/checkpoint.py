@@ -16,7 +16,7 @@ from . import manifest
 from .config import GPTConfig
 from .errors import HandgradError
 from .files import write_folder
-from .gpt import DTYPES, GPT
+from .gpt import DTYPES, GPT, as_dtype
 from .layers import LoRA
 
 _ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -27,12 +27,13 @@ _OLD_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of
 _OWN = ("d_rho", "d_head", "logits_bias", "key_bias", "causal")
 
 
-def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GPT:
+def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
     """A model from a directory with config.json and model.safetensors, in the dtype it was stored in unless given.
 
     The file is mapped into memory, not read: a weight that keeps its dtype and device costs memory only where it is used
     or changed, and the file itself never changes."""
     folder = Path(path)
+    dtype = None if dtype is None else as_dtype(dtype)
     config = load_config(folder)
     manifest.check_present(folder)
     tensors = {name.removeprefix("transformer."): t for name, t in _weights(folder).items()}
@@ -128,7 +129,9 @@ def load_config(folder: Path) -> GPTConfig:
         raise HandgradError(f"{file}: {mistake}") from None
 
 
-def save(model: GPT, path: str | Path, *, dtype: torch.dtype | None = None, shard_bytes: int | None = None) -> None:
+def save(
+    model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
+) -> None:
     """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
     Whole or not at all; other files of a model directory that is there already stay.
 
@@ -139,9 +142,10 @@ def save(model: GPT, path: str | Path, *, dtype: torch.dtype | None = None, shar
     _check_saveable(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
+    stored = None if dtype is None else as_dtype(dtype, (*DTYPES, torch.float16))
 
     def fill(partial: Path) -> None:
-        write_model(model, partial, dtype, shard_bytes)
+        write_model(model, partial, stored, shard_bytes)
         manifest.write(partial)
 
     write_folder(folder, fill, stale=_OLD_WEIGHTS)

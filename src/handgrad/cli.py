@@ -87,7 +87,7 @@ def verify(
         report = _verify_model(model, seed)
     if not _deliver(report.to_json(), json_file):
         out.print(report)
-    if json_file is not None and report.failed:
+    if json_file is not None and not report.passed:
         err.print(report.summary(), style="bold red", highlight=False)
     if not report.passed:
         raise typer.Exit(1)

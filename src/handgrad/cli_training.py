@@ -21,7 +21,7 @@ from .config import PRESETS, SCHEDULES, TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
 from .errors import HandgradError
-from .generate import generate as write_on
+from .generation import generate as write_on
 from .lifecycle import Prepare, Request, Result, carry_out
 from .models import locate, open_folder, tokenizer_of
 from .run import Run

@@ -28,15 +28,16 @@ class LostPeerError(HandgradError):
 class Ranks:
     """This process among all. Without torchrun there is one, and nothing is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """`device` is where the gradients are: it decides what can carry them."""
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.under_way: list[Any] = []
         if self.size > 1 and not dist.is_initialized():
             with self._peers():
                 self.store = self._open_store()
-                # gloo, because models and gradients are on the CPU
-                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size)
+                backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+                dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size)
         if self.size > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 

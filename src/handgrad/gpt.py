@@ -10,16 +10,17 @@ The stream is (n, d): all sequences packed end to end, a row is a token. Paramet
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from .block import Block, Record, Saved, ignore
 from .config import GPTConfig, LoRAConfig
-from .errors import HandgradError, NonFiniteError
-from .layers import Embedding, Head, LayerNorm, LoRA
+from .errors import HandgradError, NonFiniteError, shown
+from .layers import Embedding, Head, LayerNorm, LoRA, freeze
 from .machine import give_back_freed_memory
+from .nograph import Logits
 from .ops import attention, embedding, loss
 
 Finished = Callable[[list[nn.Parameter]], None]  # given the parameters of a layer whose gradients are final
@@ -33,6 +34,16 @@ def rows_at_once(n_vocab: int, head_trains: bool) -> int:
     """Rows of the head's input that are walked together. Each time the gradient of a head that trains is read and written;
     a frozen one can be walked in smaller parts for nothing."""
     return max(1, LOGITS_AT_ONCE // (n_vocab * (1 if head_trains else 4)))
+
+
+def as_dtype(given: torch.dtype | str, known: tuple[torch.dtype, ...] = DTYPES) -> torch.dtype:
+    """A dtype by itself or by its name: torch.bfloat16, "bfloat16"."""
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in known}
+    dtype = names.get(given.removeprefix("torch.")) if isinstance(given, str) else given
+    if dtype not in known:
+        *most, last = names
+        raise HandgradError(f"dtype must be {', '.join(most)} or {last}, not {given}")
+    return dtype
 
 
 def go_on(parameters: list[nn.Parameter]) -> None:
@@ -56,6 +67,17 @@ class Piece(NamedTuple):
     rows: Tensor  # (m)   those that have a target
     targets: Tensor  # (m)
     draw: int | None = None  # seed of the adapters' dropout; None drops nothing
+
+
+def count_targets(pieces: list[Piece], n_targets: int | None = None) -> int:
+    """By how many targets a loss is divided: those of these pieces, unless more calls belong together."""
+    if n_targets is None:
+        n_targets = sum(len(piece.targets) for piece in pieces)
+        if n_targets == 0:
+            raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
+    if n_targets < 1:
+        raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
+    return n_targets
 
 
 class Kept(NamedTuple):
@@ -92,12 +114,16 @@ class GPT(nn.Module):
         config: GPTConfig,
         *,
         seed: int = 0,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if dtype not in DTYPES:
-            raise HandgradError(f"dtype must be float64, float32 or bfloat16, not {dtype}")
+        if not isinstance(config, GPTConfig):
+            raise HandgradError(
+                f"GPT takes a GPTConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
+                " preset, hg.load(path) reads one"
+            )
+        dtype = as_dtype(dtype)
         self.config = config
         self.adapter: LoRAConfig | None = None  # what `lora` has put beside the linear layers
         self.source = ""  # the folder it was read from
@@ -138,6 +164,21 @@ class GPT(nn.Module):
     def blocks(self) -> list[Block]:
         return list(self.transformer.h)  # type: ignore[arg-type]
 
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.transformer.wte.weight.dtype
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
+        super().requires_grad_(requires_grad)
+        if not requires_grad:
+            freeze(self.parameters())
+        return self
+
     # ── the public calls ────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
@@ -149,7 +190,8 @@ class GPT(nn.Module):
         spans = attention.spans_of(batch.lengths)
         for block in self.blocks:
             a, _ = block.forward(a, spans)
-        return self._finite(self.lm_head.forward(t.ln_f.forward(a)[0])).view(*tokens.shape, -1)
+        logits = self._finite(self.lm_head.forward(t.ln_f.forward(a)[0]))
+        return logits.view(*tokens.shape, -1).as_subclass(Logits)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """model(tokens) is model.logits(tokens)."""
@@ -159,13 +201,14 @@ class GPT(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
         """The mean loss over the targets ≠ −100, without gradients."""
         pieces = self.pieces(tokens, targets, lengths)
+        n_targets = count_targets(pieces)
         kept = self.down(pieces, lowest=len(self.blocks))
         total = 0.0
         for piece, a_10 in zip(pieces, kept.a_10, strict=True):
             a_11 = self.transformer.ln_f.forward(a_10)[0]
             for part, answer in self._parts(piece.targets):
                 total += self._finite(loss.forward(self.lm_head.forward(a_11[part]), answer)).item()
-        return total / sum(len(piece.targets) for piece in pieces)
+        return total / n_targets
 
     @torch.no_grad()
     def loss_and_grads(
@@ -177,17 +220,21 @@ class GPT(nn.Module):
         n_targets: int | None = None,
         recompute: str = "none",
         seed: int | None = None,
+        tokens_at_once: int | None = None,
         finished: Finished = go_on,
         record: Record = ignore,
     ) -> float:
-        """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`.
+        """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`. A frozen
+        parameter gets none, and one it had is discarded: an optimizer would apply it.
 
         n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
                     calls together: then each call returns its share of the mean, and shares and gradients add up.
+                    A call without any target then adds 0.
         recompute   "blocks" keeps only each block's input and computes the block again on the way back: less memory,
                     about a third more time.
         seed        Of the adapters' dropout, if they have any; drawn from torch's random numbers unless given. After
                     model.eval(), and while recording, nothing is dropped.
+        tokens_at_once   A larger batch is walked in groups of whole sequences of about this size (default 1024).
         finished    Called with the parameters of a layer as soon as their gradients are final, from the head down to
                     the embeddings, while the way back still goes on.
         record      Called with every intermediate under the paper's name.
@@ -195,17 +242,14 @@ class GPT(nn.Module):
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
         draw = self.draw(seed) if record is ignore else None
-        pieces = self.pieces(tokens, targets, lengths, whole=record is not ignore, draw=draw)
-        if n_targets is None:
-            n_targets = sum(len(piece.targets) for piece in pieces)
-        elif n_targets < 1:
-            raise HandgradError(
-                f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}"
-            )
+        at_once = (tokens_at_once or TOKENS_AT_ONCE) if record is ignore else math.inf
+        pieces = self.pieces(tokens, targets, lengths, at_once, draw)
+        n_targets = count_targets(pieces, n_targets if record is ignore or pieces else None)
+        freeze(p for p in self.parameters() if not p.requires_grad)
         again = recompute == "blocks"
         # Pieces walked one after the other keep the activations of one piece only; walked together, block by block, all
         # gradients of a block are final at once.
-        windows = [pieces] if again else [[piece] for piece in pieces]
+        windows = [pieces] if again or not pieces else [[piece] for piece in pieces]
         fresh = [p for p in self.parameters() if p.grad is None]
         if len(windows) > 1:  # gradients that came between one piece's activations would leave holes for the next's
             for p in fresh:
@@ -214,7 +258,7 @@ class GPT(nn.Module):
         try:
             for window in windows:
                 last = window is windows[-1]
-                kept = self.down(window, again=again, record=record)
+                kept = self.down(window, again=again, lowest=None if record is ignore else 0, record=record)
                 value += self.up(kept, n_targets, finished=finished if last else go_on, record=record)
         except NonFiniteError:
             for p in fresh:
@@ -225,6 +269,11 @@ class GPT(nn.Module):
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
         """Check the tokens and lay the sequences end to end: (B, T), or (n) with the lengths of its sequences."""
         config = self.config
+        if torch.is_autocast_enabled(self.device.type):
+            raise HandgradError(
+                "torch.autocast is not supported: it changes the dtype of single products, and the gradients are written"
+                " for one dtype throughout; leave it out, and make the model itself narrow: model.to(torch.bfloat16)"
+            )
         if not isinstance(tokens, Tensor):
             raise HandgradError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")
         if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
@@ -244,7 +293,7 @@ class GPT(nn.Module):
             raise HandgradError(
                 f"a sequence of {max(sizes)} tokens does not fit into a context of {config.n_context}: shorten it"
             )
-        device = self.transformer.wte.weight.device
+        device = self.device
         ids = tokens.reshape(-1).to(device, torch.int64)
         low, high = (int(x) for x in torch.aminmax(ids))
         if low < 0 or high >= config.n_vocab:
@@ -271,7 +320,8 @@ class GPT(nn.Module):
         """a_0 → a_10 of every piece, keeping what the way up needs: a block's activations, or with `again` only its input"""
         t = self.transformer
         lowest = self._lowest() if lowest is None else lowest
-        record("a_0", torch.cat([p.ids for p in pieces]))
+        if record is not ignore:
+            record("a_0", torch.cat([p.ids for p in pieces]))
         streams = [embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces]
         blocks: list[list[Saved | Tensor]] = []
         for i, block in enumerate(self.blocks):
@@ -289,6 +339,8 @@ class GPT(nn.Module):
         """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that has anything to train.
         What was kept is let go on the way, unless it is needed more than `once`."""
         t = self.transformer
+        if not kept.pieces:
+            finished = _with_zeros(finished)
         layers = iter(self.layers())
         value = 0.0
         deltas: list[Tensor] = []
@@ -302,7 +354,7 @@ class GPT(nn.Module):
             finished(next(layers))
         finished(next(layers))
         for i in reversed(range(kept.lowest, len(self.blocks))):
-            lowest = i == kept.lowest and not self._embeddings_train()
+            lowest = i == kept.lowest and not self._embeddings_train() and record is ignore
             for j, piece in enumerate(kept.pieces):
                 spans, asking = self._asked(i, piece, record)
                 saved = kept.blocks[i].pop(0) if once else kept.blocks[i][j]
@@ -375,6 +427,7 @@ class GPT(nn.Module):
         """Make the logits layer the token embedding transposed; what it had is gone."""
         head = self.lm_head.base if isinstance(self.lm_head, LoRA) else self.lm_head
         head.weight = self.transformer.wte.weight
+        head.weight.grad = None  # it was the embedding's alone
         self.config = replace(self.config, tied=True)
 
     def untie(self) -> None:
@@ -382,6 +435,7 @@ class GPT(nn.Module):
         if self.config.tied:
             head = self.lm_head.base if isinstance(self.lm_head, LoRA) else self.lm_head
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            self.transformer.wte.weight.grad = None  # it was that of both
             self.config = replace(self.config, tied=False)
 
     def pieces(
@@ -389,15 +443,17 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         lengths: list[int] | None,
-        whole: bool = False,
+        at_once: float | None = None,
         draw: int | None = None,
     ) -> list[Piece]:
-        """The batch in groups of whole sequences of about TOKENS_AT_ONCE tokens; groups without any target are left out."""
+        """The batch in groups of whole sequences of about `at_once` tokens, TOKENS_AT_ONCE unless given; groups without
+        any target are left out."""
+        at_once = TOKENS_AT_ONCE if at_once is None else at_once
         batch = self.pack(tokens, lengths)
         answers = self._targets(tokens, targets)
         groups: list[list[int]] = [[]]
         for length in batch.lengths:
-            if groups[-1] and sum(groups[-1]) + length > TOKENS_AT_ONCE and not whole:
+            if groups[-1] and sum(groups[-1]) + length > at_once:
                 groups.append([])
             groups[-1].append(length)
         pieces = []
@@ -421,11 +477,9 @@ class GPT(nn.Module):
             raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise HandgradError(f"targets must be whole numbers (int64), not {targets.dtype}")
-        flat = targets.reshape(-1).to(self.transformer.wte.weight.device, torch.int64)
+        flat = targets.reshape(-1).to(self.device, torch.int64)
         given = flat[loss.rows_with_target(flat)]
-        if len(given) == 0:
-            raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
-        low, high = (int(x) for x in torch.aminmax(given))
+        low, high = (int(x) for x in torch.aminmax(given)) if len(given) else (0, 0)
         if low < 0 or high >= self.config.n_vocab:
             wrong = low if low < 0 else high
             raise HandgradError(
@@ -447,11 +501,21 @@ class GPT(nn.Module):
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load a sound checkpoint")
-        raise NonFiniteError(
-            f"the activations overflowed {self.transformer.wte.weight.dtype}: use a wider dtype or a smaller learning rate"
-        )
+        raise NonFiniteError(f"the activations overflowed {self.dtype}: use a wider dtype or a smaller learning rate")
 
 
 def _within(block: int, record: Record) -> Record:
     """The recorder for a block's own names."""
     return ignore if record is ignore else lambda name, value: record(f"blocks.{block}.{name}", value)
+
+
+def _with_zeros(finished: Finished) -> Finished:
+    """For a batch without any target: its gradient is 0, and other processes may wait for it."""
+
+    def announce(layer: list[nn.Parameter]) -> None:
+        for p in layer:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        finished(layer)
+
+    return announce

@@ -1,18 +1,19 @@
 """The verdict name by name, for whoever shows single results. Its tools are those of `verify`, autograd among them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .gpt import GPT
+from .paths import gradients_of
 from .verify import (
     TOLERANCE,
     Twin,
     check_judgeable,
     difference_steps,
     directional_error,
-    gradients_of,
     largest,
     loss_of,
     made_wide,
@@ -44,20 +45,15 @@ class Judge:
         pause: Callable[[], None] = lambda: None,
     ):
         check_judgeable(model)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
         dtype = model.transformer.wte.weight.dtype
         wide = made_wide(model) if own else wide_copy(model)
-        wide.transformer.wpe.weight.requires_grad_(True)  # what trains at the very bottom makes every signal come down
         self.ours: dict[str, Tensor] = {}
 
         def record(name: str, value: Tensor) -> None:
             pause()
             self.ours[name] = value
 
-        self.loss, grads = gradients_of(wide, tokens, targets, None, record)
-        self.grads = {name: grad for name, grad in grads.items() if name in trained}
-        for p in wide.parameters():
-            p.grad = None
+        self.loss, self.grads = gradients_of(wide, tokens, targets, None, record)
         self._twin = Twin(wide, tokens, targets, None)
         self._twin.pause = pause
         truth = self._twin.run()
@@ -73,8 +69,7 @@ class Judge:
         self.rounding: dict[str, float] = {}
         floor, widest = 1e-4 * largest(truth.deltas), 1e-2 * max(x.norm().item() for x in truth.deltas.values())
         for name, signal in truth.deltas.items():
-            if name in self.ours:
-                self.errors[name] = relative_error(self.ours[name], signal, floor)
+            self.errors[name] = relative_error(self.ours[name], signal, floor) if name in self.ours else math.inf
             if computed is not None and name in computed:
                 self.rounding[name] = float(norm_error(computed[name], signal, widest)())  # type: ignore[arg-type]
         for name, value in truth.values.items():
@@ -97,7 +92,7 @@ class Judge:
         members = [parameters[name] for name in names]
         at = torch.cat([p.detach().reshape(-1) for p in members])
         claimed = torch.cat([self.grads[name].reshape(-1) for name in names])
-        f = loss_of(self._twin, members)
+        f = loss_of(members, self._twin.unchanged)
         try:
             return directional_error(f, at, claimed, self._generator, self._floors[1], self.steps)
         finally:

@@ -6,11 +6,19 @@ backward pass needs, it is handed.
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from .ops import embedding, layernorm, linear, lora
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """Stop training these. A gradient they have is discarded: an optimizer would still apply it."""
+    for p in parameters:
+        p.requires_grad_(False)
+        p.grad = None
 
 
 class Linear(nn.Module):

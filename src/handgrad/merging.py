@@ -42,13 +42,14 @@ def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
     if facts.get("adapter") != fingerprint(adapter):
         raise HandgradError(f"the adapter that was merged into {merged} is not the one in {adapter}")
     tied = model.config.tied or facts.get("tied") == "true"
-    trains = {p: p.requires_grad for p in model.parameters()}
+    before = {p: (p.requires_grad, p.grad) for p in model.parameters()}
     lora.load(model, adapter, with_copies=False)
     config, adapters = model.adapter, lora.adapters_of(model)
     assert config is not None
     lora.remove(model)
-    for p, trained in trains.items():
+    for p, (trained, grad) in before.items():
         p.requires_grad_(trained)
+        p.grad = grad
     if config.modules_to_save:
         raise HandgradError(
             f"{adapter} replaced {', '.join(config.modules_to_save)} whole, and what was there before is not known"

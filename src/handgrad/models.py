@@ -17,7 +17,7 @@ from .tokenizer import Tokenizer
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
 
 
-def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GPT:
+def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
     """A model from a directory: Hugging Face's config.json and model.safetensors, in one file or several, with float32,
     bfloat16 or float16 weights; or an adapter of PEFT's, which brings its base model along; or the folder of a run, of
     which it takes the best checkpoint; or, with the package huggingface_hub and a network, a model's name on the hub.
@@ -26,7 +26,7 @@ def load(path: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     return open_folder(locate(path), dtype, device)
 
 
-def open_folder(folder: Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GPT:
+def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
     """A model from the folder that `locate` found."""
     if lora.is_adapter(folder):
         model = load_directory(base_of(folder), dtype=dtype, device=device)

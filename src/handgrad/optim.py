@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import HandgradError, NonFiniteError
-from .gpt import GPT, Finished, Kept, go_on
+from .gpt import GPT, Finished, Kept, count_targets, go_on
 
 
 class OptimizerInBackward:
@@ -59,19 +59,20 @@ class OptimizerInBackward:
         `n_targets` counts those of all processes together, if there are several; `seed` as in `GPT.loss_and_grads`."""
         model = self.model
         pieces = model.pieces(tokens, targets, lengths, draw=model.draw(seed))
-        n_targets = n_targets or sum(len(piece.targets) for piece in pieces)
+        n_targets = count_targets(pieces, n_targets)
+        _let_go(model.parameters())  # gradients of an earlier call are not part of this step
         kept = model.down(pieces, again=self.again)
         factor = 1.0
         if self.clip is not None:
-            squares: list[Tensor] = []
+            norms: list[float] = []
 
             def measure(layer: list[nn.Parameter]) -> None:
                 self.combine(layer)
-                squares.extend(norm(p.grad).double().square() for p in layer if p.grad is not None)
+                norms.extend(norm(p.grad).item() for p in layer if p.grad is not None)
                 _let_go(layer)
 
             self._up(kept, n_targets, measure, once=False)
-            self.norm = math.sqrt(sum(x.item() for x in squares))
+            self.norm = length(norms)
             if not math.isfinite(self.norm):
                 raise NonFiniteError("the gradient is not finite")  # before anything is updated
             factor = clip_factor(self.norm, self.clip)
@@ -142,9 +143,9 @@ def maker(
     return lambda parameters: kind(groups(parameters, decay), **options)
 
 
-def clip_factor(length: float, clip: float | None) -> float:
+def clip_factor(norm: float, clip: float | None) -> float:
     """What brings a gradient of this norm down to `clip`, as torch's clip_grad_norm_ has it; 1 if there is no need."""
-    return min(1.0, clip / (length + 1e-6)) if clip else 1.0
+    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
 
 
 def step(optimizer: Optimizer, factor: float) -> None:
@@ -169,12 +170,30 @@ def step(optimizer: Optimizer, factor: float) -> None:
 
 
 def norm(grad: Tensor) -> Tensor:
-    """√⟨g, g⟩: the library's product of vectors reads g once, at the speed of memory."""
+    """√⟨g, g⟩ in float64: the library's product of vectors reads g once, at the speed of memory. Where the squares would
+    leave the range of float32 (or float64), g is divided by its largest entry first."""
+    flat = grad.reshape(-1)
     if grad.dtype == torch.bfloat16:  # would sum in three digits
-        length: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        return length
-    flat = grad.view(-1)
-    return torch.dot(flat, flat).sqrt()
+        rounded: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        square = rounded.square()
+    else:
+        square = torch.dot(flat, flat)
+        rounded = square.sqrt()
+    limits = torch.finfo(square.dtype)
+    if flat.numel() * limits.tiny / limits.eps <= square.item() <= limits.max:
+        return rounded.double()
+    largest = flat.abs().amax() if len(flat) else flat.new_zeros(())
+    if largest == 0 or not torch.isfinite(largest):
+        return largest.double()
+    scaled: Tensor = torch.linalg.vector_norm(flat.double() / largest.double())
+    return largest.double() * scaled
+
+
+def length(norms: Iterable[float]) -> float:
+    """The norm of all gradients together, from the norm of each."""
+    norms = list(norms)
+    total = math.sqrt(sum(x * x for x in norms))
+    return total if 1e-150 < total < math.inf else math.hypot(*norms)
 
 
 def learning_rate(progress: float, step: int, lr: float, least: float, warmup: int, schedule: str) -> float:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 
@@ -51,14 +51,20 @@ class Report:
 
     title: str
     checks: list[Result] = field(default_factory=list)
+    expected: Sequence[str] = ()  # ids of checks without which the report is incomplete
 
     @property
     def failed(self) -> list[Result]:
         return [c for c in self.checks if not c.passed]
 
     @property
+    def missing(self) -> list[str]:
+        made = {c.id for c in self.checks}
+        return [id for id in self.expected if id not in made]
+
+    @property
     def passed(self) -> bool:
-        return bool(self.checks) and not self.failed
+        return bool(self.checks) and not self.failed and not self.missing
 
     @property
     def seconds(self) -> float:
@@ -86,15 +92,16 @@ class Report:
                 row["error"] = None  # JSON has no infinity; `passed` is false and `note` has the reason
             return row
 
-        counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed)}
+        counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed), "missing": self.missing}
         return json.dumps({"checks": [plain(c) for c in self.checks], **counts}, indent=1, ensure_ascii=False)
 
     def summary(self) -> str:
         n = len(self.checks)
         worst = max((c.error / c.tolerance for c in self.checks if c.tolerance > 0), default=0.0)
         if self.failed:
-            names = ", ".join(c.id for c in self.failed[:8]) + (" …" if len(self.failed) > 8 else "")
-            return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {names}"
+            return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {_names([c.id for c in self.failed])}"
+        if self.missing:
+            return f"FAILED: {len(self.missing)} of {len(self.expected)} checks were not made: {_names(self.missing)}"
         what = "the only check" if n == 1 else f"all {n} checks"
         return f"{what} passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
 
@@ -124,7 +131,7 @@ class Report:
             }
             table.add_row(*(cells[str(column.header)] for column in table.columns))
         yield table
-        yield Text(f"\n{self.summary()}", style="bold red" if self.failed else "bold green")
+        yield Text(f"\n{self.summary()}", style="bold green" if self.passed else "bold red")
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None, force_terminal=False)
@@ -146,6 +153,10 @@ class Report:
             f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
         )
+
+
+def _names(ids: list[str]) -> str:
+    return ", ".join(ids[:8]) + (" …" if len(ids) > 8 else "")
 
 
 def _number(x: float) -> str:

@@ -22,7 +22,7 @@ from .config import PRESETS, GPTConfig, TrainConfig, preset
 from .data import Batches, Windows
 from .distributed import Ranks
 from .errors import HandgradError, NonFiniteError
-from .generate import generate
+from .generation import generate
 from .gpt import GPT
 from .material import default_corpus
 from .optim import OptimizerInBackward

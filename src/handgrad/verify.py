@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from .block import Record, ignore
 from .config import GPTConfig
 from .errors import HandgradError, NonFiniteError
 from .gpt import GPT
@@ -25,6 +24,7 @@ from .layers import Head as LogitsLayer
 from .layers import Linear, LoRA
 from .paper.attention import Head
 from .paper.transformer import Block, Network, Options
+from .paths import gradients_of, training_paths
 from .report import Report, judge
 
 # Largest relative error of a gradient or an error signal, by the dtype in which it was computed.
@@ -269,7 +269,6 @@ class Twin:
         found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
         values = {name: self._assemble(parts) for name, parts in seen.items()}
         deltas = {name: self._assemble([next(found) for _ in parts]) for name, parts in seen.items()}
-        self.run_names = list(deltas)
         return Truth(loss.item(), values, deltas, {name: next(found) for name in parameters})
 
     def nudged(self, name: str, change: Tensor) -> float:
@@ -283,6 +282,9 @@ class Twin:
 
         with torch.no_grad():
             return self.loss(visit).item()
+
+    def unchanged(self) -> float:
+        return self.nudged("", self.ids)
 
     def _assemble(self, parts: list[Tensor]) -> Tensor:
         """One sequence after the other: rows below each other, maps between tokens along the diagonal."""
@@ -317,7 +319,7 @@ def _hold_norms(layer: LoRA) -> None:
 
 
 Watch = Callable[[Sequence[str]], Iterable[str]]
-BYTES_PER_PARAMETER = 8 * 4  # a wide copy, its gradients, autograd's, and one direction for finite differences
+BYTES_PER_PARAMETER = 8 * 5  # a wide copy, its gradients twice, autograd's, and one direction for finite differences
 EACH_BY_ITSELF = 5_000_000  # parameters up to which finite differences visit every parameter and signal separately
 
 
@@ -331,11 +333,14 @@ def verify(
     watch: Watch = iter,
 ) -> Report:
     """Every error signal and every parameter gradient of a model on these tokens, against autograd and against finite
-    differences, in float64; and what the model computes in its own dtype against that truth.
+    differences, in float64; the gradients once more by every path that training takes, which keeps no signals; and what
+    the model computes in its own dtype. Dropout is off, but for checks of its own by finite differences. A signal or a
+    gradient that is missing fails.
 
     `watch` may wrap the sequence of names that finite differences visit, for a progress bar. The model is not changed.
     """
     check_judgeable(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     wide = wide_copy(model)
     ours: dict[str, Tensor] = {}
     loss, grads = gradients_of(wide, tokens, targets, lengths, ours.__setitem__)
@@ -348,34 +353,73 @@ def verify(
         report.checks.append(judge(id, section, "", note, oracle, limit, measure))
 
     limit = TOLERANCE[torch.float64]
-    add("Forward", "loss", "mean", "twin", limit, lambda: abs(loss - truth.loss) / max(abs(truth.loss), 1e-3))
-    for name, value in truth.values.items():
-        if (name := name.replace("delta_", "a_")) in ours:
-            add("Forward", name, _shape(value), "twin", limit, _error(ours[name], value))
-    for name in reversed([name for name in truth.deltas if name in ours]):
+    add("Forward", "loss", "mean", "twin", limit, lambda: _loss_error(loss, truth))
+    for name in activation_names(model.config):
+        value = truth.values[name.replace("a_", "delta_")]
+        add("Forward", name, _shape(value), "twin", limit, _error(ours, name, value))
+    for name in reversed(signal_names(model.config)):
         signal, floor = truth.deltas[name], largest(truth.deltas)
-        add("Error signals", name, _shape(signal), "autograd", limit, _error(ours[name], signal, 1e-4 * floor))
-    for name in grads:
+        add("Error signals", name, _shape(signal), "autograd", limit, _error(ours, name, signal, 1e-4 * floor))
+    for name in trained:
         grad, floor = truth.grads[name], largest(truth.grads)
-        add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads[name], grad, 1e-4 * floor))
+        add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads, name, grad, 1e-4 * floor))
 
-    generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
+    paths = training_paths(wide, tokens, targets, lengths)
+    for path, run in paths.items():
+        add("As training computes them", path, f"{len(trained)} gradients", "autograd", limit,
+            lambda run=run: _worst(run(), trained, truth))  # type: ignore[misc]  # fmt: skip
+
+    generator = torch.Generator(model.device).manual_seed(seed)
     steps, difference_limit = difference_steps(model.config)
     probes = _probes(judge_twin, ours, grads)
+    if any(isinstance(layer, LoRA) and layer.dropout for layer in model.modules()):
+        wide.train()
+        probes |= _dropout_probes(judge_twin, tokens, targets, lengths, seed)
     for name in watch(list(probes)):
         probe = probes[name]
         add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.", difference_limit,
             lambda probe=probe: directional_error(probe.f, probe.at, probe.grad, generator, probe.floor, steps))  # type: ignore[misc]  # fmt: skip
         probe.f(probe.at)  # puts the parameters back
 
-    dtype = model.transformer.wte.weight.dtype
-    if dtype != torch.float64:
-        kind = str(dtype).removeprefix("torch.")
+    kind = str(model.dtype).removeprefix("torch.")
+    if model.dtype != torch.float64:
         floor = 1e-2 * max(g.norm().item() for g in truth.grads.values())
-        for name, grad in gradients_of(copy.deepcopy(model), tokens, targets, lengths)[1].items():
-            measure = norm_error(grad, truth.grads[name], floor)
-            add(f"As computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[dtype], measure)
+        narrow = gradients_of(copy.deepcopy(model).eval(), tokens, targets, lengths)[1]
+        for name in trained:
+            measure = norm_error(narrow[name], truth.grads[name], floor)
+            add(f"As computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[model.dtype], measure)
+
+    report.expected = ["loss", *activation_names(model.config), *signal_names(model.config), *trained, *paths]
+    report.expected += [f"{name} along u" for name in dict.fromkeys([*_probed_signals(model), *probes])]
+    report.expected += [f"{name} in {kind}" for name in trained if model.dtype != torch.float64]
     return report
+
+
+def signal_names(config: GPTConfig) -> list[str]:
+    """Every error signal a model of this shape has, from the lowest to Δ_12."""
+    parts = (1, 2, "raw", "causal", 3, 4, 5, 6, 7, 8, 9, 10)
+    return [*(f"blocks.{i}.delta_{part}" for i in range(config.n_blocks) for part in parts), "delta_11", "delta_12"]
+
+
+def activation_names(config: GPTConfig) -> list[str]:
+    """Every activation that has an error signal; scores are not kept, ρ is rebuilt from them."""
+    signals = signal_names(config)
+    return [name.replace("delta_", "a_") for name in signals if not name.endswith(("_raw", "_causal"))]
+
+
+def _loss_error(loss: float, truth: Truth) -> float:
+    return abs(loss - truth.loss) / max(abs(truth.loss), 1e-3)
+
+
+def _worst(found: tuple[float, dict[str, Tensor]], trained: list[str], truth: Truth) -> tuple[float, str]:
+    """The largest error of the loss and of all these gradients, and where it is."""
+    loss, grads = found
+    floor = 1e-4 * largest(truth.grads)
+    errors = {"loss": _loss_error(loss, truth)}
+    for name in trained:
+        errors[name] = relative_error(grads[name], truth.grads[name], floor) if name in grads else math.inf
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 def check_judgeable(model: GPT) -> None:
@@ -403,17 +447,6 @@ def free_memory() -> float:
         return math.inf
 
 
-def gradients_of(
-    model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None, record: Record = ignore
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the hand-derived gradient of every trainable parameter. A missing one is left NaN: it must fail."""
-    for p in model.parameters():
-        p.grad = None
-    loss = model.loss_and_grads(tokens, targets, lengths, record=record)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return loss, {name: torch.full_like(p, math.nan) if p.grad is None else p.grad for name, p in trained.items()}
-
-
 class _Probe(NamedTuple):
     """A scalar function of a tensor, where to differentiate it, and the gradient claimed there."""
 
@@ -427,11 +460,7 @@ def _probes(judge_twin: Twin, ours: dict[str, Tensor], grads: dict[str, Tensor])
     """What finite differences visit: every signal and parameter of a small model; of a large one each block's Δ_1, the
     signals of the head, and the parameters of a layer together."""
     model = judge_twin.model
-    parameters = dict(model.named_parameters())
-    small = sum(p.numel() for p in parameters.values()) <= EACH_BY_ITSELF
-    signals = [name for name in judge_twin.run_names if name in ours]
-    if not small:
-        signals = [name for name in signals if name.endswith("delta_1") or "." not in name]
+    signals = [name for name in _probed_signals(model) if name in ours]
     probes = {}
     floor = 1e-3 * max(ours[name].norm().item() for name in signals)
     for name in signals:
@@ -440,23 +469,55 @@ def _probes(judge_twin: Twin, ours: dict[str, Tensor], grads: dict[str, Tensor])
     groups: dict[str, list[str]] = {}
     for name in grads:
         layer = ".".join(name.split(".")[:3]) if ".h." in name else name.rpartition(".")[0]
-        groups.setdefault(name if small else layer, []).append(name)
+        groups.setdefault(name if _small(model) else layer, []).append(name)
+    return probes | _parameter_probes(model, groups, grads, judge_twin.unchanged)
+
+
+def _probed_signals(model: GPT) -> list[str]:
+    names = signal_names(model.config)
+    return names if _small(model) else [name for name in names if name.endswith("delta_1") or "." not in name]
+
+
+def _dropout_probes(
+    judge_twin: Twin, tokens: Tensor, targets: Tensor, lengths: list[int] | None, seed: int
+) -> dict[str, _Probe]:
+    """The twin drops nothing, so the loss under one seed's masks is the model's own, and finite differences judge its
+    gradients: those of every parameter of a small model, of a large one all together."""
+    model = judge_twin.model
+
+    def loss() -> float:
+        return model.loss_and_grads(tokens, targets, lengths, seed=seed)
+
+    _, grads = gradients_of(model, tokens, targets, lengths, seed=seed)
+    groups = {f"{name} with dropout": [name] for name in grads} if _small(model) else {"all with dropout": list(grads)}
+    return _parameter_probes(model, groups, grads, loss)
+
+
+def _parameter_probes(
+    model: GPT, groups: dict[str, list[str]], grads: dict[str, Tensor], loss: Callable[[], float]
+) -> dict[str, _Probe]:
+    parameters = dict(model.named_parameters())
     floor = 1e-3 * max(g.norm().item() for g in grads.values())
+    probes = {}
     for group, names in groups.items():
         members = [parameters[name] for name in names]
         at = torch.cat([p.detach().reshape(-1) for p in members])
         grad = torch.cat([grads[name].reshape(-1) for name in names])
-        probes[group] = _Probe(loss_of(judge_twin, members), at, grad, floor)
+        probes[group] = _Probe(loss_of(members, loss), at, grad, floor)
     return probes
 
 
-def loss_of(judge_twin: Twin, members: list[nn.Parameter]) -> Callable[[Tensor], float]:
-    """The twin's loss as a function of these parameters, laid end to end."""
+def _small(model: GPT) -> bool:
+    return sum(p.numel() for p in model.parameters()) <= EACH_BY_ITSELF
+
+
+def loss_of(members: list[nn.Parameter], loss: Callable[[], float]) -> Callable[[Tensor], float]:
+    """The loss as a function of these parameters, laid end to end."""
 
     def f(values: Tensor) -> float:
         for p, part in zip(members, torch.split(values, [p.numel() for p in members]), strict=True):
             p.data.copy_(part.view_as(p))
-        return judge_twin.nudged("", values)
+        return loss()
 
     return f
 
@@ -472,8 +533,11 @@ def largest(tensors: dict[str, Tensor]) -> float:
     return max(x.abs().max().item() for x in tensors.values())
 
 
-def _error(ours: Tensor, truth: Tensor, floor: float = 0.0) -> Callable[[], object]:
-    return lambda: relative_error(ours, truth, floor)
+def _error(ours: dict[str, Tensor], name: str, truth: Tensor, floor: float = 0.0) -> Callable[[], object]:
+    def measure() -> object:
+        return relative_error(ours[name], truth, floor) if name in ours else (math.inf, "was not computed")
+
+    return measure
 
 
 def norm_error(ours: Tensor, truth: Tensor, floor: float) -> Callable[[], object]:

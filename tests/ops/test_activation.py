@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import activation as fast
 from handgrad.paper import activation as plain
 from handgrad.verify import differentiate, relative_error
@@ -33,3 +34,18 @@ def test_parts_that_fit_the_cache_are_the_whole(name: str, monkeypatch: pytest.M
 
 def test_relu_has_no_slope_at_zero() -> None:
     assert fast.backward(torch.ones(1, 1), torch.zeros(1, 1), "relu")[0].item() == 0
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", [*SCALES, 30.0, 1e6])
+@pytest.mark.parametrize("name", plain.NAMES)
+def test_every_dtype_and_scale(name: str, scale: float, dtype: torch.dtype) -> None:
+    """Also number by number: a small value beside a large one is rounded no worse."""
+    x, delta = rounded(40, 33, dtype=dtype, scale=scale), rounded(40, 33, dtype=dtype, scale=1e-3)
+    narrow = x.to(dtype), delta.to(dtype)
+    ours, value = fast.backward(narrow[1], narrow[0], name)
+    assert ours.dtype == value.dtype == dtype
+    assert relative_error(fast.forward(narrow[0], name), plain.g(x, name)) <= ROUNDING[dtype]
+    assert relative_error(value, plain.g(x, name)) <= ROUNDING[dtype]
+    truth = plain.delta_prev(delta, x, name)
+    assert ((ours.double() - truth).abs() <= ROUNDING[dtype] * delta.abs()).all()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import embedding as fast
 from handgrad.paper import embedding as plain
 from handgrad.verify import relative_error
@@ -31,3 +32,17 @@ def test_the_tables_are_not_changed() -> None:
     before = w_tok.clone()
     fast.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), w_tok, w_pos)
     assert torch.equal(w_tok, before)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
+    """A token that comes a thousand times collects all of them: a narrow sum would stop growing."""
+    ids, positions = torch.randint(3, (3000,)), torch.randint(9, (3000,))
+    w_tok, w_pos = rounded(3, 4, dtype=dtype, scale=scale), rounded(9, 4, dtype=dtype, scale=scale)
+    delta = (scale * (1 + torch.rand(3000, 4))).to(dtype).double()
+    out = fast.forward(ids, positions, w_tok.to(dtype), w_pos.to(dtype))
+    expected = plain.forward(ids, w_tok) + plain.forward(positions, w_pos)
+    assert out.dtype == dtype and relative_error(out, expected) <= ROUNDING[dtype]
+    grad = fast.grad_w(delta.to(dtype), ids, w_tok.to(dtype), None)
+    assert grad.dtype == dtype and relative_error(grad, plain.grad_w(delta, ids, 3)) <= ROUNDING[dtype]

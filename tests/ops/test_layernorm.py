@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import layernorm as fast
 from handgrad.paper import layernorm as plain
 from handgrad.verify import relative_error
@@ -41,3 +42,27 @@ def test_a_constant_row_is_no_accident() -> None:
     assert torch.isfinite(
         fast.backward(torch.randn(1, 4), fast.normalized(saved), saved.inv_sigma, torch.ones(4))
     ).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", [*SCALES, 1e6])
+@pytest.mark.parametrize("shift", [0.0, 30.0])
+def test_every_dtype_and_scale(scale: float, shift: float, dtype: torch.dtype) -> None:
+    """Rows around zero, and rows whose mean is much larger than their spread, in a and in Δ."""
+    n, d, eps = 50, 64, 1e-5
+    a, delta = (((shift + x) * scale).to(dtype).double() for x in torch.randn(2, n, d).double())
+    w, b = (1 + rounded(d, dtype=dtype, scale=1e-2)).to(dtype).double(), rounded(d, dtype=dtype)
+    f = plain.forward(a, w, b, eps)
+    out, saved = fast.forward(a.to(dtype), w.to(dtype), b.to(dtype), eps)
+    a_bar = fast.normalized(saved)
+    limit = ROUNDING[dtype] * (1 + shift * (dtype == torch.float32))  # float32 subtracts a mean it has itself rounded
+    assert out.dtype == a_bar.dtype == dtype
+    assert relative_error(out, f.a) <= limit
+    assert relative_error(a_bar, f.a_bar) <= limit
+    assert relative_error(fast.affine(a_bar, w.to(dtype), b.to(dtype)), f.a) <= limit
+    rounded_bar = a_bar.double()  # what the backward pass is given
+    signal = fast.backward(delta.to(dtype), a_bar, saved.inv_sigma, w.to(dtype))
+    assert signal.dtype == dtype
+    assert relative_error(signal, plain.delta_prev(delta, rounded_bar, f.sigma, w)) <= limit
+    assert relative_error(fast.grad_w(delta.to(dtype), a_bar, None), plain.grad_w(delta, rounded_bar)) <= limit
+    assert relative_error(fast.grad_b(delta.to(dtype), None), plain.grad_b(delta)) <= limit

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import linear as fast
 from handgrad.paper import linear as plain
 from handgrad.verify import relative_error
@@ -23,3 +24,19 @@ def test_equal_to_the_paper(n: int, f_in: int, f_out: int, bias: bool) -> None:
     fast.grad_b(delta, grad_b)
     assert relative_error(grad_w, expected_w) <= 1e-12
     assert relative_error(grad_b, expected_b) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
+    n, f_in, f_out = 700, 40, 24
+    a, w, b = rounded(n, f_in, dtype=dtype), rounded(f_in, f_out, dtype=dtype, scale=scale), rounded(f_out, dtype=dtype)
+    delta = rounded(n, f_out, dtype=dtype, scale=scale)
+    narrow = [x.to(dtype) for x in (a, w, b, delta)]
+    found = [
+        fast.forward(*narrow[:3]), fast.backward(narrow[3], narrow[1]),
+        fast.grad_w(narrow[3], narrow[0], None), fast.grad_b(narrow[3], None),
+    ]  # fmt: skip
+    truth = [plain.forward(a, w, b), plain.delta_prev(delta, w), plain.grad_w(delta, a), plain.grad_b(delta)]
+    for x, y in zip(found, truth, strict=True):
+        assert x.dtype == dtype and relative_error(x, y) <= ROUNDING[dtype]

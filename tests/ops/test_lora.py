@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import lora as fast
 from handgrad.paper import lora as plain
 from handgrad.verify import relative_error
@@ -28,3 +29,37 @@ def test_equal_to_the_paper(n: int, f_in: int, r: int, f_out: int) -> None:
     fast.grad_u(delta, h, scale, grad_u)
     assert relative_error(grad_d, 1 + plain.grad_d(delta, a, u, scale)) <= 1e-12
     assert relative_error(grad_u, 1 + plain.grad_u(delta, a, d, scale)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
+    """The factors, and Δ with them, of every size; what the branch is added to is of its own size."""
+    n, f_in, r, f_out, alpha = 700, 40, 8, 24, 0.37
+    a, d, u = rounded(n, f_in, dtype=dtype), rounded(f_in, r, dtype=dtype), rounded(r, f_out, dtype=dtype, scale=scale)
+    delta = rounded(n, f_out, dtype=dtype, scale=scale)
+    w, z = rounded(f_in, f_out, dtype=dtype, scale=scale), rounded(n, f_out, dtype=dtype)
+    na, nd, nu, ndelta, nw, nz = (x.to(dtype) for x in (a, d, u, delta, w, z))
+    out, signal = torch.zeros(n, f_out, dtype=dtype), torch.zeros(n, f_in, dtype=dtype)
+    h = fast.forward(na, nd, nu, alpha, into=out)
+    g = fast.upstream(ndelta, nu, alpha)
+    fast.backward(g, nd, into=signal)
+    norms = fast.column_norms(nw, nd, nu, alpha)
+    found = {
+        "a": (out, plain.forward(a, d, u, alpha)),
+        "delta": (signal, plain.delta_prev(delta, d, u, alpha)),
+        "d": (fast.grad_d(g, na, None), plain.grad_d(delta, a, u, alpha)),
+        "u": (fast.grad_u(ndelta, h, alpha, None), plain.grad_u(delta, a, d, alpha)),
+        "c": (norms, (w + alpha * d @ u).norm(dim=0)),
+        "m": (fast.grad_m(ndelta, nz, norms, None), (delta * z).sum(0) / norms.double()),
+    }
+    for name, (x, y) in found.items():
+        assert x.dtype == dtype and relative_error(x, y) <= ROUNDING[dtype], name
+
+
+def test_a_magnitude_hears_small_differences_of_large_terms() -> None:
+    """Σ Δ ∘ z over terms that nearly cancel: products rounded to bfloat16 would leave their rounding."""
+    delta, z = torch.ones(1000, 1).bfloat16(), (100 + torch.rand(1000, 1)).bfloat16()
+    delta[::2] = -1.0078125
+    grad = fast.grad_m(delta, z, torch.ones(1).bfloat16(), None)
+    assert relative_error(grad, (delta.double() * z.double()).sum(0)) <= ROUNDING[torch.bfloat16]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import loss as fast
 from handgrad.paper import loss as plain
 from handgrad.paper.notation import softmax
@@ -35,3 +36,18 @@ def test_narrow_logits_are_widened() -> None:
     summed, delta = fast.forward_and_delta(logits.clone(), torch.arange(4), 1.0)
     assert delta.dtype == torch.bfloat16 and summed.dtype == torch.float64
     assert relative_error(summed, plain.forward(logits.double(), torch.arange(4))) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("scale", [*SCALES, 30.0, 1e6])
+@pytest.mark.parametrize("weight", [1.0, 1e-6])
+def test_every_dtype_and_scale(scale: float, weight: float, dtype: torch.dtype) -> None:
+    """Certain and wrong, certain and right, and all in between."""
+    logits, targets = rounded(60, 33, dtype=dtype, scale=scale), torch.randint(33, (60,))
+    targets[:20] = logits[:20].argmax(1)
+    total = plain.forward(logits, targets)
+    assert relative_error(fast.forward(logits.to(dtype), targets), total) <= ROUNDING[torch.float32]
+    summed, delta = fast.forward_and_delta(logits.to(dtype).clone(), targets, weight)
+    assert delta.dtype == dtype and relative_error(summed, total) <= ROUNDING[torch.float32]
+    expected = weight * plain.delta_logits(softmax(logits), targets)
+    assert relative_error(delta, expected) <= ROUNDING[dtype]

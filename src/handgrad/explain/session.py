@@ -101,7 +101,7 @@ class Session:
             found = self._looks.get(id)
             if found is None:
                 targets = torch.tensor([[*ids[1:], -100]])
-                with self.at(version) as model, _everything_flows(model):
+                with self.at(version) as model:
                     made = trace(model, torch.tensor([ids]), targets)
                 found = self._looks[id] = Look(id, text, version, ids, targets, made)
                 self._recipes[id] = (text, version)
@@ -182,18 +182,6 @@ def _keep_within(kept: "OrderedDict[Any, Any]", budget: int) -> None:
         del sizes[oldest]
     if len(kept) < before:
         give_back_freed_memory()
-
-
-@contextmanager
-def _everything_flows(model: GPT) -> Iterator[None]:
-    """Below the lowest parameter that trains nothing is computed. For looking, let it flow to the very bottom."""
-    bottom = model.transformer.wpe.weight
-    trains = bottom.requires_grad
-    bottom.requires_grad_(True)
-    try:
-        yield
-    finally:
-        bottom.requires_grad_(trains)
 
 
 def add_adapters(model: GPT, rank: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config import LoRAConfig, matches
 from ..errors import HandgradError
 from ..gpt import GPT
-from ..layers import Head, Linear, LoRA
+from ..layers import Head, Linear, LoRA, freeze
 
 
 def layers_of(model: GPT) -> dict[str, Linear | LoRA]:
@@ -155,7 +155,7 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
         if config.rank_of(name) > most:
             raise HandgradError(f"a rank of {config.rank_of(name)} is more than {name} itself has ({most})")
     generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
-    model.requires_grad_(False)
+    freeze(model.parameters())
     for salt, name in enumerate(names):
         base = layers[name]
         assert isinstance(base, Linear)
@@ -242,6 +242,7 @@ def merge(model: GPT) -> Merged:
             w *= adapter.magnitude.double() / taken.norms[name]
         _set_weight(adapter.base, w)
         put(model, name, adapter.base)
+    _discard_gradients(model, adapters)
     model.adapter = None
     return taken
 
@@ -265,7 +266,14 @@ def unmerge(model: GPT, taken: Merged) -> None:
         put(model, name, adapter)
     if taken.tied and not model.config.tied:
         model.tie()
+    _discard_gradients(model, taken.adapters)
     model.adapter = taken.config
+
+
+def _discard_gradients(model: GPT, adapters: dict[str, LoRA]) -> None:
+    """They were computed for weights that the model no longer has."""
+    for module in (model, *adapters.values()):
+        module.zero_grad()
 
 
 def _sum(adapter: LoRA) -> Tensor:

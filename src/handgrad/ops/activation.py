@@ -20,6 +20,8 @@ def forward(x: Tensor, name: str) -> Tensor:
         return torch.relu(x)
     if name == "gelu":
         return F.gelu(x)
+    if x.dtype == torch.bfloat16:
+        return F.gelu(x, approximate="tanh")  # wide inside; the steps below would each be rounded
     value = torch.empty_like(x)
     for part, out in zip(_parts(x), _parts(value), strict=True):
         torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
@@ -31,8 +33,15 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "relu":
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
+    slope = _gelu_tanh if name == "gelu_tanh" else _gelu
     for part in zip(_parts(delta), _parts(x), _parts(out), _parts(value), strict=True):
-        (_gelu_tanh if name == "gelu_tanh" else _gelu)(*part)
+        if x.dtype == torch.bfloat16:  # in float32, so that only the results are rounded
+            wide = [tensor.float() for tensor in part]
+            slope(*wide)
+            part[2].copy_(wide[2])
+            part[3].copy_(wide[3])
+        else:
+            slope(*part)
     return out, value
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 ROWS = 128  # queries of a tile on the way down
 COLUMNS = 128  # keys of a tile on the way up; all queries after them belong to the tile
+SHARP = 1024.0  # scores beyond this are rounded in float32 by more than exp allows: 1e-4 of every ρ
 
 
 class Span(NamedTuple):
@@ -84,17 +85,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool) -> tupl
 
 def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tuple[Tensor, Tensor, Tensor]) -> None:
     """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, put `into` tensors of their shapes"""
-    q, k, v, a, lse = saved
+    k, a, lse = saved.k, saved.a, saved.lse
     # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
-    correction = (delta * a).sum(2, dtype=lse.dtype)
+    correction = _correction(delta, a, lse.dtype)
     if sum(span.keys.stop - span.keys.start for span in spans) < len(k):
         into[1].zero_()  # a sequence that asks nothing sends nothing back to its keys and values
         into[2].zero_()
     for span in spans:
-        queries, errors, shift, norm = (_stack(x, span.queries, span, lse.dtype) for x in (q, delta, correction, lse))
-        shift, norm = shift.contiguous(), norm.contiguous()
-        keys, values = (_stack(x, span.keys, span, lse.dtype) for x in (k, v))
-        grads = _backward_in_tiles(queries, keys, values, errors, shift, norm, span.positions, causal)
+        grads = _backward_in_tiles(*_operands(delta, saved, correction, span, causal), span.positions, causal)
         for target, rows, grad in zip(into, (span.queries, span.keys, span.keys), grads, strict=True):
             view = _by_head(target, rows, span)
             view.copy_(grad.view(view.shape))
@@ -103,18 +101,16 @@ def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tupl
 def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor]:
     """ρ and Δ_causal of every head over the whole packed stream, (h, n, n), zero between sequences: for looking at.
     The same tiles as in the backward pass, each as large as a sequence."""
-    q, k, v, a, lse = saved
+    a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
-    correction = (delta * a).sum(2, dtype=lse.dtype)
+    correction = _correction(delta, a, lse.dtype)
     rho, signal = lse.new_zeros(2, n_heads, n, n)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
         span = Span(rows, rows, 1, None)
-        queries, keys, values, errors, shift, norm = (
-            _stack(x, rows, span, lse.dtype) for x in (q, k, v, delta, correction, lse)
-        )
-        visible = _visible(range(length), length, lse) if causal else None
+        queries, keys, values, errors, shift, norm = _operands(delta, saved, correction, span, causal)
+        visible = _visible(range(length), length, queries) if causal else None
         rho[:, rows, rows] = rho_tile(queries, keys, norm, visible)
         signal[:, rows, rows] = causal_signal_tile(errors, values, shift, rho[:, rows, rows])
         start += length
@@ -206,7 +202,8 @@ def _forward_in_tiles(
         if future is not None:
             scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
         lse[:, rows] = torch.logsumexp(scores, 2)
-        out[:, rows] = torch.bmm(scores.sub_(lse[:, rows, None]).exp_(), v[:, :seen])
+        rho = torch.softmax(scores, 2) if _sharp(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
+        out[:, rows] = torch.bmm(rho, v[:, :seen])
     return out.view(batch, n_heads, m, -1), lse.view(batch, n_heads, m)
 
 
@@ -264,6 +261,35 @@ def _future(positions: list[int] | range, columns: int, device: torch.device) ->
 def _visible(positions: list[int] | range, columns: int, like: Tensor) -> Tensor:
     """1 where a column is not after the query's own position, and 0 where it is"""
     return _future(positions, columns, like.device).logical_not_().to(like.dtype)
+
+
+def _operands(
+    delta: Tensor, saved: Saved, correction: Tensor, span: Span, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, Δ, Δ ⊖ a and lse of a span, stacked and wide, for the tiles of the backward pass.
+
+    The tiles compute scores anew and subtract lse. In float32 the two may differ by the rounding of numbers as large as
+    the scores, which the exponential turns into a factor: large scores are computed again in float64."""
+    q, k, v, _, lse = saved
+    dtype = torch.float64 if _sharp(lse[span.queries]) else lse.dtype
+    queries, errors = (_stack(x, span.queries, span, dtype) for x in (q, delta))
+    keys, values = (_stack(x, span.keys, span, dtype) for x in (k, v))
+    if dtype == lse.dtype:
+        shift, norm = (_stack(x, span.queries, span, dtype).contiguous() for x in (correction, lse))
+    else:
+        out, row_lse = _forward_in_tiles(queries[None], keys[None], values[None], span.positions, causal)
+        shift, norm = (errors * out[0]).sum(2), row_lse[0]
+    return queries, keys, values, errors, shift, norm
+
+
+def _sharp(lse: Tensor) -> bool:
+    """Whether float32 is too narrow for the scores of these rows."""
+    return lse.dtype == torch.float32 and lse.abs().amax().item() > SHARP
+
+
+def _correction(delta: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Δ ⊖ a (m, h). It is subtracted from numbers of its own size where softmax saturates, so the products are wide too."""
+    return (delta.to(dtype) * a).sum(2)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,6 +17,8 @@ class Saved(NamedTuple):
 
 def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]:
     """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
+    if a.dtype == torch.bfloat16:  # with narrow gains the library rounds μ and 1/σ to three digits
+        w, b = w.float(), b.float()
     out, mu, inv_sigma = torch.native_layer_norm(a, w.shape, w, b, eps)
     return out, Saved(a, mu, inv_sigma)
 
@@ -24,7 +26,7 @@ def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]
 def normalized(saved: Saved) -> Tensor:
     """ā = (a − μ)/σ   (36)"""
     a, mu, inv_sigma = saved
-    return (a - mu.to(a.dtype)).mul_(inv_sigma.to(a.dtype))
+    return (a - mu).mul_(inv_sigma).to(a.dtype)
 
 
 def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -34,15 +36,16 @@ def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
-    g = delta * w
+    g = delta.to(inv_sigma.dtype) * w  # wide: what is left of g can be much smaller than its mean
     along = (g * a_bar).mean(1, keepdim=True)
     g.sub_(g.mean(1, keepdim=True)).addcmul_(a_bar, along, value=-1)
-    return g.mul_(inv_sigma.to(g.dtype))
+    return g.mul_(inv_sigma).to(delta.dtype)
 
 
 def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     """∂w += Σ_tok ā ∘ Δ_i   (41)"""
-    grad = (a_bar * delta).sum(0)
+    wide = a_bar.float() if a_bar.dtype == torch.bfloat16 else a_bar
+    grad = (wide * delta).sum(0).to(delta.dtype)
     return grad if into is None else into.add_(grad)
 
 

@@ -60,5 +60,6 @@ def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
 
 def grad_m(delta: Tensor, z: Tensor, c: Tensor, into: Tensor | None) -> Tensor:
     """∂m += Σ_tok Δ ∘ z / c   (f_out)"""
-    grad = torch.linalg.vecdot(delta, z, dim=0).div_(c)
+    wide = delta.float() if delta.dtype == torch.bfloat16 else delta  # or every product would be rounded
+    grad = torch.linalg.vecdot(wide, z.to(wide.dtype), dim=0).div_(c).to(delta.dtype)
     return grad if into is None else into.add_(grad)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .block import Block
-from .errors import HandgradError
+from .errors import HandgradError, shown
 from .gpt import GPT
 from .ops import activation, embedding
 
@@ -108,6 +108,7 @@ def generate(
     seed          the same seed draws the same tokens
 
     When the context is full, the model goes on from its later half."""
+    _check_ids(tokens)
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise HandgradError(f"tokens must be (B, T) and not empty; got shape {tuple(tokens.shape)}")
     if not temperature >= 0 or math.isinf(temperature):
@@ -119,6 +120,16 @@ def generate(
     model.pack(tokens[:, -model.config.n_context :])  # checks the ids
     pieces = _stream(model, tokens, max_new_tokens, temperature, top_k, seed)
     return pieces if stream else torch.stack(list(pieces), 1)
+
+
+def _check_ids(tokens: object) -> None:
+    if isinstance(tokens, str):
+        raise HandgradError(
+            f"generate takes ids, not the text {shown(tokens)}: encode it first, as in tokenizer ="
+            " handgrad.tokenizer.read(Path(folder)); tokens = torch.tensor([tokenizer.encode(text)])"
+        )
+    if not isinstance(tokens, Tensor):
+        raise HandgradError(f"tokens must be a (B, T) tensor of ids, not a {type(tokens).__name__}")
 
 
 def _stream(
