@@ -81,7 +81,7 @@ def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None
     records = run.records()
     losses = [r["loss"] for r in records if "loss" in r]
     assert losses[-1] < losses[0]
-    assert {"lr", "grad_norm", "tokens_per_second", "of_bound", "memory", "grad_norms"} <= set(records[1])
+    assert {"lr", "grad_norm", "tokens_per_second", "mfu", "memory", "grad_norms"} <= set(records[1])
     assert [r["step"] for r in records if "val_loss" in r] == [0, 10, 20]
     page = (tmp_path / "r" / "report.html").read_text()
     assert "<svg" in page and "block 1" in page and "http" not in page
