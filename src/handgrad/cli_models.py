@@ -167,7 +167,7 @@ def convert(
 ) -> None:
     """Write a model as another directory: in another dtype, in one file or several, with its tokenizer beside it.
 
-    handgrad convert runs/mine --out half --dtype bfloat16 --shard-size 500MB
+    handgrad convert runs/book --out half --dtype bfloat16 --shard-size 500MB
     """
     from . import lora, tokenizer
     from .checkpoint import stored_dtype, write_model

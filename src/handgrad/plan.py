@@ -320,7 +320,8 @@ def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -
     if not ranks:
         backward += blocks(walked, 0) + head
     elif walked:
-        backward -= work.tokens * full  # c_attn of the lowest block: nothing below needs its error signal
+        # nothing below the lowest block's c_attn needs its error signal
+        backward -= work.tokens * (full + ranks.get(f"transformer.h.{lowest}.attn.c_attn", 0) * c.d_model)
     if recompute == "blocks":
         backward += blocks(walked, scores) + of_blocks
     return 2 * forward, 2 * backward
