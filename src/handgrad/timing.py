@@ -80,7 +80,7 @@ def _alternate(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tupl
     """The best of several rounds; in each all take turns. The first round warms up."""
     best: dict[tuple[int, int], Times] = {}
     end, rounds = time.perf_counter() + budget, 0
-    while rounds < 3 or (time.perf_counter() < end and rounds < 200):
+    while rounds < 2 or (time.perf_counter() < end and rounds < 200):
         for trial, step in steps.items():
             took = step.run()
             if rounds:

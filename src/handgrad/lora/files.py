@@ -207,7 +207,8 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     file = folder / TENSORS
     factors, rest, _ = _sorted({_short(name, file): t for name, t in read_tensors(file).items()}, file)
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
-    ranks = {name: len(parts["lora_A"]) for name, parts in factors.items() if "lora_A" in parts}
+    named = sorted(factors, key=lambda name: name == "lm_head")  # the head comes last
+    ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
