@@ -16,7 +16,8 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.ops import attention
-from handgrad.plan import Rates, make_plan
+from handgrad.plan import make_plan
+from handgrad.timing import predict
 
 from . import finetune as finetuning
 from .measure import Timing, peak_during, resident, take_turns
@@ -295,7 +296,6 @@ def compete(scenario: str, case: Case, quick: bool, watch: Watch) -> list[Row]:
         shown = []  # a process for each takes longer than all else
     peaks = {name: _peak_in_a_process(scenario, case.name, name, quick) for name in shown}
 
-    rates = Rates.measure()
     rows = []
     for name, timing in timings.items():
         ratio = timings[names[1]].best / timing.best
@@ -309,7 +309,7 @@ def compete(scenario: str, case: Case, quick: bool, watch: Watch) -> list[Row]:
             row.memory_ratio = peaks[name] / peaks[names[1]]
         if case.plan and name in ("handgrad", LEAN):
             plan = make_plan(**case.plan, recompute="blocks" if name == LEAN else "none", update_inside=name == LEAN)
-            row.predicted_seconds = rates.seconds(plan)
+            row.predicted_seconds = predict(plan)
             row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
         rows.append(row)
     return rows

@@ -353,7 +353,19 @@ def test_a_share_of_the_peak_counts_what_fine_tuning_computes(place: Path) -> No
     lines = [{"prompt": "ten green bottles " * (i % 3), "completion": " fall"} for i in range(12)]
     Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = invoke(
-        "finetune", "--model", "./nano", "--data", "data.jsonl", "--steps", 4, "--log-every", 1, "--out", "ft"
+        "finetune",
+        "--model",
+        "./nano",
+        "--data",
+        "data.jsonl",
+        "--steps",
+        4,
+        "--log-every",
+        1,
+        "--out",
+        "ft",
+        "--rank",
+        2,
     )
     assert done.exit_code == 0, done.exception
     records = [r for r in map(json.loads, Path("ft/metrics.jsonl").read_text().splitlines()) if "loss" in r]
