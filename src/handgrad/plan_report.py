@@ -109,7 +109,7 @@ def _step(plan: Plan, width: int) -> Table:
     row(
         "a step takes about",
         seconds(predict(plan)),
-        "from steps of one and two blocks, timed just now",
+        "extrapolated from shorter steps, timed just now",
         end_section=True,
     )
     row("KV cache per token", size(plan.bytes_cache_per_token), "while generating")

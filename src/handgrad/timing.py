@@ -13,9 +13,9 @@ import torch
 from . import lora, optim
 from .errors import HandgradError
 from .gpt import GPT
-from .plan import BYTES, Plan, Work, flop, target_of, walked_together
+from .plan import BYTES, Plan, make_plan, target_of, walked_together
 
-LARGEST = 1e12  # FLOP of a trial step; beyond it the matmul rate alone has to serve
+LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; beyond them the matmul rate alone has to serve
 FEW, MANY = 256, 8192  # sizes of vocabulary that are timed
 
 
@@ -31,7 +31,8 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}
     piece = walked_together(plan.batch, plan.tokens)
     largest = replace(c, n_blocks=2, n_vocab=min(MANY, c.n_vocab))
-    if sum(flop(largest, Work.of([plan.tokens] * (piece // plan.tokens)), {})) > LARGEST:
+    trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
+    if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     steps = {trial: _Trial(plan, *trial) for trial in trials}
     found = _alternate(steps, budget)
@@ -92,10 +93,10 @@ def _alternate(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tupl
 
 # ── the rate of matrix products ─────────────────────────────────────────────────────────────────────────────────────
 
-SHAPES = ((1024, 768, 3072), (1024, 3072, 768), (512, 1024, 1024))  # n, f_in, f_out of large layers
+SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
 
 
-def matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float:
+def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
     """FLOP per second of bare products: the best of several shapes that fill the machine."""
     if dtype not in BYTES:
         raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
@@ -108,17 +109,17 @@ def matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float:
 
 
 class Peak:
-    """The highest rate of matrix products known on this machine: measured at the start, and raised by any step that is
-    faster, so that a share of it is never above 1."""
+    """The highest rate of matrix products known on this machine: measured when first asked for, and raised by any step
+    that is faster, so that a share of it is never above 1."""
 
-    def __init__(self, dtype: str, processes: int = 1):
-        self.rate = matmul_rate(dtype) * processes
+    def __init__(self, dtype: str):
+        self.dtype, self.rate = dtype, 0.0
 
     def share(self, done: float, seconds: float) -> float:
         """Model FLOP utilization (MFU): of what the products could have reached in this time, what the step did."""
         if done <= 0 or seconds <= 0:
             return 0.0
-        self.rate = max(self.rate, done / seconds)
+        self.rate = max(self.rate or matmul_rate(self.dtype), done / seconds)
         return done / seconds / self.rate
 
 
