@@ -9,7 +9,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.ops import attention
-from handgrad.plan import Plan, Rates, make_plan
+from handgrad.plan import make_plan
+from handgrad.timing import predict
 
 from . import SCENARIOS
 from . import explain as page
@@ -285,16 +286,6 @@ def run(scenario: str, size: Size, watch: Watch) -> list[Row]:
     return [row for case in CASES[scenario](size) for row in compete(scenario, case, size, watch)]
 
 
-@cache
-def rates(seconds: float) -> Rates:
-    return Rates.measure(seconds)
-
-
-def predict(plan: Plan, size: Size) -> float:
-    """The seconds that `handgrad plan` would say."""
-    return rates(size.measure_seconds).seconds(plan)
-
-
 # ── competing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -352,7 +343,7 @@ def compete(scenario: str, case: Case, size: Size, watch: Watch) -> list[Row]:
             row.memory_ratio = peaks[name] / peaks[names[1]]
         if case.plan and name in ("handgrad", LEAN):
             plan = make_plan(**case.plan, recompute="blocks" if name == LEAN else "none", update_inside=name == LEAN)
-            row.predicted_seconds = predict(plan, size)
+            row.predicted_seconds = predict(plan, size.measure_seconds)
             row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
         rows.append(row)
     return rows

@@ -1,15 +1,21 @@
 """The command line as a user meets it: in a process of its own."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
 
 import handgrad as hg
 from conftest import make_model
+from handgrad import cli, cli_explain, plan_report, tokenizer, units
 
 
 def handgrad(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,28 +59,45 @@ def test_verify_a_model_directory(tmp_path: Path) -> None:
 
 
 def test_plan() -> None:
-    done = handgrad("plan", "--model", "paper")
+    done = handgrad("plan", "--model", "nano")
     assert done.returncode == 0
-    for count in ("7,087,872", "85,120,849", "38,647,633", "38,597,376", "786,432"):
+    for count in ("198,272", "834,304", "a step takes about", "process at its peak", "quantity", "amount"):
         assert count in done.stdout
-    plan = json.loads(
-        handgrad("plan", "--n-blocks", "12", "--lora-rank", "16", "--lora-targets", "paper", "--json", "-").stdout
-    )
-    assert plan["total"] == 163_087_441 and plan["trainable"] == 3_470_608
+    assert " MB" in done.stdout and "MiB" not in done.stdout
+
+
+@pytest.fixture
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_report, "predict", lambda plan: 1.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_no_number_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
-    rows = [line for line in done.stdout.splitlines() if line.startswith("✔")]
+    lines = done.stdout.splitlines()
+    names = lines[1].split()
+    assert {"check", "error", "limit"} <= set(names), "the columns have headings"
+    rows = [line for line in lines if line.startswith("✔")]
     assert len(rows) == 30
     for row in rows:
-        assert len(row) <= width
-        assert row.split()[-1 if width < 80 else -2] in ("0", "1.0e-12", "1.0e-10") or width < 80, row
-        assert "…" not in row[-20:], row
-    plan = handgrad("plan", "--model", "paper")
-    assert "85,120,849" in plan.stdout and "38,597,376" in plan.stdout and "191.1 GFLOP" in plan.stdout
+        cells = dict(zip(reversed(names), reversed(row.split()), strict=False))
+        assert cells["limit"] in ("0", "1.0e-12", "1.0e-10"), row
+        assert 0 <= float(cells["error"]) <= float(cells["limit"]), row
+    assert all(len(line) <= width for line in lines) and "…" not in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "exact for ε > 0 too" in words, "the end of a long statement"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> None:
+    monkeypatch.setattr(cli, "out", Console(width=width))
+    done = invoke("plan", "--rank", 16, "--targets", "paper")
+    assert "85,120,849" in done.stdout and "38,597,376" in done.stdout and "GFLOP" in done.stdout
+    assert all(len(line) <= width for line in done.stdout.splitlines()) and "…" not in done.stdout
+    if width >= 80:
+        words = " ".join(done.stdout.split())
+        assert "what it is" in words and "two operations per multiply-add" in words.replace("  ", " ")
 
 
 def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +152,8 @@ def broken_model(folder: Path) -> str:
         (["plan", "--d-model", "10", "--n-heads", "3"], "a width of 10 cannot be shared by 3 heads"),
         (["plan", "--tokens", "5000"], "do not fit into a context of 1024"),
         (["plan", "--dtype", "float7"], "unknown dtype 'float7'"),
-        (["plan", "--lora-rank", "4", "--lora-targets", "nothing"], "no linear layer is called 'nothing'"),
+        (["plan", "--rank", "4", "--targets", "nothing"], "no linear layer matches nothing; there are transformer.h.*"),
+        (["generate", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -141,7 +165,251 @@ def test_mistakes_end_in_one_line(arguments: list[str], message: str, tmp_path: 
     assert done.stdout == ""
 
 
-def test_help_and_version() -> None:
-    assert "verify" in handgrad("--help").stdout
+def test_version() -> None:
     assert hg.__version__ in handgrad("--version").stdout
     assert handgrad("no-such-command").returncode == 2
+
+
+# ── help ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HELP = """
+import json, sys
+from typer.testing import CliRunner
+from handgrad.cli import app, typer
+texts = {}
+for width in ("60", "80", "200"):
+    for name in ("", *typer.main.get_command(app).commands):
+        flag = "-h" if width == "60" else "--help"
+        done = CliRunner().invoke(app, [name, flag] if name else [flag], env={"COLUMNS": width})
+        assert done.exit_code == 0, done.output
+        texts[f"{name} {width}"] = done.stdout
+print(json.dumps({"texts": texts, "modules": list(sys.modules)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def helped() -> dict[str, Any]:
+    """The help of every command at three widths, and what was imported for it."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_help_does_not_wait_for_torch(helped: dict[str, Any]) -> None:
+    heavy = {"torch", "numpy", "tokenizers", "safetensors", "fastapi", "jinja2", "handgrad.gpt", "handgrad.train"}
+    assert not heavy & set(helped["modules"])
+
+
+def test_help_fits_and_cuts_nothing(helped: dict[str, Any]) -> None:
+    for key, text in helped["texts"].items():
+        name, _, width = key.partition(" ")
+        assert text.startswith(f"Usage: handgrad {name}".rstrip()), key
+        assert max(len(line) for line in text.splitlines()) <= min(int(width), 100), key
+        assert not re.search(r"\w…|<\w+>|\bNone\b|\de-0\d|\[default: \]", text), key
+    for name in ("plan", "train", "finetune"):  # the same words at every width, in the same order
+        one, *others = ([*helped["texts"][f"{name} {width}"].split()] for width in (200, 80, 60))
+        assert all(sorted(one) == sorted(other) for other in others), name
+    plan, tune = (" ".join(helped["texts"][f"{name} 80"].split()) for name in ("plan", "finetune"))
+    assert "--rank N" in plan and "--rank N" in tune and "--targets TEXT" in plan and "--targets TEXT" in tune
+    assert "[default: 0.0005, with --full 0.00005]" in tune
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = (
+        "import sys, os, handgrad as hg; assert 'torch' not in sys.modules, 'eager'; assert 'GPT' in dir(hg)\n"
+        "assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1', 'settled before torch is imported'\n"
+        "import handgrad.trace, handgrad.verify as module, inspect\n"
+        "assert module.count_multiply_adds and hg.trace.Trace is hg.Trace\n"
+        "assert list(inspect.signature(hg.generate).parameters)[:2] == ['model', 'tokens']\n"
+        "model = hg.GPT(hg.preset('nano', n_blocks=1)); import torch; tokens = torch.zeros(1, 4, dtype=torch.int64)\n"
+        "assert hg.generate(model, tokens, 2).shape[-1] and 'a_0' in hg.trace(model, tokens, tokens)\n"
+        "from handgrad import *; assert lora.inject and verify and load and save\n"
+        "try: hg.nonsense\nexcept AttributeError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "has no attribute 'nonsense'" in done.stdout
+
+
+# ── which model ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def invoke(*arguments: object) -> Any:
+    """In this process, which spares the seconds it takes to start one."""
+    return CliRunner().invoke(cli.app, [str(x) for x in arguments])
+
+
+def with_words(folder: str, seed: int = 0) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_blocks=1, d_model=8, n_heads=2), seed=seed), folder)
+    tokenizer.make("bytes", []).write(Path(folder))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with text, a model called nano, and an adapter of it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    Path("text.txt").write_text("ten green bottles hanging on the wall\n" * 100)
+    with_words("nano")
+    return tmp_path
+
+
+TINY = ["--data", "text.txt", "--steps", 2, "--sample-tokens", 0, "--eval-batches", 1]
+ONE_BLOCK = 8 * 256 + 8 * 64 + 12 * 64 + 13 * 8 + 2 * 8  # of the model in the folder
+
+
+def test_a_folder_does_not_hide_a_preset(place: Path, no_timing: None) -> None:
+    note = "nano is the preset here; for the folder of that name write ./nano"
+    done = invoke("train", *TINY, "--n-blocks", 1, "--out", "a")
+    assert done.exit_code == 0 and note in done.output and "239,488 parameters" in done.output
+    done = invoke("train", *TINY, "--model", "./nano", "--out", "b")
+    assert done.exit_code == 0 and note not in done.output and f"{ONE_BLOCK:,} parameters" in done.output
+    for given, count in (("nano", 834_304), ("./nano", ONE_BLOCK), ("nano/", ONE_BLOCK), (place / "nano", ONE_BLOCK)):
+        done = invoke("plan", "--model", given, "--json", "-")
+        assert json.loads(done.stdout)["total"] == count
+        assert (note in done.stderr) == (given == "nano")
+    assert "./nano: " in invoke("verify", "--model", "./nano").stdout
+    for command in (
+        ["generate", "--model", "nano"],
+        ["finetune", "--model", "nano", "--data", "text.txt"],
+        ["merge", "nano", "--out", "c"],
+        ["convert", "nano", "--out", "c"],
+    ):
+        done = invoke(*command)
+        assert isinstance(done.exception, hg.HandgradError) and "write ./nano" in str(done.exception), command
+    assert invoke("generate", "--model", "./nano", "--tokens", 2).exit_code == 0
+    assert invoke("convert", "./nano", "--out", "c").exit_code == 0
+    network, _, name, note = cli_explain.choose("./nano")
+    assert (name, note, network.config.d_model) == ("nano", "from ./nano", 8)
+    assert "write ./nano" in cli_explain.choose("nano")[3]
+
+
+def test_what_is_no_model_is_said_alike(place: Path) -> None:
+    for command in (
+        ["verify", "--model", "gpt5"],
+        ["plan", "--model", "gpt5"],
+        ["train", "--model", "gpt5", *TINY],
+        ["finetune", "--model", "gpt5", "--data", "text.txt"],
+        ["generate", "--model", "gpt5"],
+        ["explain", "--model", "gpt5", "--html", "x.html"],
+        ["merge", "gpt5", "--out", "x"],
+        ["convert", "gpt5", "--out", "x"],
+    ):
+        done = invoke(*command)
+        assert "'gpt5' is neither a preset (paper, gpt2" in str(done.exception), command
+
+
+def test_a_run_of_finetune_is_planned_and_verified_alike(place: Path, no_timing: None) -> None:
+    done = invoke(
+        "finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn,lm_head", "--out", "runs/ft", *TINY
+    )
+    assert done.exit_code == 0, done.exception
+    adapters = 2 * (8 + 24) + 2 * (8 + 256)
+    for given in ("runs/ft", "runs/ft/adapter"):
+        plan = json.loads(invoke("plan", "--model", given, "--json", "-").stdout)
+        assert (plan["total"], plan["trainable"], plan["rank"]) == (ONE_BLOCK, adapters, 2)
+        assert plan["targets"] == ["c_attn", "lm_head"]
+    assert invoke("verify", "--model", "runs/ft").exit_code == 0
+    done = invoke("plan", "--model", "runs/ft", "--rank", 4)
+    assert "is an adapter, and the plan is that of training it" in str(done.exception)
+    assert "--n-blocks goes with presets" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
+    same = invoke("finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn", "--targets", "lm_head",
+                  "--out", "runs/two", *TINY)  # fmt: skip
+    assert same.exit_code == 0 and f"{adapters:,} of them train" in same.output
+
+
+def test_generate_takes_the_newest_run(place: Path) -> None:
+    done = invoke("generate", "--tokens", 2)
+    assert "there is no run with a checkpoint in runs/" in str(done.exception)
+    assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/one").exit_code == 0
+    done = invoke("generate", "--tokens", 2, "--prompt", "a\\n", "--seed", 1)
+    assert done.exit_code == 0 and "from runs/one/checkpoints/step-00000002" in done.stderr
+    assert done.stdout.startswith("a\\n"), "the prompt is taken as it is"
+    assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/two").exit_code == 0
+    os.utime("runs/one/run.json", (1, 1))
+    assert "from runs/two" in invoke("generate", "--tokens", 2).stderr
+
+
+# ── numbers for people ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_numbers_are_for_people(place: Path) -> None:
+    done = invoke(
+        "train", *TINY[:3], 1, *TINY[4:], "--model", "./nano", "--out", "a", "--lr", 0.00390625, "--log-every", 1
+    )
+    assert done.exit_code == 0, done.exception
+    assert "training: 1 step of" in done.output and "1 block of" in done.output
+    assert "AdamW at 0.00391," in done.output and "0.00390625" not in done.output
+    assert "of matmul peak" in done.output and re.search(r"\d MB", done.output)
+    (record,) = [r for r in map(json.loads, Path("a/metrics.jsonl").read_text().splitlines()) if "loss" in r]
+    assert 0 < record["mfu"] <= 1
+    page = Path("a/report.html").read_text()
+    assert "1 step in" in page and "1 steps" not in page and "of matmul peak" in page and "0.00390625" not in page
+
+
+def test_a_share_of_the_peak_counts_what_fine_tuning_computes(place: Path) -> None:
+    """Uneven examples, prompts that are not learned, frozen weights: never above 100 %."""
+    lines = [{"prompt": "ten green bottles " * (i % 3), "completion": " fall"} for i in range(12)]
+    Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = invoke(
+        "finetune",
+        "--model",
+        "./nano",
+        "--data",
+        "data.jsonl",
+        "--steps",
+        4,
+        "--log-every",
+        1,
+        "--out",
+        "ft",
+        "--rank",
+        2,
+    )
+    assert done.exit_code == 0, done.exception
+    records = [r for r in map(json.loads, Path("ft/metrics.jsonl").read_text().splitlines()) if "loss" in r]
+    assert len(records) == 4 and all(0 < r["mfu"] <= 1 for r in records)
+
+
+def test_a_stop_at_infinity_suggests_a_smaller_learning_rate(place: Path) -> None:
+    done = invoke("train", *TINY[:2], "--steps", 30, "--model", "./nano", "--lr", 1e30, "--clip", 0, "--out", "a")
+    assert isinstance(done.exception, hg.NonFiniteError)
+    assert "try a smaller learning rate than 1e30 (--lr)" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.plural(1, "step"), "1 step"),
+        (units.plural(2000, "step"), "2,000 steps"),
+        (units.plural(0, "step"), "0 steps"),
+        (units.plural(0.5, "minute"), "0.5 minutes"),
+        (units.plural(1, "box", "boxes") + units.plural(2, "box", "boxes"), "1 box2 boxes"),
+        (units.number(0.00390625), "0.00391"),
+        (units.number(0.004), "0.004"),
+        (units.number(5e-5), "5e-5"),
+        (units.number(0), "0"),
+        (units.number(1.0), "1"),
+        (units.number(100.0), "100"),
+        (units.number(12345.6), "12,346"),
+        (units.number(-0.25), "-0.25"),
+        (units.number(1.23456e9), "1.23e9"),
+        (units.size(999), "999 B"),
+        (units.size(1500), "1.50 kB"),
+        (units.size(497_759_232), "498 MB"),
+        (units.size(999_600_000), "1.00 GB"),
+        (units.size(1_170_000_000), "1.17 GB"),
+        (units.seconds(0.036), "36.0 ms"),
+        (units.seconds(1.14), "1.14 s"),
+        (units.seconds(1020.4), "1,020 s"),
+        (units.seconds(0.99996), "1.00 s"),
+        (units.clock(7), "0:07"),
+        (units.clock(3723), "1:02:03"),
+        (units.percent(0.45), "45 %"),
+        (units.percent(0.0019), "0.19 %"),
+        (units.percent(1), "100 %"),
+    ],
+)
+def test_units(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,30 +1,236 @@
-"""Every example in the README and the derivations runs, and prints what the page says it prints."""
+"""Every example in the README, the documentation and --help runs, and prints what the page says it prints.
 
+A page is one script: its shell and Python blocks run in their order, in one folder that holds what they mention, at tiny
+size. Commands in running text are parsed. Benchmarks have tests of their own and are parsed here.
+"""
+
+import ast
 import contextlib
+import importlib
+import inspect
 import io
+import json
 import re
+import shutil
+import subprocess
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+import handgrad as hg
+from handgrad import config, plan_report, tokenizer
+from handgrad.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+TINY = {"n_context": 48, "d_model": 16, "n_heads": 2, "n_blocks": 2}
+QUICK = ["--steps", "2", "--eval-batches", "1", "--sample-tokens", "4"]
+
+
+def words_of(line: str) -> list[str]:
+    """As bash hands them to a command: quotes and $'…' resolved, remarks removed."""
+    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def commands_in(block: str) -> list[list[str]]:
+    """The arguments of every handgrad command of a shell block; what stands before it, a pipe or torchrun, is left out."""
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        if match := re.match(r"(?:.*\| |torchrun [^#]*-m |\$\(BIN\)/)?handgrad (.*)", line.strip()):
+            found.append(words_of(match[1]))
+    return found
+
+
+def help_of(name: str) -> str:
+    return CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100"}).stdout
+
+
+def examples_of_help(name: str) -> list[list[str]]:
+    return commands_in("\n".join(line for line in help_of(name).splitlines() if line.startswith("  handgrad ")))
+
+
+def check_parses(arguments: list[str]) -> None:
+    name, *rest = arguments
+    assert name in COMMANDS, f"there is no command {name}"
+    COMMANDS[name].make_context(name, list(rest))
+    assert not any("\\n" in word for word in rest), f"{rest}: bash hands over a backslash; write $'…'"
+
+
+class Folder:
+    """Where the commands of a page run; what they take as given is made when it is first mentioned."""
+
+    def __init__(self, place: Path):
+        self.place = place
+        text = "ROMEO: Once\n" + "".join(
+            f"{n} green bottles hanging on wall {n * 7919 % 1013}, and {n % 7} fall\n" for n in range(2000)
+        )
+        for name in ("book.txt", "corpus.txt", "notes/a.txt", "cache/material/shakespeare/input.txt"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+        (place / "logs").mkdir()
+        (place / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
+        (place / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (place / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
+        hg.save(hg.GPT(hg.preset("nano", **TINY)), place / "path/to/gpt2")
+        tokenizer.make("bytes", []).write(place / "path/to/gpt2")
+
+    def run(self, *arguments: str) -> str:
+        """A command as written, made small: fewer steps, a file instead of a server."""
+        words = self._small(list(arguments))
+        for made in self._after(words, "--out") if "--resume" not in words else ():
+            shutil.rmtree(made, ignore_errors=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two check real counts
+                for name in ("gpt2", "nano"):
+                    patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
+            done = CliRunner().invoke(app, words, input="more bottles\n" * 500)
+        assert done.exit_code == 0, f"handgrad {' '.join(words)}: {done.exception or done.output}"
+        return done.output
+
+    def _small(self, words: list[str]) -> list[str]:
+        name = words[0]
+        for used in (*self._after(words, "--model"), *(words[1:2] if name in ("merge", "convert") else [])):
+            self._make(used)
+        if name in ("generate", "explain") and "--model" not in words:
+            self._make("runs/newest")
+        if name == "train" and "--resume" in words:
+            for used in self._after(words, "--out"):
+                self._make(used)
+        for option in ("--steps", "--epochs", "--minutes"):
+            if option in words:
+                del words[words.index(option) : words.index(option) + 2]
+        if "--resume" in words:
+            return [*words, "--steps", "9"]
+        if name in ("train", "finetune"):
+            bytes_only = ["--tokenizer", "bytes"] if self._after(words, "--model") == ["gpt2"] else []
+            return [*words, *QUICK, *bytes_only]
+        if name == "explain" and "--html" not in words:
+            return [*words, "--html", "page.html"]
+        if name == "generate":
+            return [*words, "--tokens", "3"]
+        return words
+
+    def _make(self, name: str) -> None:
+        if Path(name).exists() or name in config.PRESETS:
+            return
+        if name == "merged":
+            self.run("merge", "runs/mine", "--out", "merged")
+        elif name == "runs/mine":
+            self.run(
+                "finetune", "--model", "path/to/gpt2", "--data", "examples.jsonl", "--out", "runs/mine", "--rank", "2"
+            )
+        else:
+            self.run("train", "--data", "book.txt", "--out", name)
+
+    @staticmethod
+    def _after(words: list[str], option: str) -> list[str]:
+        return [value for name, value in pairwise(words) if name == option]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    monkeypatch.setattr(plan_report, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return Folder(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_examples_run_as_printed(page: Path) -> None:
+def test_a_page_runs_as_printed(page: Path, folder: Folder) -> None:
     blocks = re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}
     for i, (language, code) in enumerate(blocks):
-        if language != "python" or "..." in code:  # an outline, not an example
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, f"{page.name} example {i}", "exec"), names)
-        shown = blocks[i + 1] if i + 1 < len(blocks) else ("", "")
-        if shown[0] in ("text", "") and page.name != "README.md":
-            numbers = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
-            found = [float(x) for x in numbers.findall(printed.getvalue())]
-            expected = [float(x) for x in numbers.findall(shown[1])]
-            assert len(found) == len(expected), f"{page.name} example {i}"
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-12), f"{page.name} example {i}"
+        if language == "sh":
+            for arguments in commands_in(code):
+                check_parses(arguments)
+                if arguments[0] != "bench":
+                    folder.run(*arguments)
+        elif language == "python" and (outlined := re.match(r"# (\w+/\w+)\.py", code)):
+            check_outline(code, outlined[1])
+        elif language == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, f"{page.name} example {i}", "exec"), names)
+            shown = blocks[i + 1] if i + 1 < len(blocks) else ("", "")
+            if shown[0] in ("text", "") and page.name != "README.md":
+                numbers = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
+                found = [float(x) for x in numbers.findall(printed.getvalue())]
+                expected = [float(x) for x in numbers.findall(shown[1])]
+                assert len(found) == len(expected), f"{page.name} example {i}"
+                assert found == pytest.approx(expected, rel=1e-3, abs=1e-12), f"{page.name} example {i}"
+
+
+def check_outline(code: str, module: str) -> None:
+    """A sketch of a module, with ... for bodies, names what the module has: fields and parameters are compared."""
+    real = importlib.import_module(f"handgrad.{module.replace('/', '.')}")
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.ClassDef):
+            fields = [line.target.id for line in node.body if isinstance(line, ast.AnnAssign)]  # type: ignore[union-attr]
+            assert tuple(fields) == getattr(real, node.name)._fields
+        if isinstance(node, ast.FunctionDef):
+            assert [a.arg for a in node.args.args] == list(inspect.signature(getattr(real, node.name)).parameters)
+
+
+def test_an_outline_that_is_wrong_is_seen() -> None:
+    with pytest.raises(AssertionError):
+        check_outline("def grad_b(delta, a, into): ...", "ops/layernorm")
+    with pytest.raises(AssertionError):
+        check_outline("class Saved(NamedTuple):\n    a: int", "ops/layernorm")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_help_run(name: str, folder: Folder) -> None:
+    found = examples_of_help(name)
+    assert found, f"handgrad {name} --help has no example"
+    for arguments in found:
+        assert arguments[0] == name
+        check_parses(arguments)
+        if name != "bench":
+            folder.run(*arguments)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Makefile"], ids=lambda p: p.name)
+def test_commands_in_running_text_exist(page: Path) -> None:
+    """A mention may leave out what a command needs; what it names has to be there."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    if page.name == "Makefile":
+        for arguments in commands_in(text):
+            check_parses(arguments)
+        return
+    for line in re.findall(r"`handgrad ([^`]+)`", text):
+        name, *words = words_of(line)
+        assert name in COMMANDS or name.startswith("-"), f"{page.name}: handgrad {line}"
+        if name in COMMANDS and name != "bench":
+            known = {flag for p in COMMANDS[name].params for flag in (*p.opts, *p.secondary_opts)} | {"-h", "--help"}
+            assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: handgrad {line}"
+
+
+def test_the_reader_of_commands_can_see() -> None:
+    assert commands_in("cat x | handgrad train --data - # no\ntorchrun -n 2 -m handgrad get\n") == [
+        ["train", "--data", "-"],
+        ["get"],
+    ]
+    assert commands_in("handgrad generate --prompt $'a\\nb' 'c d'") == [["generate", "--prompt", "a\nb", "c d"]]
+    with pytest.raises(Exception, match=r"No such option"):
+        check_parses(["plan", "--lora-rank", "3"])
+    with pytest.raises(AssertionError):
+        check_parses(words_of(r'generate --prompt "Q: why?\nA:"'))
+    with pytest.raises(AssertionError):
+        check_parses(["nonsense"])
+
+
+def test_help_lists_the_counts_of_the_paper() -> None:
+    """Each count that plan --help names comes out of the command beside it."""
+    text = " ".join(help_of("plan").split())
+    for arguments, key in zip(
+        examples_of_help("plan"), ("total", "total", "total", "trainable", "trainable"), strict=True
+    ):
+        made: dict[str, Any] = json.loads(CliRunner().invoke(app, [*arguments, "--json", "-"]).stdout)
+        assert f"{made[key]:,}" in text

@@ -1,67 +1,66 @@
-"""The command line. Each command is a function; its signature is its help."""
+"""The command line. Each command is a function; its signature and docstring are its help.
 
-import json
+Nothing heavy is imported here: torch and all that needs it wait until a command runs.
+"""
+
 import os
 import secrets
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import __version__, cli_explain, cli_models, cli_training, ledger
-from .checkpoint import load_config
-from .config import PRESETS, GPTConfig, preset
-from .display import watch
+from . import __version__, cli_explain, cli_models, material
+from .cli_help import Command, Group
+from .cli_options import MODEL, TRAIN, with_options
+from .config import TrainConfig
 from .errors import HandgradError
 from .files import check_writable, write_text
-from .gpt import GPT
-from .models import load
-from .plan import BYTES, Plan, Rates, make_plan, parameters
-from .report import Report
-from .run import model_folder
-from .verify import verify as verify_model
+
+if TYPE_CHECKING:
+    from .report import Report
 
 app = typer.Typer(
     name="handgrad",
-    help="Train, fine-tune, run and see through GPT-style transformers with every gradient derived by hand.",
+    cls=Group,
+    help="Train, fine-tune, run and inspect GPT-style transformers with every gradient derived by hand.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
-ModelOption = Annotated[str | None, typer.Option(help=f"A preset ({', '.join(PRESETS)}) or a model directory.")]
+ModelOption = Annotated[str | None, typer.Option(help=MODEL)]
 JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout.")]
 
 
 def _version(show: bool) -> None:
     if show:
-        out.print(f"handgrad {__version__}, torch {torch.__version__}", highlight=False)
+        from importlib.metadata import version as version_of
+
+        out.print(f"handgrad {__version__}, torch {version_of('torch')}", highlight=False)
         raise typer.Exit
 
 
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Draw these shapes and values again. \\[default: new ones]")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of shapes and values. [default: a new one]")] = None,
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only these checks: E-ln-dx, 'T2-*', R1,R2 …")
     ] = None,
@@ -75,16 +74,16 @@ def verify(
     against autograd and against finite differences.
 
     Exit status 1 if anything fails.
+
+      handgrad verify
+      handgrad verify --only 'E-ln-*,R8' --seed 5
+      handgrad verify --model nano
     """
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     _check_target(json_file)
-    if model is None:
-        torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
-        report = ledger.run(seed, only, watch("checking"))
-    elif only is not None:
+    if model is not None and only is not None:
         raise HandgradError("--only chooses among the paper's checks; with --model everything is checked")
-    else:
-        report = _verify_model(model, seed)
+    report = _verify_paper(seed, only) if model is None else _verify_model(model, seed)
     if not _deliver(report.to_json(), json_file):
         out.print(report)
     if json_file is not None and not report.passed:
@@ -93,14 +92,28 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_model(name: str, seed: int) -> Report:
+def _verify_paper(seed: int, only: str | None) -> "Report":
+    import torch
+
+    from . import ledger
+    from .display import watch
+
+    torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
+    return ledger.run(seed, only, watch("checking"))
+
+
+def _verify_model(name: str, seed: int) -> "Report":
     """Three sequences of uneven length, with some targets ignored."""
-    if name in PRESETS:
-        model = GPT(preset(name), seed=seed)
-    elif "/" in name or Path(name).is_dir():
-        model = load(name)
-    else:
-        raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+    import torch
+
+    from .display import watch
+    from .gpt import GPT
+    from .models import find_model, open_folder
+    from .verify import verify as verify_model
+
+    found = find_model(name)
+    _note(found.note)
+    model = GPT(found.config, seed=seed) if found.folder is None else open_folder(found.folder)
     if sum(p.numel() for p in model.parameters()) < 5_000_000:
         torch.set_num_threads(1)
     lengths = [min(n, model.config.n_context) for n in (9, 1, 6)]
@@ -114,64 +127,193 @@ def _verify_model(name: str, seed: int) -> Report:
     return report
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
-    model: ModelOption = "paper",
+    model: Annotated[str, typer.Option(help=MODEL)] = "paper",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. \\[default: the model's context]")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(BYTES)}.")] = "float32",
-    lora_rank: Annotated[
-        int, typer.Option(min=0, help="Train low-rank adapters of this rank; 0 trains everything.")
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. [default: the context]")] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float32",
+    rank: Annotated[
+        int, typer.Option(min=0, help="Train adapters of this rank. [default: 0, which trains all weights]")
     ] = 0,
-    lora_targets: Annotated[
-        str, typer.Option(help="all-linear, paper (as Section 7 counts), or names: c_attn,mlp.c_fc,lm_head …")
-    ] = "",
-    n_blocks: Annotated[int | None, typer.Option(help="Change the number of blocks.")] = None,
-    d_model: Annotated[int | None, typer.Option(help="Change the width of the stream.")] = None,
-    n_heads: Annotated[int | None, typer.Option(help="Change the number of heads.")] = None,
-    n_vocab: Annotated[int | None, typer.Option(help="Change the size of the vocabulary.")] = None,
-    n_context: Annotated[int | None, typer.Option(help="Change the longest sequence.")] = None,
-    d_hidden: Annotated[int | None, typer.Option(help="Change the width of the feed-forward layer.")] = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers with adapters, as in handgrad finetune; also q, k and v, and paper, the layers that Section 7"
+            " counts. Several with commas, or by repeating the option. [default: all-linear]"
+        ),
+    ] = None,
+    n_blocks: Annotated[int | None, typer.Option(help="Number of blocks, in place of the preset's.")] = None,
+    d_model: Annotated[int | None, typer.Option(help="Width of the stream.")] = None,
+    n_heads: Annotated[int | None, typer.Option(help="Number of heads.")] = None,
+    n_vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
+    n_context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
+    d_hidden: Annotated[int | None, typer.Option(help="Width of the feed-forward layer.")] = None,
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Share the token embedding with the logits.")
     ] = None,
-    logits_bias: Annotated[bool | None, typer.Option(help="A bias on the logits.")] = None,
-    recompute: Annotated[str, typer.Option(help="none, or blocks: computed again on the way back.")] = "none",
-    update_inside: Annotated[bool, typer.Option(help="Update each layer inside the backward pass.")] = False,
+    logits_bias: Annotated[
+        bool | None, typer.Option("--logits-bias/--no-logits-bias", help="Add a bias to the logits.")
+    ] = None,
+    recompute: Annotated[str, typer.Option(help="none, or blocks: recompute blocks in the backward pass.")] = "none",
+    update_inside: Annotated[
+        bool, typer.Option("--update-inside", help="Update each layer inside the backward pass.")
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Count parameters, operations and bytes of a training step before it runs, and predict its time.
+    """Count parameters, operations and bytes of a training step before it runs, and predict its time and memory.
 
-    Reproduces every count of the paper's Section 7 and Table 3:
+    With a run of handgrad finetune, or its adapter, the plan is that of training this adapter.
 
-    [bold]--model paper[/] one block 7,087,872, logits 38,647,633, in all 85,120,849 ·
-    [bold]--model paper --n-blocks 12[/] 163,087,441 ·
-    [bold]--model gpt2[/] 124,439,808 ·
-    [bold]--lora-rank 16 --lora-targets lm_head[/] 816,400 ·
-    [bold]--n-blocks 12 --lora-rank 16 --lora-targets paper[/] 3,470,608
+    The counts of the paper's Section 7 and Table 3:
+
+      handgrad plan --model paper                   # 85,120,849; one block 7,087,872, logits 38,647,633
+      handgrad plan --model paper --n-blocks 12     # 163,087,441
+      handgrad plan --model gpt2                    # 124,439,808
+      handgrad plan --rank 16 --targets lm_head     # 816,400 trainable
+      handgrad plan --n-blocks 12 --rank 16 --targets paper     # 3,470,608 trainable
     """
+    from . import plan_report
+    from .models import find_model
+
+    _check_target(json_file)
     changes = {
         "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
         "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
     }  # fmt: skip
-    _check_target(json_file)
-    config = _config(model or "paper", {k: v for k, v in changes.items() if v is not None})
-    made = make_plan(config, batch, tokens, dtype, lora_rank, lora_targets, recompute, update_inside)
-    if not _deliver(json.dumps(_plan_json(made), indent=1), json_file):
-        _print_plan(made, model or "paper")
+    found = find_model(model)
+    _note(found.note)
+    made = plan_report.plan_of(
+        found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
+        batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
+    )  # fmt: skip
+    if not _deliver(plan_report.to_json(made), json_file):
+        for table in plan_report.tables(made, model, out.width):
+            out.print(table)
+
+
+@app.command(cls=Command)
+@with_options(TRAIN, TrainConfig)
+def train(**given: Any) -> None:
+    """Train a model on text, with every gradient derived by hand.
+
+    Without any option: a small model on tiny Shakespeare, in about a minute. The folder of the run holds checkpoints that
+    open in transformers, metrics.jsonl and report.html. Ctrl-C finishes the step, saves and ends; --resume continues
+    exactly there. The same command under torchrun --nproc-per-node N -m handgrad trains in N processes.
+
+      handgrad train
+      handgrad train --data book.txt --model gpt2 --out runs/book
+      handgrad train --resume --out runs/book
+    """
+    from .cli_training import run_command
+    from .train import make_job
+
+    run_command(given, TrainConfig, make_job)
+
+
+app.command(cls=Command)(cli_models.finetune)
+
+
+@app.command(cls=Command)
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model directory, an adapter, the folder of a run (its best checkpoint), or a name on the hub."
+            " [default: the newest run in runs/]"
+        ),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The text to continue, exactly as given. [default: a line feed]")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 takes the most probable token each time.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among this many most probable tokens only.")] = 200,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the samples. [default: a new one]")] = None,
+) -> None:
+    """Continue a prompt, token by token.
+
+    The prompt is taken as it is: in bash, $'…' writes line feeds and tabs.
+
+      handgrad generate --prompt "ROMEO:"
+      handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --temperature 0
+    """
+    import torch
+
+    from .generation import generate as write_on
+    from .models import open_folder, tokenizer_of, weights_folder
+
+    folder = weights_folder(model)
+    network = open_folder(folder)
+    words = tokenizer_of(folder)
+    if model is None:
+        _note(f"from {folder}")
+    ids = words.encode(prompt)
+    if not ids:
+        raise HandgradError("the prompt is empty: give at least one character")
+    limit = network.config.n_context
+    if len(ids) > limit:
+        _note(f"the prompt has {len(ids):,} tokens; the model sees the last {limit:,}")
+    sys.stdout.write(prompt)
+    shown, written = "", list[int]()
+    for piece in write_on(
+        network, torch.tensor([ids]), tokens, temperature=temperature, top_k=top_k, seed=seed, stream=True
+    ):
+        written.append(int(piece))
+        if written[-1] == words.end:
+            break
+        text = words.decode(written)
+        if not text.endswith("\ufffd"):  # the rest of this character is still to come
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write("\n")
+
+
+app.command(cls=Command)(cli_models.merge)
+app.command(cls=Command)(cli_models.convert)
+
+
+@app.command(cls=Command)
+def get(
+    name: Annotated[str | None, typer.Argument(help="What to fetch. [default: list what there is]")] = None,
+) -> None:
+    """Fetch a corpus or a vocabulary, checked and cached; without a name, list what there is and where it is kept.
+
+    handgrad get
+    handgrad get shakespeare
+    """
+    if name is not None:
+        for file in material.get(name):
+            out.print(str(file), highlight=False, soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("name", "what", "from", "here"):
+        table.add_column(column, overflow="fold")
+    for key, item in material.MATERIAL.items():
+        here = material.place(key)
+        table.add_row(key, item.what, item.package, "yes" if here.exists() else "not yet")
+    out.print(table)
+    out.print(f"kept in {material.cache_folder()}", style="dim", highlight=False, soft_wrap=True)
+
+
+app.command(cls=Command)(cli_explain.explain)
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    cls=Command,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Measure speed and memory side by side with the peers; --quick, --json, --plot.
+    """Measure speed and memory side by side with the peers.
 
-    Scenarios: train, memory, lora, sft, finetune, attention, products; all unless named.
+    Scenarios: train, memory, lora, sft, finetune, attention, products; all unless named. --quick takes smaller sizes,
+    --json FILE writes every figure, --plot FILE.svg draws the ratios.
 
     Needs the repository, where bench/ lives, and the packages of the test extra.
+
+      handgrad bench --quick
+      handgrad bench train memory --json figures.json
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
@@ -181,109 +323,13 @@ def bench(context: typer.Context) -> None:
     sys.exit(subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)
 
 
-app.command()(cli_training.train)
-app.command()(cli_models.finetune)
-app.command()(cli_training.generate)
-app.command()(cli_models.merge)
-app.command()(cli_models.convert)
-app.command()(cli_training.get)
-app.command()(cli_explain.explain)
-
-
-def _config(name: str, changes: dict[str, object]) -> GPTConfig:
-    if name in PRESETS:
-        return preset(name, **changes)
-    if Path(name).is_dir():
-        if changes:
-            raise HandgradError("a model directory has its shape already: shape options go with presets")
-        return load_config(model_folder(Path(name)))
-    raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
-
-
-def _plan_json(made: Plan) -> dict[str, object]:
-    c = made.config
-    rows = [
-        {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
-         "times": c.n_blocks if p.layer == "block" else 1}
-        for p in parameters(c)
-    ]  # fmt: skip
-    plain = {k: v for k, v in vars(made).items() if k != "config"}
-    return {"config": vars(c), **plain, "bytes_peak": made.bytes_peak, "parameters": rows}
-
-
-def _print_plan(made: Plan, name: str) -> None:
-    c = made.config
-    table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
-    for column in ("layer", "symbol"):
-        table.add_column(column, no_wrap=True)
-    named = out.width >= 88  # on a narrow terminal the numbers come first
-    if named:
-        table.add_column("name in the file", no_wrap=True)
-    table.add_column("shape", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True, min_width=13)
-    totals = {
-        "embedding": made.embedding, "block": made.per_block, "final norm": made.final_norm, "logits": made.logits,
-    }  # fmt: skip
-    for layer, subtotal in totals.items():
-        for p in parameters(c):
-            if p.layer == layer:
-                shape = " × ".join(f"{n:,}" for n in p.shape)
-                table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
-        if layer == "logits" and c.tied:
-            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "", "0")
-        label = "one block" if layer == "block" else layer
-        between = [""] * (3 if named else 2)
-        table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
-    if c.n_blocks > 1:
-        table.add_row(f"[bold]{c.n_blocks} blocks", *between, f"[bold]{c.n_blocks * made.per_block:,}")
-    table.add_row("[bold]total", *between, f"[bold]{made.total:,}")
-    out.print(table)
-
-    facts = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    facts.title = f"[bold]A step of {made.batch} × {made.tokens:,} tokens in {made.dtype}"
-    facts.title_justify = "left"
-    facts.add_column("", no_wrap=True, min_width=20)
-    facts.add_column("", justify="right", no_wrap=True, min_width=14)
-    facts.add_column("", style="dim", no_wrap=True, overflow="ellipsis", max_width=max(4, out.width - 46))
-    share = 100 * made.trainable / made.total
-    what = f"rank {made.rank} beside {', '.join(made.targets)}" if made.rank else "all of them"
-    facts.add_row("trainable parameters", f"{made.trainable:,}", f"{share:.2f} % of {made.total:,}: {what}")
-    facts.add_row(
-        "forward", f"{made.forward_flop / 1e9:,.1f} GFLOP", "matrix products, two operations per multiply-add"
-    )
-    facts.add_row("backward", f"{made.backward_flop / 1e9:,.1f} GFLOP", "error signals and gradients", end_section=True)
-    facts.add_row("weights", _bytes(made.bytes_weights), "")
-    facts.add_row("gradients", _bytes(made.bytes_gradients), "")
-    facts.add_row("optimizer state", _bytes(made.bytes_optimizer), "AdamW: two moments")
-    facts.add_row("saved activations", _bytes(made.bytes_saved), "what the blocks keep for the way back")
-    facts.add_row("passing buffers", _bytes(made.bytes_passing), "logits of some rows, a block on its way back")
-    facts.add_row("[bold]peak", f"[bold]{_bytes(made.bytes_peak)}", "", end_section=True)
-    rates = Rates.measure()
-    speed = (
-        f"at {rates.flop_per_second / 1e9:,.0f} GFLOP/s and {rates.bytes_per_second / 1e9:,.0f} GB/s, measured just now"
-    )
-    facts.add_row("a step takes about", _seconds(rates.seconds(made)), speed, end_section=True)
-    facts.add_row("KV cache per token", _bytes(made.bytes_cache_per_token), "while generating")
-    if out.width < 76:
-        facts.columns.pop()
-    out.print(facts)
-
-
-def _seconds(x: float) -> str:
-    return f"{x:,.2f} s" if x >= 1 else f"{1e3 * x:,.1f} ms"
-
-
-def _bytes(n: int) -> str:
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:,.0f} B" if unit == "B" else f"{value:,.{2 if unit == 'GiB' else 1}f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"
+def _note(text: str) -> None:
+    if text:
+        err.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
 
 
 def _deliver(text: str, target: str | None) -> bool:
-    """JSON to a file or to stdout. False if nobody asked for it."""
+    """JSON to a file or to stdout. False if it was not asked for."""
     if target is None:
         return False
     if target == "-":
@@ -302,7 +348,7 @@ def _check_target(target: str | None) -> None:
 def main() -> None:
     """Mistakes of the user end in one line and status 1, not in a traceback."""
     try:
-        app()
+        app(prog_name="handgrad")
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
             rank = os.environ.get("RANK", "0")

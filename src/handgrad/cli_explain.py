@@ -4,25 +4,21 @@ import webbrowser
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread, Timer
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from . import tokenizer
-from .config import PRESETS, TrainConfig, preset
-from .display import Board, Lines, watch
-from .distributed import Ranks
+from .cli_options import MODEL
+from .config import TrainConfig
 from .errors import HandgradError
 from .files import check_writable, write_text
-from .gpt import GPT
-from .lifecycle import Request, carry_out
 from .material import cache_folder
-from .models import locate, open_folder, tokenizer_folder
-from .run import RUNS, model_folder, newest_run
-from .tokenizer import Tokenizer
-from .train import make_job
+from .units import plural, size
+
+if TYPE_CHECKING:
+    from .gpt import GPT
+    from .tokenizer import Tokenizer
 
 STEPS = 400  # of the model that is trained on the spot
 TEXT = "To be, or not to be, that is the question:"
@@ -35,25 +31,33 @@ def explain(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"A model directory, the folder of a run, or a preset with random weights ({', '.join(PRESETS)})."
-            " \\[default: the newest run in runs/, else a small one trained on the spot]"
+            help=f"{MODEL} A preset has random weights. [default: the newest run in runs/, else a small model trained"
+            " on the spot]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help=f"The first sentence. \\[default: {TEXT}]")] = None,
+    text: Annotated[str | None, typer.Option(help=f"The first sentence. [default: {TEXT}]")] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and end.")
+        Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
     lora: Annotated[
-        int, typer.Option(metavar="RANK", min=0, help="Freeze the model and let low-rank adapters of this rank move.")
+        int,
+        typer.Option(
+            metavar="RANK", min=0, help="Freeze the model and train adapters of this rank. [default: 0, none]"
+        ),
     ] = 0,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1. \\[default: a free one]")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Local port. [default: any free port]")] = 0,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
 ) -> None:
     """Watch backpropagation happen: a page that walks a sentence down the forward pass and its error up the backward pass.
 
     Every number is the model's own, every formula stands beside its data, and every station is proven on that very
     sentence, against autograd and finite differences. Only this machine can reach the page.
+
+      handgrad explain --model nano --text "Once upon a time" --html page.html
+      handgrad explain --model runs/mine --no-open
     """
+    import torch
+
     if html is not None:
         check_writable(html)
     from .explain.session import Session, add_adapters
@@ -67,10 +71,11 @@ def explain(
     session = Session(network, words, name, note, text or TEXT)
     session.encode(session.text)  # a sentence that cannot be shown is said now
     if html is not None:
+        from .display import watch
         from .explain.export import export
 
         write_text(html, export(session, session.text, watch("proving")))
-        out.print(f"wrote {html}, {html.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+        out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
     from .explain.server import Server
 
@@ -84,26 +89,35 @@ def explain(
         server.run()
 
 
-def choose(name: str | None) -> tuple[GPT, Tokenizer, str, str]:
+def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
     """The model, its tokenizer, what it is called and where it comes from."""
-    if name in PRESETS:
-        network = GPT(preset(name))
-        return network, _tokenizer(None, network), name, "random weights, not trained"
-    if name is not None:
-        if "/" not in name and not Path(name).is_dir():
-            raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
-        folder, note = locate(name), f"from {name}"
-    elif (newest := newest_run(with_checkpoint=True)) is not None:
-        folder, note = model_folder(newest), f"trained in {newest}"
-        name = newest.name
-    else:
-        folder, note, name = model_folder(_train_on_the_spot()), f"trained on the spot, {STEPS} steps", "nano"
-    network = open_folder(folder)
-    return network, _tokenizer(folder, network), Path(name).name, note
+    from .gpt import GPT
+    from .models import find_model, open_folder
+    from .run import model_folder, newest_run
+
+    if name is None and newest_run(with_checkpoint=True) is None:
+        folder = model_folder(_train_on_the_spot())
+        network = open_folder(folder)
+        return network, _tokenizer(folder, network), "nano", f"trained on the spot, {plural(STEPS, 'step')}"
+    found = find_model(name)
+    if found.folder is None:
+        network = GPT(found.config)
+        return (
+            network,
+            _tokenizer(None, network),
+            found.name,
+            "; ".join(["random weights, not trained", found.note]).strip("; "),
+        )
+    network = open_folder(found.folder)
+    note = f"trained in {found.name}" if name is None else f"from {found.name}"
+    return network, _tokenizer(found.folder, network), Path(found.name).name, note
 
 
-def _tokenizer(folder: Path | None, network: GPT) -> Tokenizer:
+def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
     """The one beside the model; else the one its vocabulary gives away."""
+    from . import tokenizer
+    from .models import tokenizer_folder
+
     if folder is not None and (place := tokenizer_folder(folder)) is not None:
         return tokenizer.read(place)
     if network.config.n_vocab == 256:
@@ -118,6 +132,12 @@ def _tokenizer(folder: Path | None, network: GPT) -> Tokenizer:
 
 def _train_on_the_spot() -> Path:
     """The small model of `make demo`, trained for a short while; kept for the next time."""
+    from .display import Board, Lines
+    from .distributed import Ranks
+    from .lifecycle import Request, carry_out
+    from .run import RUNS
+    from .train import make_job
+
     folder = cache_folder() / "explain" / f"nano-{STEPS}"
     display: Lines = Board(out) if out.is_terminal else Lines(out)
     if not folder.exists():

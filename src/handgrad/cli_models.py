@@ -1,23 +1,22 @@
-"""The commands finetune, merge and convert: models in, models and adapters out."""
+"""The commands finetune, merge and convert: models in, models and adapters out. Heavy imports wait for the command."""
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from . import lora, manifest, tokenizer
-from .checkpoint import load, stored_dtype, write_model
-from .cli_training import KEEPING, LEARNING, Options, run_command, with_options
+from .cli_options import KEEPING, LEARNING, Options, with_options
 from .config import LOSS_ON, TOO_LONG, FinetuneConfig
 from .errors import HandgradError
 from .files import write_folder
-from .finetune import make_job
-from .gpt import GPT
-from .merging import check_same, read_merge, write_merge
-from .models import base_of, locate, open_folder, tokenizer_folder
+from .units import plural, size
+
+if TYPE_CHECKING:
+    import torch
+
+    from .gpt import GPT
 
 out = Console(emoji=False)
 
@@ -25,45 +24,45 @@ FINETUNE: Options = {
     "Data": {
         "data": "JSONL files, folders, patterns, or - for standard input; may be given several times. A line has prompt"
         " and completion, or messages, or text.",
-        "val_data": "Examples to validate on. \\[default: a share of --data]",
+        "val_data": "Examples to validate on. [default: a share of --data]",
         "val_share": "Share of the examples, drawn by the seed, kept for validation.",
-        "chat_template": "A Jinja file to write messages with. \\[default: the model's own]",
-        "loss_on": f"{' or '.join(LOSS_ON)}: completions and assistant turns alone, or prompts as well.",
+        "chat_template": "A Jinja file to write messages with. [default: the model's own]",
+        "loss_on": f"{' or '.join(LOSS_ON)}: completions and assistant turns only, or prompts as well.",
         "too_long": f"{' or '.join(TOO_LONG)}: examples longer than the context lose their end and texts are split, or"
         " they are left out.",
     },
     "Model": {
-        "model": "A model directory, the folder of a run, an adapter to go on with, or a name on the hub.",
+        "model": "A model directory, the folder of a run, an adapter to continue, or a name on the hub.",
         "dtype": "float32, float64 or bfloat16.",
         "full": "Train all weights, not an adapter.",
-        "rank": "Of the adapters.",
-        "alpha": "The adapters' branch is multiplied by alpha/rank. \\[default: the rank]",
-        "targets": "Layers beside which adapters stand, by name, end of name or regular expression; may be given several"
-        " times: c_attn, mlp.c_proj, lm_head …",
+        "rank": "Rank of the adapters.",
+        "alpha": "The adapters' branch is multiplied by alpha/rank. [default: the rank]",
+        "targets": "Layers with adapters, by name, end of name or regular expression: c_attn, mlp.c_proj, lm_head …"
+        " Several with commas, or by repeating the option.",
         "rslora": "Multiply by alpha/√rank instead.",
         "dora": "Learn a magnitude for every output as well.",
         "dropout": "Share of its input that each adapter drops while training.",
         "freeze_down": "Train the adapters' up factors only (LoRA-FA).",
-        "modules_to_save": "Layers trained whole and kept with the adapter: ln_f …",
+        "modules_to_save": "Layers trained whole and kept with the adapter: ln_f … Several as with --targets.",
     },
-    "How long": {
-        "epochs": "So many times over the examples. \\[default: 3]",
-        "steps": "So many steps.",
-        "minutes": "For so long; the learning rate follows the clock.",
+    "Length": {
+        "epochs": "Passes over the examples. [default: 3]",
+        "steps": "Number of optimizer steps.",
+        "minutes": "Time budget in minutes; the schedule follows wall-clock time.",
     },
-    "How": {
-        "batch_examples": "Examples of a step; as many as you like: they are walked in pieces.",
-        "lr": "Highest learning rate. \\[default: 5e-4, with --full 5e-5]",
-        "min_lr": "Lowest, at the end. \\[default: 0]",
-        "warmup": "Steps in which it rises. \\[default: 20, at most a tenth of the run]",
+    "Optimization": {
+        "batch_examples": "Examples of a step; any number: they are processed in pieces.",
+        "lr": "Highest learning rate. [default: 0.0005, with --full 0.00005]",
+        "min_lr": "Learning rate at the end. [default: 0]",
+        "warmup": "Steps in which the learning rate rises. [default: 20, at most a tenth of the run]",
         **LEARNING,
-        "seed": "Of the adapters, of the order of the examples, and of dropout.",
+        "seed": "Seed of the adapters, of the order of the examples, and of dropout.",
     },
-    "Watching and keeping": KEEPING
+    "Logging and checkpoints": KEEPING
     | {
-        "log_every": "Steps between two lines of metrics. \\[default: a tenth of the run, at most 10]",
-        "eval_every": "Steps between two evaluations. \\[default: a tenth of the run]",
-        "save_every": "Steps between two checkpoints. \\[default: a tenth of the run]",
+        "log_every": "Steps between two lines of metrics. [default: a tenth of the run, at most 10]",
+        "eval_every": "Steps between two evaluations. [default: a tenth of the run]",
+        "save_every": "Steps between two checkpoints. [default: a tenth of the run]",
     },
 }
 
@@ -76,18 +75,25 @@ def finetune(**given: Any) -> None:
     learned, however it is spread over the batch. In the end --out holds the best adapter, in PEFT's format, as adapter/
     (with --full the model, as model/), beside checkpoints, metrics.jsonl and report.html. Ctrl-C, --resume and torchrun
     work as with handgrad train.
+
+      handgrad finetune --model path/to/gpt2 --data examples.jsonl
+      handgrad finetune --model path/to/gpt2 --data examples.jsonl --rank 4 --targets c_attn,lm_head
+      handgrad finetune --resume
     """
+    from .cli_training import run_command
+    from .finetune import make_job
+
     run_command(given, FinetuneConfig, make_job)
 
 
-Dtype = Annotated[str | None, typer.Option(help="Store as float32, bfloat16 or float16. \\[default: as it was]")]
+Dtype = Annotated[str | None, typer.Option(help="Store as float32, bfloat16 or float16. [default: as it was]")]
 
 
 def merge(
     adapter: Annotated[str, typer.Argument(help="An adapter's directory, or the folder of a run of finetune.")],
     place: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist yet.")],
     model: Annotated[
-        str | None, typer.Option(help="The model it belongs to. \\[default: the one the adapter names]")
+        str | None, typer.Option(help="The model it belongs to. [default: the one the adapter names]")
     ] = None,
     dtype: Dtype = None,
     undo: Annotated[
@@ -97,15 +103,23 @@ def merge(
     """Fold an adapter into the weights of its model, or take it out again.
 
     The logits before and after are compared, with the weights rounded as they will be stored, and nothing is written if
-    they differ. A tied head with an adapter becomes a matrix of its own; the embedding stays bit by bit what it was.
+    they differ. A tied head with an adapter becomes a separate matrix; the embedding does not change.
+
+      handgrad merge runs/mine --out merged
+      handgrad merge runs/mine --model merged --undo --out original
     """
+    from . import lora, manifest, tokenizer
+    from .checkpoint import load, stored_dtype, write_model
+    from .merging import check_same, read_merge, write_merge
+    from .models import base_of, tokenizer_folder, weights_folder
+
     _check_new(place)
-    folder = locate(adapter)
+    folder = weights_folder(adapter)
     if not lora.is_adapter(folder):
         raise HandgradError(f"{folder} is not an adapter: there is no {lora.files.CONFIG}")
     if undo and model is None:
         raise HandgradError("--undo needs the merged model: name it with --model")
-    base = locate(model) if model is not None else base_of(folder)
+    base = weights_folder(model) if model is not None else base_of(folder)
     spoken = tokenizer_folder(folder) or tokenizer_folder(base)
     network = load(base, dtype=_working(base))
     store = _dtype(dtype) or stored_dtype(base)
@@ -136,9 +150,10 @@ def merge(
 
     write_folder(place, fill)
     what = "taken out of" if undo else "merged into"
-    untied = " The head is now a matrix of its own." if taken.tied and not network.config.tied else ""
+    untied = " The head is now a separate matrix." if taken.tied and not network.config.tied else ""
+    count = plural(len(taken.adapters), "adapter")
     out.print(
-        f"{len(taken.adapters)} adapters {what} {base}; logits differ by {difference:.1e}.{untied}\nmodel   {place}",
+        f"{count} {what} {base}; logits differ by {difference:.1e}.{untied}\nmodel   {place}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
 
@@ -148,12 +163,19 @@ def convert(
     place: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist yet.")],
     dtype: Dtype = None,
     shard_size: Annotated[
-        str | None, typer.Option(help="Largest file, as in 500MB or 2GB. \\[default: one file for all]")
+        str | None, typer.Option(help="Largest file, as in 500MB or 2GB. [default: one file for all]")
     ] = None,
 ) -> None:
-    """Write a model as another directory: in another dtype, in one file or several, with its tokenizer beside it."""
+    """Write a model as another directory: in another dtype, in one file or several, with its tokenizer beside it.
+
+    handgrad convert runs/book --out half --dtype bfloat16 --shard-size 500MB
+    """
+    from . import lora, manifest, tokenizer
+    from .checkpoint import stored_dtype, write_model
+    from .models import open_folder, tokenizer_folder, weights_folder
+
     _check_new(place)
-    folder = locate(model)
+    folder = weights_folder(model)
     if lora.is_adapter(folder):
         raise HandgradError(f"{folder} is an adapter: handgrad merge makes a model of it")
     network = open_folder(folder)
@@ -169,14 +191,14 @@ def convert(
 
     write_folder(place, fill)
     files = sorted(place.glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in files) / 1e6
+    total = size(sum(file.stat().st_size for file in files))
     out.print(
-        f"{len(files)} file{'s' if len(files) > 1 else ''} of weights, {size:,.1f} MB, {_name(store)}\nmodel   {place}",
+        f"{plural(len(files), 'file')} of weights, {total}, {_name(store)}\nmodel   {place}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
 
 
-def _round(model: GPT, stored: torch.dtype) -> None:
+def _round(model: "GPT", stored: "torch.dtype") -> None:
     """Every weight as it will be read back."""
     for p in model.parameters():
         p.data = p.data.to(stored).to(p.dtype)
@@ -187,29 +209,37 @@ def _check_new(place: Path) -> None:
         raise HandgradError(f"{place} exists already: choose another --out")
 
 
-def _working(folder: Path) -> torch.dtype:
+def _working(folder: Path) -> "torch.dtype":
     """What logits are compared in: float32, or float64 if the model is stored so."""
+    import torch
+
+    from .checkpoint import stored_dtype
+
     return torch.float64 if stored_dtype(folder) == torch.float64 else torch.float32
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def _dtype(name: str | None) -> "torch.dtype | None":
+    import torch
+
     known = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None and name not in known:
         raise HandgradError(f"--dtype must be {', '.join(known)}, not {name!r}")
     return None if name is None else known[name]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(size: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", size.strip(), re.IGNORECASE)
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
-        raise HandgradError(f"--shard-size must be a size as in 500MB or 2GB, not {size!r}")
+        raise HandgradError(f"--shard-size must be a size as in 500MB or 2GB, not {text!r}")
     return int(float(found[1]) * 1000 ** " KMG".index(found[2].upper() or " "))
 
 
-def _some_tokens(model: GPT) -> torch.Tensor:
+def _some_tokens(model: "GPT") -> "torch.Tensor":
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.n_vocab, (2, min(32, model.config.n_context)), generator=generator)

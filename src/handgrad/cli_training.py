@@ -1,145 +1,27 @@
-"""The commands train, generate and get."""
+"""A run of train or finetune by its options: begun or resumed, carried out, concluded."""
 
 import importlib.util
-import inspect
 import math
-import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
-import torch
-import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
 
-from . import material
-from .config import PRESETS, SCHEDULES, TrainConfig
+from .cli_options import SHAPE, several
+from .config import TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
 from .errors import HandgradError
-from .generation import generate as write_on
 from .lifecycle import Prepare, Request, Result, carry_out
-from .models import locate, open_folder, tokenizer_of
 from .run import Run
-from .tokenizer import KINDS
-from .train import make_job
+from .units import plural
 
 C = TypeVar("C", bound=TrainConfig)
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
-
-# Options by panel: what they say in --help. Their types and defaults are those of the configuration.
-Options = dict[str, dict[str, str]]
-KEEPING = {
-    "out": "Folder of the run. \\[default: the next free one in runs/]",
-    "resume": "Go on with the run in --out, or with the newest in runs/.",
-    "config": "A .toml or .yaml file with these options by name; what is typed wins.",
-    "log_every": "Steps between two lines of metrics.",
-    "eval_every": "Steps between two evaluations.",
-    "eval_batches": "Batches of an evaluation, at most.",
-    "patience": "End after so many evaluations without a lower validation loss. \\[default: never]",
-    "save_every": "Steps between two checkpoints.",
-    "keep": "Checkpoints kept, besides the best.",
-    "sample_tokens": "Length of what it writes at evaluations; 0 for none.",
-    "tensorboard": "Write events for TensorBoard as well.",
-}
-LEARNING = {
-    "schedule": f"{', '.join(SCHEDULES)}.",
-    "optimizer": "One of torch.optim by name.",
-    "weight_decay": "On matrices only.",
-    "beta1": "Of optimizers that have it.",
-    "beta2": "Of optimizers that have it.",
-    "clip": "Largest norm of the whole gradient; 0 for none.",
-    "recompute": "none, or blocks: less memory, a third more time.",
-    "update_inside": "Update each layer inside the backward pass: least memory.",
-}
-OPTIONS: Options = {
-    "Data": {
-        "data": "Text files, folders, patterns, .jsonl, or - for standard input; may be given several times."
-        " \\[default: tiny Shakespeare]",
-        "text_field": "Which field of a .jsonl line is the text.",
-        "tokenizer": f"{KINDS}. \\[default: chars for Shakespeare, gpt2 for GPT-2's shapes, else bytes]",
-        "val_share": "Share of the text, at its end, kept for validation.",
-    },
-    "Model": {
-        "model": f"A preset ({', '.join(PRESETS)}) or a model directory to go on from.",
-        "n_blocks": "Change the preset's number of blocks.",
-        "d_model": "Change its width.",
-        "n_heads": "Change its number of heads.",
-        "n_context": "Change the longest sequence.",
-        "d_hidden": "Change the width of the feed-forward layer.",
-        "dtype": "float32, float64 or bfloat16.",
-    },
-    "How long": {
-        "steps": "So many steps. \\[default: 2000]",
-        "epochs": "So many times over the data.",
-        "minutes": "For so long; the learning rate follows the clock.",
-    },
-    "How": {
-        "batch_tokens": "Tokens of a step, in whole contexts; as many as you like: they are walked in pieces."
-        " \\[default: 12 contexts]",
-        "lr": "Highest learning rate. \\[default: 0.5/width, at most 4e-3]",
-        "min_lr": "Lowest, at the end. \\[default: a tenth of it]",
-        "warmup": "Steps in which it rises. \\[default: 100, at most a tenth of the run]",
-        **LEARNING,
-        "seed": "Of the weights and of the order of the data.",
-    },
-    "Watching and keeping": KEEPING
-    | {
-        "log_every": "Steps between two lines of metrics. \\[default: 10]",
-        "eval_every": "Steps between two evaluations. \\[default: 250]",
-        "save_every": "Steps between two checkpoints. \\[default: 250]",
-    },
-}
-SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")
-
-
-def with_options(
-    all_options: Options, config: type[TrainConfig]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the signature that the options and the configuration describe. An option not typed is None."""
-    return lambda command: _with_options(command, all_options, config)
-
-
-def _with_options(command: Callable[..., None], all_options: Options, config: type[TrainConfig]) -> Callable[..., None]:
-    hints = get_type_hints(config)
-    types: dict[str, Any] = {"out": Path, "config": Path, "resume": bool} | dict.fromkeys(SHAPE, int)
-    parameters = []
-    for panel, options in all_options.items():
-        for name, text in options.items():
-            flag = "--" + name.replace("_", "-")
-            kind = types.get(name) or (list[str] if _several(hints[name]) else hints[name])
-            default = getattr(config, name, None)
-            if default not in (None, (), "") and not isinstance(default, bool):
-                default = ",".join(default) if isinstance(default, tuple) else default
-                text += f" \\[default: {default:g}]" if isinstance(default, float) else f" \\[default: {default}]"
-            option = typer.Option(flag, help=text, rich_help_panel=panel)
-            annotation = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            )
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
-
-
-def _several(hint: object) -> bool:
-    return hint == tuple[str, ...]
-
-
-@with_options(OPTIONS, TrainConfig)
-def train(**given: Any) -> None:
-    """Train a model on text, with every gradient derived by hand.
-
-    Without any option: a small model on tiny Shakespeare, in about a minute. The folder of the run holds checkpoints that
-    open in transformers, metrics.jsonl and report.html. Ctrl-C finishes the step, saves and ends; --resume goes on exactly
-    there. The same command under torchrun --nproc-per-node N -m handgrad trains in N processes.
-    """
-    run_command(given, TrainConfig, make_job)
 
 
 def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> None:
@@ -180,14 +62,17 @@ def _print_result(result: Result) -> None:
         if outcome.val_loss is not None and job.best < outcome.val_loss:
             loss += f", the best {job.best:.4f}"
         early = ", because the validation loss no longer fell" if outcome.early else ""
-        out.print(f"finished after {outcome.step:,} steps{early}{loss}", highlight=False)
+        out.print(f"finished after {plural(outcome.step, 'step')}{early}{loss}", highlight=False)
     else:
         resume = f"handgrad {job.config.command} --resume --out {result.folder}"
         out.print(
-            f"stopped after {outcome.step:,} steps; go on with: {resume}", highlight=False, soft_wrap=True, markup=False
+            f"stopped after {plural(outcome.step, 'step')}; continue with: {resume}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
         )
     if result.text:
-        out.rule(f"what it writes after {outcome.step:,} steps", style="dim")
+        out.rule(f"what it writes after {plural(outcome.step, 'step')}", style="dim")
         out.print(result.text, highlight=False, markup=False, soft_wrap=True)
         out.rule(style="dim")
     if result.base_was_better:
@@ -226,7 +111,7 @@ def _read_config(file: Path, kind: type[TrainConfig]) -> dict[str, Any]:
             folder = Path(value)
         elif name in SHAPE:
             shape[name] = value
-        elif name in known and _several(hints[name]):
+        elif name in known and several(hints[name]):
             options[name] = tuple(value) if isinstance(value, list) else (value,)
         elif name in known:
             options[name] = _number(value) if float in (hints[name], *get_args(hints[name])) else value
@@ -275,61 +160,3 @@ def _tensorboard(run: Run, display: Lines) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return _Both(display, SummaryWriter(str(run.folder / "tensorboard")))
-
-
-def generate(
-    model: Annotated[
-        str, typer.Option(help="A model directory, an adapter, or the folder of a run: its best checkpoint.")
-    ],
-    prompt: Annotated[str, typer.Option(help="What to begin with.")] = "\n",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token each time.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens only.")] = 200,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed writes the same. \\[default: new each time]")
-    ] = None,
-) -> None:
-    """Let a model write on from a prompt, token by token."""
-    folder = locate(model)
-    network = open_folder(folder)
-    words = tokenizer_of(folder)
-    ids = words.encode(prompt)
-    if not ids:
-        raise HandgradError("the prompt is empty: give at least one character")
-    limit = network.config.n_context
-    if len(ids) > limit:
-        err.print(
-            f"the prompt has {len(ids):,} tokens; the model sees the last {limit:,}", style="dim", highlight=False
-        )
-    sys.stdout.write(prompt)
-    shown, written = "", list[int]()
-    for piece in write_on(
-        network, torch.tensor([ids]), tokens, temperature=temperature, top_k=top_k, seed=seed, stream=True
-    ):
-        written.append(int(piece))
-        if written[-1] == words.end:
-            break
-        text = words.decode(written)
-        if not text.endswith("\ufffd"):  # the rest of this character is still to come
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    sys.stdout.write("\n")
-
-
-def get(
-    name: Annotated[str | None, typer.Argument(help="What to fetch; without it, what there is.")] = None,
-) -> None:
-    """Fetch a corpus or a vocabulary, checked and cached; without a name, list what there is and where it is kept."""
-    if name is not None:
-        for file in material.get(name):
-            out.print(str(file), highlight=False, soft_wrap=True)
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "what", "from", "here"):
-        table.add_column(column)
-    for key, item in material.MATERIAL.items():
-        here = material.place(key)
-        table.add_row(key, item.what, item.package, "yes" if here.exists() else "not yet")
-    out.print(table)
-    out.print(f"kept in {material.cache_folder()}", style="dim", highlight=False, soft_wrap=True)

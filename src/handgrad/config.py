@@ -146,6 +146,19 @@ def matches(pattern: str, name: str) -> bool:
     return any(compiled.fullmatch(name, i) for i in begins)
 
 
+def split_names(given: Iterable[str]) -> tuple[str, ...]:
+    """Names given one by one or with commas; a comma inside brackets belongs to a regular expression."""
+    names: dict[str, None] = {}
+    for text in given:
+        depth, start = 0, 0
+        for at, sign in enumerate(f"{text},"):
+            depth += (sign in "([{") - (sign in ")]}")
+            if sign == "," and (depth <= 0 or at == len(text)):
+                names[text[start:at].strip()] = None
+                start = at + 1
+    return tuple(name for name in names if name)
+
+
 SCHEDULES = ("cosine", "linear", "constant")
 LOSS_ON = ("answers", "all")
 TOO_LONG = ("cut", "drop")
@@ -254,6 +267,8 @@ class FinetuneConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("targets", "modules_to_save"):
+            object.__setattr__(self, name, split_names(getattr(self, name)))
         for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
             if getattr(self, name) not in choices:
                 raise HandgradError(f"{_flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")

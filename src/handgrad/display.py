@@ -13,6 +13,7 @@ from rich.text import Text
 
 from .config import FinetuneConfig
 from .train import Job
+from .units import clock, number, percent, plural, size
 
 T = TypeVar("T")
 TICKS = "▁▂▃▄▅▆▇█"
@@ -46,9 +47,9 @@ class Lines:
             self.say(f"step {record['step']:>7,}  validation loss {record['val_loss']:.4f}")
         else:
             self.say(
-                f"step {record['step']:>7,}  loss {record['loss']:.4f}  lr {record['lr']:.2e}"
+                f"step {record['step']:>7,}  loss {record['loss']:.4f}  lr {number(record['lr'])}"
                 f"  |∂| {_number(record['grad_norm'], '.3f')}  {record['tokens_per_second']:,.0f} tokens/s"
-                f"  {100 * record['mfu']:.0f} % of matmul peak  {record['memory'] / 1e6:,.0f} MB"
+                f"  {_percent(record.get('mfu'))} of matmul peak  {size(record['memory'])}"
             )
 
     def end(self) -> None:
@@ -131,17 +132,18 @@ class Board(Lines):
             ("step", f"{r.get('step', job.step):,}{of}"),
             ("loss", _number(r.get("loss"), ".4f")),
             ("validation", _number(self.evaluations[-1][1] if self.evaluations else None, ".4f")),
-            ("learning rate", _number(r.get("lr"), ".2e")),
+            ("learning rate", number(r["lr"]) if r else "–"),
             ("gradient norm", _number(r.get("grad_norm"), ".3f")),
             ("best", _number(best, ".4f")),
             ("tokens/s", _number(r.get("tokens_per_second"), ",.0f")),
-            ("of matmul peak", _number(r.get("mfu"), ".0%")),
-            ("memory", f"{r['memory'] / 1e6:,.0f} MB" if r else "–"),
+            ("of matmul peak", _percent(r.get("mfu"))),
+            ("peak memory", size(r["memory"]) if r else "–"),
         ]
         for i in range(0, 9, 3):
             facts.add_row(*(part for cell in cells[i : i + 3] for part in cell))
         width = max(10, self.console.width - 6)
-        left = f"time left {_clock(self._left())}"
+        ahead = self._left()
+        left = f"time left {clock(ahead) if ahead is not None else '–'}"
         curve = Text(sparkline(self.losses, width), style="dark_orange3")
         parts: list[Table | Text] = [facts, curve, Text(left, style="dim")]
         if self.sample:
@@ -159,12 +161,13 @@ def describe(job: Job) -> list[str]:
     c, m = job.config, job.model.config
     parameters = list(job.model.parameters())
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    until = f"{c.steps:,} steps" if c.steps else f"{c.minutes:g} minutes"
-    each = f"{job.batch:,} examples" if isinstance(c, FinetuneConfig) else f"{c.batch_tokens:,} tokens"
-    part = f"; {trained:,} of them train ({100 * trained / count:.2g} %)" if trained < count else ""
+    until = plural(c.steps, "step") if c.steps else plural(c.minutes or 0, "minute")
+    each = plural(job.batch, "example") if isinstance(c, FinetuneConfig) else plural(c.batch_tokens or 0, "token")
+    part = f"; {trained:,} of them train ({percent(trained / count)})" if trained < count else ""
+    shape = f"{plural(m.n_blocks, 'block')} of width {m.d_model:,}, context {m.n_context:,}"
     return [
-        f"model: {count:,} parameters, {m.n_blocks} blocks of width {m.d_model}, context {m.n_context}{part}",
-        f"training: {until} of {each}, {c.optimizer} at {c.lr:g}, {c.dtype}",
+        f"model: {plural(count, 'parameter')}, {shape}{part}",
+        f"training: {until} of {each}, {c.optimizer} at {number(c.lr or 0)}, {c.dtype}",
     ]
 
 
@@ -182,12 +185,8 @@ def _number(x: float | None, form: str) -> str:
     return "–" if x is None else format(x, form)
 
 
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def watch(what: str) -> Callable[[Sequence[T]], Iterable[T]]:

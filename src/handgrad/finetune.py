@@ -15,10 +15,11 @@ from .errors import HandgradError
 from .examples import Examples, Summary
 from .examples_report import report
 from .gpt import GPT
-from .plan import make_plan, product_rate
 from .run import Checkpoint
+from .timing import Peak
 from .tokenizer import Tokenizer
 from .train import Display, Job, check_vocabulary, lean, make_optimizer, restore, sources_of
+from .units import plural
 
 LORA_LR, FULL_LR = 5e-4, 5e-5
 
@@ -30,7 +31,7 @@ def make_job(config: FinetuneConfig, ranks: Ranks, display: Display, checkpoint:
         raise HandgradError("--model is missing: the directory of the model to fine-tune")
     if not config.data:
         raise HandgradError("--data is missing: a .jsonl file with prompt and completion, messages, or text")
-    directory = checkpoint.folder if checkpoint is not None else models.locate(config.model)
+    directory = checkpoint.folder if checkpoint is not None else models.weights_folder(config.model)
     config = _settled(config, directory if checkpoint is None else None, ranks)
     words = _tokenizer(directory, config)
     dtype = getattr(torch, config.dtype)
@@ -43,14 +44,14 @@ def make_job(config: FinetuneConfig, ranks: Ranks, display: Display, checkpoint:
     if ranks.first:
         display.present(*report(summary, training, words, min(100, shutil.get_terminal_size().columns)))
         held = 0 if validation is None else validation.per_epoch
-        display.say(f"\n{training.per_epoch:,} examples to train on, {held:,} to validate on")
+        display.say(f"\n{plural(training.per_epoch, 'example')} to train on, {held:,} to validate on")
     batch = min(config.batch_examples, training.per_epoch)
     config = _resolve(config, batch, training)
     job = Job(config, model, words, make_optimizer(model, config, ranks), training, validation, batch)
     if checkpoint is not None:
         restore(job, checkpoint)
     if ranks.first:
-        job.bound = _bound(config, model, summary, max(1, batch // ranks.size))
+        job.peak = Peak(config.dtype)
     return job
 
 
@@ -136,11 +137,3 @@ def _resolve(config: FinetuneConfig, batch: int, training: Examples) -> Finetune
         eval_every=config.eval_every or often,
         save_every=config.save_every or often,
     )
-
-
-def _bound(config: FinetuneConfig, model: GPT, summary: Summary, batch: int) -> float:
-    """Seconds that the products of a step take, for examples of the mean length."""
-    length = max(1, min(model.config.n_context, round(summary.tokens / summary.examples)))
-    rank = 0 if model.adapter is None else model.adapter.rank
-    plan = make_plan(model.config, batch, length, config.dtype, rank=rank, recompute=config.recompute)
-    return (plan.forward_flop + plan.backward_flop) / product_rate(0.2)

@@ -2,19 +2,77 @@
 
 import importlib.util
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from . import lora, tokenizer
 from .checkpoint import load as load_directory
-from .config import PRESETS
+from .checkpoint import load_config
+from .config import PRESETS, GPTConfig, preset
 from .errors import HandgradError
 from .gpt import GPT
-from .run import model_folder
+from .run import RUNS, model_folder, newest_run
 from .tokenizer import Tokenizer
 
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The model that a user named: a preset, which is a shape without weights, or a folder with weights."""
+
+    name: str  # as given, or the run that was taken
+    folder: Path | None  # of the model or the adapter; None: a preset
+    note: str = ""  # what the user should know about the choice
+
+    @property
+    def is_preset(self) -> bool:
+        return self.folder is None
+
+    @property
+    def config(self) -> GPTConfig:
+        """The shape; of an adapter, its base model's."""
+        if self.folder is None:
+            return preset(self.name)
+        return load_config(base_of(self.folder) if lora.is_adapter(self.folder) else self.folder)
+
+
+def find_model(name: str | None) -> Found:
+    """Which model a user means, for every command. The first that applies:
+
+    1. no name: the newest run in runs/ that has a checkpoint
+    2. the bare name of a preset: the preset, even if a folder has the same name
+    3. a folder: a model directory, an adapter, or a run, of which the best checkpoint is taken
+    4. a name on the hub, owner/model, which is fetched
+    """
+    if name is None:
+        newest = newest_run(with_checkpoint=True)
+        if newest is None:
+            raise HandgradError(f"there is no run with a checkpoint in {RUNS}/: name a model with --model")
+        return Found(str(newest), model_folder(newest))
+    if name in PRESETS:
+        both = Path(name).is_dir()
+        return Found(
+            name, None, f"{name} is the preset here; for the folder of that name write ./{name}" if both else ""
+        )
+    if "/" not in name and not Path(name).expanduser().is_dir():
+        raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+    return Found(name, locate(name))
+
+
+def weights_folder(name: str | None) -> Path:
+    """The folder of the model a user means, for commands that need weights."""
+    found = find_model(name)
+    if found.folder is not None:
+        return found.folder
+    remedy = f"for the folder of that name write ./{name}" if found.note else "give the folder of a trained model"
+    raise HandgradError(f"{name} is a preset, a shape without weights: {remedy}{_on_the_hub(found.name)}")
+
+
+def _on_the_hub(name: str) -> str:
+    return f", or openai-community/{name} to fetch it from the hub" if name.startswith("gpt2") else ""
 
 
 def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:

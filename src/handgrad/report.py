@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -107,30 +108,33 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")
+        sizes, room = _columns(self.checks, options.max_width)
+        yield _table(sizes, room, show_header=True)
         section = None
-        table = _table(self.checks, options.max_width)
         for c in self.checks:
             if c.section != section:
-                if section is not None:
-                    yield table
                 section = c.section
-                table = _table(self.checks, options.max_width)
                 yield Text(f"\n{section}", style="bold magenta")
             colour = "green" if c.passed else "bold red"
             # a misprint is shown by its measured errors, a failure by its reason; otherwise the statement says it all
             told = c.note and (not c.passed or c.note.startswith("printed"))
+            statement = Text(f"{c.note} — {c.statement}" if told else c.statement)
             cells: dict[str, Text | str] = {
                 "": Text("✔" if c.passed else "✘", style=colour),
                 "check": Text(c.id, style="" if c.passed else colour),
                 "eq.": c.equation,
-                "statement": Text(f"{c.note} — {c.statement}" if told else c.statement),
+                "statement": statement,
                 "oracle": c.oracle,
                 "error": Text(_number(c.error), style=colour),
                 "limit": _number(c.tolerance),
                 "ms": f"{1e3 * c.seconds:.0f}",
             }
+            table = _table(sizes, room)
             table.add_row(*(cells[str(column.header)] for column in table.columns))
-        yield table
+            yield table
+            if not room:
+                statement.stylize("dim")
+                yield Padding(statement, (0, 0, 0, 3))
         yield Text(f"\n{self.summary()}", style="bold green" if self.passed else "bold red")
 
     def __str__(self) -> str:
@@ -167,25 +171,31 @@ def _number(x: float) -> str:
     return f"{x:.1e}"
 
 
-def _table(checks: list[Result], width: int) -> Table:
-    """The columns for this width: what does not fit is left out whole, the least needed first. Never a cut number."""
+def _columns(checks: list[Result], width: int) -> tuple[dict[str, int], int]:
+    """Columns that fit, with their widths: what does not fit is left out whole, the least needed first; never a cut
+    number. And the room for the statement; 0: it goes below."""
     sizes = {
         "": 1,
-        "check": max(len(c.id) for c in checks),
-        "eq.": max(len(c.equation) for c in checks),
-        "oracle": max(len(c.oracle) for c in checks),
+        "check": max((len(c.id) for c in checks), default=5),
+        "eq.": max((len(c.equation) for c in checks), default=3),
+        "oracle": max((len(c.oracle) for c in checks), default=6),
         "error": 7,
         "limit": 7,
-        "ms": max(4, *(len(f"{1e3 * c.seconds:.0f}") for c in checks)),
+        "ms": max(4, *(len(f"{1e3 * c.seconds:.0f}") for c in checks)) if checks else 4,
     }
     for name in ("ms", "eq.", "oracle", "limit"):
         if sum(sizes.values()) + 2 * len(sizes) > width or sizes[name] == 0:
             del sizes[name]
+    sizes = {name: max(size, len(name)) for name, size in sizes.items()}
     room = width - sum(sizes.values()) - 2 * len(sizes) - 2
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    return sizes, room if room >= 40 else 0
+
+
+def _table(sizes: dict[str, int], room: int, show_header: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=show_header)
     for name in ("", "check", "eq.", "statement", "oracle", "error", "limit", "ms"):
-        if name == "statement" and room >= 20:
-            table.add_column(name, no_wrap=True, overflow="ellipsis", width=room)
+        if name == "statement" and room:
+            table.add_column(name, width=room)
         elif name in sizes:
             right = name in ("error", "limit", "ms")
             table.add_column(name, no_wrap=True, width=sizes[name], justify="right" if right else "left")

@@ -5,6 +5,7 @@ from math import log10
 from typing import Any
 
 from .run import Run
+from .units import number, plural, seconds, size
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
 COLOURS = ("#c2570c", "#2563a8", "#4d7c3a", "#7a4fa3", "#a8324a", "#0f766e", "#8a6d1d", "#475569")
@@ -55,7 +56,7 @@ def report(run: Run) -> str:
         chosen = samples[::every]
         if chosen[-1] is not samples[-1]:
             chosen.append(samples[-1])
-        body += [f"<p>after {r['step']:,} steps</p><pre>{escape(r['sample'])}</pre>" for r in chosen]
+        body += [f"<p>after {plural(r['step'], 'step')}</p><pre>{escape(r['sample'])}</pre>" for r in chosen]
     for title, part in (("Configuration", settings["training"]), ("Model", settings["model"])):
         rows = "".join(
             f"<tr><td>{escape(k)}</td><td>{escape(_value(v))}</td></tr>" for k, v in part.items() if v is not None
@@ -84,10 +85,10 @@ def _by_layer(steps: list[dict[str, Any]]) -> dict[str, Curve]:
 def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     if not steps:
         return "No step has been logged yet."
-    text = f"{steps[-1]['step']:,} steps in {steps[-1]['seconds']:,.0f} s."
+    text = f"{plural(steps[-1]['step'], 'step')} in {seconds(steps[-1]['seconds'])}."
     if evaluations:
         best = min(evaluations, key=lambda r: r["val_loss"])
-        text += f" Best validation loss {best['val_loss']:.4f}, after {best['step']:,} steps."
+        text += f" Best validation loss {best['val_loss']:.4f}, after {plural(best['step'], 'step')}."
     return text
 
 
@@ -100,8 +101,8 @@ def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
         cells.append(("validation loss", f"{evaluations[-1]['val_loss']:.4f}"))
     cells += [
         ("tokens per second", f"{last['tokens_per_second']:,.0f}"),
-        ("of matmul peak", f"{100 * last['mfu']:.0f} %"),
-        ("peak memory", f"{last['memory'] / 1e6:,.0f} MB"),
+        ("of matmul peak", f"{100 * (last.get('mfu') or 0):.0f} %"),
+        ("peak memory", size(last["memory"])),
     ]
     return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"
 
@@ -122,7 +123,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
     parts = [f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{TOP + tall}H{WIDTH - RIGHT}"/>']
     for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         y = low + share * (high - low)
-        label = _short(10**y if log else y)
+        label = number(10**y if log else y)
         parts.append(f'<text x="{LEFT - 8}" y="{TOP + tall * (1 - share) + 4:.0f}" text-anchor="end">{label}</text>')
         parts.append(
             f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
@@ -141,11 +142,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
     )
 
 
-def _short(y: float) -> str:
-    return f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.3g}" if abs(y) >= 0.01 or y == 0 else f"{y:.1e}"
-
-
 def _value(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(_value(v) for v in value) or "–"
-    return str(value)
+    return number(value) if isinstance(value, float) else str(value)

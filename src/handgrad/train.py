@@ -16,20 +16,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import data, lora, optim, tokenizer
+from . import data, lora, optim, tokenizer, units
 from .checkpoint import load, load_config, read_tensors
-from .config import PRESETS, GPTConfig, TrainConfig, preset
+from .config import GPTConfig, TrainConfig, preset
 from .data import Batches, Windows
 from .distributed import Ranks
 from .errors import HandgradError, NonFiniteError
 from .generation import generate
 from .gpt import GPT
 from .material import default_corpus
+from .models import find_model
 from .optim import OptimizerInBackward
-from .plan import make_plan, product_rate
-from .run import OPTIMIZER, Checkpoint, Run, model_folder
+from .plan import Work, flop
+from .run import OPTIMIZER, Checkpoint, Run
+from .timing import Peak
 from .tokenizer import Tokenizer
 from .trace_html import depth
+from .units import plural
 
 C = TypeVar("C", bound=TrainConfig)
 Norms = Callable[[], dict[str, float]]  # of the gradient, layer by layer
@@ -64,7 +67,7 @@ class Job:
     best: float = math.inf  # lowest validation loss of a trained step
     stale: int = 0  # evaluations since the best
     resumed: bool = False
-    bound: float = math.nan  # seconds the matrix products of a step take at the rate measured here
+    peak: Peak | None = None  # rate of matrix products on this machine
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -92,6 +95,13 @@ class Job:
     def ended(self) -> bool:
         return self.progress >= 1 or (self.config.patience is not None and self.stale >= self.config.patience)
 
+    def flop(self, first: int, count: int) -> int:
+        """Of the matrix products that these windows or examples take, counted from their real tokens and targets."""
+        _, targets, lengths = self.training.batch(first, count)
+        ranks = {name: adapter.down.shape[1] for name, adapter in lora.adapters_of(self.model).items()}
+        work = Work.of_batch(targets, lengths, self.model.config.causal)
+        return sum(flop(self.model.config, work, ranks, self.config.recompute))
+
     @property
     def learning_rate(self) -> float:
         c = self.config
@@ -113,6 +123,7 @@ class Interval:
 
     def __init__(self, job: Job):
         self.tokens, self.seconds = job.tokens, job.seconds
+        self.flop = 0  # of this process
         self.losses: list[float] = []
 
     def add(self, loss: float, lr: float, norm: float | None, norms: Norms) -> None:
@@ -123,7 +134,8 @@ class Interval:
         seconds = job.seconds - self.seconds
         return {
             "step": job.step, "loss": sum(self.losses) / len(self.losses), "lr": self.lr, "grad_norm": self.norm,
-            "tokens_per_second": (job.tokens - self.tokens) / seconds, "mfu": job.bound * len(self.losses) / seconds,
+            "tokens_per_second": (job.tokens - self.tokens) / seconds,
+            "mfu": job.peak.share(self.flop, seconds) if job.peak else None,
             "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
         }  # fmt: skip
 
@@ -159,6 +171,7 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
                 if ends or stopping:
                     return Outcome(job.step, ends, ends and job.progress < 1, loss, val_loss)
 
+            interval.flop += job.flop(*ranks.share(job.step * job.batch, job.batch)) if ranks.first else 0
             began = time.perf_counter()
             lr = job.learning_rate
             for group in job.optimizer.param_groups:
@@ -197,7 +210,8 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Norms]:
     except NonFiniteError as trouble:
         job.model.zero_grad()
         raise NonFiniteError(
-            f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets, lengths)}"
+            f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets, lengths)}; try a smaller learning rate"
+            f" than {units.number(job.config.lr or 0)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.config.clip))
     return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
@@ -324,21 +338,18 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     config = lean(config)
     config = replace(config, data=sources_of(config.data, ranks))
     files, corpus = _files(config)
-    folder = Path(config.model)
-    directory = checkpoint.folder if checkpoint is not None else model_folder(folder) if folder.is_dir() else None
+    directory = checkpoint.folder if checkpoint is not None else named(config.model, ranks, display)
     if directory is not None and lora.is_adapter(directory):
         raise HandgradError(f"{directory} is an adapter: merge it first (handgrad merge), or use handgrad finetune")
     if checkpoint is None and directory is not None and (config.shape or config.tokenizer):
         fixed = f"--{config.shape[0][0].replace('_', '-')}" if config.shape else "--tokenizer"
         raise HandgradError(f"{fixed} cannot change a model that exists ({directory}): leave it out")
-    if config.model not in PRESETS and directory is None:
-        raise HandgradError(f"{config.model!r} is neither a preset ({', '.join(PRESETS)}) nor a model directory")
     texts = tokenizer.read(directory) if directory is not None else _tokenizer(config, files, ranks)
     total = sum(file.stat().st_size for file in files)
     progress = display.reading(total) if ranks.first else lambda n: None
     tokens = ranks.first_then_others(lambda: data.prepare(files, texts, config.text_field, progress))
     if ranks.first:
-        display.say(f"data: {corpus}, {len(tokens):,} tokens of {texts.n_vocab:,}")
+        display.say(f"data: {corpus}, {plural(len(tokens), 'token')} of {texts.n_vocab:,}")
 
     shape = load_config(directory) if directory is not None else _shape(config, texts)
     context = shape.n_context
@@ -353,10 +364,16 @@ def make_job(config: TrainConfig, ranks: Ranks, display: Display, checkpoint: Ch
     if checkpoint is not None:
         restore(job, checkpoint)
     if ranks.first:
-        share = max(1, batch // ranks.size)
-        plan = make_plan(model.config, share, context, config.dtype, recompute=config.recompute)
-        job.bound = (plan.forward_flop + plan.backward_flop) / product_rate(0.2)
+        job.peak = Peak(config.dtype)
     return job
+
+
+def named(model: str, ranks: Ranks, display: Display) -> Path | None:
+    """The folder of the model to start from; None: a preset."""
+    found = find_model(model)
+    if found.note and ranks.first:
+        display.say(found.note)
+    return found.folder
 
 
 def lean(config: C) -> C:
@@ -394,7 +411,7 @@ def _files(config: TrainConfig) -> tuple[list[Path], str]:
     files = data.find(config.data)
     if not any(file.stat().st_size for file in files):
         raise HandgradError(f"there is no text in {', '.join(config.data)}: the files are empty")
-    return files, f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    return files, plural(len(files), "file")
 
 
 def _tokenizer(config: TrainConfig, files: list[Path], ranks: Ranks) -> Tokenizer:

@@ -209,6 +209,16 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (folder / "config.json").exists()
 
 
+def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
+    """Of an adapter's directory: the rank beside each layer, and how many numbers train besides the factors."""
+    file = folder / TENSORS
+    factors, rest, _ = _sorted({_short(name, file): t for name, t in read_tensors(file).items()}, file)
+    others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
+    named = sorted(factors, key=lambda name: name == "lm_head")  # the head comes last
+    ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}
+    return ranks, sum(t.numel() for t in (*others, *rest.values()))
+
+
 def base_of(folder: Path) -> str | None:
     """The model that an adapter was made for, as its configuration names it."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")

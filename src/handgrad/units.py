@@ -1,0 +1,54 @@
+"""Numbers as people read them, in messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
+
+
+def plural(n: float, noun: str, several: str | None = None) -> str:
+    """1 step, 2,000 steps, 0.5 epochs"""
+    count = f"{n:,}" if isinstance(n, int) else f"{n:g}"
+    return f"{count} {noun if n == 1 else several or noun + 's'}"
+
+
+def number(x: float) -> str:
+    """At most three significant digits: 0.00391, 0.1, 1, 12,300, 5e-5"""
+    if x == 0 or not 1e-4 <= abs(x) < 1e6:
+        mantissa, _, exponent = f"{x:.3g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    places = max(0, 2 - _magnitude(x))
+    text = f"{x:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def size(n: float) -> str:
+    """Bytes: 512 B, 1.5 kB, 498 MB, 1.17 GB"""
+    if n < 1000:
+        return f"{n:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        n /= 1000
+        if n < 999.5 or unit == "TB":
+            break
+    return f"{n:,.{max(0, 2 - _magnitude(n))}f} {unit}"
+
+
+def seconds(x: float) -> str:
+    """36 ms, 1.14 s, 16.4 s, 1,020 s"""
+    if x < 0.9995:
+        x, unit = 1000 * x, "ms"
+    else:
+        unit = "s"
+    return f"{x:,.{min(2, max(0, 2 - _magnitude(x)))}f} {unit}"
+
+
+def clock(x: float) -> str:
+    """0:07, 12:30, 1:02:03"""
+    minutes, rest = divmod(round(x), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def percent(share: float) -> str:
+    """45 %, 0.19 %"""
+    return f"{number(100 * share)} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def _magnitude(x: float) -> int:
+    """Digits before the point, less one: 0 for 3.7, 2 for 498, −3 for 0.0039."""
+    return int(f"{abs(x):.2e}".partition("e")[2]) if x else 0
