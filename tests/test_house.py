@@ -12,8 +12,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from its own room's listed neighbours only; everything points downwards.
 LEVELS = [
-    {"errors"},
-    {"machine", "files", "reading", "report", "trace_html"},
+    {"errors", "sandboxed"},
+    {"machine", "files", "reading", "report", "sandbox", "trace_html"},
     {"config", "paper", "material", "distributed"},
     {"tokenizer", "chat"},
     {"data"},

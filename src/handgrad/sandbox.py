@@ -120,23 +120,17 @@ def ask(call: str, about: str, **given: Any) -> Any:
     raise AssertionError
 
 
-def why_not(patterns: Sequence[str]) -> list[str | None]:
-    """For each pattern, why it is not a regular expression."""
-    if not patterns:
-        return []
-    found: list[str | None] = ask("compile_patterns", _called(patterns), patterns=patterns)
-    return found
-
-
 def match(patterns: Sequence[str], names: Sequence[str]) -> list[set[str]]:
-    """For each regular expression the names that it matches whole, or from behind a dot to the end."""
-    found = ask("match", _called(patterns), patterns=patterns, names=names)
-    return [{names[i] for i in numbers} for numbers in found]
-
-
-def _called(patterns: Sequence[str]) -> str:
-    first = patterns[0] if len(patterns[0]) <= 60 else f"{patterns[0][:57]}…"
-    return f"the regular expression {first}" if len(patterns) == 1 else f"one of {len(patterns)} regular expressions"
+    """For each regular expression the names that it matches, whole or from behind a dot to the end."""
+    called = (
+        f"one of {len(patterns)} regular expressions" if len(patterns) > 1 else f"the regular expression {patterns[0]}"
+    )
+    matched = []
+    for pattern, found in zip(patterns, ask("match", called, patterns=patterns, names=names), strict=True):
+        if isinstance(found, str):
+            raise HandgradError(f"{pattern} is not a regular expression: {found}")
+        matched.append({names[i] for i in found})
+    return matched
 
 
 def _stop() -> None:

@@ -202,7 +202,9 @@ class _Main:
     def __init__(self, watch: Watch, offset: int):
         self.watch, self.offset = watch, offset
         self.start = offset if watch.known is None else len(watch.messages) - 1
-        self.told = False  # by a LoopContext, which looks ahead: then the iterator does not know when a message is taken
+        self.told = (
+            False  # by a LoopContext, which looks ahead: then the iterator does not know when a message is taken
+        )
         watch.first = offset
 
     def __iter__(self) -> Iterator[Any]:

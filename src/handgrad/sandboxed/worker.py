@@ -29,25 +29,18 @@ TEMPLATES = 16  # kept compiled
 _templates: dict[str, Any] = {}
 
 
-def compile_patterns(given: dict[str, Any]) -> list[str | None]:
-    """For each pattern, why it is not a regular expression."""
-    reasons: list[str | None] = []
-    for pattern in given["patterns"]:
-        try:
-            re.compile(pattern)
-            reasons.append(None)
-        except (re.error, OverflowError, RecursionError) as reason:
-            reasons.append(str(reason))
-    return reasons
-
-
-def match(given: dict[str, Any]) -> list[list[int]]:
-    """For each pattern, the numbers of the names that it matches, or the end of which after a dot."""
+def match(given: dict[str, Any]) -> list[list[int] | str]:
+    """For each pattern, the numbers of the names that it matches, whole or from behind a dot to the end; or why it is not
+    a regular expression."""
     names = given["names"]
     begins = [[0, *(i + 1 for i, sign in enumerate(name) if sign == ".")] for name in names]
-    found = []
+    found: list[list[int] | str] = []
     for pattern in given["patterns"]:
-        compiled = re.compile(pattern)
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as reason:
+            found.append(str(reason))
+            continue
         found.append([n for n, name in enumerate(names) if any(compiled.fullmatch(name, i) for i in begins[n])])
     return found
 
@@ -86,7 +79,7 @@ def _with_template(given: dict[str, Any], use: Callable[[Any], Any]) -> Any:
         return {"fails": f"{reason}"[:2000] or type(reason).__name__}
 
 
-CALLS = {f.__name__: f for f in (compile_patterns, match, prepare, render, segments)}
+CALLS = {f.__name__: f for f in (match, prepare, render, segments)}
 
 
 def main() -> None:
