@@ -21,10 +21,11 @@ from . import material
 from .config import PRESETS, SCHEDULES, FinetuneConfig, TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
-from .errors import HandgradError
+from .errors import HandgradError, MissingError
 from .files import write_folder, write_text
 from .generate import generate as write_on
 from .models import locate, open_folder, tokenizer_of
+from .reading import read_text
 from .run import RUNS, Checkpoint, Run, model_folder, newest_run
 from .run_report import report
 from .tokenizer import KINDS
@@ -35,6 +36,7 @@ C = TypeVar("C", bound=TrainConfig)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
+OPTIONS_BYTES = 64_000  # of a file of options
 
 # Options by panel: what they say in --help. Their types and defaults are those of the configuration.
 Options = dict[str, dict[str, str]]
@@ -275,16 +277,28 @@ def _only_the_end(given: dict[str, Any], shape: dict[str, int], file: Path | Non
     return lengths | given
 
 
+class _PlainYAML(yaml.SafeLoader):
+    """Without aliases, by which a small file can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"line {alias.start_mark.line + 1} refers to another line by *: write it out")
+        return super().compose_node(parent, index)
+
+
 def _read_config(file: Path, kind: type[TrainConfig]) -> dict[str, Any]:
     """Options from a file, under the names they have on the command line."""
-    if not file.is_file():
-        raise HandgradError(f"there is no file {file}")
     if file.suffix not in (".toml", ".yaml", ".yml"):
         raise HandgradError(f"{file} must be a .toml or .yaml file")
     try:
-        text = file.read_text(encoding="utf-8")
-        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text) or {}
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as reason:
+        text = read_text(file, OPTIONS_BYTES)
+        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.load(text, _PlainYAML) or {}
+    except MissingError:
+        raise HandgradError(f"there is no file {file}") from None
+    except HandgradError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as reason:  # ValueError: dates, digits, and TOML's own
         raise HandgradError(f"{file} cannot be read: {reason}") from None
     if not isinstance(raw, dict):
         example = "steps = 500" if file.suffix == ".toml" else "steps: 500"

@@ -209,7 +209,7 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str | None:
     """The model that an adapter was made for, as its configuration names it."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")
-    if name and not isinstance(name, str):
+    if name and (not isinstance(name, str) or "\0" in name):
         raise HandgradError(f"{folder / CONFIG}: base_model_name_or_path is {shown(name)}, not a name")
     return name or None
 
