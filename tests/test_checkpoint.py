@@ -1,6 +1,8 @@
 """Model directories: what we write, transformers opens; what it writes, we open. Broken ones are refused by name."""
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad.config import LIMITS, FinetuneConfig, LoRAConfig, TrainConfig
 from handgrad.layers import LoRA
 from handgrad.verify import relative_error
 
@@ -130,11 +133,99 @@ def test_a_model_with_adapters_is_not_saved_as_if_it_had_none(tmp_path: Path) ->
     assert not (tmp_path / "m").exists()
 
 
-def test_other_files_of_the_directory_stay(tmp_path: Path) -> None:
+OLD_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+OLD_WEIGHTS = (
+    "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json",
+    "adapter_model.safetensors", "handgrad-merge.safetensors", "optimizer.safetensors",
+)  # fmt: skip
+USERS = ("README.md", "notes.txt", ".gitattributes", "tokenizer.json.bak")
+
+
+def old_directory(folder: Path) -> None:
+    hg.save(make_model(), folder)
+    for name in (*OLD_FILES, *OLD_WEIGHTS, *USERS):
+        (folder / name).write_text("old")
+    (folder / "figures").mkdir()
+
+
+def test_a_saved_model_has_nothing_of_another_model_beside_it(tmp_path: Path) -> None:
+    old_directory(tmp_path / "m")
+    model = make_model(seed=1, n_vocab=13)
+    hg.save(model, tmp_path / "m")
+    there = {f.name for f in (tmp_path / "m").iterdir()}
+    assert there == {"config.json", "model.safetensors", "figures", *USERS}
+    assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
+
+
+def test_a_model_saved_where_it_came_from_keeps_its_tokenizer(tmp_path: Path) -> None:
+    old_directory(tmp_path / "m")
+    (tmp_path / "link").symlink_to("m")
+    hg.save(hg.load(tmp_path / "m"), tmp_path / "link")
+    there = {f.name for f in (tmp_path / "m").iterdir()}
+    assert there == {"config.json", "model.safetensors", "figures", *OLD_FILES, *USERS}
+
+
+def test_weights_that_cannot_be_read_are_not_called_missing(tmp_path: Path) -> None:
     hg.save(make_model(), tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    hg.save(hg.load(tmp_path / "m"), tmp_path / "m")
-    assert (tmp_path / "m" / "tokenizer.json").exists()
+    file = tmp_path / "m" / "model.safetensors"
+    (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    file.chmod(0)
+    if not os.access(file, os.R_OK):  # the superuser reads everything
+        with pytest.raises(hg.HandgradError, match=r"model.safetensors: permission denied"):
+            hg.load(tmp_path / "m")
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(hg.HandgradError, match=r"model.safetensors: too many levels of symbolic links"):
+        hg.load(tmp_path / "m")
+
+
+def test_no_model_is_built_before_its_tensors_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hg.save(make_model(), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"n_layer": 1000}))
+    built: list[int] = []
+    made = hg.GPT.__init__
+
+    def init(self: hg.GPT, config: hg.GPTConfig, **how: Any) -> None:
+        built.append(config.n_blocks)
+        made(self, config, **how)
+
+    monkeypatch.setattr(hg.GPT, "__init__", init)
+    with pytest.raises(hg.HandgradError, match=r"no tensor 'h.1.attn.c_attn.bias' \(11988 of 12004 are missing\)"):
+        hg.load(tmp_path / "m")
+    assert sum(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n_vocab", 10**12), ("n_context", 10**12), ("d_model", 10**9), ("n_heads", 10**7), ("n_blocks", 10**7), ("eps", 0.0),
+     ("d_hidden", 10**30), ("d_rho", 10**9), ("d_head", 10**9), ("eps", 1e308), ("eps", float("nan")), ("eps", True)],
+)  # fmt: skip
+def test_numbers_of_a_shape_have_limits(field: str, value: float) -> None:
+    with pytest.raises(hg.HandgradError, match=f"{field} must be"):
+        hg.preset("nano", **{field: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": 10**9}, {"alpha": 1e308}, {"rank_pattern": {"rank": 4}, "rank": 0}, {"rank_pattern": {"c_fc": 10**9}},
+     {"alpha_pattern": {"alpha": 4}, "alpha": -1.0}, {"alpha_pattern": {"c_fc": float("inf")}}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_of_an_adapter_have_limits(options: dict[str, Any]) -> None:
+    with pytest.raises(hg.HandgradError, match="must be"):
+        LoRAConfig(**options)
+
+
+def test_every_number_of_a_configuration_has_limits() -> None:
+    for kind in (hg.GPTConfig, LoRAConfig, TrainConfig, FinetuneConfig):
+        for f in dataclasses.fields(kind):
+            if str(f.type).startswith(("int", "float", "<class 'int'", "<class 'float'")):
+                checked_apart = ("eps", "dropout", "val_share", "beta1", "beta2")  # all of them below 1
+                assert f.name in LIMITS or f.name in checked_apart, f.name
 
 
 def test_save_does_not_overwrite_something_else(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A module may import from its own room's listed neighbours only; everything points downwards.
 LEVELS = [
-    {"errors", "units", "cli_help"},
-    {"machine", "nograph", "files", "reading", "report", "trace_html"},
+    {"errors", "units", "cli_help", "sandboxed"},
+    {"machine", "nograph", "files", "reading", "report", "sandbox", "trace_html"},
     {"config", "paper", "material", "distributed", "manifest"},
     {"tokenizer", "chat", "cli_options"},
     {"data"},

@@ -1,26 +1,24 @@
 """A conversation → the text a model reads, by the model's own chat template, and which parts of it the assistant says.
 
-A template is a Jinja program that comes with the model. It runs in a sandbox and sees what Hugging Face's templates
-expect to see. What the assistant says is found by rendering twice, without any mark in the template: the conversation
-up to a turn, with the opening of the answer, has to be the beginning of the conversation with that turn.
+A template is a Jinja program that comes with the model, and sees what Hugging Face's templates expect to see. It runs in
+a child process with limits of time and memory (`sandbox`); `sandboxed/templates.py` is what runs there.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from .errors import HandgradError
+from . import reading, sandbox
+from .errors import HandgradError, MissingError
+from .errors import shown as shown
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 REMEDY = "give one with --chat-template FILE"
+SOURCE_BYTES = reading.MB  # of a template
 
 Message = Mapping[str, Any]
 
@@ -39,49 +37,48 @@ class ChatTemplate:
         self.source = source
         self.special = dict(special or {})
         self.name = name
-        environment = _environment(now or datetime.now())
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as reason:
-            raise HandgradError(f"{name}, line {reason.lineno}, is not a chat template: {reason.message}") from None
+        program = {"source": source, "special": self.special, "now": (now or datetime.now()).isoformat()}
+        self._program = {"key": hashlib.sha256(json.dumps(program).encode()).hexdigest(), **program}
+        self._prepare()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The conversation as text; with add_generation_prompt, up to where the assistant begins to speak."""
-        check(messages)
-        return self._render(messages, add_generation_prompt)
+        text: str = self._ask("render", messages, opening=add_generation_prompt)
+        return text
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The conversation as pieces of text, True for those the assistant says, its end of turn included."""
-        check(messages)
-        whole = self._render(messages, False)
-        pieces = []
-        at = 0
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:i], True)
-                after = whole if i + 1 == len(messages) else self._render(messages[: i + 1], False)
-                if not (at <= len(before) and after.startswith(before) and whole.startswith(after)):
-                    raise HandgradError(
-                        f"{self.name} is not incremental: it writes what comes before message {i + 1} in another way once"
-                        " more follows, so that the assistant's words cannot be told apart; give a template that only adds,"
-                        " with --chat-template FILE"
-                    )
-                pieces += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
-                at = len(after)
-        pieces.append((whole[at:], False))
+        found = self._ask("segments", messages)
+        if "changes" in found:
+            raise HandgradError(
+                f"{self.name} is not incremental: it writes what comes before message {found['changes'] + 1} in another way"
+                " once more follows, so that the assistant's words cannot be told apart; give a template that only adds,"
+                " with --chat-template FILE"
+            )
+        text, cuts = found["text"], found["cuts"]
+        pieces = [(text[a:b], i % 2 == 1) for i, (a, b) in enumerate(zip([0, *cuts], cuts, strict=False))]
         return [piece for piece in pieces if piece[0]]
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        given = {"messages": list(messages), "tools": None, "documents": None}
-        try:
-            return self._template.render(**self.special, **given, add_generation_prompt=add_generation_prompt)
-        except Exception as reason:  # a program of somebody else's: it can fail in any way
-            raise HandgradError(f"{self.name} fails for this conversation: {reason}") from None
+    def _prepare(self) -> None:
+        mistake = sandbox.ask("prepare", self.name, **self._program)
+        if mistake is not None:
+            raise HandgradError(f"{self.name}, line {mistake[0]}, is not a chat template: {mistake[1]}")
+
+    def _ask(self, call: str, messages: Sequence[Message], **given: Any) -> Any:
+        check(messages)
+        request = {"key": self._program["key"], "messages": [_joined(m) for m in messages], **given}
+        answer = sandbox.ask(call, self.name, **request)
+        if not answer:  # a new child does not know the template
+            self._prepare()
+            answer = sandbox.ask(call, self.name, **request)
+        if "fails" in answer:
+            raise HandgradError(f"{self.name} fails for this conversation: {answer['fails']}")
+        return answer["done"]
 
 
 def there_is_one(folder: Path) -> bool:
     """Whether the model in `folder` has a template."""
-    return (folder / "chat_template.jinja").exists() or bool(
+    return os.path.lexists(folder / "chat_template.jinja") or bool(
         _settings(folder / "tokenizer_config.json").get("chat_template")
     )
 
@@ -91,9 +88,9 @@ def find(folder: Path, given: Path | None = None, now: datetime | None = None) -
     settings = _settings(folder / "tokenizer_config.json")
     special = _special_tokens(_settings(folder / "special_tokens_map.json") | settings)
     beside = folder / "chat_template.jinja"
-    if given is not None or beside.exists():
+    if given is not None or os.path.lexists(beside):
         file = given or beside
-        return ChatTemplate(_text(file), special, str(file), now)
+        return ChatTemplate(reading.read_text(file, SOURCE_BYTES), special, str(file), now)
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -125,45 +122,22 @@ def check(messages: object) -> None:
                 raise HandgradError(f"message {i} has no {field}: it has {', '.join(message) or 'nothing'}")
         if message["role"] not in ROLES:
             raise HandgradError(f"message {i} has the role {shown(message['role'])}: it can be {', '.join(ROLES)}")
-        content = message["content"]
+        content = _joined(message)["content"]
         if not isinstance(content, str):
-            raise HandgradError(f"message {i}: its content is {shown(content)}, not a string")
+            raise HandgradError(f"message {i}: its content is {shown(content)}, not a string or a list of text parts")
         if message["role"] == "assistant" and not content and not message.get("tool_calls"):
             raise HandgradError(f"message {i}: the assistant says nothing, its content is empty")
 
 
-class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: with this some templates mark what the assistant says. Just its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment(now: datetime) -> jinja2.Environment:
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = now.strftime
-    return environment
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own would write < and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _joined(message: Message) -> Message:
+    """The message with its content as one string: it may be given in parts, [{"type": "text", "text": …}, …]."""
+    parts = message["content"]
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
@@ -177,28 +151,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    if not file.exists():
+    try:
+        return reading.read_json(file)
+    except MissingError:
         return {}
-    text = _text(file)
-    try:
-        read = json.loads(text)
-    except ValueError as reason:
-        raise HandgradError(f"{file} is not JSON: {reason}") from None
-    if not isinstance(read, dict):
-        raise HandgradError(f"{file} must hold a JSON object, not {shown(read)}")
-    return read
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as reason:
-        raise HandgradError(f"{file} is not UTF-8 text (byte {reason.start})") from None
-    except OSError as reason:
-        raise HandgradError(f"{file} cannot be read: {reason.strerror}") from None
-
-
-def shown(value: object) -> str:
-    """As it stands in JSON, not more of it than a message needs."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 60 else f"{text[:57]}…"

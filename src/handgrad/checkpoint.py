@@ -1,11 +1,13 @@
 """Hugging Face directories of GPT-2 models: config.json and model.safetensors, both ways, written atomically."""
 
+import contextlib
 import json
+import os
 import re
-import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,15 +16,33 @@ from torch import Tensor
 
 from . import manifest
 from .config import GPTConfig
-from .errors import HandgradError
+from .errors import HandgradError, MissingError, shown
 from .files import write_folder
 from .gpt import DTYPES, GPT, as_dtype
 from .layers import LoRA
+from .reading import MB, open_regular, parse_json, read_bytes, read_json
 
 _ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 _HF_ACTIVATION = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 _HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks that old files store; a tied head stored twice
-_OLD_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+# What handgrad and transformers write beside config.json: of the weights, and of the text that the model reads.
+_OF_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
+    "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "adapter_config.json", "adapter_model.*",
+    "handgrad-merge.safetensors", "optimizer.safetensors", "training.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth",
+    "trainer_state.json", "training_args.bin",
+)  # fmt: skip
+_OF_TEXT = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+    "generation_config.json",
+)  # fmt: skip
+_HEADER_BYTES = 4 * MB  # of a safetensors file: 40,000 tensors
+_SHARDS = 1000
+_STORED = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 # what a config.json of ours says beyond Hugging Face's fields; absent means GPT-2's way
 _OWN = ("d_rho", "d_head", "logits_bias", "key_bias", "causal")
 
@@ -36,29 +56,17 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     dtype = None if dtype is None else as_dtype(dtype)
     config = load_config(folder)
     manifest.check_present(folder)
-    tensors = {name.removeprefix("transformer."): t for name, t in _weights(folder).items()}
-    if "wte.weight" in tensors:  # what is stored counts, whatever config.json says
-        head = tensors.get("lm_head.weight")
-        config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors["wte.weight"])))
+    headers = {name.removeprefix("transformer."): header for name, header in _headers(folder).items()}
+    _check_fit(replace(config, tied="lm_head.weight" not in headers), headers, folder)
+    tensors = {name.removeprefix("transformer."): t for name, t in _weights(headers).items()}
+    head = tensors.get("lm_head.weight")  # what is stored counts, whatever config.json says
+    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors["wte.weight"])))
     model = GPT(config, device="meta")
-    expected = {name.removeprefix("transformer."): (name, p) for name, p in model.named_parameters()}
-    missing = sorted(set(expected) - set(tensors))
-    if missing:
-        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(expected)} are missing)")
-    strange = sorted(name for name in set(tensors) - set(expected) if not re.fullmatch(_HARMLESS, name))
-    if strange:
-        raise HandgradError(
-            f"{folder}: {strange[0]!r} is not a tensor of the model that config.json describes ({len(strange)} such)"
-        )
     stored = tensors["wte.weight"].dtype
     dtype = dtype or (stored if stored in DTYPES else torch.float32)
-    for short, (name, p) in expected.items():
-        found = tensors.pop(short)
-        if found.shape != p.shape:
-            raise HandgradError(f"{folder}: {short} is {tuple(found.shape)}, config.json wants {tuple(p.shape)}")
-        if not found.is_floating_point():
-            raise HandgradError(f"{folder}: {short} holds {found.dtype}, not floating-point numbers")
+    for name, _ in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
+        found = tensors.pop(name.removeprefix("transformer."))
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(found.to(device=device, dtype=dtype)))
     if config.tied:
         model.tie()
@@ -66,39 +74,93 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     return model
 
 
+def _check_fit(config: GPTConfig, headers: "dict[str, Header]", folder: Path) -> None:
+    """The tensors' names and shapes, before a model is built."""
+    one = dict(GPT(replace(config, n_blocks=1), device="meta").named_parameters())
+    shapes = {name.removeprefix("transformer."): tuple(p.shape) for name, p in one.items()}
+    per_block = [name for name in shapes if name.startswith("h.0.")]
+
+    def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, shape in shapes.items():
+            if not name.startswith("h.0."):
+                yield name, shape
+        for i in range(config.n_blocks):
+            for name in per_block:
+                yield f"h.{i}.{name.removeprefix('h.0.')}", shapes[name]
+
+    names = {name for name, _ in expected()}
+    missing = sorted(names - set(headers))
+    if missing:
+        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(names)} are missing)")
+    strange = sorted(name for name in set(headers) - names if not re.fullmatch(_HARMLESS, name))
+    if strange:
+        raise HandgradError(
+            f"{folder}: {strange[0]!r} is not a tensor of the model that config.json describes ({len(strange)} such)"
+        )
+    for name, shape in expected():
+        found = headers[name]
+        if found.shape != shape:
+            raise HandgradError(f"{folder}: {name} is {found.shape}, config.json wants {shape}")
+        if not found.dtype.is_floating_point:
+            raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """What a directory's weights are stored in."""
-    dtype: torch.dtype = next(iter(_weights(folder).values())).dtype
-    return dtype
+    headers = _headers(folder)
+    if not headers:
+        raise HandgradError(f"{folder}: all tensors are missing")
+    return next(iter(headers.values())).dtype
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json lists."""
+def _headers(folder: Path) -> "dict[str, Header]":
+    """Of the tensors in model.safetensors, or in the shards that model.safetensors.index.json lists."""
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if file.exists() or not index.exists():
-        return read_tensors(file)
-    places = read_json(index).get("weight_map")
+    try:
+        return read_headers(file)
+    except MissingError:
+        try:
+            raw = read_json(index)
+        except MissingError:
+            raise _missing(file) from None
+    places = raw.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise HandgradError(f"{index}: there is no weight_map from tensors to files")
-    tensors: dict[str, Tensor] = {}
-    for name in dict.fromkeys(places.values()):
+    shards = list(dict.fromkeys(places.values()))
+    if len(shards) > _SHARDS:
+        raise HandgradError(f"{index} lists {len(shards):,} files; at most {_SHARDS:,} are read")
+    headers: dict[str, Header] = {}
+    for name in shards:
         if Path(name).name != name:
             raise HandgradError(f"{index}: {name!r} is not a file beside it")
-        tensors |= read_tensors(folder / name)
-    missing = sorted(set(places) - set(tensors))
+        found = read_headers(folder / name)
+        twice = sorted(set(found) & set(headers))
+        if twice:
+            raise HandgradError(f"{folder}: {twice[0]!r} is in {headers[twice[0]].file.name} and in {name}")
+        headers |= found
+    missing = sorted(set(places) - set(headers))
     if missing:
         raise HandgradError(f"{folder}: {missing[0]!r} is not in {places[missing[0]]}, where the index has it")
+    return headers
+
+
+def _weights(headers: "dict[str, Header]") -> dict[str, Tensor]:
+    """The tensors themselves, mapped."""
+    tensors: dict[str, Tensor] = {}
+    for file in dict.fromkeys(header.file for header in headers.values()):
+        tensors |= read_tensors(file)
     return tensors
 
 
 def load_config(folder: Path) -> GPTConfig:
     """The shape of the model in a directory."""
     file = folder / "config.json"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise HandgradError(f"{folder} is not a directory: give a preset's name or a folder with config.json")
-    if not file.exists():
-        raise HandgradError(f"{folder} has no config.json: it is not a model directory")
-    raw = read_json(file)
+    try:
+        raw = read_json(file)
+    except MissingError:
+        raise HandgradError(f"{folder} has no config.json: it is not a model directory") from None
     if raw.get("model_type") not in ("gpt2", "handgrad"):
         raise HandgradError(f"{file}: model_type is {raw.get('model_type')!r}; this version reads 'gpt2'")
     for field, only in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
@@ -109,7 +171,7 @@ def load_config(folder: Path) -> GPTConfig:
         raise HandgradError(f"{file}: activation_function {activation!r} is not one of {', '.join(_ACTIVATION)}")
     own = raw.get("handgrad", {})
     if not isinstance(own, dict) or not set(own) <= set(_OWN):
-        raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(_OWN)}, not {own!r}")
+        raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(_OWN)}, not {shown(own)}")
     try:
         return GPTConfig(
             n_vocab=raw["vocab_size"],
@@ -133,7 +195,11 @@ def save(
     model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
 ) -> None:
     """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
-    Whole or not at all; other files of a model directory that is there already stay.
+    Whole or not at all.
+
+    A model directory that is there already is replaced: with its weights go its tokenizer, chat template, generation
+    settings and adapter, which belong to the old model. If this model was loaded from that directory, its tokenizer, chat
+    template and generation settings stay. Files that are not a model's (README.md) always stay.
 
     dtype         to store the weights in, float16 as well; the model's own unless given
     shard_bytes   in several files of at most this size, with an index
@@ -143,12 +209,13 @@ def save(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
     stored = None if dtype is None else as_dtype(dtype, (*DTYPES, torch.float16))
+    own = bool(model.source) and Path(model.source).resolve() == folder.resolve()
 
     def fill(partial: Path) -> None:
         write_model(model, partial, stored, shard_bytes)
         manifest.write(partial)
 
-    write_folder(folder, fill, stale=_OLD_WEIGHTS)
+    write_folder(folder, fill, stale=_OF_WEIGHTS if own else _OF_WEIGHTS + _OF_TEXT)
 
 
 def write_model(
@@ -182,8 +249,9 @@ def write_model(
         }
         ends = ("bos_token_id", "eos_token_id", "pad_token_id")
         config = said | {name: x for name, x in config.items() if name not in ends or name not in said}
-        if (like / "generation_config.json").exists():
-            shutil.copyfile(like / "generation_config.json", folder / "generation_config.json")
+        with contextlib.suppress(MissingError):
+            generation = read_bytes(like / "generation_config.json")
+            (folder / "generation_config.json").write_bytes(generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -232,27 +300,55 @@ def _hf_config(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, objec
     }
 
 
-def read_json(file: Path) -> dict[str, Any]:
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_headers(file: Path) -> dict[str, Header]:
+    """Names, dtypes and shapes of a file's tensors, without the tensors. MissingError if there is no such file."""
+    with open_regular(file) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > _HEADER_BYTES:
+            raise HandgradError(f"{file} cannot be read: its header would have {size:,} bytes")
+        raw = opened.read(size)
+    if len(raw) < size:
+        raise HandgradError(f"{file} cannot be read: it ends within its header")
     try:
-        raw: Any = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise HandgradError(f"{file} cannot be read: {reason.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as reason:
-        raise HandgradError(f"{file} is not valid JSON: {reason}") from None
-    if not isinstance(raw, dict):
-        raise HandgradError(f"{file} must hold a JSON object, not a {type(raw).__name__}")
-    return raw
+        said = parse_json(raw.decode(), file)
+    except UnicodeDecodeError:
+        raise HandgradError(f"{file} cannot be read: its header is not text") from None
+    headers = {}
+    for name, facts in said.items() if isinstance(said, dict) else ():
+        if name == "__metadata__":
+            continue
+        dtype, shape = (facts.get("dtype"), facts.get("shape")) if isinstance(facts, dict) else (None, None)
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise HandgradError(f"{file} cannot be read: its header gives no shape for {shown(name)}")
+        if not isinstance(dtype, str) or dtype not in _STORED:
+            raise HandgradError(f"{file}: {shown(name)} is stored as {shown(dtype)}, which is not supported")
+        headers[name] = Header(file, _STORED[dtype], tuple(shape))
+    return headers
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    if not file.exists():
-        unsafe = sorted(other.name for other in file.parent.glob("*.bin"))
-        why = "weights are missing"
-        if unsafe:
-            why = f"{unsafe[0]} could run code when it is read; convert it to safetensors, with save_pretrained"
-        raise HandgradError(f"{file} does not exist: {why}")
+    """The tensors of a file, mapped into memory."""
     try:
+        read_headers(file)  # within limits, and a regular file: the library would wait for a pipe
         with safe_open(file, "pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except MissingError:
+        raise _missing(file) from None
     except (SafetensorError, OSError) as reason:
         raise HandgradError(f"{file} cannot be read: {reason}") from None
+
+
+def _missing(file: Path) -> HandgradError:
+    unsafe = sorted(other.name for other in file.parent.glob("*.bin"))
+    why = "weights are missing"
+    if unsafe:
+        why = f"{unsafe[0]} could run code when it is read; convert it to safetensors, with save_pretrained"
+    return MissingError(f"{file} does not exist: {why}")

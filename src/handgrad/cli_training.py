@@ -14,14 +14,16 @@ from .cli_options import SHAPE, several
 from .config import TrainConfig
 from .display import Board, Lines, Silent
 from .distributed import Ranks
-from .errors import HandgradError
+from .errors import HandgradError, MissingError
 from .lifecycle import Prepare, Request, Result, carry_out
+from .reading import read_text
 from .run import Run
 from .units import plural
 
 C = TypeVar("C", bound=TrainConfig)
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
+OPTIONS_BYTES = 64_000  # of a file of options
 
 
 def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> None:
@@ -86,16 +88,28 @@ def _print_result(result: Result) -> None:
         out.print(f"{name:<8}{place}", highlight=False, soft_wrap=True, markup=False)
 
 
+class _PlainYAML(yaml.SafeLoader):
+    """Without aliases, by which a small file can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.YAMLError(f"line {alias.start_mark.line + 1} refers to another line by *: write it out")
+        return super().compose_node(parent, index)
+
+
 def _read_config(file: Path, kind: type[TrainConfig]) -> dict[str, Any]:
     """Options from a file, under the names they have on the command line."""
-    if not file.is_file():
-        raise HandgradError(f"there is no file {file}")
     if file.suffix not in (".toml", ".yaml", ".yml"):
         raise HandgradError(f"{file} must be a .toml or .yaml file")
     try:
-        text = file.read_text(encoding="utf-8")
-        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text) or {}
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as reason:
+        text = read_text(file, OPTIONS_BYTES)
+        raw = tomllib.loads(text) if file.suffix == ".toml" else yaml.load(text, _PlainYAML) or {}
+    except MissingError:
+        raise HandgradError(f"there is no file {file}") from None
+    except HandgradError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as reason:  # ValueError: dates, digits, and TOML's own
         raise HandgradError(f"{file} cannot be read: {reason}") from None
     if not isinstance(raw, dict):
         example = "steps = 500" if file.suffix == ".toml" else "steps: 500"

@@ -6,9 +6,67 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import ClassVar
 
+from . import sandbox
 from .errors import HandgradError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh")
+
+# The least and the most that a number may be: what a file says is compared with this before anything is computed from it.
+_WIDTH = (1, 1 << 24)
+_COUNT = (1, 10**12)
+LIMITS: dict[str, tuple[float, float]] = {
+    "n_vocab": _WIDTH, "n_context": _WIDTH, "d_model": (1, 1 << 20), "n_heads": (1, 1 << 16), "n_blocks": (1, 1000),
+    "d_hidden": _WIDTH, "d_rho": _WIDTH, "d_head": _WIDTH,
+    "rank": (1, 1 << 16), "alpha": (0, 1e6),
+    "steps": _COUNT, "batch_tokens": _COUNT, "batch_examples": _COUNT, "warmup": (0, 10**12), "log_every": _COUNT,
+    "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,
+    "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1),
+    "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e6), "min_lr": (0, 1e6), "weight_decay": (0, 1e6), "clip": (0, 1e38),
+}  # fmt: skip
+_ABOVE = ("alpha", "epochs", "minutes", "lr")  # these may not be the least itself
+PATTERNS = 4096  # in a configuration
+PATTERN_LENGTH = 1000
+
+
+def _check_type(name: str, kind: str, value: object) -> None:
+    """What comes from a file can be anything."""
+    if value is None and "None" in kind:
+        return
+    if kind.startswith("bool") and not isinstance(value, bool):
+        raise HandgradError(f"{_flag(name)} must be true or false, not {value!r}")
+    if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
+        raise HandgradError(f"{_flag(name)} must be a whole number, not {value!r}")
+    if kind.startswith("float") and not _is_number(value):
+        raise HandgradError(f"{_flag(name)} must be a number, not {value!r}")
+    if kind.startswith("str") and not isinstance(value, str):
+        raise HandgradError(f"{_flag(name)} must be text, not {value!r}")
+    if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+        raise HandgradError(f"{_flag(name)} must be text, or a list of texts, not {value!r}")
+
+
+def _check_whole(name: str, value: object, called: str | None = None) -> None:
+    least, most = LIMITS[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise HandgradError(f"{called or name} must be a whole number of at least {least}, not {value!r}")
+    if value > most:
+        raise HandgradError(f"{called or name} must be a whole number of at most {most:,}, not {value!r}")
+
+
+def _check_number(name: str, value: object, called: str) -> None:
+    least, most = LIMITS[name]
+    above = name in _ABOVE
+    if not _is_number(value) or value < least or (above and value == least):  # type: ignore[operator]
+        raise HandgradError(f"{called} must be {'a number above' if above else 'at least'} {least}, not {value!r}")
+    if value > most:  # type: ignore[operator]
+        raise HandgradError(f"{called} must be at most {most:g}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -35,14 +93,13 @@ class GPTConfig:
             value = getattr(self, name)
             if value is None and name in ("d_hidden", "d_rho", "d_head"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise HandgradError(f"{name} must be a whole number of at least 1, not {value!r}")
+            _check_whole(name, value)
         if self.activation not in ACTIVATIONS:
             raise HandgradError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         if self.d_model < 2:
             raise HandgradError("d_model must be at least 2: a norm over one feature is always 0")
-        if not isinstance(self.eps, int | float) or not 0 <= self.eps < 1:
-            raise HandgradError(f"eps must be a number of at least 0 and below 1, not {self.eps!r}")
+        if not _is_number(self.eps) or not 1e-30 <= self.eps < 1:
+            raise HandgradError(f"eps must be a number of at least 1e-30 and below 1, not {self.eps!r}")
         for name in ("tied", "logits_bias", "key_bias", "causal"):
             if not isinstance(getattr(self, name), bool):
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -108,19 +165,20 @@ class LoRAConfig:
     modules_to_save: tuple[str, ...] = ()  # trained whole and kept with the adapter
 
     def __post_init__(self) -> None:
-        for pattern in (*self.rank_pattern, *self.alpha_pattern):
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as reason:
-                raise HandgradError(f"{pattern!r} is not a regular expression: {reason}") from None
-        for what, rank in {"rank": self.rank, **self.rank_pattern}.items():
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise HandgradError(
-                    f"the rank of an adapter must be a whole number of at least 1, not {rank!r} ({what})"
-                )
-        for what, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if alpha is not None and not (_is_number(alpha) and alpha > 0):
-                raise HandgradError(f"alpha must be a number above 0, not {alpha!r} ({what})")
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        texts = (*self.rank_pattern, *self.alpha_pattern, *targets, *self.modules_to_save)
+        if len(texts) > PATTERNS:
+            raise HandgradError(f"an adapter may have {PATTERNS:,} names and patterns, not {len(texts):,}")
+        for text in texts:
+            if not isinstance(text, str) or len(text) > PATTERN_LENGTH:
+                raise HandgradError(f"a name or pattern is text of at most {PATTERN_LENGTH:,} characters, not {text!r}")
+        prepare_matches((*self.rank_pattern, *self.alpha_pattern), ())
+        _check_whole("rank", self.rank, "the rank of an adapter")
+        for pattern, rank in self.rank_pattern.items():
+            _check_whole("rank", rank, f"the rank for {pattern}")
+        for what, alpha in [("alpha", self.alpha), *((f"alpha for {p}", x) for p, x in self.alpha_pattern.items())]:
+            if alpha is not None:
+                _check_number("alpha", alpha, what)
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise HandgradError(f"the dropout of an adapter must be at least 0 and below 1, not {self.dropout!r}")
 
@@ -141,9 +199,33 @@ def _pattern_for(name: str, patterns: Iterable[str]) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern is the name, the end of it after a dot, or a regular expression for either."""
-    compiled = re.compile(pattern)
-    begins = [0, *(i + 1 for i, sign in enumerate(name) if sign == ".")]
-    return any(compiled.fullmatch(name, i) for i in begins)
+    if _is_plain(pattern):
+        begin = len(name) - len(pattern)
+        end = name[begin:] if begin == 0 or (begin > 0 and name[begin - 1] == ".") else None
+        return end is not None and (end == pattern or all(a in (b, ".") for a, b in zip(pattern, end, strict=True)))
+    if (pattern, name) not in _matched:
+        prepare_matches([pattern], [name])
+    return _matched[pattern, name]
+
+
+_matched: dict[tuple[str, str], bool] = {}  # regular expressions and names that were compared
+
+
+def prepare_matches(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Compare all regular expressions with all names at once, for `matches` to know. They can come from a file: a child
+    process runs them, and one that takes too long is an error."""
+    foreign = [pattern for pattern in dict.fromkeys(patterns) if not _is_plain(pattern)]
+    names = list(names)
+    if not foreign or (names and all((pattern, name) in _matched for pattern in foreign for name in names)):
+        return
+    if len(_matched) > 1_000_000:
+        _matched.clear()
+    for pattern, found in zip(foreign, sandbox.match(foreign, names), strict=True):
+        _matched.update({(pattern, name): name in found for name in names})
+
+
+def _is_plain(pattern: str) -> bool:
+    return re.fullmatch(r"[\w.-]*", pattern) is not None
 
 
 def split_names(given: Iterable[str]) -> tuple[str, ...]:
@@ -220,17 +302,11 @@ class TrainConfig:
             raise HandgradError(f"--val-share must be at least 0 and below 1, not {self.val_share}")
         if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
             raise HandgradError("give one of --steps, --epochs and --minutes, not several")
-        least = {"steps": 1, "batch_tokens": 1, "warmup": 0, "log_every": 1, "eval_every": 1, "eval_batches": 1,
-                 "save_every": 1, "patience": 1, "keep": 1, "sample_tokens": 0, "seed": 0}  # fmt: skip
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise HandgradError(f"{_flag(name)} must be a whole number of at least {smallest}, not {value!r}")
-        for name in ("epochs", "minutes", "lr", "min_lr", "weight_decay", "clip"):
-            value = getattr(self, name)
-            positive = name in ("epochs", "minutes", "lr")
-            if value is not None and (value < 0 or (positive and value == 0)):
-                raise HandgradError(f"{_flag(name)} must be {'above' if positive else 'at least'} 0, not {value!r}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in LIMITS and value is not None:
+                check = _check_whole if isinstance(value, int) and "float" not in str(f.type) else _check_number
+                check(f.name, value, _flag(f.name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise HandgradError(f"{_flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
@@ -272,8 +348,6 @@ class FinetuneConfig(TrainConfig):
         for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
             if getattr(self, name) not in choices:
                 raise HandgradError(f"{_flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
-        if self.batch_examples < 1:
-            raise HandgradError(f"--batch-examples must be at least 1, not {self.batch_examples}")
         if self.full and self.adapter != LoRAConfig(targets=("all-linear",)):
             raise HandgradError("--full trains all weights: options of the adapter do not go with it")
 
@@ -283,27 +357,3 @@ class FinetuneConfig(TrainConfig):
             self.rank, self.alpha, self.targets, rslora=self.rslora, dora=self.dora, dropout=self.dropout,
             freeze_down=self.freeze_down, modules_to_save=self.modules_to_save,
         )  # fmt: skip
-
-
-def _check_type(name: str, kind: str, value: object) -> None:
-    """What comes from a file can be anything."""
-    if value is None and "None" in kind:
-        return
-    if kind.startswith("bool") and not isinstance(value, bool):
-        raise HandgradError(f"{_flag(name)} must be true or false, not {value!r}")
-    if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
-        raise HandgradError(f"{_flag(name)} must be a whole number, not {value!r}")
-    if kind.startswith("float") and not _is_number(value):
-        raise HandgradError(f"{_flag(name)} must be a number, not {value!r}")
-    if kind.startswith("str") and not isinstance(value, str):
-        raise HandgradError(f"{_flag(name)} must be text, not {value!r}")
-    if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
-        raise HandgradError(f"{_flag(name)} must be text, or a list of texts, not {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from . import lora
 from .checkpoint import read_tensors
-from .errors import HandgradError
+from .errors import HandgradError, MissingError
 from .gpt import GPT
 from .lora import Merged
+from .reading import open_regular
 
 FILE = "handgrad-merge.safetensors"
 
@@ -26,17 +27,18 @@ def write_merge(taken: Merged, merged: GPT, adapter: Path, folder: Path) -> None
 
 
 def fingerprint(adapter: Path) -> str:
-    with open(adapter / lora.files.TENSORS, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(adapter / lora.files.TENSORS) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
 
 
 def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
     """What was merged into `model`, from the adapter's files and from what `write_merge` left beside the weights. The
     model stays as it is."""
     file = merged / FILE
-    if not file.exists():
-        raise HandgradError(f"{merged} has no {FILE}: it does not say that an adapter was merged into it")
-    norms = read_tensors(file)
+    try:
+        norms = read_tensors(file)
+    except MissingError:
+        raise HandgradError(f"{merged} has no {FILE}: it does not say that an adapter was merged into it") from None
     with safe_open(file, "pt") as opened:
         facts = opened.metadata() or {}
     if facts.get("adapter") != fingerprint(adapter):

@@ -1,6 +1,7 @@
 """Any model by what a user calls it: a preset, a model directory, the folder of a run, an adapter, a name on the hub."""
 
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +96,16 @@ def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: to
 
 def locate(path: str | Path) -> Path:
     """The folder in which a model or an adapter lies; what is on the hub is fetched first."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return model_folder(folder)
     name = str(path)
-    if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
+        return model_folder(folder)
+    if (
+        os.path.lexists(folder)
+        or len(name) > 200
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+        or name.startswith(".")
+    ):
         raise HandgradError(f"{name} is not a directory: give a folder with config.json, or the folder of a run")
     return _from_hub(name)
 
@@ -117,7 +123,7 @@ def base_of(adapter: Path) -> Path:
 
 def tokenizer_folder(folder: Path) -> Path | None:
     """Where the tokenizer of a model lies: beside it, or, for an adapter, perhaps with its base model."""
-    if (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists():
+    if os.path.lexists(folder / "tokenizer.json") or os.path.lexists(folder / "vocab.json"):
         return folder
     if lora.is_adapter(folder):
         return tokenizer_folder(base_of(folder))

@@ -1,8 +1,11 @@
 """The server as a stranger meets it: what it answers, and what it turns away."""
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
@@ -11,7 +14,7 @@ import pytest
 from looking import TEXT, make_session
 
 from handgrad.errors import HandgradError
-from handgrad.explain.server import ASSETS, Server
+from handgrad.explain.server import ASSETS, MOST_CONNECTIONS, Server
 
 JSON = {"Content-Type": "application/json"}
 
@@ -151,3 +154,96 @@ def test_a_port_that_is_taken(server: Server) -> None:
 
 def test_it_listens_on_loopback_only(server: Server) -> None:
     assert server._socket.getsockname()[0] == "127.0.0.1"
+
+
+# ── a client that does not keep to the rules ────────────────────────────────────────────────────────────────────────
+
+
+def connect(server: Server, *parts: bytes) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", int(server.url.split(":")[-1][:-1])), timeout=30)
+    for part in parts:
+        made.sendall(part)
+    return made
+
+
+HEAD = b"POST /api/sentence HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [HEAD, HEAD + b"Content-Length: 10\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n"],
+    ids=["post", "post with a length", "get"],
+)
+def test_a_body_without_a_length_is_turned_away_unread(server: Server, head: bytes) -> None:
+    client = connect(server, head + b"Transfer-Encoding: chunked\r\n\r\n")
+    sent = 0
+    try:
+        for _ in range(600):
+            client.sendall(b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n")
+            sent += 1
+    except OSError:
+        pass
+    assert sent < 50, "megabytes were taken"
+    client.close()
+    client = connect(server, head + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert b" 411 " in client.recv(1000)
+    client.close()
+
+
+def test_a_get_has_no_body(server: Server) -> None:
+    assert call(server, "GET", "/api/table", b"x" * 10)[0] == 413
+    assert call(server, "GET", "/api/table", None, {"Content-Length": "0"})[0] == 200
+
+
+@pytest.mark.parametrize("parts", [[], [b"GET / HT"], [HEAD], [HEAD + b"Content-Length: 50\r\n\r\n", b'{"te']], ids=str)
+def test_a_request_that_does_not_arrive_ends_its_connection(
+    server: Server, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.5)
+    client = connect(server, *parts)
+    with contextlib.suppress(ConnectionResetError):
+        assert client.recv(100) == b""
+    client.close()
+
+
+def test_a_request_that_trickles_in_ends_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.5)
+    client = connect(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+    with pytest.raises(OSError):
+        for i in range(600):
+            client.sendall(f"X-{i}: y\r\n".encode())
+            time.sleep(0.05)
+    client.close()
+
+
+def test_an_answer_that_takes_long_is_not_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.05)
+    monkeypatch.setattr("handgrad.explain.views.table", lambda session: time.sleep(1) or {"late": True})
+    assert call(server, "GET", "/api/table")[1] == {"late": True}
+
+
+def test_connections_are_bounded(server: Server) -> None:
+    idle = [connect(server) for _ in range(MOST_CONNECTIONS + 20)]
+    closed = 0
+    for client in idle[-10:]:
+        try:
+            closed += client.recv(10) == b""
+        except ConnectionResetError:
+            closed += 1
+    assert closed == 10
+    for client in idle:
+        client.close()
+    for _ in range(100):
+        try:
+            assert call(server, "GET", "/")[0] == 200
+            break
+        except OSError:
+            time.sleep(0.1)
+    else:
+        pytest.fail("it does not recover")
+
+
+@pytest.mark.parametrize("body", ["[" * 60_000, '{"text": ' * 7_000, '{"text": "a", "version": ' + "9" * 5_000 + "}"])
+def test_json_that_could_hurt_gets_an_answer(server: Server, body: str) -> None:
+    status, answer, _ = call(server, "POST", "/api/sentence", body.encode())
+    assert status in (400, 422) and answer["error"]

@@ -1,7 +1,8 @@
 """The page on this machine: loopback only, for this machine's own browser only.
 
 A page from elsewhere that the browser has open could try to reach us. So the Host must be ours, whoever changes something
-must come from our own page, and nothing is served but the few assets and the answers below.
+must come from our own page, and nothing is served but the few assets and the answers below. A request is bounded in size
+and in the time it takes to arrive, and connections in number.
 """
 
 import asyncio
@@ -15,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import HandgradError
 from . import views
@@ -43,6 +46,10 @@ ASSETS = {
 MOST_BODY = 64_000  # bytes of a request; a sentence of 4,000 needs at most six times that in JSON
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PATIENCE = 1.5  # seconds a question about a proof waits for the answer
+MOST_HEADERS = 16_384  # bytes
+MOST_CONNECTIONS = 128
+ARRIVAL = 10.0  # seconds a request may take to arrive, body and all, and a client to take any of the answer
+IDLE = 5  # seconds a connection stays open between two requests
 
 
 def asset(name: str) -> str:
@@ -87,6 +94,8 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def guard(request: Request, go_on: Next) -> Response:
         refused = refusal(request)
         response = Answer({"error": refused[1]}, refused[0]) if refused else await go_on(request)
+        if refused:
+            response.headers["Connection"] = "close"  # a body that was not read would be taken for the next request
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
@@ -201,16 +210,53 @@ def refusal(request: Request) -> tuple[int, str] | None:
     name, _, port = host.partition(":")
     if name not in ("127.0.0.1", "localhost") or not (port.isdigit() or not port):
         return 421, "handgrad explain answers to 127.0.0.1 and localhost only"
+    length = request.headers.get("content-length", "")
+    if "transfer-encoding" in request.headers:
+        return 411, "say how long the request is, with Content-Length"
     if request.method in ("GET", "HEAD"):
-        return None
+        return (413, "a request of this kind has no body") if length.strip("0") else None
     if request.headers.get("origin", f"http://{host}") != f"http://{host}":
         return 403, "this request comes from another page"
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         return 415, "send JSON"
-    length = request.headers.get("content-length", "")
     if not length.isdigit() or int(length) > MOST_BODY:
         return 413, f"a request may have {MOST_BODY:,} bytes"
     return None
+
+
+class Connection(H11Protocol):
+    """Closed if a request does not arrive in time, or if the client stops reading the answer."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _unread = 0  # bytes of the answer at the last look
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(ARRIVAL, self._look)
+
+    def _look(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or (unread and unread == self._unread):
+            self.transport.abort()
+            return
+        self._unread = unread
+        self._wait()
 
 
 class Server:
@@ -227,7 +273,10 @@ class Server:
             self._socket.close()
             raise HandgradError(f"port {port} cannot be had ({reason.strerror}): choose another with --port") from None
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
-        config = uvicorn.Config(make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2, http=Connection, ws="none",
+            timeout_keep_alive=IDLE, h11_max_incomplete_event_size=MOST_HEADERS,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..config import LoRAConfig, matches
+from ..config import LoRAConfig, matches, prepare_matches
 from ..errors import HandgradError
 from ..gpt import GPT
 from ..layers import Head, Linear, LoRA, freeze
@@ -43,6 +43,7 @@ def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
         raise HandgradError("no layer is named for the adapters: give all-linear, or names")
     chosen: set[str] = set()
     for pattern in patterns:
+        prepare_matches([pattern, *(alone for _, alone in _alternatives(pattern))], names)
         matched = _matching(pattern, names)
         missing = [pattern]
         if matched:
@@ -58,10 +59,7 @@ def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
 def _matching(pattern: str, names: list[str]) -> list[str]:
     if pattern == "all-linear":
         return [name for name in names if name != "lm_head"]
-    try:
-        return [name for name in names if matches(pattern, name)]
-    except re.error as reason:
-        raise HandgradError(f"{pattern} is not a regular expression: {reason}") from None
+    return [name for name in names if matches(pattern, name)]
 
 
 def _alternatives(pattern: str) -> list[tuple[str, str]]:
@@ -186,6 +184,7 @@ def put(model: GPT, name: str, layer: nn.Module) -> None:
 
 
 def _check_patterns(config: LoRAConfig, names: list[str]) -> None:
+    prepare_matches((*config.rank_pattern, *config.alpha_pattern), names)
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if not any(matches(pattern, name) for name in names):
             there = ", ".join(_shortened(names))

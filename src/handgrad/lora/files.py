@@ -5,6 +5,7 @@ factors are scaled. PEFT's lora_A (r, f_in) is dᵗ and its lora_B (f_out, r) is
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,12 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import manifest
-from ..checkpoint import read_json, read_tensors
-from ..config import LoRAConfig, matches
-from ..errors import HandgradError
+from ..checkpoint import read_tensors
+from ..config import LoRAConfig, matches, prepare_matches
+from ..errors import HandgradError, MissingError, shown
 from ..files import write_folder
 from ..gpt import GPT
 from ..layers import Head
+from ..reading import read_json
 from .adapters import adapters_of, apply, layers_of, modules_to_save
 
 T = TypeVar("T")
@@ -121,6 +123,7 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
     tensors = {_short(name, file): t for name, t in read_tensors(file).items()}
     factors, rest, copies = _sorted(tensors, file)
     layers = layers_of(model)
+    prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
         if name not in layers:
             raise HandgradError(f"{file}: there is an adapter for {name!r}, and the model has no such linear layer")
@@ -166,19 +169,20 @@ def _used(patterns: dict[str, T], names: Iterable[str]) -> dict[str, T]:
 def read_config(folder: Path) -> LoRAConfig:
     """What adapter_config.json says, as far as it is understood here; anything else that matters is an error."""
     file = folder / CONFIG
-    if not file.exists():
-        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter's directory")
-    raw = read_json(file)
+    try:
+        raw = read_json(file)
+    except MissingError:
+        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter's directory") from None
     if raw.get("peft_type") != "LORA":
         raise HandgradError(f"{file}: peft_type is {raw.get('peft_type')!r}; only LORA is supported")
     if raw.get("bias", "none") != "none":
-        raise HandgradError(f"{file}: bias is {raw['bias']!r}; only 'none' is supported")
+        raise HandgradError(f"{file}: bias is {shown(raw['bias'])}; only 'none' is supported")
     for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list), ("handgrad", dict)):
         if raw.get(field) is not None and not isinstance(raw[field], kind):
-            raise HandgradError(f"{file}: {field} must be a {kind.__name__}, not {raw[field]!r}")
+            raise HandgradError(f"{file}: {field} must be a {kind.__name__}, not {shown(raw[field])}")
     for option in _UNSUPPORTED:
         if raw.get(option):
-            raise HandgradError(f"{file}: {option} is set to {raw[option]!r}, which is not supported")
+            raise HandgradError(f"{file}: {option} is set to {shown(raw[option])}, which is not supported")
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         raise HandgradError(
@@ -206,7 +210,7 @@ def read_config(folder: Path) -> LoRAConfig:
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter, and not a model."""
-    return (folder / CONFIG).exists() and not (folder / "config.json").exists()
+    return os.path.lexists(folder / CONFIG) and not os.path.lexists(folder / "config.json")
 
 
 def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
@@ -222,7 +226,9 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
 def base_of(folder: Path) -> str | None:
     """The model that an adapter was made for, as its configuration names it."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")
-    return str(name) if name else None
+    if name and (not isinstance(name, str) or "\0" in name):
+        raise HandgradError(f"{folder / CONFIG}: base_model_name_or_path is {shown(name)}, not a name")
+    return name or None
 
 
 def _short(name: str, file: Path) -> str:

@@ -1,0 +1,286 @@
+"""Hostile files: each is refused with one line, or read, in under 2 s and 300 MB above a plain start."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import handgrad as hg
+from handgrad import chat, checkpoint, merging
+from handgrad.chat import ChatTemplate
+from handgrad.cli_training import _read_config
+from handgrad.config import TrainConfig
+from hostile import MEGABYTES, SECONDS, Case, Runner
+
+SHAPE = hg.preset("nano", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_blocks=2)
+DEEP = "[" * 100_000 + "]" * 100_000
+DIGITS = "9" * 5_000
+EVIL = r"(([\w.]+)+)+!"  # exponential in the length of a name
+TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+HUGE = f'{{"a": {{"dtype": "F32", "shape": [{"9" * 40}], "data_offsets": [0, 0]}}}}'
+DOUBLING = "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}"
+Make = Callable[[Path], object]
+
+
+# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def model(folder: Path) -> Path:
+    hg.save(hg.GPT(SHAPE), folder / "m")
+    return folder / "m"
+
+
+def config(folder: Path, **changes: Any) -> None:
+    file = model(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def config_text(folder: Path, field: str, text: str) -> None:
+    file = model(folder) / "config.json"
+    file.write_text(file.read_text().replace("{", f'{{"{field}": {text},', 1))
+
+
+def pipe(make: Make, name: str, folder: Path) -> None:
+    make(folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+
+
+def link(make: Make, name: str, to: str, folder: Path) -> None:
+    make(folder)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(to)
+
+
+def instead_a_folder(make: Make, name: str, folder: Path) -> None:
+    make(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+
+
+def sparse(make: Make, name: str, folder: Path) -> None:
+    make(folder)
+    with open(folder / name, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def weights(folder: Path, raw: bytes) -> None:
+    (model(folder) / "model.safetensors").write_bytes(raw)
+
+
+def header(folder: Path, text: str) -> None:
+    weights(folder, len(text).to_bytes(8, "little") + text.encode())
+
+
+def many_tensors(folder: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header(folder, json.dumps({f"h.{i}": entry for i in range(40_000)}))
+
+
+def shards(folder: Path, places: dict[str, str]) -> Path:
+    (model(folder) / "model.safetensors").unlink()
+    (folder / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder / "m"
+
+
+def the_same_twice(folder: Path) -> None:
+    m = shards(folder, {"wte.weight": "a.safetensors", "wpe.weight": "b.safetensors"})
+    for name in ("a", "b"):
+        save_file({"wte.weight": torch.zeros(3), "wpe.weight": torch.zeros(3)}, m / f"{name}.safetensors")
+
+
+def load(folder: Path) -> object:
+    return hg.load(folder / "m")
+
+
+def copy(folder: Path) -> object:
+    (folder / "out").mkdir(exist_ok=True)
+    return checkpoint.write_model(hg.load(folder / "m"), folder / "out", like=folder / "m")
+
+
+CONFIG, TENSORS, FACTORS = "m/config.json", "m/model.safetensors", "a/adapter_model.safetensors"
+MODELS = [
+    Case("ten million blocks", partial(config, n_layer=10**7), load, "at most 1,000"),
+    Case("a thousand blocks", partial(config, n_layer=1000), load, "of 12004 are missing"),
+    Case("a vocabulary of 10**12", partial(config, vocab_size=10**12), load, "n_vocab must be"),
+    Case("a large vocabulary", partial(config, vocab_size=1 << 24), load, "wte.weight is (11, 12)"),
+    Case("widths", partial(config, n_embd=3 * (1 << 18), n_inner=1 << 24), load, "config.json wants"),
+    Case("eps of 1e308", partial(config, layer_norm_epsilon=1e308), load, "eps must be"),
+    Case("eps of 0", partial(config, layer_norm_epsilon=0), load, "eps must be"),
+    Case("eps of -1", partial(config, layer_norm_epsilon=-1), load, "eps must be"),
+    Case("a shape that is no number", partial(config, n_inner=float("nan")), load, "d_hidden must be"),
+    Case("nested JSON", partial(config_text, field="x", text=DEEP), load, "nested too deeply"),
+    Case("5,000 digits", partial(config_text, field="x", text=DIGITS), load, "5,000 digits"),
+    Case("half a character", partial(config_text, field="x", text='"\\ud83d"'), load, "half of a character"),
+    Case("a long line", partial(config, model_type="x" * 1_200_000), load, "model_type is 'xxx"),
+    Case("a large config", partial(config, x="x" * 20_000_000), load, "larger than the 16 MB"),
+    Case("config is a pipe", partial(pipe, model, CONFIG), load, "it is a pipe"),
+    Case("config is a device", partial(link, model, CONFIG, "/dev/zero"), load, "it is a device"),
+    Case("config is endless", partial(sparse, model, CONFIG), load, "larger than the 16 MB"),
+    Case("weights are a pipe", partial(pipe, model, TENSORS), load, "it is a pipe"),
+    Case("weights are a device", partial(link, model, TENSORS, "/dev/zero"), load, "it is a device"),
+    Case("weights are a folder", partial(instead_a_folder, model, TENSORS), load, "it is a folder"),
+    Case("weights are a circle of links", partial(link, model, TENSORS, "model.safetensors"), load, "symbolic links"),
+    Case("weights are endless", partial(sparse, model, TENSORS), load, "is not valid JSON"),
+    Case("a header of exabytes", partial(weights, raw=b"\xff" * 16), load, "its header would have"),
+    Case("a header cut off", partial(weights, raw=b"\x10\0\0\0\0\0\0\0{"), load, "ends within its header"),
+    Case("a nested header", partial(header, text=DEEP), load, "nested too deeply"),
+    Case("a header with no shapes", partial(header, text='{"a": 5}'), load, "no shape for"),
+    Case("a header of many tensors", many_tensors, load, "are missing"),
+    Case("a shape of 40 digits", partial(header, text=HUGE), load, "are missing"),
+    Case("5,000 shards", lambda d: shards(d, {f"t{i}": f"s{i}" for i in range(5_000)}), load, "lists 5,000 files"),
+    Case("a shard elsewhere", lambda d: shards(d, {"t": "../../x"}), load, "not a file beside it"),
+    Case("a shard that is a pipe", lambda d: os.mkfifo(shards(d, {"t": "s"}) / "s"), load, "it is a pipe"),
+    Case("the same tensor in two shards", the_same_twice, load, "is in a.safetensors and in b.safetensors"),
+    Case("generation settings are a pipe", partial(pipe, model, "m/generation_config.json"), copy, "it is a pipe"),
+    Case("a name of a million letters", lambda d: None, lambda d: hg.load("x" * 1_000_000), "is not a directory"),
+    Case("half a character in a name", lambda d: None, lambda d: hg.load("\ud83d"), "is not a directory"),
+]  # fmt: skip
+
+
+# ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def adapter(folder: Path, **changes: Any) -> None:
+    made = hg.load(model(folder))
+    hg.lora.inject(made, rank=2)
+    hg.lora.save(made, folder / "a")
+    file = folder / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def load_adapter(folder: Path) -> object:
+    return hg.load(folder / "a")
+
+
+def evil_targets(folder: Path) -> object:
+    return hg.lora.inject(hg.GPT(SHAPE), targets=[EVIL])
+
+
+def unmerge(folder: Path) -> object:
+    return merging.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
+
+
+ADAPTERS = [
+    Case("evil rank_pattern", partial(adapter, rank_pattern={EVIL: 4}), load_adapter, "takes too long"),
+    Case("evil alpha_pattern", partial(adapter, alpha_pattern={EVIL: 4}), load_adapter, "takes too long"),
+    Case("evil targets", lambda d: None, evil_targets, "takes too long"),
+    Case("many patterns", partial(adapter, rank_pattern={f"x{i}": 1 for i in range(100_000)}), load_adapter, "4,096"),
+    Case("slow patterns", partial(adapter, rank_pattern={f"(.*)*{i}": 1 for i in range(2_000)}), load_adapter, "takes too"),
+    Case("a long pattern", partial(adapter, rank_pattern={"(a|b)" * 300_000: 1}), load_adapter, "at most 1,000 characters"),
+    Case("nested groups", partial(adapter, rank_pattern={"(" * 1000: 1}), load_adapter, "is not a regular expression"),
+    Case("names that are numbers", partial(adapter, modules_to_save=[5, None]), load_adapter, "a name or pattern is text"),
+    Case("lora_alpha of 1e308", partial(adapter, lora_alpha=1e308), load_adapter, "alpha must be at most"),
+    Case("a rank of 10**9", partial(adapter, r=10**9), load_adapter, "at most 65,536"),
+    Case("a rank not stored", partial(adapter, r=60_000), load_adapter, "is (2, 12)"),
+    Case("a base that is no name", partial(adapter, base_model_name_or_path={"a": 1}), load_adapter, "not a name"),
+    Case("a zero byte in the base", partial(adapter, base_model_name_or_path="~\0"), load_adapter, "not a name"),
+    Case("its config is a pipe", partial(pipe, adapter, "a/adapter_config.json"), load_adapter, "it is a pipe"),
+    Case("its tensors are a pipe", partial(pipe, adapter, FACTORS), load_adapter, "it is a pipe"),
+    Case("its tensors are a device", partial(link, adapter, FACTORS, "/dev/zero"), load_adapter, "a device"),
+    Case("what was merged is a pipe", partial(pipe, adapter, "m/handgrad-merge.safetensors"), unmerge, "it is a pipe"),
+]  # fmt: skip
+
+
+# ── chat templates ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def template(source: str, talk: Any = TALK) -> Callable[[Path], object]:
+    return lambda folder: ChatTemplate(source).segments(talk)
+
+
+def find(folder: Path) -> object:
+    return chat.find(folder)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def turns(n: int) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(n)]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
+TEMPLATES = [
+    Case("nested loops", nothing, template(LOOPS), "takes too long"),
+    Case("nested loops without text", nothing, template(LOOPS.replace("{{ a * b }}", "")), "takes too long"),
+    Case("a gigabyte of x", nothing, template("{{ 'x' * 10**9 }}"), "memory"),
+    Case("a gigabyte of messages", nothing, template("{{ messages[0].content * 10**9 }}"), "memory"),
+    Case("thirty megabytes of x", nothing, template("{{ messages[0].content * 7_500_000 }}"), "it writes too much"),
+    Case("indent of 10**9", nothing, template("{{ messages | tojson(indent=10**9) }}"), "memory"),
+    Case("range of 10**9", nothing, template("{% for i in range(10**9) %}{% endfor %}"), "Range too big"),
+    Case("a huge power", nothing, template("{{ 10 ** (10 ** 8) }}"), "takes too long"),
+    Case("doubling", nothing, template(DOUBLING), "memory"),
+    Case("a macro without end", nothing, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "recursion"),
+    Case("nested brackets", nothing, template("{{ " + "(" * 100_000 + " }}"), "is not a chat template"),
+    Case("an evil filter", nothing, template("{{ 'a' | center(10**9) }}"), "memory"),
+    Case("4,000 turns", nothing, template(CHATML, turns(4_000)), None),
+    Case("its file is a pipe", lambda d: os.mkfifo(d / "chat_template.jinja"), find, "it is a pipe"),
+    Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than the 1 MB"),
+    Case("settings are a pipe", lambda d: os.mkfifo(d / "tokenizer_config.json"), find, "it is a pipe"),
+    Case("nested settings", lambda d: (d / "tokenizer_config.json").write_text(DEEP), find, "nested too deeply"),
+]  # fmt: skip
+
+
+# ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def options(name: str, text: str) -> Make:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def read_options(name: str) -> Callable[[Path], object]:
+    return lambda folder: _read_config(folder / name, TrainConfig)
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)) + "lr: *a40\n"
+OPTIONS = [
+    Case("a billion laughs", options("c.yaml", LAUGHS), read_options("c.yaml"), "refers to another line"),
+    Case("nested YAML", options("c.yaml", "[" * 30_000), read_options("c.yaml"), "cannot be read"),
+    Case("nested TOML", options("c.toml", "a = " + "[" * 30_000), read_options("c.toml"), "cannot be read"),
+    Case("digits in YAML", options("c.yaml", f"steps: {DIGITS}"), read_options("c.yaml"), "cannot be read"),
+    Case("digits in TOML", options("c.toml", f"steps = {DIGITS}"), read_options("c.toml"), "cannot be read"),
+    Case("a day that is none", options("c.yaml", "steps: 2001-99-99"), read_options("c.yaml"), "cannot be read"),
+    Case("steps of 10**30", options("c.toml", f"steps = {10**30}"), read_options("c.toml"), "at most 1,000,000,000,000"),
+    Case("a rate of 1e308", options("c.toml", "lr = 1e308"), read_options("c.toml"), "--lr must be at most"),
+    Case("large options", options("c.yaml", "x: y\n" * 100_000), read_options("c.yaml"), "larger than"),
+    Case("options are a pipe", lambda d: os.mkfifo(d / "c.toml"), read_options("c.toml"), "it is a pipe"),
+]  # fmt: skip
+
+CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner("test_hostile") as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_hostile_file_is_refused_or_read_at_once(case: Case, runner: Runner, tmp_path: Path) -> None:
+    case.make(tmp_path)
+    for _ in range(3):  # the machine may be busy
+        found = runner.run(case.name, tmp_path)
+        if found.seconds < SECONDS:
+            break
+    assert found.error is None
+    assert (found.refused is None) == (case.refused is None), found
+    assert case.refused is None or (found.refused is not None and case.refused in found.refused), found
+    assert len(found.refused or "") <= 1000 and "\n" not in (found.refused or "").strip()
+    assert found.processor < SECONDS and found.megabytes < MEGABYTES, found
+    assert found.seconds < SECONDS or os.getloadavg()[0] > (os.cpu_count() or 1), found
+
+
+def test_names_are_names() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,156 @@
+"""The child process that runs foreign programs: limits, restarts, forks, threads, and its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from handgrad import sandbox
+from handgrad.chat import ChatTemplate
+from handgrad.config import LoRAConfig, matches, prepare_matches
+from handgrad.errors import HandgradError
+
+NAMES = ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj", "lm_head"]
+EVIL = r"(([\w.]+)+)+!"
+TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+
+
+def child() -> int:
+    assert sandbox._child is not None
+    return sandbox._child._process.pid
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nothing has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    for _ in range(400):
+        if true():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_what_matches() -> None:
+    for pattern, expected in {
+        "c_attn": [True, False, False], "attn.c_attn": [True, False, False], "h.0.attn.c_attn": [True, False, False],
+        "attn": [False] * 3, "c.attn": [True, False, False], "ttn.c_attn": [False] * 3, "lm_head": [False, False, True],
+        r".*\.(c_attn|c_proj)": [True, True, False], r"h\.[1-9]\..*": [False, True, False], "^lm.*": [False, False, True],
+        "": [False] * 3,
+    }.items():  # fmt: skip
+        assert [matches(pattern, name) for name in NAMES] == expected, pattern
+
+
+def test_plain_names_need_no_child() -> None:
+    sandbox._stop()
+    LoRAConfig(rank_pattern={"mlp.c_proj": 4, "transformer.h.0.attn.c_attn": 2}, targets=("c_attn", "all-linear"))
+    assert matches("mlp.c_proj", NAMES[1])
+    assert sandbox._child is None
+
+
+def test_all_patterns_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_matches(["x+once", "y+once"], NAMES)
+    monkeypatch.setattr(sandbox, "ask", lambda *_, **__: pytest.fail("asked again"))
+    assert not any(matches(pattern, name) for pattern in ("x+once", "y+once") for name in NAMES)
+
+
+def test_the_next_request_after_a_refused_one_is_answered() -> None:
+    template = ChatTemplate("{{ messages[0].content * (10**9 if messages|length > 2 else 1) }}", name="t.jinja")
+    assert template.render(TALK) == "Why?"
+    first = child()
+    with pytest.raises(HandgradError, match=r"the regular expression .* takes too long"):
+        sandbox.match([EVIL], NAMES)
+    with pytest.raises(HandgradError, match=r"t\.jinja needs more than 200 MB"):
+        template.render([*TALK, *TALK])
+    assert template.render(TALK) == "Why?"  # a new child does not know it, and is told
+    assert child() != first and gone(first)
+
+
+def test_a_child_that_was_killed_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    os.kill(child(), signal.SIGKILL)
+    assert template.render(TALK) == "Why?"
+
+
+def test_a_forked_process_has_a_child_of_its_own() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    before = child()
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        os.write(writing, f"{template.render(TALK)} {child()}".encode())
+        sandbox._stop()
+        os._exit(0)
+    os.waitpid(process, 0)
+    text, other = os.read(reading, 100).decode().split()
+    os.close(reading)
+    os.close(writing)
+    assert text == "Why?" and int(other) != before
+    assert template.render(TALK) == "Why?" and child() == before, "the fork must not disturb it"
+
+
+def test_threads_take_turns() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    found: dict[int, bool] = {}
+
+    def client(n: int) -> None:
+        texts = [template.render([{"role": "user", "content": f"{n}.{i}"}]) for i in range(50)]
+        found[n] = texts == [f"{n}.{i}" for i in range(50)]
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(4), True)
+
+
+@pytest.mark.parametrize(
+    "end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)", "os.fork() or time.sleep(60)\nos._exit(0)"]
+)
+def test_it_ends_with_its_parent(end: str) -> None:
+    """Also if the parent is killed, or a fork of it still holds the pipe."""
+    code = (
+        "import os, time\nfrom handgrad import sandbox\nsandbox.match(['a+'], ['a'])\n"
+        f"print(sandbox._child._process.pid, flush=True)\n{end}\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.stdout.close()
+    process.wait()
+    try:
+        assert soon(lambda: gone(pid))
+    finally:
+        if "fork" in end:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_ctrl_c_is_for_the_parent() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    before = child()
+    os.kill(before, signal.SIGINT)
+    assert template.render(TALK) == "Why?" and child() == before
+
+
+def test_text_comes_back_as_it_was() -> None:
+    text = "naïve 東京 🙂 \ud83d \x00 \u2028" * 50_000
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
+
+
+def test_the_child_has_neither_torch_nor_handgrad() -> None:
+    worker = Path(sandbox.worker.__file__)
+    code = f"import sys; sys.path.append({str(worker.parent)!r}); import worker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "handgrad", "numpy"} & set(loaded.split())
