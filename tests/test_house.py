@@ -14,7 +14,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LEVELS = [
     {"errors"},
     {"machine", "files", "reading", "report", "trace_html"},
-    {"config", "paper", "material", "distributed"},
+    {"config", "paper", "material", "distributed", "tokenizer_check"},
     {"tokenizer", "chat"},
     {"data"},
     {"examples"},
