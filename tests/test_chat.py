@@ -182,7 +182,7 @@ def test_what_is_no_template() -> None:
         ),
         ([{"role": ["user"], "content": "a"}], r'has the role \["user"\]'),
         ([{"role": "user", "content": None}], "message 1: its content is null, not a string"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a" * 90}]}], "its content is .*…, not a string"),
+        ([{"role": "user", "content": [{"type": "image", "text": "a" * 90}]}], "its content is .*…, not a string"),
         ([{"role": "assistant", "content": ""}], "message 1: the assistant says nothing"),
     ],
 )

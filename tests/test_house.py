@@ -17,6 +17,7 @@ LEVELS = [
     {"config", "paper", "material", "distributed", "tokenizer_check"},
     {"tokenizer", "chat"},
     {"data"},
+    {"records"},
     {"examples"},
     {"ops"},
     {"layers"},

@@ -47,12 +47,12 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The conversation as text; with add_generation_prompt, up to where the assistant begins to speak."""
-        check(messages)
+        messages = plain(messages)
         return self._render(messages, add_generation_prompt)
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The conversation as pieces of text, True for those the assistant says, its end of turn included."""
-        check(messages)
+        messages = plain(messages)
         whole = self._render(messages, False)
         pieces = []
         at = 0
@@ -125,11 +125,30 @@ def check(messages: object) -> None:
                 raise HandgradError(f"message {i} has no {field}: it has {', '.join(message) or 'nothing'}")
         if message["role"] not in ROLES:
             raise HandgradError(f"message {i} has the role {shown(message['role'])}: it can be {', '.join(ROLES)}")
-        content = message["content"]
-        if not isinstance(content, str):
-            raise HandgradError(f"message {i}: its content is {shown(content)}, not a string")
+        content = joined(message["content"])
+        if content is None:
+            raise HandgradError(
+                f"message {i}: its content is {shown(message['content'])}, not a string or a list of texts"
+            )
         if message["role"] == "assistant" and not content and not message.get("tool_calls"):
             raise HandgradError(f"message {i}: the assistant says nothing, its content is empty")
+
+
+def joined(content: object) -> str | None:
+    """The text of a message's content: a string, or a list of parts {"type": "text", "text": …}. None for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return None
+    texts = [part.get("text") for part in content if part.get("type", "text") == "text"]
+    good = [text for text in texts if isinstance(text, str)]
+    return "".join(good) if len(good) == len(content) else None
+
+
+def plain(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages, checked, their contents as strings."""
+    check(messages)
+    return [{**message, "content": joined(message["content"])} for message in messages]
 
 
 class _Generation(Extension):

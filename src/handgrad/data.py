@@ -189,8 +189,11 @@ def prepare(
     """The tokens of these files, from the cache if the same content has been there before."""
     key = hashlib.sha256(f"{MAGIC} {tokenizer.fingerprint} {field}".encode())
     for file in files:
+        digest = hashlib.sha256()
         with open_regular(file) as opened:
-            key.update(f"{file.suffix == '.jsonl'} {hashlib.file_digest(opened, 'sha256').hexdigest()}".encode())
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+        key.update(f"{file.suffix == '.jsonl'} {digest.hexdigest()}".encode())
     path = cache_folder() / "tokens" / f"{key.hexdigest()[:32]}.tokens"
     if path.exists():
         try:
@@ -278,7 +281,7 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     if hashlib.sha256(said).digest() != digest:
         return None
     try:
-        header = parse_json(said.rstrip(b"\0").decode(), "the header")
+        header: dict[str, Any] = parse_json(said.rstrip(b"\0").decode(), "the header")
         known = header["magic"] == MAGIC and header["dtype"] in ("<u2", "<u4")
         kinds = {"key": str, "vocabulary": str, "count": int, "crc32": int}
         if not known or header["count"] < 0 or not all(type(header[name]) is kind for name, kind in kinds.items()):

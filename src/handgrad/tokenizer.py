@@ -220,7 +220,7 @@ def gpt2() -> Tokenizer:
 
 def _from_merges(vocab: Path, merges: Path, beside: dict[str, str] | None = None) -> Tokenizer:
     lines = read_text(merges, FILE_BYTES).split("\n")
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    pairs = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     with _library(f"{vocab} and {merges} are not a vocabulary"):
         model = models.BPE(vocab=read_json(vocab, FILE_BYTES), merges=pairs)
     return Tokenizer(_with_added(_byte_level(model, special=False), beside or {}, vocab.parent), beside)
