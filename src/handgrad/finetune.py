@@ -104,7 +104,10 @@ def _examples(
         held = read(config.val_data)[0]
         summary.shared = examples.shared(found, held)
         return found, held, summary
-    return *examples.split(found, config.val_share, config.seed), summary
+    training, validation = examples.split(found, config.val_share, config.seed)
+    if validation is None and config.val_share and ranks.first:
+        display.say("all lines are equal, or have examples in common: none is kept for validation")
+    return training, validation, summary
 
 
 def _choose_weights(model: GPT, config: FinetuneConfig) -> None:
