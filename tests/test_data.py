@@ -1,6 +1,9 @@
 """Texts → tokens → batches."""
 
+import hashlib
 import json
+import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +53,12 @@ def test_jsonl_and_documents_that_end(tmp_path: Path) -> None:
         ("b.txt", b"abc\0def", "zero bytes"),
         ("l.txt", "naïve".encode("latin-1"), "not UTF-8"),
         ("x.jsonl", b'{"text": 1}\n', "no text under 'text'"),
-        ("y.jsonl", b"{]\n", "line 1 is not JSON"),
+        ("y.jsonl", b"{]\n", "line 1 is not valid JSON"),
         ("z.jsonl", b'{"body": "a"}\n', "it has body"),
+        ("d.jsonl", b"[" * 100_000, "line 1 is not usable JSON: nested too deeply"),
+        ("i.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1 .*5,000 digits"),
+        ("s.jsonl", b'{"text": "\\ud83d"}', "half of a character"),
+        ("u.jsonl", b'{"text": "a"}\n\xff', "line 2 is not UTF-8"),
     ],
 )
 def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -91,6 +98,123 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
     assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
 
 
+def test_no_byte_of_a_cache_can_change_unseen(tmp_path: Path) -> None:
+    """The header and the ids have checksums: any change is noticed, and the file made again."""
+    tokens = tokens_of(tmp_path, "some text\n" * 9)
+    whole = tokens.path.read_bytes()
+    generator = random.Random(0)
+    places = [*range(260), *generator.sample(range(260, data.HEADER - 32), 40), *range(data.HEADER - 32, len(whole))]
+    for place in places:
+        changed = bytearray(whole)
+        changed[place] ^= 1 << generator.randrange(8)
+        tokens.path.write_bytes(changed)
+        with pytest.raises(HandgradError, match="damaged"):
+            data.read(tokens.path)
+    assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
+    other = tokens_of(tmp_path, "another text\n" * 9)
+    other.path.replace(tokens.path)
+    with pytest.raises(HandgradError, match="damaged"):
+        data.read(tokens.path)
+    for short in (b"", whole[:100], whole[: data.HEADER], whole + b"a"):
+        tokens.path.write_bytes(short)
+        with pytest.raises(HandgradError, match="damaged"):
+            data.read(tokens.path)
+
+
+@pytest.mark.parametrize("field", ["magic", "key", "dtype", "count", "vocabulary", "crc32"])
+@pytest.mark.parametrize("value", [None, -1, "O", "<f8", [], 1 << 80, "missing"])
+def test_a_forged_header_is_no_traceback(tmp_path: Path, field: str, value: object) -> None:
+    tokens = tokens_of(tmp_path, "some text\n" * 9)
+    whole = tokens.path.read_bytes()
+    header = json.loads(whole[: data.HEADER - 32].rstrip(b"\0")) | {field: value}
+    if value == "missing":
+        del header[field]
+    raw = json.dumps(header).encode().ljust(data.HEADER - 32, b"\0")
+    tokens.path.write_bytes(raw + hashlib.sha256(raw).digest() + whole[data.HEADER :])
+    assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
+
+
+def test_ids_are_as_wide_as_the_largest(tmp_path: Path) -> None:
+    made = tokenizer.make("chars", ["ab"])
+    text = made.to_json().replace('"b":1', '"b":70000')
+    wide = tokenizer.from_json(text)
+    assert wide.n_vocab == 70_001
+    (tmp_path / "t.txt").write_text("abba")
+    assert data.prepare([tmp_path / "t.txt"], wide)[slice(None)].tolist() == [0, 70_000, 70_000, 0]
+
+
+# ── files that could hurt ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_regular_files_are_data(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    for source, why in ((folder / "pipe.txt", "a pipe"), ("/dev/zero", "a device"), (folder / "zero.txt", "a device")):
+        with pytest.raises(HandgradError, match=f"cannot read .*{why}"):
+            data.find([str(source)])
+        with pytest.raises(HandgradError, match=f"cannot read .*{why}"):
+            data.prepare([Path(source)], tokenizer.make("bytes", []))
+    with pytest.raises(HandgradError, match="holds no files"):
+        data.find([str(folder)])
+    (folder / "a.txt").write_text("x")
+    assert data.find([str(folder)]) == [folder / "a.txt"]
+    (folder / os.fsdecode(b"\xff.txt")).write_text("x")
+    with pytest.raises(HandgradError, match="half of a character"):
+        data.find([str(folder)])
+    for name in (f"{folder}/a\0b", os.fsdecode(b"\xff")):
+        with pytest.raises(HandgradError):
+            data.find([name])
+
+
+def test_standard_input_of_zeros_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/zero") as zeros:
+        monkeypatch.setattr(sys, "stdin", zeros)
+        with pytest.raises(HandgradError, match="zero bytes"):
+            data.from_stdin()
+    assert not list((tmp_path / "cache" / "stdin").iterdir())
+
+
+@pytest.mark.parametrize("text", ["\n ", "x", " ", "word ", "é", "\n"])
+def test_pieces_are_bounded_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(data, "CHUNK", 100)
+    monkeypatch.setattr(tokenizer, "LONGEST", 300)
+    whole = text * (10_000 // len(text))
+    (tmp_path / "t.txt").write_text(whole, newline="")
+    pieces = list(data.texts([tmp_path / "t.txt"]))
+    assert "".join(piece.text for piece in pieces) == whole and [p.last for p in pieces].count(True) == 1
+    assert max(len(piece.text) for piece in pieces) <= 400
+    if text == "word ":
+        assert all(piece.text.startswith(" word") for piece in pieces[1:]), "cut before a blank"
+
+
+def test_reading_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No character is looked at more than a few times, even where there is no place to cut."""
+    looked = 0
+
+    def counting(text: str, since: int = 0) -> int:
+        nonlocal looked
+        looked += len(text) - since
+        return cut_place(text, since)
+
+    cut_place = data.cut_place
+    monkeypatch.setattr(data, "cut_place", counting)
+    monkeypatch.setattr(data, "CHUNK", 1 << 10)
+    (tmp_path / "t.txt").write_text("\n " * 1_000_000, newline="")
+    assert sum(len(piece.text) for piece in data.texts([tmp_path / "t.txt"])) == 2_000_000
+    assert looked == 2_000_000
+
+
+def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "LONGEST_LINE", 20)
+    (tmp_path / "t.jsonl").write_text('{"text": "short"}\n' + " " * 19 + "\n" + "x" * 100 + '\n{"text": "b"}')
+    found = list(data.lines_of(tmp_path / "t.jsonl"))
+    assert [number for number, _ in found] == [1, 2, 3, 4] and found[2][1] is None and found[3][1] == b'{"text": "b"}'
+    with pytest.raises(HandgradError, match=r"line 3 is longer than"):
+        list(data.texts([tmp_path / "t.jsonl"]))
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 64, 1000])
 def test_shuffled_is_a_permutation(n: int) -> None:
     orders = {tuple(data.shuffled(i, n, seed, epoch) for i in range(n)) for seed in (0, 1) for epoch in (0, 1)}
@@ -104,9 +228,26 @@ def test_an_epoch_visits_every_window_once_and_targets_follow(tmp_path: Path) ->
     ids, targets, _ = windows.batch(0, windows.per_epoch)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     starts = [windows._place(i) for i in range(windows.per_epoch)]
-    assert len({(s - min(starts)) // 10 for s in starts}) == windows.per_epoch == 100
+    assert len({(s - min(starts)) // 10 for s in starts}) == windows.per_epoch == 99
     late = windows.batch(windows.per_epoch + 7, 3)[0]
     assert torch.equal(late, windows.batch(windows.per_epoch, 10)[0][7:]), "any place can be reached directly"
+
+
+@pytest.mark.parametrize("n", [201, 202, 205, 210, 31, 22, 21, 20, 13, 11])
+def test_every_epoch_is_cut_from_another_beginning(tmp_path: Path, n: int) -> None:
+    tokens = tokens_of(tmp_path, "x" * n)
+    windows = data.Windows(tokens, 0, n, context=10, seed=3)
+    begins = set()
+    for epoch in range(60):
+        starts = sorted(windows._place(epoch * windows.per_epoch + i) for i in range(windows.per_epoch))
+        assert starts == list(range(starts[0], starts[0] + 10 * windows.per_epoch, 10))
+        assert starts[0] >= 0 and starts[-1] + 10 < n
+        begins.add(starts[0] % 10)
+    assert len(begins) >= min(9, n - 10), "of 11 tokens there is one stretch of 10 and its target"
+    assert windows.per_epoch >= max(1, (n - 1) // 10 - 1)
+    assert windows.batch(0, 1)[0].shape == (1, 10)
+    in_order = data.Windows(tokens, 0, n, context=10, seed=3, anew=False)
+    assert in_order.per_epoch == (n - 1) // 10, "validation reads all that fits"
 
 
 def test_too_short(tmp_path: Path) -> None:

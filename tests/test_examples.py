@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from handgrad import data, examples, tokenizer
+from handgrad import data, examples, records, tokenizer
 from handgrad.chat import ChatTemplate
 from handgrad.errors import HandgradError
 from handgrad.examples import Examples, Summary
@@ -168,9 +169,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', " is not JSON: Expecting ',' delimiter, column 13"),
-        (b"text", " is not JSON: Expecting value, column 1"),
-        (b"[" * 100_000, " is not JSON: maximum recursion depth"),
+        (b'{"text": "a"', " is not valid JSON: Expecting ',' delimiter, column 13"),
+        (b"text", " is not valid JSON: Expecting value, column 1"),
+        (b"[" * 100_000, " is not usable JSON: nested too deeply"),
         (b'{"text": "na\xefve"}', " is not UTF-8 text: convert it"),
         (b'"text"', ': it holds "text", not an object; wanted is prompt and completion, or messages, or text'),
         (b'{"body": "a", "text": null}', r": it has body, text \(null\); wanted is prompt and completion, or"),
@@ -188,8 +189,8 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"messages": [{"role": "user"}]}', ": message 1 has no content"),
         (b'{"messages": [{"role": "user", "content": 1}]}', ": message 1: its content is 1, not a string"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', ": the assistant says nothing in these messages"),
-        (b'{"text": "half \\ud83d of it"}', r": it holds \\ud83d, half of a character"),
-        (b'{"messages": [{"role": "assistant", "content": "\\ude42"}]}', r": it holds \\ude42, half"),
+        (b'{"text": "half \\ud83d of it"}', r" holds \\ud83d, half of a character"),
+        (b'{"messages": [{"role": "assistant", "content": "\\ude42"}]}', r" holds \\ude42, half"),
     ],
 )
 def test_every_mistake_is_named_with_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
@@ -202,9 +203,12 @@ def test_every_mistake_is_named_with_file_and_line(tmp_path: Path, line: bytes, 
     ("content", "message"),
     [
         (b'[{"text": "a"},\n\n{"text": 1}]', r"line 3: text is 1"),
-        (b'[{"text": "a"}\n,\n{"text" "b"}]', r"line 3 is not JSON: Expecting ':' delimiter, column 9"),
+        (
+            b'[{"text": "a"}\n,\n{"text" "b"}]',
+            r"the item of line 3 is not valid JSON: Expecting ':' delimiter, column 9",
+        ),
         (b'[{"text": "a"}\n{"text": "b"}]', r"line 2: the list needs , or \] here"),
-        (b'[{"text": "a"},\n', r"line 2 is not JSON: Expecting value"),
+        (b'[{"text": "a"},\n', r"the item of line 2 is not valid JSON: Expecting value"),
         (b'[{"text": "a"}', r"line 1: the list needs , or \] here"),
         (b'[{"text": "a"}]\n[]', r"line 2: something follows the list"),
         (b'[{"text":\n"\xff"}]', r"line 2 is not UTF-8"),
@@ -234,7 +238,9 @@ def test_other_mistakes(tmp_path: Path) -> None:
     (tmp_path / "folder" / "d.jsonl").write_text('{"text": "ab"}\n')
     assert [f.name for f in examples.find([str(tmp_path / "folder")])] == ["d.jsonl"]
     (tmp_path / "README.md").write_text("# Data\n")
-    with pytest.raises(HandgradError, match=r"README\.md, line 1 is not JSON: .*leave out what is not, as in --data"):
+    with pytest.raises(
+        HandgradError, match=r"README\.md, line 1 is not valid JSON: .*leave out what is not, as in --data"
+    ):
         read([tmp_path / "README.md"])
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(HandgradError, match=r"no example to learn from \(the files are empty\)"):
@@ -292,7 +298,7 @@ def test_nothing_gets_lost(records: list[dict[str, str]], n_context: int, seed: 
     records = [{"text": "at least this"}, *records]
     drafts = [examples.draft(examples.Place(Path("d"), i), r, None, "answers") for i, r in enumerate(records)]
     expected = []
-    for drafted, ids, learn in examples._encoded(iter(drafts), MARKS):
+    for drafted, ids, learn in examples._encoded(iter(drafts), MARKS, pytest.fail):
         kept = len(ids) if drafted.kind == "text" else n_context + 1
         expected += ids[:kept][learn[:kept]].tolist()
     with pytest.MonkeyPatch.context() as patch:
@@ -425,3 +431,207 @@ def test_the_report_in_colours_shortened_and_harmless(tmp_path: Path) -> None:
     assert "␛[31m<U+202E>[bold]⇥" in text and "<U+0085>z" in text
     assert "characters …" in text and len(text.splitlines()) < 40
     assert "«" not in text and "\x1b[1;" in text and "\u202e" not in text
+
+
+# ── bad lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_all_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
+    good = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(5)]
+    (file,) = lines(tmp_path, *good)
+    bad = [b"{", b"\xff", b'{"text": 3}', b"[1]", b'{"text": ' + b"9" * 5000 + b"}", b"[" * 100_000] * 2
+    file.write_bytes(file.read_bytes() + b"".join(line + b"\n" for line in bad) + b'{"text": "the last"}\n')
+    with pytest.raises(HandgradError) as caught:
+        read([file])
+    said = str(caught.value).split("\n")
+    assert said[0] == "12 lines cannot be used (--skip-bad goes on without them):" and said[-1] == "  and 2 more"
+    assert len(said) == 12 and [f"line {i}" in line for i, line in enumerate(said[1:-1], 6)] == [True] * 10
+    assert max(map(len, said)) <= 210
+    found, summary = read([file], skip_bad=True)
+    assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 10
+    assert learned(found, 5)[1][0] == f"the last{END}"
+    assert "12 lines left out, not usable" in shown((found, summary), 80)
+
+
+def test_lines_the_tokenizer_cannot_encode_are_bad_lines(tmp_path: Path) -> None:
+    knows = tokenizer.make("chars", ["abc"])
+    files = lines(tmp_path, {"text": "abc"}, {"text": "xa"}, {"text": "cb"}, {"text": "y"})
+    with pytest.raises(HandgradError, match=r"2 lines(.|\n)*line 2: .*'x'(.|\n)*line 4: .*'y'"):
+        read(files, made=knows)
+    found, summary = read(files, made=knows, skip_bad=True)
+    assert found.per_epoch == 2 and summary.bad == 2
+
+
+def test_lines_and_lists_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = lines(tmp_path, {"text": "a"}, {"text": "b" * 100}, {"text": "c"})
+    monkeypatch.setattr(data, "LONGEST_LINE", 50)
+    with pytest.raises(HandgradError, match="line 2 is longer than"):
+        read(files)
+    assert read(files, skip_bad=True)[0].per_epoch == 2
+    (tmp_path / "l.json").write_text('[{"text": "' + "a" * 100 + '"}]')
+    monkeypatch.setattr(records, "WHOLE", 50)
+    with pytest.raises(HandgradError, match=r"l\.json is larger than"):
+        read([tmp_path / "l.json"])
+    for inside in ("[" * 100_000, '{"text": "\\ud83d"}', "9" * 5000):
+        (tmp_path / "m.json").write_text(f"[\n{inside}]")
+        monkeypatch.setattr(records, "WHOLE", 1 << 20)
+        with pytest.raises(HandgradError, match=r"m\.json, the item of line 2 "):
+            read([tmp_path / "m.json"])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for place in (tmp_path / "pipe.jsonl", Path("/dev/zero")):
+        with pytest.raises(HandgradError, match="not a regular file"):
+            read([place])
+
+
+# ── other formats ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_alpaca(tmp_path: Path) -> None:
+    alpaca = {"instruction": "Add.", "input": "2+2", "output": "4", "text": "all of it"}
+    bare = {"instruction": "Greet.", "input": "", "output": "Hello"}
+    found, summary = read(lines(tmp_path, alpaca, bare), template=None)
+    assert learned(found, 0) == [("Add.\n\n2+2\n\n", False), (f"4{END}", True)]
+    assert learned(found, 1) == [("Greet.\n\n", False), (f"Hello{END}", True)]
+    assert summary.kinds["prompt and completion"] == 2
+    found, _ = read(lines(tmp_path, alpaca | {"system": "Be kind."}))
+    messages = [("system", "Be kind."), ("user", "Add.\n\n2+2"), ("assistant", "4")]
+    same, _ = read(lines(tmp_path, {"messages": [{"role": r, "content": c} for r, c in messages]}))
+    assert found.fingerprint == same.fingerprint
+    with pytest.raises(HandgradError, match="line 1: input is 3, not a string"):
+        read(lines(tmp_path, alpaca | {"input": 3}))
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in TALK]
+    found, summary = read(lines(tmp_path, {"conversations": turns, "id": 3}, {"conversations": TALK}))
+    same, _ = read(lines(tmp_path, {"messages": TALK}, {"messages": TALK}))
+    assert found.fingerprint == same.fingerprint and summary.kinds["messages"] == 2
+    with pytest.raises(HandgradError, match='line 1: turn 1 is from "cat": it can be human'):
+        read(lines(tmp_path, {"conversations": [{"from": "cat", "value": "meow"}]}))
+    with pytest.raises(HandgradError, match="line 1: conversations is 3, not a list"):
+        read(lines(tmp_path, {"conversations": 3}))
+
+
+def test_contents_in_parts(tmp_path: Path) -> None:
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in TALK]
+    found, _ = read(lines(tmp_path, {"messages": parts}))
+    assert found.fingerprint == read(lines(tmp_path, {"messages": TALK}))[0].fingerprint
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+    with pytest.raises(HandgradError, match=r"message 1: its content is .*not a string or a list of texts"):
+        read(lines(tmp_path, {"messages": image}))
+
+
+@pytest.mark.parametrize(("suffix", "between"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
+def test_tables(tmp_path: Path, suffix: str, between: str) -> None:
+    rows = [("id", "prompt", "completion"), ("1", "a, b; c", "d"), ("2", 'two\nlines "x"', "é")]
+    text = "\ufeff" + "\r\n".join(between.join('"' + c.replace('"', '""') + '"' for c in row) for row in rows)
+    (tmp_path / f"d.{suffix}").write_text(text + "\r\n", newline="", encoding="utf-8")
+    seen: list[int] = []
+    found, _ = read([tmp_path / f"d.{suffix}"], progress=seen.append)
+    assert [learned(found, i) for i in range(2)] == [
+        [("a, b; c", False), (f"d{END}", True)],
+        [('two\nlines "x"', False), (f"é{END}", True)],
+    ]
+    assert sum(seen) == (tmp_path / f"d.{suffix}").stat().st_size
+
+
+def test_mistakes_in_tables(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text('prompt,completion\na,b\nc\nd,e,f\n"g"h,i\n\nj,k\n"l')
+    with pytest.raises(HandgradError) as caught:
+        read([tmp_path / "d.csv"])
+    said = str(caught.value)
+    for part in (
+        "line 3: it has 1 cells, and the first row 2",
+        "line 4: it has 3",
+        "line 5: is no row",
+        "line 8: is no row",
+    ):
+        assert part in said, said
+    assert read([tmp_path / "d.csv"], skip_bad=True)[0].per_epoch == 2
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(HandgradError, match=r"d\.parquet needs the package pyarrow: pip install pyarrow"):
+        read([tmp_path / "d.parquet"])
+    monkeypatch.undo()
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with pytest.raises(HandgradError, match=r"d\.parquet is not a parquet file"):
+        read([tmp_path / "d.parquet"])
+    rows: list[dict[str, Any]] = [{"messages": TALK, "text": None}, {"messages": None, "text": "abc"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    seen: list[int] = []
+    found, _ = read([tmp_path / "d.parquet"], progress=seen.append)
+    assert found.fingerprint == read(lines(tmp_path, *rows))[0].fingerprint
+    assert sum(seen) == (tmp_path / "d.parquet").stat().st_size
+
+
+def test_names_of_the_data(tmp_path: Path) -> None:
+    record = {"question": "2+2?", "answer": "4", "prompt": "not this", "messages": []}
+    files = lines(tmp_path, record)
+    found, _ = read(files, fields=("prompt=question", "completion=answer"))
+    assert learned(found, 0) == [("2+2?", False), (f"4{END}", True)]
+    assert read(files, fields=["text=answer"])[1].kinds["text"] == 1
+    with pytest.raises(HandgradError, match=r"line 1: it has no 'body'.*it has question, answer"):
+        read(files, fields=["text=body"])
+    for wrong in ("prompt", "prompt=", "question=prompt"):
+        with pytest.raises(HandgradError, match=f"--field {wrong}: give a name of ours"):
+            read(files, fields=[wrong])
+    with pytest.raises(HandgradError, match="prompt is a already"):
+        read(files, fields=["prompt=a", "prompt=b"])
+
+
+# ── equal examples ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_equal_examples_are_counted_and_stay_on_one_side(tmp_path: Path) -> None:
+    found, summary = read(lines(tmp_path, *({"prompt": f"q{i % 10}", "completion": f"a{i % 10}"} for i in range(200))))
+    assert summary.examples == 200 and summary.distinct == 10
+    text = " ".join(shown((found, summary), 100).split())
+    assert "190 examples equal to an earlier one" in text
+    assert "hardly any distinct examples, 10 of 200" in text
+    for seed in range(5):
+        training, validation = examples.split(found, 0.1, seed)
+        assert validation is not None and (training.per_epoch, validation.per_epoch) == (180, 20)
+        assert examples.shared(training, validation) == 0
+    assert examples.shared(found, validation) == 20
+    distinct, summary = read(lines(tmp_path, *({"text": f"text number {i}"} for i in range(40))))
+    assert summary.distinct == 40 and "distinct" not in shown((distinct, summary), 100)
+    same, _ = read(lines(tmp_path, *({"text": "the same"} for _ in range(40))))
+    assert examples.split(same, 0.1, 0) == (same, None)
+
+
+def test_a_large_group_of_equal_examples_is_trained_on(tmp_path: Path) -> None:
+    records = [{"text": "the same"}] * 90 + [{"text": f"another, {i}"} for i in range(3)]
+    found, _ = read(lines(tmp_path, *records))
+    for seed in range(5):
+        training, validation = examples.split(found, 0.1, seed)
+        assert validation is not None and training.per_epoch >= 90 and examples.shared(training, validation) == 0
+    pair, _ = read(lines(tmp_path, *[{"text": "the same"}] * 5, *[{"text": "another"}] * 4))
+    training, validation = examples.split(pair, 0.1, 0)
+    assert validation is not None and (training.per_epoch, validation.per_epoch) == (5, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=2, max_size=40), st.floats(0.01, 0.9))
+def test_no_example_is_on_both_sides(pairs: list[tuple[int, int]], share: float) -> None:
+    """Whatever examples the lines have in common."""
+    pairs = sorted(pairs, key=lambda pair: pair[1])
+    ids = np.array([[value, value] for value, _ in pairs], np.uint16).ravel()
+    found = Examples(
+        ids, np.tile([False, True], len(pairs)), 2 * np.arange(len(pairs) + 1), np.array([n for _, n in pairs])
+    )
+    n_lines = len(set(found.lines.tolist()))
+    if n_lines * share < 1 and len(pairs) > n_lines:
+        return
+    training, validation = examples.split(found, share, 0)
+    if validation is None:
+        assert training is found
+        return
+    assert validation is not None and training.per_epoch and validation.per_epoch
+    assert training.per_epoch + validation.per_epoch == len(pairs)
+    assert examples.shared(training, validation) == 0
+    assert not set(training.lines.tolist()) & set(validation.lines.tolist())

@@ -167,7 +167,7 @@ def test_conversations_by_a_template_that_stays_with_the_result(place: Path) -> 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"prompt": "a"', "line 3 is not JSON"),
+        ('{"prompt": "a"', "line 3 is not valid JSON"),
         ({"prompt": "a", "completion": ""}, "line 3: the completion is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ({"question": "a"}, "line 3: it has question"),

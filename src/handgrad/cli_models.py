@@ -22,8 +22,10 @@ out = Console(emoji=False)
 
 FINETUNE: Options = {
     "Data": {
-        "data": "JSONL files, folders, patterns, or - for standard input; may be given several times. A line has prompt"
-        " and completion, or messages, or text.",
+        "data": "Files (.jsonl, .json, .csv, .parquet, .txt), folders, patterns, or - for standard input; may be given"
+        " several times. A line has prompt and completion, or messages, or text, or Alpaca's or ShareGPT's fields.",
+        "field": "What the data calls a field, as prompt=question; may be given several times.",
+        "skip_bad": "Leave out lines that cannot be used.",
         "val_data": "Examples to validate on. [default: a share of --data]",
         "val_share": "Share of the examples, drawn by the seed, kept for validation.",
         "chat_template": "A Jinja file to write messages with. [default: the model's own]",

@@ -323,6 +323,8 @@ class FinetuneConfig(TrainConfig):
     val_data: tuple[str, ...] = ()  # examples kept apart already; else a share of the data
     chat_template: str | None = None  # a file, in place of the model's own
     loss_on: str = "answers"  # completions and assistant turns, or all
+    field: tuple[str, ...] = ()  # our names of the data's fields: prompt=question
+    skip_bad: bool = False  # leave out lines that cannot be used
     too_long: str = "cut"  # examples that do not fit into the context lose their end, texts are split; or drop
     batch_examples: int = 16
     clock: str | None = None  # the time that chat templates see, for a resumed run to see the same

@@ -1,13 +1,14 @@
 """Text → a file of token ids → batches, in an order that depends on nothing but the seed.
 
 Texts are read, and tokens written, piece by piece: neither has to fit into memory. The file of tokens begins with a
-header (how many, of which vocabulary, a checksum), is cached under a name made from the content it came from, and is
-mapped into memory, not read. Where a batch lies in it is computed from its number alone, so that a resumed run sees what
-an uninterrupted one would.
+header (how many, of which vocabulary, checksums of the ids and of itself), is cached under a name made from the content
+it came from, and is mapped into memory, not read. Where a batch lies in it is computed from its number alone, so that a
+resumed run sees what an uninterrupted one would.
 """
 
 import glob
 import hashlib
+import io
 import json
 import os
 import sys
@@ -16,20 +17,23 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import HandgradError
+from .errors import HandgradError, shown
 from .files import sync
 from .material import cache_folder
-from .tokenizer import Tokenizer
+from .reading import MB, check_regular, check_unicode, open_regular, parse_json
+from .tokenizer import Tokenizer, cut_place
 
 CHUNK = 1 << 18  # characters read at once
-HEADER = 4096  # bytes
-MAGIC = "handgrad tokens 1"
+LONGEST_LINE = 64 * MB  # bytes of a line of .jsonl
+HEADER = 4096  # bytes; the last 32 are a digest of the others
+DIGEST = hashlib.sha256().digest_size
+MAGIC = "handgrad tokens 2"
 LEAVE_OUT = "leave it out by naming files or a pattern, as in --data 'folder/*.txt'"
 
 
@@ -44,9 +48,12 @@ class Text(NamedTuple):
 
 
 def find(sources: Iterable[str]) -> list[Path]:
-    """Files, folders and patterns → the files, in a fixed order. What stands for nothing is an error."""
+    """Files, folders and patterns → the files, in a fixed order. Raises if a source matches nothing."""
     files: list[Path] = []
     for source in sources:
+        check_unicode(source, "the name of a file")
+        if "\0" in source:
+            raise HandgradError(f"no file, folder or pattern {source!r} exists")
         path = Path(source).expanduser()
         if path.is_dir():
             inside = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f, path)]
@@ -54,12 +61,15 @@ def find(sources: Iterable[str]) -> list[Path]:
                 raise HandgradError(f"the folder {path} holds no files")
             files += inside
         elif path.exists():
+            check_regular(path)
             files.append(path)
         else:
             matching = [Path(f) for f in sorted(glob.glob(str(path), recursive=True)) if Path(f).is_file()]
             if not matching:
                 raise HandgradError(f"no file, folder or pattern {source!r} exists")
             files += matching
+    for file in files:
+        check_unicode(str(file), f"the name of {file}")
     return list(dict.fromkeys(files))
 
 
@@ -72,15 +82,21 @@ def from_stdin() -> Path:
     folder = cache_folder() / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-        while piece := sys.stdin.buffer.read(CHUNK):
-            digest.update(piece)
-            file.write(piece)
-    if not Path(file.name).stat().st_size:
-        Path(file.name).unlink()
-        raise HandgradError("standard input was empty")
-    target = folder / f"{digest.hexdigest()[:32]}.txt"
-    os.replace(file.name, target)
+    handle, partial = tempfile.mkstemp(prefix=".", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            while piece := sys.stdin.buffer.read(CHUNK):
+                if b"\0" in piece:
+                    raise HandgradError("standard input is not text, it holds zero bytes")
+                digest.update(piece)
+                file.write(piece)
+        if not Path(partial).stat().st_size:
+            raise HandgradError("standard input was empty")
+        target = folder / f"{digest.hexdigest()[:32]}.txt"
+        os.replace(partial, target)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
     return target
 
 
@@ -91,15 +107,16 @@ def texts(files: Iterable[Path], field: str = "text") -> Iterator[Text]:
 
 
 def _pieces(file: Path) -> Iterator[Text]:
-    """About CHUNK characters each, cut where a line begins, so that no word and no run of blanks is cut."""
+    """About CHUNK characters each, cut where a line begins, so that no word and no run of blanks is cut, or, of a text
+    without such places, at a bounded distance: see `cut_place`."""
     rest = ""
     try:
-        with open(file, encoding="utf-8", newline="") as opened:
+        with io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as opened:
             while new := opened.read(CHUNK):
                 if "\0" in new:
                     raise HandgradError(f"{file} is not a text file, it holds zero bytes: {LEAVE_OUT}")
-                rest += new
-                cut = _line_begin(rest)
+                seen, rest = len(rest), rest + new
+                cut = cut_place(rest, seen)
                 if cut:
                     yield Text(rest[:cut], False)
                     rest = rest[cut:]
@@ -108,32 +125,41 @@ def _pieces(file: Path) -> Iterator[Text]:
     yield Text(rest, True)
 
 
-def _line_begin(text: str) -> int:
-    """The last place after a line break where something other than a blank follows; 0 if there is none."""
-    cut = text.rfind("\n", 0, len(text) - 1)
-    while cut > 0 and text[cut + 1].isspace():
-        cut = text.rfind("\n", 0, cut)
-    return cut + 1
-
-
 def _lines(file: Path, field: str) -> Iterator[Text]:
-    with open(file, encoding="utf-8") as opened:
-        number = 0
+    for number, raw in lines_of(file):
+        here = f"{file}, line {number}"
+        if raw is None:
+            raise HandgradError(f"{here} {TOO_LONG}")
         try:
-            for number, line in enumerate(opened, 1):
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                    has = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is no object"
-                    if isinstance(record, dict) and field in record:
-                        has = f"there is {record[field]!r}"
-                    raise HandgradError(f"{file}, line {number}: no text under {field!r}: {has} (--text-field)")
-                yield Text(record[field], True)
-        except json.JSONDecodeError as reason:
-            raise HandgradError(f"{file}, line {number} is not JSON: {reason}") from None
+            line = raw.decode()
         except UnicodeDecodeError:
-            raise HandgradError(f"{file}, line {number + 1} is not UTF-8 text: convert it") from None
+            raise HandgradError(f"{here} is not UTF-8 text: convert it") from None
+        if not line.strip():
+            continue
+        record = parse_json(line, here)
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            has = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is no object"
+            if isinstance(record, dict) and field in record:
+                has = f"there is {shown(record[field])}"
+            raise HandgradError(f"{here}: no text under {field!r}: {has} (--text-field)")
+        yield Text(record[field], True)
+
+
+TOO_LONG = f"is longer than the {LONGEST_LINE // MB} MB that a line may have: divide it"
+
+
+def lines_of(file: Path) -> Iterator[tuple[int, bytes | None]]:
+    """The lines of a file with their numbers, from 1; None in place of one that is longer than LONGEST_LINE."""
+    with open_regular(file) as opened:
+        number = 0
+        while raw := opened.readline(LONGEST_LINE):
+            number += 1
+            if len(raw) < LONGEST_LINE or raw.endswith(b"\n"):
+                yield number, raw
+                continue
+            while raw and not raw.endswith(b"\n"):
+                raw = opened.readline(LONGEST_LINE)
+            yield number, None
 
 
 # ── the file of tokens ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,19 +189,22 @@ def prepare(
     """The tokens of these files, from the cache if the same content has been there before."""
     key = hashlib.sha256(f"{MAGIC} {tokenizer.fingerprint} {field}".encode())
     for file in files:
-        with open(file, "rb") as opened:
-            key.update(f"{file.suffix == '.jsonl'} {hashlib.file_digest(opened, 'sha256').hexdigest()}".encode())
+        digest = hashlib.sha256()
+        with open_regular(file) as opened:
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+        key.update(f"{file.suffix == '.jsonl'} {digest.hexdigest()}".encode())
     path = cache_folder() / "tokens" / f"{key.hexdigest()[:32]}.tokens"
     if path.exists():
         try:
-            return read(path)
+            return _belonging(read(path), tokenizer)
         except HandgradError:
             path.unlink()  # a cache can be made again
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
-            _write(out, texts(files, field), tokenizer, progress)
+            _write(out, path.stem, texts(files, field), tokenizer, progress)
         sync(Path(partial))
         os.replace(partial, path)
     except BaseException:
@@ -184,8 +213,17 @@ def prepare(
     return read(path)
 
 
-def _write(out: BinaryIO, pieces: Iterator[Text], tokenizer: Tokenizer, progress: Callable[[int], None]) -> None:
-    kind = np.dtype("<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4")
+def _belonging(tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
+    """The tokens, if they are of this tokenizer."""
+    if tokens.vocabulary != tokenizer.fingerprint:
+        raise HandgradError(f"{tokens.path} was made with another tokenizer")
+    return tokens
+
+
+def _write(
+    out: BinaryIO, key: str, pieces: Iterator[Text], tokenizer: Tokenizer, progress: Callable[[int], None]
+) -> None:
+    kind = tokenizer.id_type
     count = checksum = 0
     out.write(b"\0" * HEADER)
     for group in _groups(pieces):
@@ -198,9 +236,13 @@ def _write(out: BinaryIO, pieces: Iterator[Text], tokenizer: Tokenizer, progress
             count += len(raw) // kind.itemsize
             out.write(raw)
         progress(sum(len(piece.text) for piece in group))
-    header = {"magic": MAGIC, "dtype": kind.str, "count": count, "vocabulary": tokenizer.fingerprint, "crc32": checksum}
+    header = {
+        "magic": MAGIC, "key": key, "dtype": kind.str, "count": count, "vocabulary": tokenizer.fingerprint,
+        "crc32": checksum,
+    }  # fmt: skip
+    raw = json.dumps(header).encode().ljust(HEADER - DIGEST, b"\0")
     out.seek(0)
-    out.write(json.dumps(header).encode())
+    out.write(raw + hashlib.sha256(raw).digest())
 
 
 def _groups(pieces: Iterator[Text]) -> Iterator[list[Text]]:
@@ -217,22 +259,36 @@ def _groups(pieces: Iterator[Text]) -> Iterator[list[Text]]:
 
 
 def read(path: Path) -> Tokens:
-    """A file of tokens, checked against its header."""
-    try:
-        with open(path, "rb") as opened:
-            header = json.loads(opened.read(HEADER).rstrip(b"\0"))
-            kind = np.dtype(header["dtype"])
-            whole = header["magic"] == MAGIC and path.stat().st_size == HEADER + header["count"] * kind.itemsize
-            checksum = 0
-            while whole and (piece := opened.read(1 << 22)):
-                checksum = zlib.crc32(piece, checksum)
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole or checksum != header["crc32"]:
+    """A file of tokens, compared with its header, the header with its digest, and both with the file's name."""
+    with open_regular(path) as opened:
+        raw = opened.read(HEADER)
+        header = _header(raw) if len(raw) == HEADER else None
+        whole = header is not None and header["key"] == path.stem
+        checksum = size = 0
+        while whole and (piece := opened.read(1 << 22)):
+            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+    if header is None or not whole or (checksum, size) != (header["crc32"], header["count"] * header["dtype"].itemsize):
         raise HandgradError(f"{path} is damaged or no file of tokens: delete it, and it will be made again")
-    if header["count"] == 0:
+    kind, count = header["dtype"], header["count"]
+    if count == 0:
         return Tokens(path, np.zeros(0, kind), header["vocabulary"])  # type: ignore[arg-type]
-    return Tokens(path, np.memmap(path, kind, "r", HEADER, (header["count"],)), header["vocabulary"])
+    return Tokens(path, np.memmap(path, kind, "r", HEADER, (count,)), header["vocabulary"])
+
+
+def _header(raw: bytes) -> dict[str, Any] | None:
+    """What the header says, if it is whole."""
+    said, digest = raw[:-DIGEST], raw[-DIGEST:]
+    if hashlib.sha256(said).digest() != digest:
+        return None
+    try:
+        header: dict[str, Any] = parse_json(said.rstrip(b"\0").decode(), "the header")
+        known = header["magic"] == MAGIC and header["dtype"] in ("<u2", "<u4")
+        kinds = {"key": str, "vocabulary": str, "count": int, "crc32": int}
+        if not known or header["count"] < 0 or not all(type(header[name]) is kind for name, kind in kinds.items()):
+            return None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return header | {"dtype": np.dtype(header["dtype"])}
 
 
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,17 +316,21 @@ class Batches(Protocol):
 @dataclass(frozen=True)
 class Windows:
     """Stretches of `context` tokens, each with the tokens that follow as its targets. Every epoch cuts the text anew, from
-    another beginning, and shuffles the stretches."""
+    another beginning, and shuffles the stretches; what lies before the beginning and after the last stretch is left out
+    this time. With anew=False every epoch is cut from the start, and as many stretches as fit are read."""
 
     tokens: Tokens
     start: int
     stop: int
     context: int
     seed: int = 0
+    anew: bool = True
 
     @property
     def per_epoch(self) -> int:
-        return (self.stop - self.start - 1) // self.context
+        """As many as fit from each of `context` beginnings; at least one."""
+        spare = self.context if self.anew else 1
+        return max(1, (self.stop - self.start - spare) // self.context)
 
     @property
     def fingerprint(self) -> str:
@@ -294,7 +354,7 @@ class Windows:
     def _place(self, i: int) -> int:
         epoch, i = divmod(i, self.per_epoch)
         spare = (self.stop - self.start - 1) - self.per_epoch * self.context
-        offset = noise(self.seed, epoch, 0) % (spare + 1)
+        offset = noise(self.seed, epoch, 0) % (spare + 1) if self.anew else 0
         return self.start + offset + self.context * shuffled(i, self.per_epoch, self.seed, epoch)
 
 
@@ -310,7 +370,7 @@ def split(tokens: Tokens, context: int, share: float, seed: int) -> tuple[Window
             " data, or --val-share 0"
         )
     training = Windows(tokens, 0, n - held, context, seed)
-    return training, Windows(tokens, n - held, n, context, seed) if held else None
+    return training, Windows(tokens, n - held, n, context, seed, anew=False) if held else None
 
 
 def shuffled(i: int, n: int, seed: int, epoch: int) -> int:

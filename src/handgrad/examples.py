@@ -1,21 +1,19 @@
-"""Lines of JSON → examples to fine-tune on: ids, and for each id whether it is to be learned.
+"""Records → examples to fine-tune on: ids, and for each id whether it is to be learned.
 
-A line is one of
+A record is one of
 
     {"prompt": "…", "completion": "…"}                       the completion is learned, and the end after it
     {"messages": [{"role": "user", "content": "…"}, …]}      what the assistant says is learned
     {"text": "…"}                                            everything is learned
 
-and a .txt file is one text.
+or what `records` turns into these.
 An example of L ids is read as ids[:-1], and its targets are ids[1:] where they are to be learned: the first id is never a
 target. Lines are read one by one and encoded a few at a time. Which examples a batch holds is computed from its number
 alone, as in `data`.
 """
 
 import hashlib
-import json
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,26 +27,18 @@ from torch import Tensor
 
 from . import chat, data
 from .chat import ChatTemplate
-from .errors import HandgradError
+from .errors import HandgradError, printable, shown
+from .reading import check_unicode
+from .records import Place, Read, field_names, find, ours, records, renamed
 from .tokenizer import Tokenizer
+
+__all__ = ["Draft", "Examples", "Place", "Summary", "draft", "find", "read", "records", "shared", "split"]
 
 KINDS = ("messages", "prompt and completion", "text")
 WANTED = "wanted is prompt and completion, or messages, or text"
 LossOn = Literal["answers", "all"]
 TooLong = Literal["cut", "drop"]
-SUFFIXES = (".jsonl", ".json", ".txt")
-MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
-BLANKS = re.compile(r"[ \t\r\n]*")
-
-
-class Place(NamedTuple):
-    """Where something was read; lines are counted from 1."""
-
-    file: Path
-    line: int
-
-    def mistake(self, what: object) -> HandgradError:
-        return HandgradError(f"{self.file}, line {self.line}: {what}")
+LISTED = 10  # bad lines that are named
 
 
 class Draft(NamedTuple):
@@ -59,99 +49,14 @@ class Draft(NamedTuple):
     pieces: list[tuple[str | None, bool]]  # True: to be learned
 
 
-# ── reading lines ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def find(sources: Iterable[str]) -> list[Path]:
-    """Files, folders, patterns, and "-" for standard input → the files; of a folder, those that may hold examples."""
-    files: list[Path] = []
-    for source in sources:
-        found = data.find([str(data.from_stdin()) if source == "-" else source])
-        if Path(source).expanduser().is_dir():
-            found = [file for file in found if file.suffix in SUFFIXES]
-            if not found:
-                raise HandgradError(f"the folder {source} holds no file called {', '.join(f'*{s}' for s in SUFFIXES)}")
-        files += found
-    return list(dict.fromkeys(files))
-
-
-def records(files: Iterable[Path], progress: Callable[[int], None] = lambda count: None) -> Iterator[tuple[Place, Any]]:
-    """What the lines hold, or the items of the list that a whole file is; a .txt file that does not begin
-    like JSON is one text. `progress` is told how many bytes were read."""
-    for file in files:
-        with open(file, "rb") as opened:
-            if opened.peek(1).removeprefix(MARK).lstrip().startswith(b"["):
-                raw = opened.read()
-                yield from _items(file, _decoded(raw, file, 1))
-                progress(len(raw))
-                continue
-            if file.suffix == ".txt" and not opened.peek(1).removeprefix(MARK).lstrip().startswith(b"{"):
-                raw = opened.read()
-                yield Place(file, 1), {"text": _decoded(raw, file, 1)}
-                progress(len(raw))
-                continue
-            for number, raw in enumerate(opened, 1):
-                line = _decoded(raw, file, number)
-                if line.strip():
-                    try:
-                        record = json.loads(line.rstrip())
-                    except (ValueError, RecursionError) as reason:
-                        raise _no_json(file, number, reason) from None
-                    yield Place(file, number), record
-                progress(len(raw))
-
-
-def _items(file: Path, text: str) -> Iterator[tuple[Place, Any]]:
-    """One after the other, so that the text of the list is in memory, and not all it stands for."""
-    decoder = json.JSONDecoder()
-    at, line, counted = text.index("[") + 1, 1, 0
-    while True:
-        at = _after_blanks(text, at)
-        line, counted = line + text.count("\n", counted, at), at
-        if text[at : at + 1] == "]":
-            break
-        try:
-            item, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as reason:
-            raise _no_json(file, getattr(reason, "lineno", line), reason) from None
-        yield Place(file, line), item
-        at = _after_blanks(text, at)
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != "]":
-            raise Place(file, line + text.count("\n", counted, at)).mistake("the list needs , or ] here")
-    at = _after_blanks(text, at + 1)
-    if at < len(text):
-        raise Place(file, line + text.count("\n", counted, at)).mistake("something follows the list")
-
-
-def _after_blanks(text: str, at: int) -> int:
-    found = BLANKS.match(text, at)
-    assert found is not None
-    return found.end()
-
-
-def _decoded(raw: bytes, file: Path, line: int) -> str:
-    try:
-        return (raw.removeprefix(MARK) if line == 1 else raw).decode()
-    except UnicodeDecodeError as reason:
-        line += reason.object.count(b"\n", 0, reason.start)
-        raise HandgradError(f"{file}, line {line} is not UTF-8 text: convert it") from None
-
-
-def _no_json(file: Path, line: int, reason: Exception) -> HandgradError:
-    what = f"{reason.msg}, column {reason.colno}" if isinstance(reason, json.JSONDecodeError) else str(reason)
-    hint = "" if file.suffix in (".jsonl", ".json") else "; leave out what is not, as in --data 'folder/*.jsonl'"
-    return HandgradError(f"{file}, line {line} is not JSON: {what}{hint}")
-
-
 # ── what a line means ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def draft(place: Place, record: Any, template: ChatTemplate | None, loss_on: LossOn) -> Draft:
     """The pieces of text of one line, and which are to be learned."""
     if not isinstance(record, dict):
-        raise place.mistake(f"it holds {chat.shown(record)}, not an object; {WANTED}")
+        raise place.mistake(f"it holds {shown(record)}, not an object; {WANTED}")
+    record = ours(place, record, chat=template is not None)
     has = {name for name, value in record.items() if value is not None}
     everything = loss_on == "all"
     if "messages" in has:
@@ -191,18 +96,16 @@ def _conversation(
 def _string(place: Place, record: dict[str, Any], name: str) -> str:
     text = record[name]
     if not isinstance(text, str):
-        raise place.mistake(f"{name} is {chat.shown(text)}, not a string")
+        raise place.mistake(f"{name} is {shown(text)}, not a string")
     _check_unicode(place, text)
     return text
 
 
 def _check_unicode(place: Place, text: str) -> None:
-    """JSON can spell halves of characters, \\ud83d alone, which no tokenizer can take."""
     try:
-        text.encode()
-    except UnicodeEncodeError as reason:
-        half = f"\\u{ord(text[reason.start]):04x}"
-        raise place.mistake(f"it holds {half}, half of a character: write the whole, or leave it out") from None
+        check_unicode(text, "it")
+    except HandgradError as reason:
+        raise place.mistake(reason) from None
 
 
 # ── examples ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,6 +153,20 @@ class Examples:
         return data.shuffled(i, self.per_epoch, self.seed, epoch) if shuffle else i
 
     @cached_property
+    def marks(self) -> np.ndarray:
+        """For each example a number that equal examples share, counted from 0 in the order they first appear."""
+        numbers: dict[bytes, int] = {}
+        marks = np.zeros(self.per_epoch, np.int64)
+        for i, digest in enumerate(self.digests()):
+            marks[i] = numbers.setdefault(digest, len(numbers))
+        return marks
+
+    def digests(self) -> Iterator[bytes]:
+        for i in range(self.per_epoch):
+            ids, learn = self.example(i)
+            yield hashlib.blake2b(ids.astype("<u4").tobytes() + learn.tobytes(), digest_size=16).digest()
+
+    @cached_property
     def fingerprint(self) -> str:
         """The same for the same examples in the same order."""
         digest = hashlib.sha256()
@@ -259,8 +176,9 @@ class Examples:
 
 
 def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples | None]:
-    """About `share` of the examples are kept for validation; at least one, if any. Whole lines are drawn by the seed, so
-    that no text lies on both sides; of too few lines for that, the end of the data is kept."""
+    """About `share` of the lines are kept for validation; at least one, if any. Lines that have an example in common stay
+    together, and such groups are drawn by the seed, so that nothing lies on both sides; of too few lines for that, the end
+    of the data is kept. None is kept of lines that all have examples in common."""
     if not 0 <= share < 1:
         raise HandgradError(f"a share of {share:g} cannot be kept for validation: give --val-share from 0 to below 1")
     n = examples.per_epoch
@@ -273,11 +191,49 @@ def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Exampl
     if lines * share < 1 and n > lines:
         chosen = np.arange(n) >= n - max(1, round(n * share))
     else:
-        held = min(max(1, round(lines * share)), lines - 1)
-        drawn = np.zeros(lines, bool)
-        drawn[[data.shuffled(i, lines, seed, -1) for i in range(held)]] = True  # epoch −1: no epoch's own order
-        chosen = drawn[numbers]
+        group = _together(numbers, examples.marks, lines)
+        sizes = np.bincount(group)
+        if len(sizes) == 1:
+            return examples, None
+        chosen = _drawn(sizes, min(max(1, round(lines * share)), lines - 1), seed)[group][numbers]
     return _some(examples, ~chosen), _some(examples, chosen)
+
+
+def _together(numbers: np.ndarray, marks: np.ndarray, lines: int) -> np.ndarray:
+    """For each line its group, counted from 0 in the order of the lines: lines with an equal example are in one."""
+    leader = list(range(lines))
+
+    def of(line: int) -> int:
+        while leader[line] != line:
+            leader[line] = line = leader[leader[line]]
+        return line
+
+    first: dict[int, int] = {}
+    for line, mark in zip(numbers.tolist(), marks.tolist(), strict=True):
+        a, b = of(first.setdefault(mark, line)), of(line)
+        leader[max(a, b)] = min(a, b)
+    return np.unique([of(line) for line in range(lines)], return_inverse=True)[1]
+
+
+def _drawn(sizes: np.ndarray, held: int, seed: int) -> np.ndarray:
+    """Which groups are held: in an order drawn by the seed, all that still fit into `held` lines; else a smallest one."""
+    n = len(sizes)
+    order = [data.shuffled(i, n, seed, -1) for i in range(n)]  # epoch −1: no epoch's own order
+    drawn = np.zeros(n, bool)
+    for group in order:
+        if sizes[group] <= held:
+            drawn[group], held = True, held - sizes[group]
+        if not held:
+            break
+    if not drawn.any():
+        drawn[min(order, key=sizes.__getitem__)] = True
+    return drawn
+
+
+def shared(training: Examples, validation: Examples) -> int:
+    """How many examples of the validation are in the training as well."""
+    known = set(training.digests())
+    return sum(digest in known for digest in validation.digests())
 
 
 def _some(examples: Examples, chosen: np.ndarray) -> Examples:
@@ -310,6 +266,10 @@ class Summary:
     cut_tokens: int = 0  # lost so
     split: int = 0  # texts that became several examples
     dropped: dict[str, Dropped] = field(default_factory=dict)  # by reason
+    distinct: int = 0  # examples that differ from all before
+    shared: int = 0  # examples of --val-data that are among these
+    bad: int = 0  # lines that could not be used
+    mistakes: list[str] = field(default_factory=list)  # of the first of them
 
 
 def read(
@@ -320,31 +280,45 @@ def read(
     template: ChatTemplate | None = None,
     loss_on: LossOn = "answers",
     too_long: TooLong = "cut",
+    fields: Iterable[str] = (),
+    skip_bad: bool = False,
     seed: int = 0,
     progress: Callable[[int], None] = lambda count: None,
 ) -> tuple[Examples, Summary]:
     """The examples in these files, none longer than the context, and what became of every line.
 
     Of what is too long, a text is divided and loses nothing, other examples lose their end; or with too_long="drop" all of
-    it is left out. loss_on="all" learns prompts and every role's words as well. `progress` counts bytes.
+    it is left out. loss_on="all" learns prompts and every role's words as well. `fields` are other names of the data's, as
+    "prompt=question". Lines that cannot be used are an error that lists them, or with skip_bad are left out and counted.
+    `progress` counts bytes.
     """
     for name, value, choices in (("loss_on", loss_on, LossOn), ("too_long", too_long, TooLong)):
         if value not in get_args(choices):
             raise HandgradError(f"{name} is {value!r}: it can be {' or '.join(get_args(choices))}")
-    all_ids = array("H" if tokenizer.n_vocab <= 1 << 16 else "I")
+    names = field_names(fields)
+    all_ids = array("H" if tokenizer.id_type.itemsize == 2 else "I")
     all_learn = bytearray()
     offsets, lines = array("q", [0]), array("q")
     summary = Summary(n_context, dict.fromkeys(KINDS, 0))
-    drafts = (draft(place, record, template, loss_on) for place, record in records(files, progress))
-    for drafted, ids, learn in _encoded(drafts, tokenizer):
+
+    def note(mistake: HandgradError) -> None:
+        summary.bad += 1
+        if len(summary.mistakes) < LISTED:
+            summary.mistakes.append(printable(str(mistake)))
+
+    drafts = _drafts(records(files, progress), names, template, loss_on, note)
+    for drafted, ids, learn in _encoded(drafts, tokenizer, note):
         summary.kinds[drafted.kind] += 1
         for stretch in _fitting(drafted, ids, learn, summary, too_long):
             all_ids.frombytes(ids[stretch].astype(all_ids.typecode).tobytes())
             all_learn += b"\0" + learn[stretch][1:].tobytes()
             offsets.append(len(all_ids))
             lines.append(sum(summary.kinds.values()))
+    if summary.bad and not skip_bad:
+        raise BadLinesError(summary)
     if len(offsets) == 1:
-        reasons = [
+        reasons = [f"{summary.bad:,} that cannot be used"] if summary.bad else []
+        reasons += [
             f"{d.count:,} {reason}, the first {d.first.file}:{d.first.line}" for reason, d in summary.dropped.items()
         ]
         raise HandgradError(f"there is no example to learn from ({'; '.join(reasons) or 'the files are empty'})")
@@ -357,29 +331,68 @@ def read(
     )
     lengths = np.diff(examples.offsets) - 1
     summary.examples, summary.tokens = examples.per_epoch, int(lengths.sum())
+    summary.distinct = 1 + int(examples.marks.max())
     summary.targets, summary.lengths = int(np.count_nonzero(examples.learn)), np.bincount(lengths)
     return examples, summary
 
 
-def _encoded(drafts: Iterator[Draft], tokenizer: Tokenizer) -> Iterator[tuple[Draft, np.ndarray, np.ndarray]]:
-    """Each draft with its ids and whether each is to be learned. Pieces are encoded alone: no token spans two."""
-    for group in _groups(drafts):
-        texts = [text for drafted in group for text, _ in drafted.pieces if text]
+class BadLinesError(HandgradError):
+    """The first lines that cannot be used, each with its reason, and how many there are."""
+
+    def __init__(self, summary: Summary):
+        lines = summary.mistakes
+        if summary.bad > 1:
+            more = [f"and {summary.bad - len(lines):,} more"] if summary.bad > len(lines) else []
+            title = f"{summary.bad:,} lines cannot be used (--skip-bad goes on without them):"
+            lines = ["\n  ".join([title, *lines, *more])]
+        ValueError.__init__(self, lines[0])  # as long as its lines, each of which is cut
+
+
+def _drafts(
+    found: Iterator[Read],
+    names: dict[str, str],
+    template: ChatTemplate | None,
+    loss_on: LossOn,
+    note: Callable[[HandgradError], None],
+) -> Iterator[Draft]:
+    for place, record in found:
         try:
-            encoded = iter(tokenizer.encode_batch(texts))
-        except HandgradError:
-            for drafted in group:  # which it was
-                try:
-                    tokenizer.encode_batch([text for text, _ in drafted.pieces if text])
-                except HandgradError as reason:
-                    raise drafted.place.mistake(reason) from None
-            raise
-        none = np.zeros(0, np.int64)
-        end = none if tokenizer.end is None else np.array([tokenizer.end])
+            if isinstance(record, HandgradError):
+                raise record
+            yield draft(place, renamed(place, record, names), template, loss_on)
+        except HandgradError as mistake:
+            note(mistake)
+
+
+def _encoded(
+    drafts: Iterator[Draft], tokenizer: Tokenizer, note: Callable[[HandgradError], None]
+) -> Iterator[tuple[Draft, np.ndarray, np.ndarray]]:
+    """Each draft with its ids and whether each is to be learned. Pieces are encoded alone: no token spans two."""
+    none = np.zeros(0, np.int64)
+    end = none if tokenizer.end is None else np.array([tokenizer.end])
+    for group in _groups(drafts):
+        try:
+            encoded = iter(tokenizer.encode_batch([text for drafted in group for text in _texts(drafted)]))
+        except HandgradError:  # which it was
+            group = [drafted for drafted in group if _can_be_encoded(drafted, tokenizer, note)]
+            encoded = iter(tokenizer.encode_batch([text for drafted in group for text in _texts(drafted)]))
         for drafted in group:
             parts = [next(encoded) if text else end if text is None else none for text, _ in drafted.pieces]
             learn = [np.full(len(ids), learn) for ids, (_, learn) in zip(parts, drafted.pieces, strict=True)]
             yield drafted, np.concatenate([none, *parts]), np.concatenate([none.astype(bool), *learn])
+
+
+def _texts(drafted: Draft) -> list[str]:
+    return [text for text, _ in drafted.pieces if text]
+
+
+def _can_be_encoded(drafted: Draft, tokenizer: Tokenizer, note: Callable[[HandgradError], None]) -> bool:
+    try:
+        tokenizer.encode_batch(_texts(drafted))
+    except HandgradError as reason:
+        note(drafted.place.mistake(reason))
+        return False
+    return True
 
 
 def _groups(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:

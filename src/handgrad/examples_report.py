@@ -16,6 +16,7 @@ from .tokenizer import Tokenizer
 ORANGE = "dark_orange3"
 EIGHTHS = " ▏▎▍▌▋▊▉"
 BARS = 10  # at most, in the histogram
+FEW = 30  # distinct examples: with fewer, validation means little
 LINES = 12  # about, of the first example
 
 Pieces = list[tuple[str, bool]]  # True: learned
@@ -27,6 +28,7 @@ def report(summary: Summary, examples: Examples, tokenizer: Tokenizer, width: in
         _facts(summary),
         Text("\ntokens in an example", style="dim"),
         *_histogram(summary, width),
+        *_warnings(summary),
         *_left_out(summary),
         Text("\nthe first example, and what is learned of it", style="dim"),
         Masked(_first(examples, tokenizer, width)),
@@ -60,6 +62,9 @@ def _facts(summary: Summary) -> Table:
     table.add_column(overflow="fold")
     kinds = [f"{count:,} {kind}" for kind, count in summary.kinds.items() if count]
     table.add_row("examples", f"{summary.examples:,}", f"from lines: {', '.join(kinds)}")
+    if summary.distinct < summary.examples:
+        equal = _count(summary.examples - summary.distinct, "example")
+        table.add_row("distinct", f"{summary.distinct:,}", f"{equal} equal to an earlier one")
     table.add_row("tokens", f"{summary.tokens:,}", "")
     table.add_row("learned", f"{summary.targets:,}", f"{summary.targets / summary.tokens:.1%} of the tokens")
     table.add_row("mean length", f"{summary.tokens / summary.examples:,.1f}", "")
@@ -91,6 +96,22 @@ def _bar(share: float, room: int) -> str:
     return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
+def _warnings(summary: Summary) -> list[Text]:
+    """What makes a validation loss mean less than it seems to."""
+    lines = []
+    if summary.distinct < summary.examples:
+        lines.append("Equal examples are kept on one side of the validation split.")
+    if summary.distinct < min(FEW, summary.examples):
+        lines.append(
+            f"There are hardly any distinct examples, {summary.distinct:,} of {summary.examples:,}: a validation loss on so"
+            " few says little."
+        )
+    if summary.shared:
+        examples = _count(summary.shared, "example")
+        lines.append(f"{examples} of --val-data also in --data: on these the validation loss says nothing.")
+    return [Text(("\n" if i == 0 else "") + line, style="bold", overflow="fold") for i, line in enumerate(lines)]
+
+
 def _left_out(summary: Summary) -> list[Text]:
     lines = []
     if summary.split:
@@ -98,6 +119,9 @@ def _left_out(summary: Summary) -> list[Text]:
     if summary.cut:
         examples, tokens = _count(summary.cut, "example"), _count(summary.cut_tokens, "token")
         lines.append(f"{examples} longer than the context, cut at the end: {tokens} lost")
+    if summary.bad:
+        lines.append(f"{_count(summary.bad, 'line')} left out, not usable (--skip-bad):")
+        lines += [f"  {mistake}" for mistake in summary.mistakes]
     for reason, dropped in summary.dropped.items():
         first = f"{dropped.first.file}:{dropped.first.line}"
         lines.append(f"{dropped.count:,} left out, {reason}; the first is {first}")

@@ -96,13 +96,19 @@ def _examples(
         return examples.read(
             files, words, model.config.n_context,
             template=template, loss_on=config.loss_on, too_long=config.too_long, seed=config.seed,  # type: ignore[arg-type]
+            fields=config.field, skip_bad=config.skip_bad,
             progress=display.reading(total) if ranks.first else lambda count: None,
         )  # fmt: skip
 
     found, summary = read(config.data)
     if config.val_data:
-        return found, read(config.val_data)[0], summary
-    return *examples.split(found, config.val_share, config.seed), summary
+        held = read(config.val_data)[0]
+        summary.shared = examples.shared(found, held)
+        return found, held, summary
+    training, validation = examples.split(found, config.val_share, config.seed)
+    if validation is None and config.val_share and ranks.first:
+        display.say("all lines are equal, or have examples in common: none is kept for validation")
+    return training, validation, summary
 
 
 def _choose_weights(model: GPT, config: FinetuneConfig) -> None:

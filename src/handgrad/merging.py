@@ -28,7 +28,7 @@ def write_merge(taken: Merged, merged: GPT, adapter: Path, folder: Path) -> None
 
 def fingerprint(adapter: Path) -> str:
     with open_regular(adapter / lora.files.TENSORS) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:

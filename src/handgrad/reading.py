@@ -19,6 +19,7 @@ MB = 1_000_000
 JSON_BYTES = 16 * MB  # of a configuration, an index, a manifest
 DEEPEST = 64  # objects and lists inside each other
 DIGITS = 40  # of a whole number
+BLANKS = " \t\r\n"  # of JSON
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -77,21 +78,36 @@ def read_json(path: str | Path, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 def parse_json(text: str, name: str | Path) -> Any:
     """What the text says, if it is JSON of bounded depth and digits, without lone surrogates. `name` is for messages."""
+    begin = len(text) - len(text.lstrip(BLANKS))
+    value, end = parse_next(text, begin, name)
+    if text[end:].strip(BLANKS):
+        raise HandgradError(f"{name} is not valid JSON: something follows the value, column {end + 1:,}")
+    return value
+
+
+def parse_next(text: str, at: int, name: str | Path) -> tuple[Any, int]:
+    """The JSON value that begins at `at`, and where it ends. For one of many values in a text."""
     try:
-        value = json.loads(text, parse_int=_whole_number)
+        value, end = _DECODER.raw_decode(text, at)
     except RecursionError:
         raise HandgradError(f"{name} is not usable JSON: nested too deeply") from None
+    except json.JSONDecodeError as reason:
+        line = f"line {reason.lineno:,}, " if "\n" in text[at : reason.pos] else ""
+        raise HandgradError(f"{name} is not valid JSON: {reason.msg}, {line}column {reason.colno:,}") from None
     except ValueError as reason:
         raise HandgradError(f"{name} is not valid JSON: {printable(str(reason))}") from None
-    if text.count("[") + text.count("{") > DEEPEST or "\\u" in text:
+    if text.count("[", at, end) + text.count("{", at, end) > DEEPEST or text.find("\\u", at, end) >= 0:
         _check_values(value, name)
-    return value
+    return value, end
 
 
 def _whole_number(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"a whole number of {len(digits):,} digits")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 
 def _check_values(value: Any, name: str | Path) -> None:
