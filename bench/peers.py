@@ -14,9 +14,9 @@ from handgrad import tokenizer
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
 from handgrad.gpt import rows_at_once
+from handgrad.loop import Job, take_step
 from handgrad.ops.attention import ROWS
 from handgrad.optim import OptimizerInBackward
-from handgrad.train import Job, take_step
 
 LR = 1e-5
 
@@ -101,11 +101,11 @@ class Loop(Hand):
         self.ranks = Ranks()
 
     def gradients(self) -> float:
-        loss, _, norms = take_step(self.job, self.ranks)
+        step = take_step(self.job, self.ranks)
         self.job.step += 1
         if self.job.step % self.job.config.log_every == 0:
-            norms()
-        return loss
+            step.norms()
+        return step.loss
 
     def update(self) -> None:
         pass

@@ -197,7 +197,7 @@ def helped() -> dict[str, Any]:
 
 
 def test_help_does_not_wait_for_torch(helped: dict[str, Any]) -> None:
-    heavy = {"torch", "numpy", "tokenizers", "safetensors", "fastapi", "jinja2", "handgrad.gpt", "handgrad.train"}
+    heavy = {"torch", "numpy", "tokenizers", "safetensors", "fastapi", "jinja2", "handgrad.gpt", "handgrad.loop"}
     assert not heavy & set(helped["modules"])
 
 

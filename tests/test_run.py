@@ -326,6 +326,38 @@ def test_the_base_model_may_be_better(made: Path, place: Path) -> None:
     assert same(delivered, weights(place / "worse", best))
 
 
+def test_a_dry_run_shows_what_it_would_take_and_writes_nothing(made: Path, place: Path) -> None:
+    done = handgrad("finetune", *finetune_options(made), "--dry-run", "--out", "dry")
+    assert done.returncode == 0 and not (place / "dry").exists(), done.stderr
+    assert "36 examples to train on, 4 to validate on" in done.stdout
+    assert "trainable parameters" in done.stdout and "6 steps, about" in done.stdout
+    done = handgrad("train", *train_options(made), "--dry-run")
+    assert done.returncode == 0 and not (place / "runs").exists() and "a step takes about" in done.stdout
+    done = handgrad("train", *train_options(made), "--dry-run", "--out", "train")
+    assert done.returncode == 1 and "exists already" in done.stderr
+
+
+def test_the_commands_from_python(made: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"n_blocks": 1, "d_model": 8, "n_heads": 1, "n_context": 16, "batch_tokens": 64, "sample_tokens": 0}
+    often = {"steps": 6, "eval_every": 2, "eval_batches": 1, "save_every": 2, "log_every": 2}
+    first = hg.train(made / "text.txt", out="python", quiet=True, **shape, **often)
+    assert capsys.readouterr().out == ""
+    assert same(weights(first.folder, 6), weights(place / "train", 6)), "as the command does"
+    assert first.val_loss == Run(first.folder).best().val_loss
+    again = hg.train(made / "text.txt", out="python", resume=True, quiet=True, **{**shape, **often, "steps": 8})
+    assert again.outcome.step == 8 and torch.equal(
+        again.model.transformer.wte.weight,
+        load_file(place / "python/checkpoints/step-00000008/model.safetensors")["transformer.wte.weight"],
+    )
+    tuned = hg.finetune(first.folder, [made / "examples.jsonl"], rank=2, steps=2, targets="c_attn,c_fc", out="tuned")
+    assert "examples to train on" in capsys.readouterr().out
+    assert tuned.place == Path("tuned/adapter") and hg.load(tuned.place).adapter.rank == 2
+    with pytest.raises(hg.HandgradError, match=r"there is no option 'stepps'; there are .*steps"):
+        hg.train(made / "text.txt", stepps=5)
+    with pytest.raises(hg.HandgradError, match="exists already"):
+        hg.train(made / "text.txt", out="python")
+
+
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -395,14 +427,14 @@ def torchrun(*arguments: object, restarts: int = 0, code: str = "") -> subproces
 
 DIES_ONCE = """
 import os, sys, signal
-from handgrad import train
+from handgrad import loop
 from handgrad.cli import main
-step = train.take_step
+step = loop.take_step
 def dies(job, ranks):
     if job.step == 3 and ranks.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return step(job, ranks)
-train.take_step = dies
+loop.take_step = dies
 main()
 """
 
@@ -418,15 +450,15 @@ def test_torchrun_restarts_a_run_and_a_lost_peer_is_one_line(made: Path, place: 
 
 FAILS_ON_ONE = """
 import os
-from handgrad import train
+from handgrad import loop
 from handgrad.cli import main
 from handgrad.errors import HandgradError
-step = train.take_step
+step = loop.take_step
 def fails(job, ranks):
     if ranks.rank == 1:
         raise HandgradError("no more paper")
     return step(job, ranks)
-train.take_step = fails
+loop.take_step = fails
 main()
 """
 

@@ -21,8 +21,8 @@ from handgrad.cli import app
 from handgrad.cli_training import _read_config
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
+from handgrad.loop import Job, evaluate, make_job, take_step
 from handgrad.run import Run, model_folder
-from handgrad.train import Job, evaluate, make_job, take_step
 
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
 SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
@@ -280,7 +280,7 @@ def test_the_curve_is_that_of_autograd(text: Path, dtype: str, limit: float) -> 
     for step in range(100):
         for group in (*job.optimizer.param_groups, *optimizer.param_groups):
             group["lr"] = job.learning_rate
-        ours, _, _ = take_step(job, Ranks())
+        ours = take_step(job, Ranks()).loss
         optimizer.zero_grad()
         loss = twin(*job.training.batch(step * job.batch, job.batch)[:2])
         loss.backward()

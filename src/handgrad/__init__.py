@@ -12,6 +12,7 @@ from .machine import settle
 
 if TYPE_CHECKING:
     from . import lora
+    from .api import finetune, train
     from .checkpoint import save
     from .config import GPTConfig, preset
     from .errors import HandgradError, NonFiniteError
@@ -28,12 +29,14 @@ __all__ = [
     "HandgradError",
     "NonFiniteError",
     "Trace",
+    "finetune",
     "generate",
     "load",
     "lora",
     "preset",
     "save",
     "trace",
+    "train",
     "verify",
 ]
 
@@ -41,6 +44,7 @@ settle()  # before torch is imported
 
 _HOME = {
     "GPT": "gpt", "GPTConfig": "config", "HandgradError": "errors", "NonFiniteError": "errors", "Trace": "trace",
+    "finetune": "api", "train": "api",
     "generate": "generation", "load": "models", "preset": "config", "save": "checkpoint",
 }  # fmt: skip
 _CALLABLE = ("trace", "verify")  # modules that can be called as the function of the same name

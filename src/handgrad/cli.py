@@ -206,7 +206,7 @@ def train(**given: Any) -> None:
       handgrad train --resume --out runs/book
     """
     from .cli_training import run_command
-    from .train import make_job
+    from .loop import make_job
 
     run_command(given, TrainConfig, make_job)
 

@@ -135,8 +135,8 @@ def _train_on_the_spot() -> Path:
     from .display import Board, Lines
     from .distributed import Ranks
     from .lifecycle import Request, carry_out
+    from .loop import make_job
     from .run import RUNS
-    from .train import make_job
 
     folder = cache_folder() / "explain" / f"nano-{STEPS}"
     display: Lines = Board(out) if out.is_terminal else Lines(out)
@@ -148,6 +148,6 @@ def _train_on_the_spot() -> Path:
         result = carry_out(Request(TrainConfig, make_job, options, folder, resume=True), ranks, display)
     finally:
         ranks.shutdown()
-    if result is None or not result.outcome.finished:
+    if not result.outcome.finished:
         raise KeyboardInterrupt
     return folder

@@ -83,7 +83,7 @@ def finetune(**given: Any) -> None:
       handgrad finetune --resume
     """
     from .cli_training import run_command
-    from .finetune import make_job
+    from .finetuning import make_job
 
     run_command(given, FinetuneConfig, make_job)
 

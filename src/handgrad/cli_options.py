@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 
-from .config import PRESETS, SCHEDULES, TrainConfig
+from .config import PRESETS, SCHEDULES, SHAPE, TrainConfig
 from .units import number
 
 Options = dict[str, dict[str, str]]
@@ -18,7 +18,8 @@ MODEL = (
 )
 KEEPING = {
     "out": "Folder of the run. [default: the next free one in runs/]",
-    "resume": "Continue the run in --out, or the newest in runs/.",
+    "resume": "Create the run in --out, or continue it if it is there. Without --out: the newest in runs/.",
+    "dry_run": "Show the data and what training would take, then stop.",
     "config": "A .toml or .yaml file with these options by name; options on the command line take precedence.",
     "log_every": "Steps between two lines of metrics.",
     "eval_every": "Steps between two evaluations.",
@@ -79,7 +80,6 @@ TRAIN: Options = {
         "save_every": "Steps between two checkpoints. [default: 250]",
     },
 }
-SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")
 
 
 def with_options(
@@ -91,7 +91,7 @@ def with_options(
 
 def _with_options(command: Callable[..., None], all_options: Options, config: type[TrainConfig]) -> Callable[..., None]:
     hints = get_type_hints(config)
-    types: dict[str, Any] = {"out": Path, "config": Path, "resume": bool} | dict.fromkeys(SHAPE, int)
+    types: dict[str, Any] = {"out": Path, "config": Path, "resume": bool, "dry_run": bool} | dict.fromkeys(SHAPE, int)
     parameters = []
     for panel, options in all_options.items():
         for name, text in options.items():

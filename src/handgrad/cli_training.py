@@ -1,6 +1,5 @@
 """A run of train or finetune by its options: begun or resumed, carried out, concluded."""
 
-import importlib.util
 import math
 import tomllib
 from dataclasses import fields
@@ -10,15 +9,17 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from rich.console import Console
 
-from .cli_options import SHAPE, several
-from .config import TrainConfig
-from .display import Board, Lines, Silent
+from .cli_options import several
+from .config import SHAPE, TrainConfig
+from .display import Board, Lines, Silent, describe
 from .distributed import Ranks
 from .errors import HandgradError, MissingError
-from .lifecycle import Prepare, Request, Result, carry_out
+from .lifecycle import Prepare, Request, Result, carry_out, rehearse
+from .loop import Job
+from .plan_report import plan_of_job, step_table
 from .reading import read_text
-from .run import Run
-from .units import plural
+from .timing import predict
+from .units import plural, seconds
 
 C = TypeVar("C", bound=TrainConfig)
 out = Console(emoji=False)
@@ -32,8 +33,16 @@ def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> No
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     ranks = Ranks()
     try:
-        result = _run(given, kind, prepare, ranks)
-        if result is not None and ranks.first:
+        dry_run = given.pop("dry_run", False)
+        request = _request(given, kind, prepare)
+        display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
+        if dry_run:
+            job = rehearse(request, ranks, display)
+            if ranks.first:
+                _print_rehearsal(job, display)
+            return
+        result = carry_out(request, ranks, display)
+        if ranks.first:
             _print_result(result)
     except HandgradError as mistake:
         mistake.silent = not ranks.is_mine(str(mistake))
@@ -42,17 +51,24 @@ def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> No
         ranks.shutdown()
 
 
-def _run(given: dict[str, Any], kind: type[C], prepare: Prepare[C], ranks: Ranks) -> Result | None:
+def _request(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> Request[C]:
     folder, resume, file = given.pop("out", None), given.pop("resume", False), given.pop("config", None)
-    dry_run = given.pop("dry_run", False)
     from_file = _read_config(file, kind) if file is not None else {}
     folder = folder or from_file.pop("out", None)
     shape = dict(from_file.pop("shape", ())) | {name: given.pop(name) for name in SHAPE if name in given}
     options = {**from_file, **given, **({"shape": tuple(sorted(shape.items()))} if shape else {})}
-    if options.get("tensorboard"):
-        _need_tensorboard()
-    display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
-    return carry_out(Request(kind, prepare, options, folder, resume, dry_run), ranks, display)
+    return Request(kind, prepare, options, folder, resume)
+
+
+def _print_rehearsal(job: Job, display: Lines) -> None:
+    """What training would be, and what it would take."""
+    for line in describe(job):
+        display.say(line)
+    plan = plan_of_job(job)
+    out.print(step_table(plan, out.width))
+    if job.config.steps is not None:
+        total = f"{plural(job.config.steps, 'step')}, about {seconds(job.config.steps * predict(plan))}"
+        display.say(f"dry run: nothing was trained; {total} without evaluations")
 
 
 def _print_result(result: Result) -> None:
@@ -146,31 +162,3 @@ def _number(value: object) -> object:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-class _Both:
-    """What the display is told, TensorBoard is told as well."""
-
-    def __init__(self, display: Lines, writer: Any):
-        self.display, self.writer = display, writer
-
-    def show(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self.writer.add_scalar(name, value, record["step"])
-        self.writer.flush()
-        self.display.show(record)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.display, name)
-
-
-def _need_tensorboard() -> None:
-    if importlib.util.find_spec("tensorboard") is None:
-        raise HandgradError("--tensorboard needs the package tensorboard: pip install tensorboard")
-
-
-def _tensorboard(run: Run, display: Lines) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return _Both(display, SummaryWriter(str(run.folder / "tensorboard")))

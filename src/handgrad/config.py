@@ -241,6 +241,7 @@ def split_names(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name)
 
 
+SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
 SCHEDULES = ("cosine", "linear", "constant")
 LOSS_ON = ("answers", "all")
 TOO_LONG = ("cut", "drop")

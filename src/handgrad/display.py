@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import FinetuneConfig
-from .train import Job
+from .loop import Job
 from .units import clock, number, percent, plural, size
 
 T = TypeVar("T")

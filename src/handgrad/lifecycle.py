@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from . import manifest
+from . import manifest, tensorboard
 from .config import FinetuneConfig, TrainConfig
 from .distributed import Ranks
 from .errors import HandgradError
 from .files import write_folder, write_text
 from .gpt import GPT
+from .loop import Display, Job, Outcome, sample, settings_of, train
 from .run import OPTIMIZER, RUNS, Checkpoint, Run, newest_run
 from .run_report import report
-from .train import Display, Job, Outcome, sample, settings_of, train
 
 C = TypeVar("C", bound=TrainConfig)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
@@ -41,7 +41,6 @@ class Request(Generic[C]):
     options: dict[str, Any] = field(default_factory=dict)
     out: Path | None = None  # the next free folder in runs/ unless given
     resume: bool = False  # create the run, or continue it if it is there
-    dry_run: bool = False  # prepare everything, then stop
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ class Result:
     outcome: Outcome
     place: Path  # of the model or the adapter
     text: str  # what the model writes, "" if it was not asked to
+
+    @property
+    def val_loss(self) -> float | None:
+        """Of the model or adapter in `place`."""
+        return self.job.best if math.isfinite(self.job.best) else None
 
     @property
     def model(self) -> GPT:
@@ -74,8 +78,18 @@ class _Start:
     says: list[str]
 
 
-def carry_out(request: Request[C], ranks: Ranks, display: Display) -> Result | None:
-    """Do what is asked, in every process. None after a dry run."""
+def rehearse(request: Request[C], ranks: Ranks, display: Display) -> Job:
+    """Prepare everything and stop: the data is read, the model made, nothing is written but the cache."""
+    config = request.kind(**request.options)
+    if request.out is not None:
+        _check_free(Run(request.out), request.resume)
+    return request.prepare(config, ranks, display, None)
+
+
+def carry_out(request: Request[C], ranks: Ranks, display: Display) -> Result:
+    """Create the run, or continue it, train and conclude, in every process."""
+    if request.options.get("tensorboard"):
+        tensorboard.check_installed()
     locked: list[Run] = []
 
     def enter() -> str:
@@ -94,8 +108,6 @@ def carry_out(request: Request[C], ranks: Ranks, display: Display) -> Result | N
         job = request.prepare(config, ranks, display, checkpoint)
         if config.patience is not None and job.validation is None:
             raise HandgradError("--patience needs examples to validate on: give --val-share or --val-data")
-        if request.dry_run:
-            return None
         settings = {**start.settings, **settings_of(job)}
         _check_same_data(start.settings, settings, run.folder)
         _check_not_shorter(request, job, start)
@@ -104,6 +116,8 @@ def carry_out(request: Request[C], ranks: Ranks, display: Display) -> Result | N
         if job.ended:
             outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
         else:
+            if config.tensorboard and ranks.first:
+                display = tensorboard.WithTensorBoard(display, run.folder)
             display.begin(job)
             outcome = train(job, run, ranks, display)
         place = Path(ranks.broadcast(lambda: str(conclude(job, run))))
@@ -125,10 +139,9 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
             says = [f"{run.folder} holds no run yet: starting one"] if request.resume and request.out else []
             given = json.loads(json.dumps(request.options))
             settings = {"command": request.kind.command, "launch": _launch(), "given": given}
-            if not request.dry_run:
-                run.sweep()
-                run.create(settings)
-                settings = run.settings()
+            run.sweep()
+            run.create(settings)
+            settings = run.settings()
             found = None
         else:
             settings = run.settings()

@@ -10,6 +10,7 @@ from rich.table import Table
 from . import lora
 from .config import preset
 from .errors import HandgradError
+from .loop import Job
 from .models import Found
 from .plan import Plan, make_plan, parameters
 from .timing import predict
@@ -34,6 +35,18 @@ def plan_of(found: Found, changes: dict[str, Any], rank: int, targets: tuple[str
     return make_plan(found.config, rank=rank, targets=targets, **step)
 
 
+def plan_of_job(job: Job) -> Plan:
+    """The plan for a run that is ready to go; of uneven examples, with their mean length."""
+    factors = {id(p) for adapter in lora.adapters_of(job.model).values() for p in (adapter.down, adapter.up)}
+    extra = sum(p.numel() for p in job.model.parameters() if p.requires_grad and id(p) not in factors)
+    tokens = job.training.size(0, job.batch, False)[0] // job.batch
+    ranks = job.adapter_ranks or None
+    return make_plan(
+        job.model.config, job.batch, max(1, tokens), job.config.dtype, recompute=job.config.recompute,
+        update_inside=job.config.update_inside, ranks=ranks, extra=extra if ranks else 0,
+    )  # fmt: skip
+
+
 def to_json(plan: Plan) -> str:
     c = plan.config
     rows = [
@@ -46,7 +59,7 @@ def to_json(plan: Plan) -> str:
 
 
 def tables(plan: Plan, name: str, width: int) -> list[Table]:
-    return [_parameters(plan, name, width), _step(plan, width)]
+    return [_parameters(plan, name, width), step_table(plan, width)]
 
 
 def _parameters(plan: Plan, name: str, width: int) -> Table:
@@ -78,7 +91,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     return table
 
 
-def _step(plan: Plan, width: int) -> Table:
+def step_table(plan: Plan, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {plan.dtype}"
     table.add_column("quantity", no_wrap=True, min_width=20)

@@ -249,7 +249,7 @@ class Run:
         write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-NUMBERS = ("loss", "val_loss", "lr", "tokens_per_second", "mfu", "seconds", "memory")
+NUMBERS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", "memory")
 
 
 def _is_record(record: Any) -> bool:

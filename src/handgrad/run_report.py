@@ -100,8 +100,8 @@ def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
     if evaluations:
         cells.append(("validation loss", f"{evaluations[-1]['val_loss']:.4f}"))
     cells += [
-        ("tokens per second", f"{last['tokens_per_second']:,.0f}"),
-        ("of matmul peak", f"{100 * (last.get('mfu') or 0):.0f} %"),
+        ("tokens per second", f"{last['tokens'] / last['seconds']:,.0f}"),
+        ("of matmul peak", f"{100 * sum(r.get('mfu') or 0 for r in steps) / len(steps):.0f} %"),
         ("peak memory", size(last["memory"])),
     ]
     return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"

@@ -15,10 +15,10 @@ from .errors import HandgradError
 from .examples import Examples, Summary
 from .examples_report import report
 from .gpt import GPT
+from .loop import Display, Job, check_vocabulary, lean, make_optimizer, restore, sources_of
 from .run import Checkpoint
 from .timing import Peak
 from .tokenizer import Tokenizer
-from .train import Display, Job, check_vocabulary, lean, make_optimizer, restore, sources_of
 from .units import plural
 
 LORA_LR, FULL_LR = 5e-4, 5e-5
@@ -46,7 +46,7 @@ def make_job(config: FinetuneConfig, ranks: Ranks, display: Display, checkpoint:
         held = 0 if validation is None else validation.per_epoch
         display.say(f"\n{plural(training.per_epoch, 'example')} to train on, {held:,} to validate on")
     batch = min(config.batch_examples, training.per_epoch)
-    config = _resolve(config, batch, training)
+    config = _resolve(config, batch, training, validation)
     job = Job(config, model, words, make_optimizer(model, config, ranks), training, validation, batch)
     if checkpoint is not None:
         restore(job, checkpoint)
@@ -123,7 +123,16 @@ def _choose_weights(model: GPT, config: FinetuneConfig) -> None:
         lora.apply(model, config.adapter, config.seed)
 
 
-def _resolve(config: FinetuneConfig, batch: int, training: Examples) -> FinetuneConfig:
+def _worth_evaluating(training: Examples, validation: Examples | None, batch: int) -> int:
+    """Steps between two evaluations so that they take at most about a quarter of the time: a forward pass is a third of a
+    step."""
+    if validation is None:
+        return 1
+    tokens = training.size(0, batch, False)[0]
+    return math.ceil(4 / 3 * validation.size(0, validation.per_epoch, False)[0] / tokens)
+
+
+def _resolve(config: FinetuneConfig, batch: int, training: Examples, validation: Examples | None) -> FinetuneConfig:
     steps = config.steps
     if steps is None and config.minutes is None:
         steps = math.ceil((config.epochs or 3) * training.per_epoch / batch)
@@ -131,7 +140,7 @@ def _resolve(config: FinetuneConfig, batch: int, training: Examples) -> Finetune
     warmup = config.warmup
     if warmup is None:
         warmup = 20 if steps is None else min(20, steps // 10)
-    often = max(1, steps // 10) if steps is not None else 50
+    often = max(1, steps // 10, _worth_evaluating(training, validation, batch)) if steps is not None else 50
     return replace(
         config,
         steps=steps,
@@ -139,7 +148,7 @@ def _resolve(config: FinetuneConfig, batch: int, training: Examples) -> Finetune
         lr=lr,
         min_lr=0.0 if config.min_lr is None else config.min_lr,
         warmup=warmup,
-        log_every=config.log_every or max(1, min(10, often)),
+        log_every=config.log_every or max(1, min(10, (steps or 100) // 10)),
         eval_every=config.eval_every or often,
         save_every=config.save_every or often,
     )

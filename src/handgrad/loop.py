@@ -6,12 +6,14 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -95,12 +97,14 @@ class Job:
     def ended(self) -> bool:
         return self.progress >= 1 or (self.config.patience is not None and self.stale >= self.config.patience)
 
-    def flop(self, first: int, count: int) -> int:
-        """Of the matrix products that these windows or examples take, counted from their real tokens and targets."""
-        _, targets, lengths = self.training.batch(first, count)
-        ranks = {name: adapter.down.shape[1] for name, adapter in lora.adapters_of(self.model).items()}
+    @cached_property
+    def adapter_ranks(self) -> dict[str, int]:
+        return {name: adapter.down.shape[1] for name, adapter in lora.adapters_of(self.model).items()}
+
+    def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
+        """Of the matrix products of a batch, counted from its real tokens and targets."""
         work = Work.of_batch(targets, lengths, self.model.config.causal)
-        return sum(flop(self.model.config, work, ranks, self.config.recompute))
+        return sum(flop(self.model.config, work, self.adapter_ranks, self.config.recompute))
 
     @property
     def learning_rate(self) -> float:
@@ -126,9 +130,10 @@ class Interval:
         self.flop = 0  # of this process
         self.losses: list[float] = []
 
-    def add(self, loss: float, lr: float, norm: float | None, norms: Norms) -> None:
+    def add(self, loss: float, lr: float, step: "Step") -> None:
         self.losses.append(loss)
-        self.lr, self.norm, self.norms = lr, norm, norms
+        self.flop += step.flop
+        self.lr, self.norm, self.norms = lr, step.norm, step.norms
 
     def record(self, job: Job) -> dict[str, Any]:
         seconds = job.seconds - self.seconds
@@ -171,23 +176,29 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
                 if ends or stopping:
                     return Outcome(job.step, ends, ends and job.progress < 1, loss, val_loss)
 
-            interval.flop += job.flop(*ranks.share(job.step * job.batch, job.batch)) if ranks.first else 0
             began = time.perf_counter()
             lr = job.learning_rate
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
-            loss, norm, norms = take_step(job, ranks)
+            step = take_step(job, ranks)
             took = time.perf_counter() - began
-            loss, asked, took = ranks.total(loss, stop.asked, took / ranks.size)
+            loss, asked, took = ranks.total(step.loss, stop.asked, took / ranks.size)
             stopping = asked > 0
             job.tokens += job.training.size(job.step * job.batch, job.batch)[0]
             job.step += 1
             job.seconds += took
-            interval.add(loss, lr, norm, norms)
+            interval.add(loss, lr, step)
 
 
-def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Norms]:
-    """This process's part of the loss, the gradient's norm before clipping, and a way to get it layer by layer."""
+class Step(NamedTuple):
+    loss: float  # this process's part of it
+    norm: float | None  # of the gradient, before clipping
+    norms: Norms
+    flop: int  # of this process
+
+
+def take_step(job: Job, ranks: Ranks) -> Step:
+    """Compute the gradient of the next batch and update the weights."""
     first, count = ranks.share(job.step * job.batch, job.batch)
     tokens, targets, lengths = job.training.batch(first, count)
     n_targets = job.training.size(job.step * job.batch, job.batch)[1]
@@ -195,7 +206,7 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Norms]:
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
             loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
-            return loss, job.optimizer.norm if job.config.clip else None, dict
+            return Step(loss, job.optimizer.norm if job.config.clip else None, dict, job.flop(targets, lengths))
         job.optimizer.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
@@ -214,7 +225,8 @@ def take_step(job: Job, ranks: Ranks) -> tuple[float, float | None, Norms]:
             f" than {units.number(job.config.lr or 0)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.config.clip))
-    return loss, norm, lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))
+    norms = lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))  # noqa: E731
+    return Step(loss, norm, norms, job.flop(targets, lengths))
 
 
 def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> str:
@@ -313,6 +325,8 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread can be told of signals
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._ask)
         return self

@@ -1,0 +1,98 @@
+"""`hg.train` and `hg.finetune`: the commands of the same names, from Python."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from rich.console import Console
+
+from .config import SHAPE, FinetuneConfig, TrainConfig
+from .display import Lines, Silent
+from .distributed import Ranks
+from .errors import HandgradError
+from .finetuning import make_job as prepare_finetuning
+from .lifecycle import Prepare, Request, Result, carry_out
+from .loop import make_job as prepare_training
+
+C = TypeVar("C", bound=TrainConfig)
+Sources = str | Path | Iterable[str | Path]
+
+
+def train(
+    data: Sources = (),
+    *,
+    model: str | Path = "nano",
+    out: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> Result:
+    """Train a model on text, as `handgrad train` does.
+
+    data      text files, folders or patterns; tiny Shakespeare unless given
+    model     a preset's name, or the folder of a model to continue from
+    out       folder of the run; the next free one in runs/ unless given
+    resume    create the run in `out`, or continue it if it is there
+    quiet     print nothing
+    options   every option of the command by its name, as in steps=500, lr=1e-3, n_blocks=2
+
+    result = hg.train("book.txt", steps=200)
+    result.model, result.folder, result.val_loss
+    """
+    return _run(TrainConfig, prepare_training, data, model, out, resume, quiet, options)
+
+
+def finetune(
+    model: str | Path,
+    data: Sources,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> Result:
+    """Fine-tune a model on examples, as `handgrad finetune` does: adapters, or with full=True all weights.
+
+    model     a model directory, the folder of a run, an adapter, or a name on the hub
+    data      files with examples, folders or patterns
+    others    as in `hg.train`; options such as rank=16, targets="c_attn,c_fc", epochs=3
+
+    result = hg.finetune("path/to/gpt2", "examples.jsonl", rank=8)
+    result.place                    the adapter's folder
+    """
+    return _run(FinetuneConfig, prepare_finetuning, data, model, out, resume, quiet, options)
+
+
+def _run(
+    kind: type[C], prepare: Prepare[C], data: Sources, model: str | Path, out: str | Path | None, resume: bool,
+    quiet: bool, options: dict[str, Any],
+) -> Result:  # fmt: skip
+    known = {f.name for f in fields(kind)} - {"shape", "clock"} | set(SHAPE)
+    for name in options:
+        if name not in known:
+            raise HandgradError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+    shape = {name: options.pop(name) for name in SHAPE if name in options}
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {
+        name: _several(value) if hints[name] == tuple[str, ...] else value for name, value in options.items()
+    }
+    if shape:
+        given["shape"] = tuple(sorted(shape.items()))
+    if sources := _several(data):
+        given["data"] = sources
+    if str(model) != kind.model:
+        given["model"] = str(model)
+    console = Console(emoji=False)
+    ranks = Ranks()
+    try:
+        display = Silent(console) if quiet or not ranks.first else Lines(console)
+        folder = None if out is None else Path(out)
+        return carry_out(Request(kind, prepare, given, folder, resume), ranks, display)
+    finally:
+        ranks.shutdown()
+
+
+def _several(value: Sources) -> tuple[str, ...]:
+    """One text or path stands for a list of one."""
+    return tuple(map(str, [value] if isinstance(value, str | Path) else value))
