@@ -1,7 +1,6 @@
 """Chat templates: what transformers renders is what we render, and the assistant's words are found exactly."""
 
 import json
-import random
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from handgrad import chat
 from handgrad.chat import ChatTemplate
 from handgrad.errors import HandgradError
-from handgrad.sandboxed import quick, templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
@@ -213,79 +211,6 @@ def test_content_in_parts_is_one_text() -> None:
     assert parts[0]["content"][0]["text"] == "Wh"
 
 
-# ── long conversations ──────────────────────────────────────────────────────────────────────────────────────────────
-
-# What the quick way must tell apart: for each template, whether it is expected to apply.
-LONG = {
-    **dict.fromkeys(TEMPLATES.values(), True),
-    # what is often seen
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}": True,
-    "{% for m in messages %}{% if loop.first and messages[0].role != 'system' %}[be good]{% endif %}{{ m.role ~ m.content }}"
-    "|{% endfor %}": True,
-    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content %}{% else %}"
-    "{% set rest = messages %}{% set system = false %}{% endif %}{% for m in rest %}{% if loop.index0 == 0 and system %}"
-    "{% set content = '<<' + system + '>>' + m.content %}{% else %}{% set content = m.content %}{% endif %}"
-    "{% if m.role == 'user' %}{{ bos_token + '[I] ' + content.strip() + ' [/I]' }}{% else %}{{ ' ' + content.strip() }}"
-    "{{ ' ' + eos_token }}{% endif %}{% endfor %}": True,
-    "{% for m in messages %}{% set content = '<h>' + m.role + '</h>' + m.content | trim + '<e>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}<h>assistant</h>{% endif %}": True,
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last and add_generation_prompt %}<assistant>{% endif %}"
-    "{% endfor %}": True,
-    "{% set ns = namespace(answered=false, n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ m.content ~ ns.n }}"
-    "{% set ns.answered = m.role == 'assistant' %}{% endfor %}"
-    "{% if add_generation_prompt and not ns.answered %}:{% endif %}": True,
-    "{% for m in messages %}{% if m.role == 'tool' and (loop.first or messages[loop.index0 - 1].role != 'tool') %}<t>"
-    "{% endif %}{{ m.content }}{% if m.role == 'tool' and (loop.last or messages[loop.index0 + 1].role != 'tool') %}</t>"
-    "{% endif %}|{% endfor %}": True,
-    "{% for m in messages %}{{ loop.previtem.role if loop.index0 }}>{{ m.content }}{{ loop.cycle('a', 'b') }}"
-    "{% endfor %}": True,
-    # what looks further, and is not incremental or has to be rendered every time
-    "{% for m in messages %}{{ m.content }}{% if loop.nextitem is defined %}.{% endif %}{% endfor %}": True,
-    "{% for m in messages %}{{ m.content }};{% endfor %}"
-    "{% if messages[-1].role == 'user' and add_generation_prompt %}:{% endif %}": True,
-    "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content %}{% endfor %}{{ ns.t }}": True,
-    "{% for m in messages[1:] %}{{ m.content }}{% else %}nothing{% endfor %}": True,
-    "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{{ m.role }}{% endfor %}": True,
-    "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}": False,
-    "{% for m in messages %}{{ m.content }}{% if loop.revindex == 3 %}!{% endif %}{% endfor %}": False,
-    "{% set x %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ x }}": False,
-    "{{ messages | map(attribute='content') | join(',') }},": False,
-    "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}{{ all() }}": False,
-    "{% for m in messages if m.role != 'system' %}{{ m.content ~ loop.index }}|{% endfor %}": False,
-    "{% for m in messages %}{% if loop.changed(m.role) %}<{{ m.role }}>{% endif %}{{ m.content }}{% endfor %}": False,
-    "{% set j = joiner('-') %}{% for m in messages %}{{ j() }}{{ m.content }}{% endfor %}": False,
-    "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{% endfor %}": False,
-    "{% set g = [1, 2, 3] | select %}{% for m in messages %}{{ m.content }}{{ g | first }}{% endfor %}": False,
-    "{% for m in messages %}{% for n in messages %}{{ n.content[:1] }}{% endfor %}{% endfor %}": False,
-    "{% for m in messages | reverse %}{{ m.content }}{% endfor %}": False,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("source", LONG)
-def test_long_conversations_are_cut_where_rendering_every_beginning_cuts_them(source: str) -> None:
-    template = templates.Template(source, SPECIAL, "2024-02-29")
-    dice = random.Random(source)
-    quickly = 0
-    for _ in range(25):
-        roles = [("user", "assistant")[i % 2] for i in range(dice.randrange(6, 24))]
-        if dice.random() < 0.5:
-            roles = [dice.choice(["user", "assistant", "tool"]) for _ in roles]
-        roles[0] = dice.choice(["user", "system"])
-        talk = [
-            {"role": role, "content": dice.choice([" a", "b ", "cd\n", "é;"]) + str(i)} for i, role in enumerate(roles)
-        ]
-        whole = template.render(talk, False)
-        exact = template.rendered_around(talk, whole)
-        around = quick.Quick(template).around(talk, whole, lambda i: (-1, -1))
-        turns = [i for i, role in enumerate(roles) if role == "assistant"]
-        found = {i: around(i) for i in turns} if around else {}
-        assert all(place in (exact(i), (-1, -1)) for i, place in found.items())
-        quickly += around is not None and all(found[i] != (-1, -1) for i in turns if i > 2)
-    assert quickly > 15 if LONG[source] else quickly == 0
-
-
 def test_a_long_conversation_says_the_same_as_a_short_one() -> None:
     talk = [{"role": ("user", "assistant")[i % 2], "content": f" {i} "} for i in range(400)]
     for name in TEMPLATES:
@@ -293,6 +218,8 @@ def test_a_long_conversation_says_the_same_as_a_short_one() -> None:
         assert [text.strip().removesuffix("</s>").strip() for text, learn in pieces if learn] == [
             str(i) for i in range(1, 400, 2)
         ]
+    with pytest.raises(HandgradError, match="a conversation of 401 messages; 400 is the limit"):
+        ChatTemplate(TEMPLATES[name], SPECIAL).segments([*talk, talk[0]])
 
 
 def test_where_a_template_is_found(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ TEMPLATES = [
     Case("a macro without end", nothing, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "recursion"),
     Case("nested brackets", nothing, template("{{ " + "(" * 100_000 + " }}"), "is not a chat template"),
     Case("an evil filter", nothing, template("{{ 'a' | center(10**9) }}"), "memory"),
-    Case("4,000 turns", nothing, template(CHATML, turns(4_000)), None),
+    Case("4,000 turns", nothing, template(CHATML, turns(4_000)), "400 is the limit"),
     Case("its file is a pipe", lambda d: os.mkfifo(d / "chat_template.jinja"), find, "it is a pipe"),
     Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than the 1 MB"),
     Case("settings are a pipe", lambda d: os.mkfifo(d / "tokenizer_config.json"), find, "it is a pipe"),

@@ -19,6 +19,7 @@ from .errors import shown as shown
 ROLES = ("system", "user", "assistant", "tool", "developer")
 REMEDY = "give one with --chat-template FILE"
 SOURCE_BYTES = reading.MB  # of a template
+LONGEST = 400  # messages of a conversation to learn from: each turn is found by rendering all before it
 
 Message = Mapping[str, Any]
 
@@ -48,6 +49,10 @@ class ChatTemplate:
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The conversation as pieces of text, True for those the assistant says, its end of turn included."""
+        if len(messages) > LONGEST:
+            raise HandgradError(
+                f"a conversation of {len(messages):,} messages; {LONGEST} is the limit: divide it into shorter ones"
+            )
         found = self._ask("segments", messages)
         if "changes" in found:
             raise HandgradError(

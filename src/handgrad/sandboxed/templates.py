@@ -1,14 +1,10 @@
 """Chat templates inside the child process: a conversation as text, and which parts of it the assistant says.
 
 What the assistant says is found by rendering twice, without any mark in the template: the conversation up to a turn, with
-the opening of the answer, has to be the beginning of the conversation with that turn. Rendering every beginning of a long
-conversation takes quadratic time; `quick.py` gets the same texts in linear time for templates that go through the
-messages one by one.
+the opening of the answer, has to be the beginning of the conversation with that turn.
 """
 
-import importlib
 import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -19,8 +15,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Messages = list[dict[str, Any]]
-Around = Callable[[int], tuple[int, int] | None]
-FEW = 8  # assistant turns; so many are rendered one by one
 
 
 class Mistake(Exception):
@@ -36,7 +30,6 @@ class Template:
 
     def __init__(self, source: str, special: dict[str, str], now: str):
         self.source, self.special, self.now = source, special, datetime.fromisoformat(now)
-        self._quick: Any = None
         try:
             self._template = environment(self.now).from_string(source)
         except jinja2.TemplateSyntaxError as reason:
@@ -47,47 +40,22 @@ class Template:
             raise Mistake(1, f"{reason}"[:2000] or type(reason).__name__) from None
 
     def render(self, messages: Messages, opening: bool) -> str:
-        return self._template.render(**self.given(messages, opening))
-
-    def given(self, messages: Any, opening: bool) -> dict[str, Any]:
-        return {
-            **self.special, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": opening,
-        }  # fmt: skip
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": opening}
+        return self._template.render(**self.special, **given)
 
     def segments(self, messages: Messages) -> dict[str, Any]:
         """{"text": the whole, "cuts": where the text changes between said by the assistant and not}; {"changes": i} if what
         comes before message i is not the beginning of the whole."""
         whole = self.render(messages, False)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        around = self.rendered_around(messages, whole)
-        if len(turns) > FEW:
-            around = self._quickly_around(messages, whole, turns, around) or around
         cuts = [0]
-        for i in turns:
-            found = around(i)
-            if found is None or found[0] < cuts[-1]:
-                return {"changes": i}
-            cuts += found
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.render(messages[:i], True)
+                after = whole if i + 1 == len(messages) else self.render(messages[: i + 1], False)
+                if not (cuts[-1] <= len(before) and after.startswith(before) and whole.startswith(after)):
+                    return {"changes": i}
+                cuts += [len(before), len(after)]
         return {"text": whole, "cuts": [*cuts[1:], len(whole)]}
-
-    def rendered_around(self, messages: Messages, whole: str) -> Around:
-        """Where an assistant's turn begins and ends in the whole, by rendering both; None if it is not to be found."""
-
-        def around(i: int) -> tuple[int, int] | None:
-            before = self.render(messages[:i], True)
-            after = whole if i + 1 == len(messages) else self.render(messages[: i + 1], False)
-            return (len(before), len(after)) if after.startswith(before) and whole.startswith(after) else None
-
-        return around
-
-    def _quickly_around(self, messages: Messages, whole: str, turns: list[int], exact: Around) -> Around | None:
-        quick = importlib.import_module("quick" if __name__ == "templates" else "handgrad.sandboxed.quick")
-        if self._quick is None:
-            self._quick = quick.Quick(self)
-        around: Around | None = self._quick.around(messages, whole, exact)
-        if around is None or any(around(i) != exact(i) for i in (turns[0], turns[len(turns) // 2], turns[-1])):
-            return None
-        return around
 
 
 class _Generation(Extension):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 0.5  # of processor time for one request, and for each byte of it
+SECONDS = 1.0  # of processor time for one request, and for each byte of it
 SECONDS_PER_BYTE = 5e-6
 MEMORY = 200_000_000  # bytes above what the process has when it starts, and for each byte of the request
 MEMORY_PER_BYTE = 20
