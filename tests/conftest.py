@@ -1,9 +1,17 @@
 """What every test shares: the table of tolerances, and models with weights large enough that nothing is nearly zero."""
 
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import handgrad as hg
+from handgrad import manifest
+from handgrad.cli import main
 from handgrad.verify import TOLERANCE as TOLERANCE  # the one table: of whole models
 
 torch.set_num_threads(1)  # the matrices are small: a second thread would only wait
@@ -27,6 +35,35 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: objec
         for p in model.parameters():
             p += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
     return model
+
+
+def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
+    """A model directory as another tool leaves it, without handgrad's manifest: a test may change its files."""
+    hg.save(model, folder, **options)  # type: ignore[arg-type]
+    (folder / manifest.FILE).unlink()
+
+
+def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which spares the seconds that starting one takes."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["handgrad", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
+
+
+def group(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command, or a script, in n processes of one group, without what torchrun takes to start them."""
+    script = Path(__file__).parent / "forked.py"
+    return subprocess.run(
+        [sys.executable, script, str(n), *map(str, arguments)], capture_output=True, text=True, check=False
+    )
 
 
 def make_batch(

@@ -15,8 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +23,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import forked
 import handgrad.files
-from handgrad.cli import app
+from forked import command
 
 CALLS = ("rename", "replace", "fsync", "unlink", "remove", "rmdir", "mkdir", "chmod")
 TEXT = "".join(f"{n} green bottles hanging on the wall\n" for n in range(200))
@@ -79,44 +78,18 @@ class Hooks:
         self.point += 1
 
 
-def start(arguments: list[str], hooks: Hooks | None = None, environment: dict[str, str] | None = None) -> int:
-    """Fork a process that runs the command. Returns its number."""
-    child = os.fork()
-    if child:
-        return child
-    code = 70
-    try:
-        os.environ.update(environment or {})
+def run(arguments: list[str], processes: int, hooks: Hooks | None = None, attempt: int = 0) -> int:
+    """Run the command in one process or several, the first with hooks, and wait. Returns its exit code."""
+
+    def act(first: bool) -> None:
         with open("log.txt", "a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        if hooks is not None:
+        if first and hooks is not None:
             hooks.install()
-        app(arguments, standalone_mode=False)
-        code = 0
-    except BaseException as reason:
-        print(f"{type(reason).__name__}: {reason}", file=sys.stderr, flush=True)
-    os._exit(code)
+        command(*arguments)()
 
-
-def run(arguments: list[str], processes: int, hooks: Hooks | None = None, attempt: int = 0) -> int:
-    """Run the command in one process or several and wait. Returns the exit code of the first process."""
-    if processes == 1:
-        return _wait(start(arguments, hooks))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    children = [
-        start(arguments, hooks if rank == 0 else None, {**group, "RANK": str(rank)}) for rank in range(processes)
-    ]
-    codes = [_wait(child) for child in children]
-    return codes[0]
-
-
-def _wait(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return forked.run([functools.partial(act, rank == 0) for rank in range(processes)], attempt)[0]
 
 
 def outcome(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -180,9 +153,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--kills", type=int, default=100)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # imports half of torch: once, before any fork
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    forked.warm_up()
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         os.environ["HANDGRAD_CACHE"] = f"{place}/cache"
         print(json.dumps(check(options.command, options.processes, options.kills)))

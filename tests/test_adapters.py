@@ -12,6 +12,7 @@ import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad import lora
 from handgrad.layers import LoRA
+from handgrad.manifest import FILE
 from handgrad.verify import directional_error, relative_error
 
 SHAPE = {"n_vocab": 31, "n_context": 16, "d_model": 8, "n_heads": 2, "n_blocks": 2}
@@ -382,6 +383,7 @@ def broken(tmp_path: Path, change: Any) -> Path:
     model = small()
     lora.inject(model, 2, dora=True)
     lora.save(model, tmp_path / "adapter")
+    (tmp_path / "adapter" / FILE).unlink()  # as if another tool had written it
     change(tmp_path / "adapter")
     return tmp_path / "adapter"
 

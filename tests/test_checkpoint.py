@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
-from conftest import make_batch, make_model
+from conftest import make_batch, make_model, save_as_others
 from handgrad.config import LIMITS, FinetuneConfig, LoRAConfig, TrainConfig
 from handgrad.layers import LoRA
+from handgrad.manifest import FILE
 from handgrad.verify import relative_error
 
 SHAPES = [{}, {"tied": False}, {"d_hidden": 7, "activation": "relu"}, {"n_heads": 1, "eps": 1e-3, "activation": "gelu"}]
@@ -71,7 +72,7 @@ def test_our_own_round_trip_is_exact(shape: dict[str, object], tmp_path: Path) -
 
 def test_broken_directories(tmp_path: Path) -> None:
     model = make_model(dtype=torch.float32)
-    hg.save(model, tmp_path / "m")
+    save_as_others(model, tmp_path / "m")
 
     def refuses(message: str) -> None:
         with pytest.raises(hg.HandgradError, match=message):
@@ -105,7 +106,7 @@ def test_broken_directories(tmp_path: Path) -> None:
 
 def test_old_checkpoints_carry_mask_buffers(tmp_path: Path) -> None:
     model = make_model(dtype=torch.float32)
-    hg.save(model, tmp_path / "m")
+    save_as_others(model, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
     save_file(tensors, tmp_path / "m" / "model.safetensors")
@@ -113,7 +114,7 @@ def test_old_checkpoints_carry_mask_buffers(tmp_path: Path) -> None:
 
 
 def test_empty_weights(tmp_path: Path) -> None:
-    hg.save(make_model(dtype=torch.float32), tmp_path / "m")
+    save_as_others(make_model(dtype=torch.float32), tmp_path / "m")
     save_file({}, tmp_path / "m" / "model.safetensors")
     with pytest.raises(hg.HandgradError, match="are missing"):
         hg.load(tmp_path / "m")
@@ -156,7 +157,7 @@ def test_a_saved_model_has_nothing_of_another_model_beside_it(tmp_path: Path) ->
     model = make_model(seed=1, n_vocab=13)
     hg.save(model, tmp_path / "m")
     there = {f.name for f in (tmp_path / "m").iterdir()}
-    assert there == {"config.json", "model.safetensors", "figures", *USERS}
+    assert there == {"config.json", "model.safetensors", FILE, "figures", *USERS}
     assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
 
 
@@ -165,7 +166,7 @@ def test_a_model_saved_where_it_came_from_keeps_its_tokenizer(tmp_path: Path) ->
     (tmp_path / "link").symlink_to("m")
     hg.save(hg.load(tmp_path / "m"), tmp_path / "link")
     there = {f.name for f in (tmp_path / "m").iterdir()}
-    assert there == {"config.json", "model.safetensors", "figures", *OLD_FILES, *USERS}
+    assert there == {"config.json", "model.safetensors", FILE, "figures", *OLD_FILES, *USERS}
 
 
 def test_weights_that_cannot_be_read_are_not_called_missing(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_weights_that_cannot_be_read_are_not_called_missing(tmp_path: Path) -> N
 
 
 def test_no_model_is_built_before_its_tensors_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hg.save(make_model(), tmp_path / "m")
+    save_as_others(make_model(), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"n_layer": 1000}))
     built: list[int] = []
@@ -330,7 +331,7 @@ def test_we_write_shards_and_dtypes_that_transformers_opens(dtype: torch.dtype, 
     new = theirs.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)[:, 9:]
     assert torch.equal(new, hg.generate(ours, tokens, 4))
     hg.save(model, tmp_path / "m")  # in one file again: the shards are gone
-    assert sorted(f.name for f in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(f.name for f in (tmp_path / "m").iterdir()) == ["config.json", FILE, "model.safetensors"]
     assert torch.equal(hg.load(tmp_path / "m").logits(tokens), model.logits(tokens))
 
 
@@ -344,7 +345,7 @@ def test_numbers_that_do_not_fit_into_float16_are_named(tmp_path: Path) -> None:
 
 
 def test_tensors_of_another_model_and_pickled_weights_are_refused(tmp_path: Path) -> None:
-    hg.save(make_model(dtype=torch.float32), tmp_path / "m")
+    save_as_others(make_model(dtype=torch.float32), tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file({**load_file(file), "transformer.h.5.ln_1.weight": torch.zeros(12)}, tmp_path / "x")
     (tmp_path / "x").rename(file)
@@ -357,7 +358,7 @@ def test_tensors_of_another_model_and_pickled_weights_are_refused(tmp_path: Path
 
 def test_a_stored_head_counts_more_than_the_configuration(tmp_path: Path) -> None:
     model = make_model(tied=False, dtype=torch.float32)
-    hg.save(model, tmp_path / "m")
+    save_as_others(model, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     tokens = torch.randint(11, (1, 9))

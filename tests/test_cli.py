@@ -14,12 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import handgrad as hg
-from conftest import make_model
+from conftest import handgrad, make_model
 from handgrad import cli, cli_explain, plan_report, tokenizer, units
-
-
-def handgrad(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "handgrad", *arguments], capture_output=True, text=True, check=False)
 
 
 def test_verify_writes_json_to_stdout() -> None:
@@ -73,7 +69,7 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(cli, "out", Console(emoji=False, width=width))
     done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
     lines = done.stdout.splitlines()
     names = lines[1].split()
@@ -101,7 +97,7 @@ def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(cli, "out", Console(emoji=False, width=160))
     (row,) = [line for line in handgrad("verify", "--only", "R1").stdout.splitlines() if "R1" in line]
     assert "printed" in row and "right" in row
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import handgrad as hg
+from conftest import handgrad
 from handgrad import data, lora, models
 from handgrad.run import Run
-from test_run import finetune_options, handgrad, train_options
+from test_run import finetune_options, train_options
 
 CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
 

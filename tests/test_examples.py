@@ -518,7 +518,7 @@ def test_contents_in_parts(tmp_path: Path) -> None:
     found, _ = read(lines(tmp_path, {"messages": parts}))
     assert found.fingerprint == read(lines(tmp_path, {"messages": TALK}))[0].fingerprint
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(HandgradError, match=r"message 1: its content is .*not a string or a list of texts"):
+    with pytest.raises(HandgradError, match=r"message 1: its content is .*not a string or a list of text parts"):
         read(lines(tmp_path, {"messages": image}))
 
 

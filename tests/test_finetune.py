@@ -1,8 +1,6 @@
 """handgrad finetune, merge and convert as a user meets them; peft and transformers open what comes out."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import handgrad as hg
-from handgrad import finetune, lora, merging, tokenizer
+from conftest import group
+from handgrad import finetuning, lora, merging, tokenizer
 from handgrad.cli import app
 from handgrad.config import FinetuneConfig
 from handgrad.distributed import Ranks
 from handgrad.loop import take_step
+from handgrad.manifest import FILE
 from handgrad.run import Run
 from handgrad.verify import relative_error
 
@@ -79,7 +79,7 @@ def test_an_adapter_comes_out_that_peft_opens(place: Path) -> None:
     losses = [r["val_loss"] for r in run.records() if "val_loss" in r]
     assert losses[-1] < losses[0] - 0.1
     assert {f.name for f in (place / "run" / "adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", FILE
     }  # fmt: skip
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "run/adapter").eval()
     ours = hg.load("run/adapter")
@@ -100,7 +100,7 @@ def test_resuming_is_exact(place: Path, options: list[object]) -> None:
     for name in "ab":
         done = handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--out", name, *quick)
         assert done.exit_code == 0, done.exception
-    (place / "b" / "checkpoints" / "step-00000009" / "training.json").write_text("{")
+    (place / "b" / "checkpoints" / "step-00000009" / FILE).write_text("{")
     again = handgrad("finetune", "--resume", "--out", "b")
     assert again.exit_code == 0 and "from step 8" in again.stdout, again.exception
     file = "model.safetensors" if "--full" in options else "adapter_model.safetensors"
@@ -131,8 +131,9 @@ def test_it_ends_early_and_keeps_the_best(place: Path) -> None:
     best = min(losses, key=losses.__getitem__)
     assert max(losses) == best + 6 < 60
     again = handgrad("finetune", "--resume", "--out", "run")
-    assert "--patience" in str(again.exception)
-    tokens, targets, lengths = finetune.make_job(config(), Ranks(), Quiet()).validation.batch(0, 4, shuffle=False)
+    assert again.exit_code == 0 and "no longer fell" in again.stdout
+    assert "--patience" in str(handgrad("finetune", "--resume", "--out", "run", "--patience", 2).exception)
+    tokens, targets, lengths = finetuning.make_job(config(), Ranks(), Quiet()).validation.batch(0, 4, shuffle=False)
     assert hg.load("run/adapter").loss(tokens, targets, lengths) == pytest.approx(losses[best], rel=1e-5)
 
 
@@ -226,7 +227,7 @@ def test_the_curve_is_that_of_peft(place: Path, monkeypatch: pytest.MonkeyPatch)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    job = finetune.make_job(config(dtype="float64", dora=True, clip=0.0, lr=0.01), Ranks(), Quiet())
+    job = finetuning.make_job(config(dtype="float64", dora=True, clip=0.0, lr=0.01), Ranks(), Quiet())
     lora.save(job.model, "start")
     base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float64)
     theirs = PeftModel.from_pretrained(base, "start", is_trainable=True).double().eval()
@@ -234,8 +235,8 @@ def test_the_curve_is_that_of_peft(place: Path, monkeypatch: pytest.MonkeyPatch)
         [p for p in theirs.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0, betas=(0.9, 0.99)
     )
     for step in range(10):
-        for group in (*job.optimizer.param_groups, *optimizer.param_groups):
-            group["lr"] = 0.01
+        for options in (*job.optimizer.param_groups, *optimizer.param_groups):
+            options["lr"] = 0.01
         tokens, targets, lengths = job.training.batch(step * job.batch, job.batch)
         pad = torch.nn.utils.rnn.pad_sequence
         logits = theirs(
@@ -260,11 +261,7 @@ def test_two_processes_train_the_same(place: Path) -> None:
     arguments = ["finetune", "--model", "base", "--data", "data.jsonl", "--steps", "4", "--dtype", "float64"]
     arguments += ["--batch-examples", "5", "--sample-tokens", "0"]
     assert handgrad(*arguments, "--out", "one").exit_code == 0
-    two = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "handgrad",
-         *arguments, "--out", "two"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    two = group(2, *arguments, "--out", "two")
     assert two.returncode == 0, two.stderr
     a, b = adapter_weights(place / "one" / "adapter"), adapter_weights(place / "two" / "adapter")
     assert set(a) == set(b) and all(a[name].norm() > 0 for name in a), "every factor has learned"
@@ -376,6 +373,7 @@ def test_a_converted_model_opens_in_transformers(place: Path, dtype: str) -> Non
 
 
 def test_what_a_directory_says_beyond_the_shape_comes_along(place: Path) -> None:
+    (place / "base" / FILE).unlink()  # as if another tool had written it
     file = place / "base" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 7, "resid_pdrop": 0.3}))
     (place / "base" / "generation_config.json").write_text('{"eos_token_id": 7}')

@@ -11,7 +11,7 @@ from handgrad.files import exchange
 
 
 @pytest.mark.parametrize(
-    ("command", "processes", "kills"), [("train", 1, 12), ("finetune", 1, 12), ("train", 2, 3), ("finetune", 2, 3)]
+    ("command", "processes", "kills"), [("train", 1, 10), ("finetune", 1, 10), ("train", 2, 2), ("finetune", 2, 2)]
 )
 def test_a_run_killed_at_a_system_call_ends_as_if_undisturbed(
     command: str, processes: int, kills: int, tmp_path: Path

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import handgrad as hg
-from handgrad.cli import app
+from conftest import group, handgrad
 from handgrad.files import LEFTOVER, exchange, sweep, write_folder, write_text
 from handgrad.run import Run
 
@@ -21,15 +20,6 @@ TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them s
 SMALL = ["--n-blocks", "1", "--d-model", "8", "--n-heads", "1", "--n-context", "16", "--batch-tokens", "64"]
 SMALL += ["--eval-every", "2", "--eval-batches", "1", "--save-every", "2", "--sample-tokens", "0", "--log-every", "2"]
 COMMANDS = ("train", "finetune")
-
-
-def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    error = done.exception
-    if error is not None and not isinstance(error, hg.HandgradError | SystemExit):
-        raise error  # a traceback is never an answer
-    code = 1 if isinstance(error, hg.HandgradError) else done.exit_code
-    return subprocess.CompletedProcess(list(arguments), code, done.stdout, f"{done.stderr}{error}")
 
 
 @pytest.fixture(scope="module")
@@ -415,16 +405,6 @@ def test_leftovers_in_use_are_spared_and_abandoned_ones_swept(tmp_path: Path) ->
 # ── several processes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def torchrun(*arguments: object, restarts: int = 0, code: str = "") -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    script = ["-m", "handgrad"]
-    if code:
-        Path("script.py").write_text(code)
-        script = ["script.py"]
-    whole = [*run, "--max-restarts", str(restarts), *script, *map(str, arguments)]
-    return subprocess.run(whole, capture_output=True, text=True, check=False)
-
-
 DIES_ONCE = """
 import os, sys, signal
 from handgrad import loop
@@ -440,7 +420,10 @@ main()
 
 
 def test_torchrun_restarts_a_run_and_a_lost_peer_is_one_line(made: Path, place: Path) -> None:
-    done = torchrun("train", *train_options(made), "--dtype", "float64", "--out", "two", restarts=1, code=DIES_ONCE)
+    Path("script.py").write_text(DIES_ONCE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    whole = [*launch, "--max-restarts", "1", "script.py", "train", *train_options(made), "--out", "two"]
+    done = subprocess.run([*map(str, whole)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "resuming two from step 2" in done.stdout and "finished after 6 steps" in done.stdout
     ours = [line for line in done.stderr.splitlines() if line.startswith(("handgrad:", "handgrad, "))]
@@ -464,9 +447,10 @@ main()
 
 
 def test_every_process_prints_its_own_reason_once(made: Path, place: Path) -> None:
-    done = torchrun("train", *train_options(made), "--out", "two", code=FAILS_ON_ONE)
+    Path("script.py").write_text(FAILS_ON_ONE)
+    done = group(2, "script.py", "train", *train_options(made), "--out", "two")
     ours = [line for line in done.stderr.splitlines() if line.startswith(("handgrad:", "handgrad, "))]
     assert "handgrad, process 1: no more paper" in ours and len(ours) <= 2, done.stderr
-    done = torchrun("train", "--data", made / "text.txt", "--n-context", 100_000, "--out", "three")
+    done = group(2, "train", "--data", made / "text.txt", "--n-context", 100_000, "--out", "three")
     ours = [line for line in done.stderr.splitlines() if line.startswith(("handgrad:", "handgrad, "))]
     assert len(ours) == 1 and "too few for a context" in ours[0], done.stderr

@@ -1,7 +1,6 @@
 """handgrad train as a user meets it: real processes, real signals, real kills."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,11 +12,10 @@ import pytest
 import torch
 from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import handgrad as hg
+from conftest import group, handgrad
 from handgrad import optim
-from handgrad.cli import app
 from handgrad.cli_training import _read_config
 from handgrad.config import TrainConfig
 from handgrad.distributed import Ranks
@@ -42,10 +40,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process, which spares the seconds it takes to start one."""
-    done = CliRunner().invoke(app, ["train", *map(str, arguments)])
-    code = 1 if isinstance(done.exception, hg.HandgradError) else done.exit_code
-    return subprocess.CompletedProcess(command(*arguments), code, done.stdout, f"{done.stderr}{done.exception}")
+    return handgrad("train", *arguments)
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -186,7 +181,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> No
         (["--n-context", "100000"], "too few for a context"),
         (["--resume"], "no run to resume in runs/"),
         (["--resume", "--out", "."], "is not the folder of a run"),
-        (["--lr", "-1"], "--lr must be above 0"),
+        (["--lr", "-1"], "--lr must be a number above 0"),
         (["--lr", "nan"], "--lr must be a number"),
         (["--optimizer", "LBFGS"], "choose another optimizer"),
         (["--tokenizer", "bpe:100"], "--tokenizer bpe:100: give bpe:N"),
@@ -278,8 +273,8 @@ def test_the_curve_is_that_of_autograd(text: Path, dtype: str, limit: float) -> 
     c = job.config
     optimizer = optim.maker(c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))(twin.parameters())
     for step in range(100):
-        for group in (*job.optimizer.param_groups, *optimizer.param_groups):
-            group["lr"] = job.learning_rate
+        for options in (*job.optimizer.param_groups, *optimizer.param_groups):
+            options["lr"] = job.learning_rate
         ours = take_step(job, Ranks()).loss
         optimizer.zero_grad()
         loss = twin(*job.training.batch(step * job.batch, job.batch)[:2])
@@ -335,7 +330,7 @@ def test_any_number_of_processes_trains_the_same(text: Path, tmp_path: Path, opt
     assert handgrad_train(*base, "--out", tmp_path / "1").returncode == 0
     truth = weights(tmp_path / "1", 10)
     for n in (2, 4):
-        done = torchrun(n, *base, "--out", tmp_path / str(n))
+        done = group(n, "train", *base, "--out", tmp_path / str(n))
         assert done.returncode == 0, done.stderr
         found = weights(tmp_path / str(n), 10)
         for name, value in truth.items():
@@ -380,12 +375,9 @@ ranks.shutdown()
 def test_gradients_of_uneven_shares_add_up(tmp_path: Path) -> None:
     (tmp_path / "g.py").write_text(GRADIENTS)
     found = []
-    for n in (1, 2, 4):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    for n in (1, 4):
         file = tmp_path / f"{n}.safetensors"
-        done = subprocess.run(
-            [*launch, str(tmp_path / "g.py"), str(file)], capture_output=True, text=True, check=False, env=os.environ
-        )
+        done = group(n, tmp_path / "g.py", file)
         assert done.returncode == 0, done.stderr
         found.append(load_file(file))
     for other in found[1:]:

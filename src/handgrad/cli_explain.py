@@ -136,11 +136,14 @@ def _train_on_the_spot() -> Path:
     from .distributed import Ranks
     from .lifecycle import Request, carry_out
     from .loop import make_job
-    from .run import RUNS
+    from .run import RUNS, Run
 
     folder = cache_folder() / "explain" / f"nano-{STEPS}"
+    trained = next(Run(folder).usable(), None)
+    if trained is not None and trained.step >= STEPS:
+        return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    if not folder.exists():
+    if trained is None:
         display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()

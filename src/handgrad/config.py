@@ -21,7 +21,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "steps": _COUNT, "batch_tokens": _COUNT, "batch_examples": _COUNT, "warmup": (0, 10**12), "log_every": _COUNT,
     "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,
     "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1),
-    "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e6), "min_lr": (0, 1e6), "weight_decay": (0, 1e6), "clip": (0, 1e38),
+    "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e38), "min_lr": (0, 1e38), "weight_decay": (0, 1e6),
+    "clip": (0, 1e38),
 }  # fmt: skip
 _ABOVE = ("alpha", "epochs", "minutes", "lr")  # these may not be the least itself
 PATTERNS = 4096  # in a configuration

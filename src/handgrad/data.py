@@ -12,7 +12,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import HandgradError, shown
-from .files import sync
+from .files import new_file, rename_onto
 from .material import cache_folder
 from .reading import MB, check_regular, check_unicode, open_regular, parse_json
 from .tokenizer import Tokenizer, cut_place
@@ -82,21 +81,16 @@ def from_stdin() -> Path:
     folder = cache_folder() / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    handle, partial = tempfile.mkstemp(prefix=".", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            while piece := sys.stdin.buffer.read(CHUNK):
-                if b"\0" in piece:
-                    raise HandgradError("standard input is not text, it holds zero bytes")
-                digest.update(piece)
-                file.write(piece)
-        if not Path(partial).stat().st_size:
+    with new_file(folder) as file:
+        while piece := sys.stdin.buffer.read(CHUNK):
+            if b"\0" in piece:
+                raise HandgradError("standard input is not text, it holds zero bytes")
+            digest.update(piece)
+            file.write(piece)
+        if not file.tell():
             raise HandgradError("standard input was empty")
         target = folder / f"{digest.hexdigest()[:32]}.txt"
-        os.replace(partial, target)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+        rename_onto(file, target)
     return target
 
 
@@ -201,15 +195,9 @@ def prepare(
         except HandgradError:
             path.unlink()  # a cache can be made again
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(prefix=".", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            _write(out, path.stem, texts(files, field), tokenizer, progress)
-        sync(Path(partial))
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with new_file(path.parent) as out:
+        _write(out, path.stem, texts(files, field), tokenizer, progress)
+        rename_onto(out, path)
     return read(path)
 
 

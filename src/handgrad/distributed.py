@@ -128,13 +128,17 @@ class Ranks:
         if self.size == 1:
             return True
         with contextlib.suppress(Exception):  # the store may be gone with the process that kept it
+            end = time.monotonic() + PATIENCE
             if self.first:
                 self.store.set("error", error)
+                while self.keeps_store and self.store.add("seen", 0) < self.size - 1 and time.monotonic() < end:
+                    time.sleep(0.02)  # the store ends with this process
                 return True
-            end = time.monotonic() + PATIENCE
             while time.monotonic() < end:
                 if self.store.check(["error"]):
-                    return bool(self.store.get("error").decode() != error)
+                    same = self.store.get("error").decode() == error
+                    self.store.add("seen", 1)
+                    return not same
                 time.sleep(0.02)
         return True
 
@@ -144,7 +148,8 @@ class Ranks:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself keeps the store
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         library: Any = dist  # its stores are public, but not typed
-        store = library.TCPStore(address, port, self.size, is_master=self.first and not agent, wait_for_workers=False)
+        self.keeps_store = self.first and not agent
+        store = library.TCPStore(address, port, self.size, is_master=self.keeps_store, wait_for_workers=False)
         return library.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     @contextlib.contextmanager

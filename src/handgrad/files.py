@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import HandgradError
 
@@ -55,21 +56,31 @@ def write_text(path: Path, text: str) -> None:
         return
     path = path.resolve()
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    sweep(path.parent)
-    handle, name = tempfile.mkstemp(prefix=f"{LEFTOVER}new.", dir=path.parent)
-    partial = Path(name)
+    with new_file(path.parent) as file:
+        file.write(text.encode())
+        os.chmod(file.name, mode)
+        rename_onto(file, path)
+
+
+@contextlib.contextmanager
+def new_file(folder: Path) -> Iterator[BinaryIO]:
+    """A file without a name yet, open for writing; gone afterwards, unless `rename_onto` gives it one."""
+    sweep(folder)
+    handle, partial = tempfile.mkstemp(prefix=f"{LEFTOVER}new.", dir=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            os.chmod(partial, mode)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(partial, path)
-        sync(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        with open(partial, "wb", opener=lambda *_: handle) as file:
+            yield file
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def rename_onto(file: BinaryIO, path: Path) -> None:
+    """Flush a file of `new_file` to the disk and give it its name."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(file.name, path)
+    sync(path.parent)
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str] = ()) -> None:

@@ -76,7 +76,7 @@ def check_present(folder: Path) -> None:
         return
     for name, expected in found["files"].items():
         path = folder / name
-        if path.is_file() and _sha256(path) != expected["sha256"]:
+        if path.is_file() and (path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]):
             raise DamagedError(
                 f"{path} is damaged: it is not what handgrad wrote there. Restore it; if it was changed on purpose, delete"
                 f" {FILE} beside it"
