@@ -35,8 +35,10 @@ browser:
 	echo "There is no Chromium here: the tests of the explain page in a real browser are LEFT OUT."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
-long: $(VENV)/.ready-for-tests  # proofs that take minutes each
-	HANDGRAD_KILLS=30 $(BIN)/python -m pytest tests/test_train.py -k killed
+long: $(VENV)/.ready-for-tests  # proofs that take minutes each: changed bytes, and kills at system calls
+	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
+	for processes in 1 2; do for command in train finetune; do \
+	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 || exit 1; done; done
 
 lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check src tests bench
