@@ -3,7 +3,6 @@
 Each change must be noticed, or change nothing; it never ends in a traceback. `make long` does ten thousand.
 """
 
-import json
 import os
 import random
 import shutil
@@ -15,10 +14,9 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import handgrad
 from handgrad import data, lora, models
 from handgrad.run import Run
-from test_run import finetune_options, train_options
+from test_run import make_runs
 
 CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
 
@@ -26,16 +24,7 @@ CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of train, one of finetune, adapters and models that were saved by hand, and token caches."""
-    place = tmp_path_factory.mktemp("corruption")
-    os.environ["HANDGRAD_CACHE"] = str(place / "cache")
-    try:
-        (place / "text.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(200)))
-        lines = [json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) for i in range(40)]
-        (place / "examples.jsonl").write_text("\n".join(lines))
-        assert handgrad("train", *train_options(place), "--out", place / "train").returncode == 0
-        assert handgrad("finetune", *finetune_options(place), "--out", place / "finetune").returncode == 0
-    finally:
-        del os.environ["HANDGRAD_CACHE"]
+    place = make_runs(tmp_path_factory.mktemp("corruption"))
     model = hg.load(place / "train")
     hg.save(model, place / "saved")
     lora.inject(model, rank=2, targets="all-linear")

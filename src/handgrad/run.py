@@ -13,6 +13,7 @@ damaged for a reason, or absent. Damaged checkpoints are never deleted.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -82,7 +83,8 @@ class Run:
             raise HandgradError(f"another process is training into {self.folder}: wait for it, or stop it") from None
         except OSError as reason:
             self.release()
-            raise HandgradError(f"cannot lock {self.folder / LOCK}: {reason.strerror}; remove it") from None
+            why = "it is a symbolic link; remove it" if reason.errno == errno.ELOOP else reason.strerror
+            raise HandgradError(f"cannot lock {self.folder / LOCK}: {why}") from None
 
     def release(self) -> None:
         if self._lock is not None:
