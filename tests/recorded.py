@@ -31,7 +31,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "not causal": {"shape": {"causal": False}, "dtype": "float64"},
     "LoRA": {"lora": {"rank": 3, "targets": "all-linear"}},
     "DoRA with dropout": {"lora": {"rank": 2, "targets": ["c_attn", "lm_head"], "dora": True, "dropout": 0.25}},
-    "LoRA-FA, layers kept whole": {"lora": {"rank": 4, "targets": ["c_fc"], "freeze_down": True, "modules_to_save": ["ln_f"]}},
+    "LoRA-FA, layers kept whole": {
+        "lora": {"rank": 4, "targets": ["c_fc"], "freeze_down": True, "modules_to_save": ["ln_f"]}
+    },
 }  # fmt: skip
 
 
