@@ -17,8 +17,7 @@ from bench.sizes import SIZES, TINY
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
-    "train": {"handgrad", "eager autograd", "handgrad train", "bare products"}
-    | ({"torch.compile"} if scenarios.can_compile() else set()),
+    "train": {"handgrad", "eager autograd", "handgrad train", "bare products"},
     "memory": {"handgrad", "eager autograd", "handgrad, lean"},
     "lora": {"handgrad", "transformers + peft"},
     "sft": {"handgrad", "transformers + peft"},
@@ -100,7 +99,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert ended.value.code == 1 and "the gradients differ" in shown.err and shown.out == ""
 
 
-@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (0.59, False), (0.61, True), (5.0, True)])
+@pytest.mark.parametrize(("load", "busy"), [(0.59, False), (0.61, True)])
 def test_a_busy_machine_is_named(
     load: float, busy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,9 +41,11 @@ SHAPES = {
 LENGTHS = {"one token": [1], "one sequence": [8], "uneven": [5, 1, 9], "equal": [6, 6]}
 
 
-# twelve blocks are verified once: what they add is depth, whatever the lengths
+# Every shape on sequences of uneven length; every kind of lengths on the shapes that attention treats differently.
 @pytest.mark.parametrize(
-    ("shape", "lengths"), [(s, n) for s in SHAPES for n in LENGTHS if s != "twelve blocks" or n == "uneven"]
+    ("shape", "lengths"),
+    [(s, "uneven") for s in SHAPES]
+    + [(s, n) for s in ("one block", "d_ρ ≠ d_h", "not causal") for n in LENGTHS if n != "uneven"],
 )
 def test_every_signal_and_gradient(shape: str, lengths: str) -> None:
     """float64 ≤ 1e-10 against autograd, finite differences, and the same weights in float32 ≤ 1e-4"""
