@@ -21,7 +21,7 @@ from .errors import HandgradError
 
 LEFTOVER = ".handgrad-"
 REPLACED = f"{LEFTOVER}old."  # followed by the name the folder had
-SETTLED = 10  # seconds after which an unlocked leftover has no owner
+SETTLED = 10  # seconds after which an unlocked leftover of a running process has no owner
 
 
 def sync(path: Path) -> None:
@@ -66,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
 def new_file(folder: Path) -> Iterator[BinaryIO]:
     """A file without a name yet, open for writing; gone afterwards, unless `rename_onto` gives it one."""
     sweep(folder)
-    handle, partial = tempfile.mkstemp(prefix=f"{LEFTOVER}new.", dir=folder)
+    handle, partial = tempfile.mkstemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with open(partial, "wb", opener=lambda *_: handle) as file:
@@ -91,7 +91,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
         raise HandgradError(f"{folder} is the folder you are in, which cannot be replaced whole: write from outside it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent)
-    partial = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}new.", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder.parent))
     try:
         with _claimed(partial):
             fill(partial)
@@ -114,7 +114,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that a half-deleted one never bears its name."""
-    doomed = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}gone.", dir=folder.parent))
+    doomed = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}gone.{os.getpid()}.", dir=folder.parent))
     os.rename(folder, doomed)  # onto an empty folder
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -142,7 +142,7 @@ def _abandoned(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if time.time() - os.fstat(handle).st_mtime < SETTLED:
+        if _is_running(path) and time.time() - os.fstat(handle).st_mtime < SETTLED:
             return False  # perhaps it was made just now, and the lock comes next
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -150,6 +150,18 @@ def _abandoned(path: Path) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the process that a leftover names is there, or may be."""
+    number = next((part for part in path.name.split(".") if part.isdigit()), "")
+    try:
+        os.kill(int(number or os.getpid()), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
 
 
 @contextlib.contextmanager
