@@ -312,7 +312,7 @@ def test_a_run_of_finetune_is_planned_and_verified_alike(place: Path, no_timing:
     assert "--n-blocks goes with presets" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
     same = invoke("finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn", "--targets", "lm_head",
                   "--out", "runs/two", *TINY)  # fmt: skip
-    assert same.exit_code == 0 and f"{adapters:,} of them train" in same.output
+    assert same.exit_code == 0 and f"{adapters:,} beside them train" in same.output
 
 
 def test_generate_takes_the_newest_run(place: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from handgrad import data, examples, records, tokenizer
 from handgrad.chat import ChatTemplate
-from handgrad.errors import HandgradError
+from handgrad.errors import HandgradError, LimitError
 from handgrad.examples import Examples, Summary
 from handgrad.examples_report import report
 from handgrad.tokenizer import END, Tokenizer
@@ -542,7 +542,7 @@ def test_mistakes_in_tables(tmp_path: Path) -> None:
         read([tmp_path / "d.csv"])
     said = str(caught.value)
     for part in (
-        "line 3: it has 1 cells, and the first row 2",
+        "line 3: it has 1 cell, and the first row 2",
         "line 4: it has 3",
         "line 5: is no row",
         "line 8: is no row",
@@ -635,3 +635,26 @@ def test_no_example_is_on_both_sides(pairs: list[tuple[int, int]], share: float)
     assert training.per_epoch + validation.per_epoch == len(pairs)
     assert examples.shared(training, validation) == 0
     assert not set(training.lines.tolist()) & set(validation.lines.tolist())
+
+
+def test_a_template_that_takes_too_long_ends_it_at_the_first_line(tmp_path: Path) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    (tmp_path / "d.jsonl").write_text(f"{line}\n" * 1000)  # a second each would take a quarter of an hour
+    with pytest.raises(LimitError, match="takes too long"):
+        examples.read(
+            [tmp_path / "d.jsonl"], tokenizer.make("bytes", []), 64, template=ChatTemplate(loops), skip_bad=True
+        )
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("prompt,prompt,completion\na,b,c\n")
+    with pytest.raises(HandgradError, match='two columns are called "prompt": rename one of them'):
+        examples.read([tmp_path / "d.csv"], tokenizer.make("bytes", []), 64)
+
+
+def test_a_bad_first_line_can_be_skipped(tmp_path: Path) -> None:
+    line = json.dumps({"text": "some words"})
+    (tmp_path / "d.jsonl").write_text(f"[1, 2]\n{line}\n{line}\n")
+    found, summary = examples.read([tmp_path / "d.jsonl"], tokenizer.make("bytes", []), 64, skip_bad=True)
+    assert found.per_epoch == 2 and summary.bad == 1

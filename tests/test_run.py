@@ -182,7 +182,7 @@ def test_a_damaged_run_json_is_taken_from_the_newest_checkpoint(place: Path, tex
     assert (
         after["training"]["lr"] == before["training"]["lr"] and after["training"]["seed"] == before["training"]["seed"]
     )
-    assert after["id"] == before["id"]
+    assert after["id"] == before["id"] and "its settings are taken from the newest checkpoint" in done.stdout
 
 
 def test_without_a_checkpoint_a_damaged_run_json_ends_it(place: Path) -> None:
@@ -271,6 +271,42 @@ def test_the_lock_does_not_follow_links(place: Path) -> None:
     assert (place / "mine.txt").read_text() == "mine"
 
 
+def test_nothing_is_written_through_a_link(place: Path) -> None:
+    for name in ("report.html", "metrics.jsonl", "run.json"):
+        shutil.copy(place / "train" / name, place / f"mine-{name}")
+        (place / "train" / name).unlink()
+        (place / "train" / name).symlink_to(place / f"mine-{name}")
+    before = {name: (place / name).read_bytes() for name in os.listdir(place) if name.startswith("mine-")}
+    assert handgrad("train", "--resume", "--out", "train", "--steps", 8).returncode == 0
+    assert {name: (place / name).read_bytes() for name in before} == before
+    assert Run(place / "train").records()[-1]["step"] == 8 and not (place / "train" / "report.html").is_symlink()
+    (place / "outside").mkdir()
+    shutil.rmtree(place / "finetune" / "adapter")
+    (place / "finetune" / "adapter").symlink_to(place / "outside")
+    assert handgrad("finetune", "--resume", "--out", "finetune").returncode == 0
+    assert not list((place / "outside").iterdir()) and hg.load(place / "finetune" / "adapter").adapter.rank == 2
+
+
+def test_names_that_are_no_text_are_named_before_any_work(made: Path, place: Path) -> None:
+    for given in (["--out", "a\udcff"], ["--data", "b\udcff.txt", "--out", "c"]):
+        done = handgrad("train", "--data", made / "text.txt", *given)
+        assert done.returncode == 1 and f"{given[0]} holds \\udcff, half of a character" in done.stderr
+    assert sorted(p.name for p in place.iterdir()) == ["finetune", "train"]
+
+
+def test_everybody_may_read_what_the_mask_allows(place: Path) -> None:
+    before = os.umask(0o022)
+    os.umask(before)
+    files = [*(place / "finetune" / "adapter").iterdir(), *Run(place / "train").folders()[-1].iterdir()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~before}
+
+
+def test_a_run_can_only_be_made_longer(place: Path) -> None:
+    shutil.rmtree(place / "train" / "checkpoints" / "step-00000006")
+    done = handgrad("train", "--resume", "--out", "train", "--steps", 5)
+    assert done.returncode == 1 and "runs until step 6: --steps can only make it longer" in done.stderr
+
+
 def test_a_folder_of_the_user_is_not_touched(place: Path) -> None:
     (place / "mine").mkdir()
     (place / "mine" / "notes.txt").write_text("mine")
@@ -299,6 +335,7 @@ def test_a_short_run_logs_its_last_step(made: Path, place: Path) -> None:
     assert record["step"] == 3 and record["tokens"] == 3 * 64
     page = (place / "short" / "report.html").read_text()
     assert "3 steps" in page and "No step" not in page
+    assert "<circle" in page, "one point is drawn as a dot"
     overall = f"{record['tokens'] / record['seconds']:,.0f}"
     assert overall in page, "the throughput is the run's"
 
@@ -313,6 +350,7 @@ def test_the_base_model_may_be_better(made: Path, place: Path) -> None:
     losses = {r["step"]: r["val_loss"] for r in Run(place / "worse").records() if "val_loss" in r}
     assert losses[0] < min(losses[2], losses[4], losses[6]), "the point of the test"
     assert "was better before training" in done.stderr
+    assert "The model was better before training" in (place / "worse" / "report.html").read_text()
     best = min((2, 4, 6), key=losses.__getitem__)
     assert Run(place / "worse").best().step == best
     delivered = load_file(place / "worse" / "model" / "model.safetensors")
@@ -349,6 +387,13 @@ def test_the_commands_from_python(made: Path, place: Path, capsys: pytest.Captur
         hg.train(made / "text.txt", stepps=5)
     with pytest.raises(hg.HandgradError, match="exists already"):
         hg.train(made / "text.txt", out="python")
+    for wrong, why in (
+        (lambda: hg.finetune(first.model, "x.jsonl"), "not a GPT: hg.save it first"),
+        (lambda: hg.finetune(first.folder, [{"prompt": "a"}]), "write the examples to a .jsonl file first"),
+        (lambda: hg.train("x.txt", out=3), "out must be the path of a folder, not 3"),
+    ):
+        with pytest.raises(hg.HandgradError, match=why):
+            wrong()
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,12 +5,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import torch
 from rich.console import Console
 
 from .config import SHAPE, FinetuneConfig, TrainConfig
 from .display import Lines, Silent
 from .distributed import Ranks
-from .errors import HandgradError
+from .errors import HandgradError, shown
 from .finetuning import make_job as prepare_finetuning
 from .lifecycle import Prepare, Request, Result, carry_out
 from .loop import make_job as prepare_training
@@ -68,6 +69,16 @@ def _run(
     kind: type[C], prepare: Prepare[C], data: Sources, model: str | Path, out: str | Path | None, resume: bool,
     quiet: bool, options: dict[str, Any],
 ) -> Result:  # fmt: skip
+    if not isinstance(model, str | Path):
+        raise HandgradError(
+            f"model must be a name or the folder of a model, not a {type(model).__name__}: hg.save it first"
+        )
+    if not isinstance(out, str | Path | None):
+        raise HandgradError(f"out must be the path of a folder, not {shown(out)}")
+    if isinstance(options.get("dtype"), torch.dtype):
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+    if isinstance(options.get("field"), dict):
+        options["field"] = [f"{ours}={theirs}" for ours, theirs in options["field"].items()]
     known = {f.name for f in fields(kind)} - {"shape", "clock"} | set(SHAPE)
     for name in options:
         if name not in known:
@@ -95,4 +106,8 @@ def _run(
 
 def _several(value: Sources) -> tuple[str, ...]:
     """One text or path stands for a list of one."""
-    return tuple(map(str, [value] if isinstance(value, str | Path) else value))
+    items = [value] if isinstance(value, str | Path) else list(value)
+    for item in items:
+        if not isinstance(item, str | Path):
+            raise HandgradError(f"give paths of files, not {shown(item)}: write the examples to a .jsonl file first")
+    return tuple(map(str, items))

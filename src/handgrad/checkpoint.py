@@ -162,13 +162,13 @@ def load_config(folder: Path) -> GPTConfig:
     except MissingError:
         raise HandgradError(f"{folder} has no config.json: it is not a model directory") from None
     if raw.get("model_type") not in ("gpt2", "handgrad"):
-        raise HandgradError(f"{file}: model_type is {raw.get('model_type')!r}; this version reads 'gpt2'")
+        raise HandgradError(f"{file}: model_type is {shown(raw.get('model_type'))}; this version reads 'gpt2'")
     for field, only in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
         if raw.get(field, only) != only:
             raise HandgradError(f"{file}: {field} is {raw[field]}; only {only} is supported")
     activation = raw.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in _ACTIVATION:
-        raise HandgradError(f"{file}: activation_function {activation!r} is not one of {', '.join(_ACTIVATION)}")
+        raise HandgradError(f"{file}: activation_function {shown(activation)} is not one of {', '.join(_ACTIVATION)}")
     own = raw.get("handgrad", {})
     if not isinstance(own, dict) or not set(own) <= set(_OWN):
         raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(_OWN)}, not {shown(own)}")

@@ -37,6 +37,7 @@ app = typer.Typer(
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
+INTERRUPTED = 130  # the status of a command that Ctrl-C ended
 ModelOption = Annotated[str | None, typer.Option(help=MODEL)]
 JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout.")]
 
@@ -307,8 +308,8 @@ app.command(cls=Command)(cli_explain.explain)
 def bench(context: typer.Context) -> None:
     """Measure speed and memory side by side with the peers.
 
-    Scenarios: train, memory, lora, sft, finetune, attention, products; all unless named. --quick takes smaller sizes,
-    --json FILE writes every figure, --plot FILE.svg draws the ratios.
+    Scenarios: train, memory, lora, sft, finetune, attention, products, explain; all unless named. --quick takes smaller
+    sizes and --tiny the smallest, --json FILE writes every figure, --plot FILE.svg draws the ratios.
 
     Needs the repository, where bench/ lives, and the packages of the test extra.
 
@@ -349,6 +350,10 @@ def main() -> None:
     """Mistakes of the user end in one line and status 1, not in a traceback."""
     try:
         app(prog_name="handgrad")
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # by typer, which says nothing
+            err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
+        raise
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
             rank = os.environ.get("RANK", "0")
@@ -357,7 +362,7 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from . import lora
 from .config import FinetuneConfig
 from .loop import Job
 from .units import clock, number, percent, plural, size
@@ -164,6 +165,10 @@ def describe(job: Job) -> list[str]:
     until = plural(c.steps, "step") if c.steps else plural(c.minutes or 0, "minute")
     each = plural(job.batch, "example") if isinstance(c, FinetuneConfig) else plural(c.batch_tokens or 0, "token")
     part = f"; {trained:,} of them train ({percent(trained / count)})" if trained < count else ""
+    if job.adapter_ranks:
+        own = [p for a in lora.adapters_of(job.model).values() for p in (a.down, a.up, a.magnitude) if p is not None]
+        count -= sum(p.numel() for p in own)
+        part = f"; {trained:,} beside them train ({percent(trained / count)})"
     shape = f"{plural(m.n_blocks, 'block')} of width {m.d_model:,}, context {m.n_context:,}"
     return [
         f"model: {plural(count, 'parameter')}, {shape}{part}",

@@ -158,7 +158,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as reason:
-            why = str(reason).strip().splitlines()[0][:120]
+            why = str(reason).strip().splitlines()[0].rpartition("] ")[2][:120]  # without gloo's source file
             raise LostPeerError(
                 f"process {self.rank} lost another one of the {self.size}, which has ended: {why}"
             ) from None

@@ -19,6 +19,10 @@ class NonFiniteError(HandgradError):
     """A weight, activation or loss is NaN or infinite."""
 
 
+class LimitError(HandgradError):
+    """A foreign program took more time or memory than it may have: whatever it is given next, it will again."""
+
+
 class MissingError(HandgradError):
     """A file that is needed does not exist."""
 

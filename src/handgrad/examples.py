@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import chat, data
 from .chat import ChatTemplate
-from .errors import HandgradError, printable, shown
+from .errors import HandgradError, LimitError, printable, shown
 from .reading import check_unicode
 from .records import Place, Read, field_names, find, ours, records, renamed
 from .tokenizer import Tokenizer
@@ -84,6 +84,8 @@ def _conversation(
         raise place.mistake(f"it has messages, and there is no chat template to write them with: {chat.REMEDY}")
     try:
         segments = template.segments(messages)
+    except LimitError:
+        raise  # every line would take as long
     except HandgradError as reason:
         raise place.mistake(reason) from None
     if not everything and not any(learn for _, learn in segments):
@@ -360,6 +362,8 @@ def _drafts(
             if isinstance(record, HandgradError):
                 raise record
             yield draft(place, renamed(place, record, names), template, loss_on)
+        except LimitError:
+            raise
         except HandgradError as mistake:
             note(mistake)
 

@@ -48,17 +48,24 @@ def check_writable(path: Path) -> None:
         raise HandgradError(f"cannot write {path}: no permission")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically. A link is followed; a device or pipe is written into."""
+def write_text(path: Path, text: str, follow: bool = True) -> None:
+    """Write a text file atomically. A link is followed and a device or pipe is written into, unless `follow` is False:
+    then the file takes the link's place."""
+    if not follow:
+        _replace(path, text)
+        return
     check_writable(path)
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    path = path.resolve()
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+    _replace(path.resolve(), text)
+
+
+def _replace(path: Path, text: str) -> None:
     with new_file(path.parent) as file:
         file.write(text.encode())
-        os.chmod(file.name, mode)
+        if path.is_file() and not path.is_symlink():
+            os.chmod(file.name, path.stat().st_mode & 0o777)
         rename_onto(file, path)
 
 
@@ -69,6 +76,7 @@ def new_file(folder: Path) -> Iterator[BinaryIO]:
     handle, partial = tempfile.mkstemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        os.chmod(partial, 0o666 & ~_umask())
         with open(partial, "wb", opener=lambda *_: handle) as file:
             yield file
     finally:
@@ -83,9 +91,12 @@ def rename_onto(file: BinaryIO, path: Path) -> None:
     sync(path.parent)
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str] = ()) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str] = (), follow: bool = True) -> None:
     """Write a folder atomically: `fill` puts its files into an empty one, which then takes the place of the old. Files of
-    the old folder that `fill` does not write are copied over, unless they match a pattern of `stale`."""
+    the old folder that `fill` does not write are copied over, unless they match a pattern of `stale`. A link to a folder
+    is followed, unless `follow` is False: then the folder takes the link's place."""
+    if not follow and folder.is_symlink():
+        folder.unlink()
     folder = folder.resolve()
     if folder == Path.cwd():
         raise HandgradError(f"{folder} is the folder you are in, which cannot be replaced whole: write from outside it")
@@ -95,6 +106,9 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
     try:
         with _claimed(partial):
             fill(partial)
+            for path in partial.iterdir():
+                if path.is_file() and not path.is_symlink():
+                    os.chmod(path, 0o666 & ~_umask())  # some libraries keep what they write to their user
             os.chmod(partial, folder.stat().st_mode & 0o777 if folder.exists() else 0o777 & ~_umask())
             if folder.exists():
                 _copy_others(folder, partial, stale)

@@ -21,6 +21,7 @@ from .errors import HandgradError
 from .files import write_folder, write_text
 from .gpt import GPT
 from .loop import Display, Job, Outcome, sample, settings_of, train
+from .reading import check_unicode
 from .run import OPTIMIZER, RUNS, Checkpoint, Run, newest_run
 from .run_report import report
 
@@ -131,6 +132,10 @@ def carry_out(request: Request[C], ranks: Ranks, display: Display) -> Result:
 def _enter(request: Request[C]) -> tuple[Run, _Start]:
     """In the first process: find the folder, lock it, look at what is there, and write run.json of a new run."""
     request.kind(**request.options)  # wrong options are named before anything is written
+    for name, value in {**request.options, "out": str(request.out or "")}.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                check_unicode(text, f"--{name.replace('_', '-')}")
     resume = request.resume or _is_restart()
     run = _locked(request, resume)
     fresh = run.is_empty()
@@ -153,7 +158,9 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
             found, reasons = run.newest()
             run.sweep()
             says = [f"left aside: {reason}" for reason in reasons]
-            at = f"step {found.step:,} ({found.folder})" if found else "the beginning: it has no checkpoint yet"
+            if (damage := run.damage()) is not None:
+                says.append(f"{damage}; its settings are taken from the newest checkpoint")
+            at = f"step {found.step:,} ({found.folder})" if found else "the beginning: it has no checkpoint"
             says.append(f"resuming {run.folder} from {at}")
             for folder in run.folders():
                 if found and folder > found.folder:
@@ -260,6 +267,9 @@ def _check_same_data(before: dict[str, Any], now: dict[str, Any], folder: Path) 
 def _check_not_shorter(request: Request[C], job: Job, start: _Start) -> None:
     """A run that has ended can be concluded again, or made longer, but not shorter."""
     changed = [n for n in (*LENGTHS, "patience") if n in request.options and not _unchanged(request, n, start.settings)]
+    planned = (start.settings.get("training") or {}).get("steps")
+    if "steps" in changed and planned is not None and request.options["steps"] < planned:
+        raise HandgradError(f"{start.folder} runs until step {planned:,}: --steps can only make it longer")
     if job.ended and changed:
         remedy = "make it longer with --steps, --epochs or --minutes" if job.progress >= 1 else "raise --patience"
         raise HandgradError(f"{start.folder} is at step {job.step:,} already, and ends there: {remedy}")
@@ -273,7 +283,7 @@ def _begin(run: Run, job: Job, settings: dict[str, Any]) -> None:
 def conclude(job: Job, run: Run) -> Path:
     """Write what a run leaves for its user: report.html, and for fine-tuning the best result under a fixed name. Returns
     the folder of the model or adapter. It can be repeated at any time."""
-    write_text(run.folder / "report.html", report(run))
+    write_text(run.folder / "report.html", report(run), follow=False)
     run.prune(job.config.keep)
     best = run.best().folder
     if not isinstance(job.config, FinetuneConfig):
@@ -286,5 +296,5 @@ def conclude(job: Job, run: Run) -> Path:
                 shutil.copyfile(file, partial / file.name)
         manifest.write(partial)
 
-    write_folder(place, fill)
+    write_folder(place, fill, follow=False)
     return place

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from . import data
 from .errors import HandgradError, printable, shown
 from .reading import BLANKS, MB, open_regular, parse_json, parse_next
+from .units import plural
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
@@ -69,7 +70,7 @@ def records(files: Iterable[Path], progress: Callable[[int], None] = lambda coun
         else:
             with open_regular(file) as opened:
                 begin = opened.read(1 << 16).removeprefix(MARK).lstrip()[:1]
-            if begin == b"[":
+            if begin == b"[" and file.suffix != ".jsonl":
                 yield from _items(file, _whole(file, progress))
             elif file.suffix == ".txt" and begin != b"{":
                 yield Place(file, 1), {"text": _whole(file, progress)}
@@ -175,8 +176,11 @@ def _rows(file: Path, progress: Callable[[int], None]) -> Iterator[Read]:
             continue
         if names is None:
             names = [name.strip() for name in cells]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise place.mistake(f"two columns are called {shown(twice)}: rename one of them")
         elif cells and len(cells) != len(names):
-            yield place, place.mistake(f"it has {len(cells)} cells, and the first row {len(names)}")
+            yield place, place.mistake(f"it has {plural(len(cells), 'cell')}, and the first row {len(names)}")
         elif cells:
             yield place, dict(zip(names, cells, strict=True))
 

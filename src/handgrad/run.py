@@ -73,7 +73,12 @@ class Run:
         above = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise HandgradError(f"cannot write in {above}: choose another --out")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as reason:
+            raise HandgradError(
+                f"cannot make the folder {self.folder}: {reason.strerror}; choose another --out"
+            ) from None
         self._made = missing
         try:
             self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -123,22 +128,28 @@ class Run:
         self.configure({"id": uuid.uuid4().hex, **settings})
 
     def configure(self, settings: dict[str, Any]) -> None:
-        write_text(self.folder / CONFIG, json.dumps({**settings, "digest": manifest.digest(settings)}, indent=1) + "\n")
+        text = json.dumps({**settings, "digest": manifest.digest(settings)}, indent=1) + "\n"
+        write_text(self.folder / CONFIG, text, follow=False)
+
+    def damage(self) -> HandgradError | None:
+        """What is wrong with run.json, if anything is."""
+        try:
+            manifest.check_digest(read_json(self.folder / CONFIG), self.folder / CONFIG)
+        except HandgradError as reason:
+            return reason
+        return None
 
     def settings(self) -> dict[str, Any]:
         """What run.json says; if it is damaged or missing, what the newest usable checkpoint says it said."""
-        file = self.folder / CONFIG
-        try:
-            found = read_json(file)
-            manifest.check_digest(found, file)
-        except HandgradError as reason:
+        reason = self.damage()
+        if reason is not None:
             for folder in reversed(self.folders()):
                 with contextlib.suppress(HandgradError):
                     return dict(manifest.read(folder)["settings"])
             if isinstance(reason, MissingError):
                 raise HandgradError(f"{self.folder} is not the folder of a run: it has no {CONFIG}") from None
             raise HandgradError(f"{reason}. Restore it, or start a new run with another --out") from None
-        return {name: value for name, value in found.items() if name != "digest"}
+        return {name: value for name, value in read_json(self.folder / CONFIG).items() if name != "digest"}
 
     # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,7 +242,8 @@ class Run:
     # ── metrics ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, record: dict[str, Any]) -> None:
-        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with open(os.open(self.folder / METRICS, flags, 0o666), "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
@@ -248,7 +260,7 @@ class Run:
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps that will be taken again."""
         kept = [record for record in self.records() if record["step"] <= step]
-        write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+        write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept), follow=False)
 
 
 NUMBERS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", "memory")

@@ -87,8 +87,11 @@ def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str
         return "No step has been logged yet."
     text = f"{plural(steps[-1]['step'], 'step')} in {seconds(steps[-1]['seconds'])}."
     if evaluations:
-        best = min(evaluations, key=lambda r: r["val_loss"])
+        trained = [r for r in evaluations if r["step"] > 0] or evaluations
+        best = min(trained, key=lambda r: r["val_loss"])
         text += f" Best validation loss {best['val_loss']:.4f}, after {plural(best['step'], 'step')}."
+        if evaluations[0]["step"] == 0 and evaluations[0]["val_loss"] < best["val_loss"]:
+            text += f" The model was better before training: {evaluations[0]['val_loss']:.4f}."
     return text
 
 
@@ -113,7 +116,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
     left, right = min(x for x, _ in flat), max(x for x, _ in flat)
     low, high = min(y for _, y in flat), max(y for _, y in flat)
     if high == low:
-        low, high = low - 0.5, high + 0.5
+        low, high = low - abs(low) / 10 - 1e-12, high + abs(high) / 10 + 1e-12
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def at(x: float, y: float) -> str:
@@ -125,15 +128,19 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
         y = low + share * (high - low)
         label = number(10**y if log else y)
         parts.append(f'<text x="{LEFT - 8}" y="{TOP + tall * (1 - share) + 4:.0f}" text-anchor="end">{label}</text>')
-        parts.append(
-            f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
-            f"{left + share * (right - left):,.0f}</text>"
-        )
+        if right > left or share == 0.5:
+            parts.append(
+                f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
+                f"{left + share * (right - left):,.0f}</text>"
+            )
     key = []
     for i, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[i % len(COLOURS)]
         points = " ".join(at(x, log10(y) if log else y) for x, y in curve)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        if len(curve) == 1:
+            across, down = points.split(",")
+            parts.append(f'<circle cx="{across}" cy="{down}" r="3" fill="{colour}"/>')
         key.append(f'<span><i style="background:{colour}"></i>{escape(name)}</span>')
     label = escape(", ".join(curves))
     return (

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import HandgradError
+from .errors import HandgradError, LimitError
 from .sandboxed import worker
 
 PATIENCE = 30  # seconds until a child that neither computes nor answers is given up: the machine may be busy
@@ -107,11 +107,11 @@ def ask(call: str, about: str, **given: Any) -> Any:
                 status = reason.args[0]
                 _stop()
                 if status == -signal.SIGPROF:
-                    raise HandgradError(
+                    raise LimitError(
                         f"{about} takes too long: more than {worker.SECONDS:g} s of processor time; make it simpler"
                     ) from None
                 if status == worker.NO_MEMORY:
-                    raise HandgradError(f"{about} needs more than {worker.MEMORY // 1_000_000} MB of memory") from None
+                    raise LimitError(f"{about} needs more than {worker.MEMORY // 1_000_000} MB of memory") from None
                 if fresh:  # otherwise it may have been killed before this request
                     raise HandgradError(f"{about} ended the process it ran in (status {status})") from None
             except BaseException:

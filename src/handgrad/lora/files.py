@@ -174,7 +174,7 @@ def read_config(folder: Path) -> LoRAConfig:
     except MissingError:
         raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter's directory") from None
     if raw.get("peft_type") != "LORA":
-        raise HandgradError(f"{file}: peft_type is {raw.get('peft_type')!r}; only LORA is supported")
+        raise HandgradError(f"{file}: peft_type is {shown(raw.get('peft_type'))}; only LORA is supported")
     if raw.get("bias", "none") != "none":
         raise HandgradError(f"{file}: bias is {shown(raw['bias'])}; only 'none' is supported")
     for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list), ("handgrad", dict)):
@@ -186,7 +186,7 @@ def read_config(folder: Path) -> LoRAConfig:
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         raise HandgradError(
-            f"{file}: init_lora_weights is {start!r}, which goes with a changed base model: convert the adapter to plain"
+            f"{file}: init_lora_weights is {shown(start)}, which goes with a changed base model: convert it to plain"
             " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     own = raw.get("handgrad") or {}
