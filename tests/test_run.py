@@ -307,6 +307,16 @@ def test_a_run_can_only_be_made_longer(place: Path) -> None:
     assert done.returncode == 1 and "runs until step 6: --steps can only make it longer" in done.stderr
 
 
+def test_a_run_that_appears_meanwhile_is_not_taken_over(
+    made: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("handgrad.lifecycle._check_free", lambda run, resume: None)  # the other process comes after it
+    before = content(place / "train")
+    done = handgrad("train", *train_options(made), "--out", "train")
+    assert done.returncode == 1 and "was started by another process just now" in done.stderr
+    assert content(place / "train") == before
+
+
 def test_a_folder_of_the_user_is_not_touched(place: Path) -> None:
     (place / "mine").mkdir()
     (place / "mine" / "notes.txt").write_text("mine")

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from .examples import Examples, Summary
 from .tokenizer import Tokenizer
+from .units import percent
 
 ORANGE = "dark_orange3"
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -66,7 +67,7 @@ def _facts(summary: Summary) -> Table:
         equal = _count(summary.examples - summary.distinct, "example")
         table.add_row("distinct", f"{summary.distinct:,}", f"{equal} equal to an earlier one")
     table.add_row("tokens", f"{summary.tokens:,}", "")
-    table.add_row("learned", f"{summary.targets:,}", f"{summary.targets / summary.tokens:.1%} of the tokens")
+    table.add_row("learned", f"{summary.targets:,}", f"{percent(summary.targets / summary.tokens)} of the tokens")
     table.add_row("mean length", f"{summary.tokens / summary.examples:,.1f}", "")
     table.add_row("longest", f"{len(summary.lengths) - 1:,}", f"the context is {summary.n_context:,}")
     return table

@@ -501,7 +501,7 @@ class GPT(nn.Module):
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load a sound checkpoint")
-        raise NonFiniteError(f"the activations overflowed {self.dtype}: use a wider dtype or a smaller learning rate")
+        raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
 
 def _within(block: int, record: Record) -> Record:

@@ -5,6 +5,7 @@ others learn its decisions. The order is what makes a run safe to kill at any mo
 the conclusion (report, adapter), which is repeated whenever a run that has ended is resumed.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from .files import write_folder, write_text
 from .gpt import GPT
 from .loop import Display, Job, Outcome, sample, settings_of, train
 from .reading import check_unicode
-from .run import OPTIMIZER, RUNS, Checkpoint, Run, newest_run
+from .run import OPTIMIZER, RUNS, Checkpoint, LockedError, Run, newest_run
 from .run_report import report
 
 C = TypeVar("C", bound=TrainConfig)
@@ -139,6 +140,9 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
     resume = request.resume or _is_restart()
     run = _locked(request, resume)
     fresh = run.is_empty()
+    if not fresh and not resume:
+        run.release()
+        raise HandgradError(f"{run.folder} was started by another process just now: choose another --out")
     try:
         if fresh:
             says = [f"{run.folder} holds no run yet: starting one"] if request.resume and request.out else []
@@ -191,12 +195,9 @@ def _locked(request: Request[C], resume: bool) -> Run:
         run = Run(RUNS / f"{name}-{i}")
         if run.folder.exists():
             continue
-        try:
+        with contextlib.suppress(LockedError):  # another process has just taken this name
             run.lock()
             return run
-        except HandgradError:
-            if run.is_empty():  # not a run that another process has just begun
-                raise
     raise AssertionError("unreachable")
 
 

@@ -108,8 +108,8 @@ def step_table(plan: Plan, width: int) -> Table:
         f"{plan.trainable:,}",
         f"{percent(plan.trainable / plan.total)} of {plan.total:,}: {what}",
     )
-    row("forward", f"{plan.forward_flop / 1e9:,.1f} GFLOP", "matrix products, two operations per multiply-add")
-    row("backward", f"{plan.backward_flop / 1e9:,.1f} GFLOP", "error signals and gradients", end_section=True)
+    row("forward", _flop(plan.forward_flop), "matrix products, two operations per multiply-add")
+    row("backward", _flop(plan.backward_flop), "error signals and gradients", end_section=True)
     row("weights", size(plan.bytes_weights), "")
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
@@ -127,3 +127,7 @@ def step_table(plan: Plan, width: int) -> Table:
     )
     row("KV cache per token", size(plan.bytes_cache_per_token), "while generating")
     return table
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"

@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from .units import percent
+
 
 @dataclass(frozen=True)
 class Result:
@@ -104,7 +106,7 @@ class Report:
         if self.missing:
             return f"FAILED: {len(self.missing)} of {len(self.expected)} checks were not made: {_names(self.missing)}"
         what = "the only check" if n == 1 else f"all {n} checks"
-        return f"{what} passed in {self.seconds:.1f} s; the closest came to {worst:.0%} of its tolerance"
+        return f"{what} passed in {self.seconds:.1f} s; the closest came to {percent(worst)} of its tolerance"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")

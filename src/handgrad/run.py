@@ -45,6 +45,10 @@ RUNS = Path("runs")  # where runs go that have no --out
 METRICS_BYTES = 1000 * MB
 
 
+class LockedError(HandgradError):
+    """Another process is training into the folder."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     folder: Path
@@ -85,7 +89,7 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise HandgradError(f"another process is training into {self.folder}: wait for it, or stop it") from None
+            raise LockedError(f"another process is training into {self.folder}: wait for it, or stop it") from None
         except OSError as reason:
             self.release()
             why = "it is a symbolic link; remove it" if reason.errno == errno.ELOOP else reason.strerror

@@ -150,6 +150,8 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return ", ".join(" ".join(map(_value, pair)) for pair in value)  # fields of the shape
     if isinstance(value, list):
         return ", ".join(_value(v) for v in value) or "–"
     return number(value) if isinstance(value, float) else str(value)
