@@ -88,7 +88,7 @@ def test_broken_directories(tmp_path: Path) -> None:
     config.write_text(right.replace('"n_layer": 1', '"n_layer": 2'))
     refuses("no tensor 'h.1.attn.c_attn.bias'")
     config.write_text(right.replace("gpt2", "t5"))
-    refuses("model_type is 't5'")
+    refuses('model_type is "t5"')
     config.write_text("{")
     refuses("not valid JSON")
     config.write_text(json.dumps({"model_type": "gpt2"}))

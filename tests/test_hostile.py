@@ -119,7 +119,7 @@ MODELS = [
     Case("nested JSON", partial(config_text, field="x", text=DEEP), load, "nested too deeply"),
     Case("5,000 digits", partial(config_text, field="x", text=DIGITS), load, "5,000 digits"),
     Case("half a character", partial(config_text, field="x", text='"\\ud83d"'), load, "half of a character"),
-    Case("a long line", partial(config, model_type="x" * 1_200_000), load, "model_type is 'xxx"),
+    Case("a long line", partial(config, model_type="x" * 1_200_000), load, 'model_type is "xxx'),
     Case("a large config", partial(config, x="x" * 20_000_000), load, "larger than the 16 MB"),
     Case("config is a pipe", partial(pipe, model, CONFIG), load, "it is a pipe"),
     Case("config is a device", partial(link, model, CONFIG, "/dev/zero"), load, "it is a device"),

@@ -10,7 +10,7 @@ import pytest
 from handgrad.files import exchange
 
 
-@pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 8), ("finetune", 1, 8), ("train", 2, 2)])
+@pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 6), ("finetune", 1, 6), ("train", 2, 2)])
 def test_a_run_killed_at_a_system_call_ends_as_if_undisturbed(
     command: str, processes: int, kills: int, tmp_path: Path
 ) -> None:
