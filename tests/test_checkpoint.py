@@ -94,7 +94,7 @@ def test_broken_directories(tmp_path: Path) -> None:
     config.write_text(json.dumps({"model_type": "gpt2"}))
     refuses("has no field 'vocab_size'")
     config.write_text(right.replace("gelu_new", "swish"))
-    refuses("activation_function 'swish'")
+    refuses('activation_function "swish"')
     config.write_text(right)
     weights.unlink()
     refuses("does not exist")
