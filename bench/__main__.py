@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    from handgrad.files import check_writable, write_text
+    from handgrad.files.atomic import check_writable, write_text
 
     from .explain import browser
     from .measure import Machine

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import handgrad as hg
-from handgrad import examples, tokenizer
 from handgrad.errors import HandgradError
-from handgrad.material import get
+from handgrad.text import examples, tokenizer
+from handgrad.text.downloads import get
 
 from .peers import RANK, padded
 from .sizes import FULL, SIZES, Size

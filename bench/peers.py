@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import handgrad as hg
-from handgrad import tokenizer
-from handgrad.config import TrainConfig
-from handgrad.distributed import Ranks
-from handgrad.gpt import rows_at_once
-from handgrad.loop import Job, take_step
+from handgrad.model.readout import rows_at_once
 from handgrad.ops.attention import ROWS
 from handgrad.optim import OptimizerInBackward
+from handgrad.text import tokenizer
+from handgrad.training.config import Recipe, TrainOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.job import Job
+from handgrad.training.loop import take_step
 
 LR = 1e-5
 
@@ -93,17 +94,19 @@ class Loop(Hand):
 
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
         super().__init__(model, tokens, targets)
-        config = TrainConfig(steps=1, lr=LR, min_lr=LR, warmup=0, log_every=10)
+        recipe = Recipe(1, None, LR, LR, 0, log_every=10, eval_every=250, save_every=250)
         windows: Any = SimpleNamespace(
             batch=lambda first, count: (tokens, targets, None), size=lambda first, count: (tokens.numel(),) * 2
         )
-        self.job = Job(config, model, tokenizer.make("bytes", []), self.optimizer, windows, None, len(tokens))
+        self.job = Job(
+            TrainOptions(), recipe, model, tokenizer.make("bytes", []), self.optimizer, windows, None, len(tokens)
+        )
         self.ranks = Ranks()
 
     def gradients(self) -> float:
         step = take_step(self.job, self.ranks)
         self.job.step += 1
-        if self.job.step % self.job.config.log_every == 0:
+        if self.job.step % self.job.recipe.log_every == 0:
             step.norms()
         return step.loss
 

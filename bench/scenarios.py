@@ -18,8 +18,8 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.ops import attention
-from handgrad.plan import make_plan
-from handgrad.timing import predict
+from handgrad.plan.step import make_plan
+from handgrad.plan.timing import predict
 
 from . import SCENARIOS
 from . import explain as page

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import handgrad as hg
-from handgrad import manifest
-from handgrad.cli import main
-from handgrad.verify import TOLERANCE as TOLERANCE  # the one table: of whole models
+from handgrad.cli.app import main
+from handgrad.files import manifest
+from handgrad.proof.oracles import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are small: a second thread would only wait
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from handgrad.cli import main as handgrad
-from handgrad.lifecycle import carry_out as carry_out  # whatever a command imports is imported before the fork
+from handgrad.cli.app import main as handgrad
+from handgrad.training.lifecycle import execute as execute  # whatever a command imports is imported before the fork
 
 Act = Callable[[], object]
 

@@ -89,7 +89,8 @@ def _forked(case: Case, folder: Path) -> Measured:
 
 
 def _measure(case: Case, folder: Path) -> Measured:
-    from handgrad import HandgradError, sandbox
+    from handgrad import HandgradError
+    from handgrad.sandbox import client
 
     before = _peak("self")
     child = [0.0]
@@ -103,17 +104,17 @@ def _measure(case: Case, folder: Path) -> Measured:
     except BaseException as reason:
         error = f"{type(reason).__name__}: {str(reason)[:500]}"
     seconds = time.monotonic() - started
-    sandbox._stop()
+    client._stop()
     return Measured(refused, error, seconds, _processor() - used, _peak("self") - before + child[0])
 
 
 def _watch(peak: list[float]) -> None:
     """The memory of the child that runs foreign programs, looked at again and again."""
-    from handgrad import sandbox
+    from handgrad.sandbox import client
 
     while True:
         with contextlib.suppress(OSError, AttributeError, StopIteration):
-            peak[0] = max(peak[0], _peak(str(sandbox._child._process.pid)))  # type: ignore[union-attr]
+            peak[0] = max(peak[0], _peak(str(client._child._process.pid)))  # type: ignore[union-attr]
         time.sleep(0.005)
 
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 import forked
-import handgrad.files
+import handgrad.files.atomic
 from forked import command
 
 CALLS = ("rename", "replace", "fsync", "unlink", "remove", "rmdir", "mkdir", "chmod")
@@ -56,7 +56,7 @@ class Hooks:
     def install(self) -> None:
         for name in CALLS:
             setattr(os, name, self._wrap(name, getattr(os, name)))
-        handgrad.files.exchange = self._wrap("exchange", handgrad.files.exchange)
+        handgrad.files.atomic.exchange = self._wrap("exchange", handgrad.files.atomic.exchange)
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

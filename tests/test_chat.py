@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import AddedToken, models
 from transformers import PreTrainedTokenizerFast
 
-from handgrad import chat
-from handgrad.chat import ChatTemplate
 from handgrad.errors import HandgradError
+from handgrad.text import chat
+from handgrad.text.chat import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 

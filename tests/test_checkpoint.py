@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
 from conftest import make_batch, make_model, save_as_others
-from handgrad.config import LIMITS, FinetuneConfig, LoRAConfig, TrainConfig
-from handgrad.layers import LoRA
-from handgrad.manifest import FILE
-from handgrad.verify import relative_error
+from handgrad.adapters.config import LoRAConfig
+from handgrad.adapters.lora import LoRA
+from handgrad.checks import LIMITS
+from handgrad.files.manifest import FILE
+from handgrad.proof.oracles import relative_error
+from handgrad.training.config import FinetuneOptions, TrainOptions
 
 SHAPES = [{}, {"tied": False}, {"d_hidden": 7, "activation": "relu"}, {"n_heads": 1, "eps": 1e-3, "activation": "gelu"}]
 
@@ -222,7 +224,7 @@ def test_numbers_of_an_adapter_have_limits(options: dict[str, Any]) -> None:
 
 
 def test_every_number_of_a_configuration_has_limits() -> None:
-    for kind in (hg.GPTConfig, LoRAConfig, TrainConfig, FinetuneConfig):
+    for kind in (hg.GPTConfig, LoRAConfig, TrainOptions, FinetuneOptions):
         for f in dataclasses.fields(kind):
             if str(f.type).startswith(("int", "float", "<class 'int'", "<class 'float'")):
                 checked_apart = ("eps", "dropout", "val_share", "beta1", "beta2")  # all of them below 1
@@ -244,7 +246,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("handgrad.checkpoint.save_file", full)
+    monkeypatch.setattr("handgrad.formats.checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space"):
         hg.save(make_model(seed=2), tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before

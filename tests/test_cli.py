@@ -15,7 +15,10 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from conftest import handgrad, make_model
-from handgrad import cli, cli_explain, plan_report, tokenizer, units
+from handgrad import formatting
+from handgrad.cli import app, explain
+from handgrad.display import plan
+from handgrad.text import tokenizer
 
 
 def test_verify_writes_json_to_stdout() -> None:
@@ -34,7 +37,7 @@ def test_verify_prints_a_table_and_a_closing_line() -> None:
 
 def test_verify_exits_with_1_if_anything_fails(tmp_path: Path) -> None:
     code = (
-        "from handgrad.paper import layernorm; import sys; from handgrad.cli import main\n"
+        "from handgrad.paper import layernorm; import sys; from handgrad.cli.app import main\n"
         "layernorm.grad_b = lambda delta: -delta.sum(0)\n"
         "sys.argv = ['handgrad', 'verify', '--only', 'E-ln-*', '--json', sys.argv[1]]; main()"
     )
@@ -64,12 +67,12 @@ def test_plan() -> None:
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_report, "predict", lambda plan: 1.0)
+    monkeypatch.setattr(plan, "predict", lambda plan: 1.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "out", Console(emoji=False, width=width))
+    monkeypatch.setattr(app, "out", Console(emoji=False, width=width))
     done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
     lines = done.stdout.splitlines()
     names = lines[1].split()
@@ -87,7 +90,7 @@ def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> None:
-    monkeypatch.setattr(cli, "out", Console(width=width))
+    monkeypatch.setattr(app, "out", Console(width=width))
     done = invoke("plan", "--rank", 16, "--targets", "paper")
     assert "85,120,849" in done.stdout and "38,597,376" in done.stdout and "GFLOP" in done.stdout
     assert all(len(line) <= width for line in done.stdout.splitlines()) and "…" not in done.stdout
@@ -97,7 +100,7 @@ def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "out", Console(emoji=False, width=160))
+    monkeypatch.setattr(app, "out", Console(emoji=False, width=160))
     (row,) = [line for line in handgrad("verify", "--only", "R1").stdout.splitlines() if "R1" in line]
     assert "printed" in row and "right" in row
 
@@ -171,7 +174,7 @@ def test_version() -> None:
 HELP = """
 import json, sys
 from typer.testing import CliRunner
-from handgrad.cli import app, typer
+from handgrad.cli.app import app, typer
 texts = {}
 for width in ("60", "80", "200"):
     for name in ("", *typer.main.get_command(app).commands):
@@ -193,7 +196,16 @@ def helped() -> dict[str, Any]:
 
 
 def test_help_does_not_wait_for_torch(helped: dict[str, Any]) -> None:
-    heavy = {"torch", "numpy", "tokenizers", "safetensors", "fastapi", "jinja2", "handgrad.gpt", "handgrad.loop"}
+    heavy = {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "safetensors",
+        "fastapi",
+        "jinja2",
+        "handgrad.model.gpt",
+        "handgrad.training.loop",
+    }
     assert not heavy & set(helped["modules"])
 
 
@@ -215,8 +227,8 @@ def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, os, handgrad as hg; assert 'torch' not in sys.modules, 'eager'; assert 'GPT' in dir(hg)\n"
         "assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1', 'settled before torch is imported'\n"
-        "import handgrad.trace, handgrad.verify as module, inspect\n"
-        "assert module.count_multiply_adds and hg.trace.Trace is hg.Trace\n"
+        "import handgrad.model.trace as module, handgrad.proof.verify, inspect\n"
+        "assert module.trace is hg.trace and module.Trace is hg.Trace\n"
         "assert list(inspect.signature(hg.generate).parameters)[:2] == ['model', 'tokens']\n"
         "model = hg.GPT(hg.preset('nano', n_blocks=1)); import torch; tokens = torch.zeros(1, 4, dtype=torch.int64)\n"
         "assert hg.generate(model, tokens, 2).shape[-1] and 'a_0' in hg.trace(model, tokens, tokens)\n"
@@ -233,7 +245,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 def invoke(*arguments: object) -> Any:
     """In this process, which spares the seconds it takes to start one."""
-    return CliRunner().invoke(cli.app, [str(x) for x in arguments])
+    return CliRunner().invoke(app.app, [str(x) for x in arguments])
 
 
 def with_words(folder: str, seed: int = 0) -> None:
@@ -276,9 +288,9 @@ def test_a_folder_does_not_hide_a_preset(place: Path, no_timing: None) -> None:
         assert isinstance(done.exception, hg.HandgradError) and "write ./nano" in str(done.exception), command
     assert invoke("generate", "--model", "./nano", "--tokens", 2).exit_code == 0
     assert invoke("convert", "./nano", "--out", "c").exit_code == 0
-    network, _, name, note = cli_explain.choose("./nano")
+    network, _, name, note = explain.choose("./nano")
     assert (name, note, network.config.d_model) == ("nano", "from ./nano", 8)
-    assert "write ./nano" in cli_explain.choose("nano")[3]
+    assert "write ./nano" in explain.choose("nano")[3]
 
 
 def test_what_is_no_model_is_said_alike(place: Path) -> None:
@@ -377,34 +389,34 @@ def test_a_stop_at_infinity_suggests_a_smaller_learning_rate(place: Path) -> Non
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (units.plural(1, "step"), "1 step"),
-        (units.plural(2000, "step"), "2,000 steps"),
-        (units.plural(0, "step"), "0 steps"),
-        (units.plural(0.5, "minute"), "0.5 minutes"),
-        (units.plural(1, "box", "boxes") + units.plural(2, "box", "boxes"), "1 box2 boxes"),
-        (units.number(0.00390625), "0.00391"),
-        (units.number(0.004), "0.004"),
-        (units.number(5e-5), "5e-5"),
-        (units.number(0), "0"),
-        (units.number(1.0), "1"),
-        (units.number(100.0), "100"),
-        (units.number(12345.6), "12,346"),
-        (units.number(-0.25), "-0.25"),
-        (units.number(1.23456e9), "1.23e9"),
-        (units.size(999), "999 B"),
-        (units.size(1500), "1.50 kB"),
-        (units.size(497_759_232), "498 MB"),
-        (units.size(999_600_000), "1.00 GB"),
-        (units.size(1_170_000_000), "1.17 GB"),
-        (units.seconds(0.036), "36.0 ms"),
-        (units.seconds(1.14), "1.14 s"),
-        (units.seconds(1020.4), "1,020 s"),
-        (units.seconds(0.99996), "1.00 s"),
-        (units.clock(7), "0:07"),
-        (units.clock(3723), "1:02:03"),
-        (units.percent(0.45), "45 %"),
-        (units.percent(0.0019), "0.19 %"),
-        (units.percent(1), "100 %"),
+        (formatting.plural(1, "step"), "1 step"),
+        (formatting.plural(2000, "step"), "2,000 steps"),
+        (formatting.plural(0, "step"), "0 steps"),
+        (formatting.plural(0.5, "minute"), "0.5 minutes"),
+        (formatting.plural(1, "box", "boxes") + formatting.plural(2, "box", "boxes"), "1 box2 boxes"),
+        (formatting.number(0.00390625), "0.00391"),
+        (formatting.number(0.004), "0.004"),
+        (formatting.number(5e-5), "5e-5"),
+        (formatting.number(0), "0"),
+        (formatting.number(1.0), "1"),
+        (formatting.number(100.0), "100"),
+        (formatting.number(12345.6), "12,346"),
+        (formatting.number(-0.25), "-0.25"),
+        (formatting.number(1.23456e9), "1.23e9"),
+        (formatting.size(999), "999 B"),
+        (formatting.size(1500), "1.50 kB"),
+        (formatting.size(497_759_232), "498 MB"),
+        (formatting.size(999_600_000), "1.00 GB"),
+        (formatting.size(1_170_000_000), "1.17 GB"),
+        (formatting.seconds(0.036), "36.0 ms"),
+        (formatting.seconds(1.14), "1.14 s"),
+        (formatting.seconds(1020.4), "1,020 s"),
+        (formatting.seconds(0.99996), "1.00 s"),
+        (formatting.clock(7), "0:07"),
+        (formatting.clock(3723), "1:02:03"),
+        (formatting.percent(0.45), "45 %"),
+        (formatting.percent(0.0019), "0.19 %"),
+        (formatting.percent(1), "100 %"),
     ],
 )
 def test_units(shown: str, expected: str) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import handgrad as hg
-from handgrad import data, lora, models
-from handgrad.run import Run
+from handgrad import adapters
+from handgrad.formats import models
+from handgrad.text import corpus
+from handgrad.training.run import Run
 from test_run import make_runs
 
 CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
@@ -27,8 +29,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = make_runs(tmp_path_factory.mktemp("corruption"))
     model = hg.load(place / "train")
     hg.save(model, place / "saved")
-    lora.inject(model, rank=2, targets="all-linear")
-    lora.save(model, place / "adapter")
+    adapters.inject(model, rank=2, targets="all-linear")
+    adapters.save(model, place / "adapter")
     return place
 
 
@@ -47,16 +49,16 @@ def model_state(folder: Path) -> Any:
 
 def adapter_state(model: hg.GPT) -> Callable[[Path], Any]:
     def state(folder: Path) -> Any:
-        lora.load(model, folder)
+        adapters.load(model, folder)
         found = {name: p.clone() for name, p in model.named_parameters()}
-        lora.remove(model)
+        adapters.remove(model)
         return found
 
     return state
 
 
 def tokens_state(file: Path) -> Any:
-    found = data.read(file)
+    found = corpus.read(file)
     return found.vocabulary, found.ids.dtype.str, found.ids.tolist()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import data, tokenizer
 from handgrad.errors import HandgradError
+from handgrad.text import batches, corpus, tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
 
 
-def tokens_of(tmp_path: Path, text: str, kind: str = "bytes") -> data.Tokens:
+def tokens_of(tmp_path: Path, text: str, kind: str = "bytes") -> corpus.Tokens:
     (tmp_path / "t.txt").write_text(text, newline="")
-    return data.prepare([tmp_path / "t.txt"], tokenizer.make(kind, [text]))
+    return corpus.prepare([tmp_path / "t.txt"], tokenizer.make(kind, [text]))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
@@ -33,9 +33,9 @@ def test_reading_in_pieces_changes_no_token(
     text = "One line\r\nand  another,\n\n\n   indented — naïve\n" * 20 + "no end"
     made = tokenizer.make(kind, [text])
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "CHUNK", chunk)
+    monkeypatch.setattr(corpus, "CHUNK", chunk)
     (tmp_path / "t.txt").write_bytes(text.encode())
-    tokens = data.prepare([tmp_path / "t.txt"], made)
+    tokens = corpus.prepare([tmp_path / "t.txt"], made)
     expected = made.encode(text) + ([made.end] if made.end is not None else [])
     assert tokens[slice(None)].tolist() == expected
 
@@ -43,7 +43,7 @@ def test_reading_in_pieces_changes_no_token(
 def test_jsonl_and_documents_that_end(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"body": t}) for t in ("first", "second")) + "\n\n")
     made = tokenizer.make("gpt2", [])
-    tokens = data.prepare([tmp_path / "d.jsonl"], made, field="body")
+    tokens = corpus.prepare([tmp_path / "d.jsonl"], made, field="body")
     assert tokens[slice(None)].tolist() == [*made.encode("first"), 50256, *made.encode("second"), 50256]
 
 
@@ -64,7 +64,7 @@ def test_jsonl_and_documents_that_end(tmp_path: Path) -> None:
 def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(HandgradError, match=message):
-        data.prepare([tmp_path / name], tokenizer.make("bytes", []))
+        corpus.prepare([tmp_path / name], tokenizer.make("bytes", []))
     assert not list((tmp_path / "cache").rglob("*.tokens")), "nothing half-made is kept"
 
 
@@ -72,19 +72,19 @@ def test_files_folders_and_patterns(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", ".hidden", "sub/c.txt"):
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_text("x")
-    assert [f.name for f in data.find([str(tmp_path / "d")])] == ["a.txt", "b.txt", "c.txt"]
-    assert [f.name for f in data.find([str(tmp_path / "d" / "*.txt")])] == ["a.txt", "b.txt"]
+    assert [f.name for f in corpus.find([str(tmp_path / "d")])] == ["a.txt", "b.txt", "c.txt"]
+    assert [f.name for f in corpus.find([str(tmp_path / "d" / "*.txt")])] == ["a.txt", "b.txt"]
     with pytest.raises(HandgradError, match="no file, folder or pattern"):
-        data.find([str(tmp_path / "nowhere*")])
+        corpus.find([str(tmp_path / "nowhere*")])
     (tmp_path / "e").mkdir()
     with pytest.raises(HandgradError, match="holds no files"):
-        data.find([str(tmp_path / "e")])
+        corpus.find([str(tmp_path / "e")])
 
 
 def test_the_cache_knows_content_not_names(tmp_path: Path) -> None:
     first = tokens_of(tmp_path, "some text\n" * 9)
     (tmp_path / "t.txt").rename(tmp_path / "u.txt")
-    again = data.prepare([tmp_path / "u.txt"], tokenizer.make("bytes", []))
+    again = corpus.prepare([tmp_path / "u.txt"], tokenizer.make("bytes", []))
     assert again.path == first.path
     assert tokens_of(tmp_path, "other text\n").path != first.path
 
@@ -94,7 +94,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
     whole = first.path.read_bytes()
     first.path.write_bytes(whole[:-3] + b"abc")
     with pytest.raises(HandgradError, match="damaged"):
-        data.read(first.path)
+        corpus.read(first.path)
     assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
 
 
@@ -103,22 +103,26 @@ def test_no_byte_of_a_cache_can_change_unseen(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, "some text\n" * 9)
     whole = tokens.path.read_bytes()
     generator = random.Random(0)
-    places = [*range(260), *generator.sample(range(260, data.HEADER - 32), 40), *range(data.HEADER - 32, len(whole))]
+    places = [
+        *range(260),
+        *generator.sample(range(260, corpus.HEADER - 32), 40),
+        *range(corpus.HEADER - 32, len(whole)),
+    ]
     for place in places:
         changed = bytearray(whole)
         changed[place] ^= 1 << generator.randrange(8)
         tokens.path.write_bytes(changed)
         with pytest.raises(HandgradError, match="damaged"):
-            data.read(tokens.path)
+            corpus.read(tokens.path)
     assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
     other = tokens_of(tmp_path, "another text\n" * 9)
     other.path.replace(tokens.path)
     with pytest.raises(HandgradError, match="damaged"):
-        data.read(tokens.path)
-    for short in (b"", whole[:100], whole[: data.HEADER], whole + b"a"):
+        corpus.read(tokens.path)
+    for short in (b"", whole[:100], whole[: corpus.HEADER], whole + b"a"):
         tokens.path.write_bytes(short)
         with pytest.raises(HandgradError, match="damaged"):
-            data.read(tokens.path)
+            corpus.read(tokens.path)
 
 
 @pytest.mark.parametrize("field", ["magic", "key", "dtype", "count", "vocabulary", "crc32"])
@@ -126,11 +130,11 @@ def test_no_byte_of_a_cache_can_change_unseen(tmp_path: Path) -> None:
 def test_a_forged_header_is_no_traceback(tmp_path: Path, field: str, value: object) -> None:
     tokens = tokens_of(tmp_path, "some text\n" * 9)
     whole = tokens.path.read_bytes()
-    header = json.loads(whole[: data.HEADER - 32].rstrip(b"\0")) | {field: value}
+    header = json.loads(whole[: corpus.HEADER - 32].rstrip(b"\0")) | {field: value}
     if value == "missing":
         del header[field]
-    raw = json.dumps(header).encode().ljust(data.HEADER - 32, b"\0")
-    tokens.path.write_bytes(raw + hashlib.sha256(raw).digest() + whole[data.HEADER :])
+    raw = json.dumps(header).encode().ljust(corpus.HEADER - 32, b"\0")
+    tokens.path.write_bytes(raw + hashlib.sha256(raw).digest() + whole[corpus.HEADER :])
     assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == whole
 
 
@@ -140,7 +144,7 @@ def test_ids_are_as_wide_as_the_largest(tmp_path: Path) -> None:
     wide = tokenizer.from_json(text)
     assert wide.n_vocab == 70_001
     (tmp_path / "t.txt").write_text("abba")
-    assert data.prepare([tmp_path / "t.txt"], wide)[slice(None)].tolist() == [0, 70_000, 70_000, 0]
+    assert corpus.prepare([tmp_path / "t.txt"], wide)[slice(None)].tolist() == [0, 70_000, 70_000, 0]
 
 
 # ── files that could hurt ───────────────────────────────────────────────────────────────────────────────────────────
@@ -153,36 +157,36 @@ def test_only_regular_files_are_data(tmp_path: Path) -> None:
     (folder / "zero.txt").symlink_to("/dev/zero")
     for source, why in ((folder / "pipe.txt", "a pipe"), ("/dev/zero", "a device"), (folder / "zero.txt", "a device")):
         with pytest.raises(HandgradError, match=f"cannot read .*{why}"):
-            data.find([str(source)])
+            corpus.find([str(source)])
         with pytest.raises(HandgradError, match=f"cannot read .*{why}"):
-            data.prepare([Path(source)], tokenizer.make("bytes", []))
+            corpus.prepare([Path(source)], tokenizer.make("bytes", []))
     with pytest.raises(HandgradError, match="holds no files"):
-        data.find([str(folder)])
+        corpus.find([str(folder)])
     (folder / "a.txt").write_text("x")
-    assert data.find([str(folder)]) == [folder / "a.txt"]
+    assert corpus.find([str(folder)]) == [folder / "a.txt"]
     (folder / os.fsdecode(b"\xff.txt")).write_text("x")
     with pytest.raises(HandgradError, match="half of a character"):
-        data.find([str(folder)])
+        corpus.find([str(folder)])
     for name in (f"{folder}/a\0b", os.fsdecode(b"\xff")):
         with pytest.raises(HandgradError):
-            data.find([name])
+            corpus.find([name])
 
 
 def test_standard_input_of_zeros_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/zero") as zeros:
         monkeypatch.setattr(sys, "stdin", zeros)
         with pytest.raises(HandgradError, match="zero bytes"):
-            data.from_stdin()
+            corpus.from_stdin()
     assert not list((tmp_path / "cache" / "stdin").iterdir())
 
 
 @pytest.mark.parametrize("text", ["\n ", "x", " ", "word ", "é", "\n"])
 def test_pieces_are_bounded_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(data, "CHUNK", 100)
+    monkeypatch.setattr(corpus, "CHUNK", 100)
     monkeypatch.setattr(tokenizer, "LONGEST", 300)
     whole = text * (10_000 // len(text))
     (tmp_path / "t.txt").write_text(whole, newline="")
-    pieces = list(data.texts([tmp_path / "t.txt"]))
+    pieces = list(corpus.texts([tmp_path / "t.txt"]))
     assert "".join(piece.text for piece in pieces) == whole and [p.last for p in pieces].count(True) == 1
     assert max(len(piece.text) for piece in pieces) <= 400
     if text == "word ":
@@ -198,33 +202,33 @@ def test_reading_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         looked += len(text) - since
         return cut_place(text, since)
 
-    cut_place = data.cut_place
-    monkeypatch.setattr(data, "cut_place", counting)
-    monkeypatch.setattr(data, "CHUNK", 1 << 10)
+    cut_place = corpus.cut_place
+    monkeypatch.setattr(corpus, "cut_place", counting)
+    monkeypatch.setattr(corpus, "CHUNK", 1 << 10)
     (tmp_path / "t.txt").write_text("\n " * 1_000_000, newline="")
-    assert sum(len(piece.text) for piece in data.texts([tmp_path / "t.txt"])) == 2_000_000
+    assert sum(len(piece.text) for piece in corpus.texts([tmp_path / "t.txt"])) == 2_000_000
     assert looked == 2_000_000
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "LONGEST_LINE", 20)
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 20)
     (tmp_path / "t.jsonl").write_text('{"text": "short"}\n' + " " * 19 + "\n" + "x" * 100 + '\n{"text": "b"}')
-    found = list(data.lines_of(tmp_path / "t.jsonl"))
+    found = list(corpus.lines_of(tmp_path / "t.jsonl"))
     assert [number for number, _ in found] == [1, 2, 3, 4] and found[2][1] is None and found[3][1] == b'{"text": "b"}'
     with pytest.raises(HandgradError, match=r"line 3 is longer than"):
-        list(data.texts([tmp_path / "t.jsonl"]))
+        list(corpus.texts([tmp_path / "t.jsonl"]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 64, 1000])
 def test_shuffled_is_a_permutation(n: int) -> None:
-    orders = {tuple(data.shuffled(i, n, seed, epoch) for i in range(n)) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {tuple(batches.shuffled(i, n, seed, epoch) for i in range(n)) for seed in (0, 1) for epoch in (0, 1)}
     assert all(sorted(order) == list(range(n)) for order in orders)
     assert len(orders) == 4 or n < 10
 
 
 def test_an_epoch_visits_every_window_once_and_targets_follow(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, "".join(chr(33 + i % 90) for i in range(1003)))
-    windows = data.Windows(tokens, 0, len(tokens), context=10, seed=3)
+    windows = batches.Windows(tokens, 0, len(tokens), context=10, seed=3)
     ids, targets, _ = windows.batch(0, windows.per_epoch)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
     starts = [windows._place(i) for i in range(windows.per_epoch)]
@@ -236,7 +240,7 @@ def test_an_epoch_visits_every_window_once_and_targets_follow(tmp_path: Path) ->
 @pytest.mark.parametrize("n", [201, 202, 205, 210, 31, 22, 21, 20, 13, 11])
 def test_every_epoch_is_cut_from_another_beginning(tmp_path: Path, n: int) -> None:
     tokens = tokens_of(tmp_path, "x" * n)
-    windows = data.Windows(tokens, 0, n, context=10, seed=3)
+    windows = batches.Windows(tokens, 0, n, context=10, seed=3)
     begins = set()
     for epoch in range(60):
         starts = sorted(windows._place(epoch * windows.per_epoch + i) for i in range(windows.per_epoch))
@@ -246,24 +250,24 @@ def test_every_epoch_is_cut_from_another_beginning(tmp_path: Path, n: int) -> No
     assert len(begins) >= min(9, n - 10), "of 11 tokens there is one stretch of 10 and its target"
     assert windows.per_epoch >= max(1, (n - 1) // 10 - 1)
     assert windows.batch(0, 1)[0].shape == (1, 10)
-    in_order = data.Windows(tokens, 0, n, context=10, seed=3, anew=False)
+    in_order = batches.Windows(tokens, 0, n, context=10, seed=3, anew=False)
     assert in_order.per_epoch == (n - 1) // 10, "validation reads all that fits"
 
 
 def test_too_short(tmp_path: Path) -> None:
     tokens = tokens_of(tmp_path, "abcdefgh")
     with pytest.raises(HandgradError, match="too few for a context of 8"):
-        data.split(tokens, 8, 0.1, 0)
+        batches.split(tokens, 8, 0.1, 0)
     with pytest.raises(HandgradError, match=r"keep 0\.1 of them for validation"):
-        data.split(tokens, 4, 0.1, 0)
-    training, validation = data.split(tokens, 4, 0.0, 0)
+        batches.split(tokens, 4, 0.1, 0)
+    training, validation = batches.split(tokens, 4, 0.0, 0)
     assert validation is None and training.per_epoch == 1
 
 
 READ = """
 import resource, sys
 from pathlib import Path
-from handgrad import data, tokenizer
+from handgrad.text import corpus as data, tokenizer
 made = tokenizer.make(sys.argv[2], [])
 data.prepare([Path(sys.argv[3])], made)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,8 +22,10 @@ import typer
 from typer.testing import CliRunner
 
 import handgrad as hg
-from handgrad import config, plan_report, tokenizer
-from handgrad.cli import app
+from handgrad.cli.app import app
+from handgrad.display import plan
+from handgrad.model import config
+from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,7 +138,7 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    monkeypatch.setattr(plan_report, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
+    monkeypatch.setattr(plan, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return Folder(tmp_path)

@@ -17,12 +17,12 @@ from rich.console import Console
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from handgrad import data, examples, records, tokenizer
-from handgrad.chat import ChatTemplate
+from handgrad.display.examples import report
 from handgrad.errors import HandgradError, LimitError
-from handgrad.examples import Examples, Summary
-from handgrad.examples_report import report
-from handgrad.tokenizer import END, Tokenizer
+from handgrad.text import batches, corpus, examples, records, tokenizer
+from handgrad.text.chat import ChatTemplate
+from handgrad.text.examples import Examples, Summary
+from handgrad.text.tokenizer import END, Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -303,7 +303,7 @@ def test_nothing_gets_lost(records: list[dict[str, str]], n_context: int, seed: 
         expected += ids[:kept][learn[:kept]].tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examples, "records", lambda files, progress: ((d.place, r) for d, r in zip(drafts, records)))  # noqa: B905
-        patch.setattr(data, "CHUNK", 1 if few else 1 << 18)
+        patch.setattr(corpus, "CHUNK", 1 if few else 1 << 18)
         found, summary = examples.read([], MARKS, n_context, seed=seed)
     n = found.per_epoch
     ids, targets, lengths = found.batch(0, n, shuffle=False)
@@ -332,7 +332,7 @@ def test_the_order_is_that_of_the_seed_and_any_place_can_be_reached() -> None:
     found = numbered(13, seed=5)
     for first, count in ((0, 13), (9, 30), (26, 1)):
         ids, targets, lengths = found.batch(first, count)
-        order = [data.shuffled(i % 13, 13, 5, i // 13) for i in range(first, first + count)]
+        order = [batches.shuffled(i % 13, 13, 5, i // 13) for i in range(first, first + count)]
         assert lengths == [i + 1 for i in order]
         assert ids.tolist() == targets.tolist() == [i for i in order for _ in range(i + 1)]
         assert ids.dtype == targets.dtype == torch.int64
@@ -464,7 +464,7 @@ def test_lines_the_tokenizer_cannot_encode_are_bad_lines(tmp_path: Path) -> None
 
 def test_lines_and_lists_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = lines(tmp_path, {"text": "a"}, {"text": "b" * 100}, {"text": "c"})
-    monkeypatch.setattr(data, "LONGEST_LINE", 50)
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 50)
     with pytest.raises(HandgradError, match="line 2 is longer than"):
         read(files)
     assert read(files, skip_bad=True)[0].per_epoch == 2

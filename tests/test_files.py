@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from handgrad.errors import HandgradError
-from handgrad.files import check_writable, write_folder, write_text
+from handgrad.files.atomic import check_writable, write_folder, write_text
 
 
 def test_text_is_replaced_whole(tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from conftest import group
-from handgrad import finetuning, lora, merging, tokenizer
-from handgrad.cli import app
-from handgrad.config import FinetuneConfig
-from handgrad.distributed import Ranks
-from handgrad.loop import take_step
-from handgrad.manifest import FILE
-from handgrad.run import Run
-from handgrad.verify import relative_error
+from handgrad import adapters
+from handgrad.adapters import merged_files
+from handgrad.cli.app import app
+from handgrad.files.manifest import FILE
+from handgrad.proof.oracles import relative_error
+from handgrad.text import tokenizer
+from handgrad.training import finetune
+from handgrad.training.config import FinetuneOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.loop import take_step
+from handgrad.training.run import Run
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
@@ -52,10 +55,9 @@ def adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def config(**options: Any) -> FinetuneConfig:
-    return FinetuneConfig(
-        model="base", data=("data.jsonl",), **{"rank": 2, "steps": 10, "batch_examples": 5, **options}
-    )
+def config(**options: Any) -> FinetuneOptions:
+    given = {"model": "base", "data": ("data.jsonl",), "rank": 2, "steps": 10, "batch_examples": 5}
+    return FinetuneOptions.parse(given | options)
 
 
 class Quiet:
@@ -133,7 +135,7 @@ def test_it_ends_early_and_keeps_the_best(place: Path) -> None:
     again = handgrad("finetune", "--resume", "--out", "run")
     assert again.exit_code == 0 and "no longer fell" in again.stdout
     assert "--patience" in str(handgrad("finetune", "--resume", "--out", "run", "--patience", 2).exception)
-    tokens, targets, lengths = finetuning.make_job(config(), Ranks(), Quiet()).validation.batch(0, 4, shuffle=False)
+    tokens, targets, lengths = finetune.prepare(config(), Ranks(), Quiet()).validation.batch(0, 4, shuffle=False)
     assert hg.load("run/adapter").loss(tokens, targets, lengths) == pytest.approx(losses[best], rel=1e-5)
 
 
@@ -227,8 +229,8 @@ def test_the_curve_is_that_of_peft(place: Path, monkeypatch: pytest.MonkeyPatch)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    job = finetuning.make_job(config(dtype="float64", dora=True, clip=0.0, lr=0.01), Ranks(), Quiet())
-    lora.save(job.model, "start")
+    job = finetune.prepare(config(dtype="float64", dora=True, clip=0.0, lr=0.01), Ranks(), Quiet())
+    adapters.save(job.model, "start")
     base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float64)
     theirs = PeftModel.from_pretrained(base, "start", is_trainable=True).double().eval()
     optimizer = torch.optim.AdamW(
@@ -252,7 +254,7 @@ def test_the_curve_is_that_of_peft(place: Path, monkeypatch: pytest.MonkeyPatch)
         job.step += 1
         assert ours == pytest.approx(loss.item(), rel=1e-9), step
     theirs.save_pretrained("theirs")
-    lora.save(job.model, "ours")
+    adapters.save(job.model, "ours")
     a, b = adapter_weights(place / "ours"), adapter_weights(place / "theirs")
     assert all(relative_error(a[name], b[name]) < 1e-8 for name in a)
 
@@ -277,12 +279,12 @@ def test_merging_and_unmerging(place: Path, options: dict[str, Any], dtype: str)
     base = hg.load("base")
     hg.save(base, "stored", dtype=getattr(torch, dtype))
     model = hg.load("stored", dtype=torch.float32)
-    lora.inject(model, 2, **options)
+    adapters.inject(model, 2, **options)
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
                 p.add_(0.1 * torch.randn(p.shape))
-    lora.save(model, "adapter")
+    adapters.save(model, "adapter")
     done = handgrad("merge", "adapter", "--out", "merged")
     assert done.exit_code == 0, done.exception
     merged, tokens = hg.load("merged"), torch.randint(256, (2, 9))
@@ -296,9 +298,9 @@ def test_merging_and_unmerging(place: Path, options: dict[str, Any], dtype: str)
         assert relative_error(hg.load("back").logits(tokens), base.logits(tokens)) < 1e-4
         assert hg.load("back").config.tied
     if options.get("dora"):
-        (place / "merged" / merging.FILE).unlink()
+        (place / "merged" / merged_files.FILE).unlink()
         lost = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "lost")
-        assert merging.FILE in str(lost.exception)
+        assert merged_files.FILE in str(lost.exception)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -335,7 +337,7 @@ def test_other_data_for_validation_is_noticed_on_resuming(place: Path) -> None:
 
 def test_a_merge_that_changes_the_logits_writes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--out", "run", *QUICK).exit_code == 0
-    monkeypatch.setattr(lora.adapters, "_sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
+    monkeypatch.setattr("handgrad.adapters.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
     done = handgrad("merge", "run", "--out", "merged")
     assert "the logits differ by" in str(done.exception) and not (place / "merged").exists()
 

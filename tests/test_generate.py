@@ -7,7 +7,7 @@ import torch
 
 import handgrad as hg
 from conftest import make_model
-from handgrad.generation import Cache, advance
+from handgrad.inference.kv_cache import Cache, advance
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3], [2, 5]])
@@ -77,7 +77,7 @@ def test_text_needs_a_tokenizer() -> None:
 
 def test_the_function_hides_no_module() -> None:
     """`import handgrad.x as m` gives the package's attribute x, which must be the module."""
-    import handgrad.generation as module
+    import handgrad.inference.generate as module
 
     assert module.generate is hg.generate and module.Cache is Cache
     assert importlib.util.find_spec("handgrad.generate") is None

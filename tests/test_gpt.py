@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 
 import handgrad as hg
 from conftest import TOLERANCE, make_batch, make_model
-from handgrad.layers import LoRA
+from handgrad.adapters.lora import LoRA
+from handgrad.model.trace import gradients
 from handgrad.ops import attention
 from handgrad.optim import OptimizerInBackward
 from handgrad.paper import transformer
-from handgrad.trace import gradients
-from handgrad.verify import network_of, options_of, relative_error
+from handgrad.proof.oracles import relative_error
+from handgrad.proof.reference import network_of, options_of
 
 SHAPES = {
     "one block": {},
@@ -183,7 +184,7 @@ def test_head_in_chunks_is_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = model.loss_and_grads(tokens, targets)
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr("handgrad.gpt.LOGITS_AT_ONCE", 3 * 11)
+    monkeypatch.setattr("handgrad.model.readout.LOGITS_AT_ONCE", 3 * 11)
     assert model.loss_and_grads(tokens, targets) == pytest.approx(loss, rel=1e-14)
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert relative_error(p.grad, grad) <= 1e-12
@@ -376,7 +377,7 @@ def test_bad_tokens() -> None:
         model.logits(torch.tensor([0, -1]))
     with raises("17 tokens does not fit into a context of 16"):
         model.logits(torch.zeros(17, dtype=torch.int64))
-    with raises("whole numbers"):
+    with raises("must be integers"):
         model.logits(torch.zeros(4))
     with raises("not empty"):
         model.logits(torch.zeros(0, dtype=torch.int64))
@@ -405,7 +406,7 @@ def test_bad_targets() -> None:
         model.loss_and_grads(tokens, [1, 2, 3, 4])
     with raises("n_targets"):
         model.loss_and_grads(tokens, tokens, n_targets=0)
-    with raises("targets must be whole numbers"):
+    with raises("targets must be integers"):
         model.loss_and_grads(tokens, torch.zeros(4))
     assert all(p.grad is None for p in model.parameters()), "a refused batch must leave nothing behind"
 
@@ -459,7 +460,7 @@ def test_bad_weights_in_the_head_leave_no_gradient(tied: bool) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 def test_half_a_gradient_is_none(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.gpt.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 8)
     model = make_model(n_blocks=2)
     tokens, targets = make_batch(model, [8, 8, 16], ignored=0)
     with torch.no_grad():
@@ -604,7 +605,7 @@ def test_pieces_and_recomputation_change_nothing(
     tokens, targets = make_batch(model, lengths, ignored=ignored)
     recorded = hg.trace(model, tokens, targets, lengths)  # walked whole, every row asking
     loss = model.loss(tokens, targets, lengths)
-    monkeypatch.setattr("handgrad.gpt.TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", at_once)
     assert model.loss_and_grads(tokens, targets, lengths, recompute=recompute) == pytest.approx(
         recorded.loss, rel=1e-13
     )
@@ -618,7 +619,7 @@ def test_pieces_and_recomputation_change_nothing(
 def test_every_layer_is_announced_once_with_its_final_gradient(
     tied: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.gpt.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 8)
     model = make_model(n_blocks=3, tied=tied)
     tokens, targets = make_batch(model, [5, 6, 7])
     seen: dict[torch.nn.Parameter, torch.Tensor] = {}

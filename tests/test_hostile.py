@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 
 import handgrad as hg
 from conftest import save_as_others
-from handgrad import chat, checkpoint, manifest, merging
-from handgrad.chat import ChatTemplate
-from handgrad.cli_training import _read_config
-from handgrad.config import TrainConfig
+from handgrad.adapters import merged_files
+from handgrad.cli.training import _read_config
+from handgrad.files import manifest
+from handgrad.formats import checkpoint
+from handgrad.text import chat
+from handgrad.text.chat import ChatTemplate
+from handgrad.training.config import TrainOptions
 from hostile import MEGABYTES, SECONDS, Case, Runner
 
 SHAPE = hg.preset("nano", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_blocks=2)
@@ -166,7 +169,7 @@ def evil_targets(folder: Path) -> object:
 
 
 def unmerge(folder: Path) -> object:
-    return merging.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
+    return merged_files.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
 
 
 ADAPTERS = [
@@ -243,7 +246,7 @@ def options(name: str, text: str) -> Make:
 
 
 def read_options(name: str) -> Callable[[Path], object]:
-    return lambda folder: _read_config(folder / name, TrainConfig)
+    return lambda folder: _read_config(folder / name, TrainOptions)
 
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)) + "lr: *a40\n"

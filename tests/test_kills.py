@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.files import exchange
+from handgrad.files.atomic import exchange
 
 
 @pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 6), ("finetune", 1, 6), ("train", 2, 2)])

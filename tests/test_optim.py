@@ -10,9 +10,9 @@ from torch import nn
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad import optim
-from handgrad.distributed import Ranks
 from handgrad.optim import OptimizerInBackward
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
+from handgrad.training.distributed import Ranks
 
 LENGTHS = [9, 2, 13, 5, 16]
 MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -41,7 +41,7 @@ def ordinary(model: hg.GPT, make: Callable[..., torch.optim.Optimizer], clip: fl
 def test_same_parameters_as_the_ordinary_order(
     name: str, clip: float | None, recompute: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.gpt.TOKENS_AT_ONCE", 16)  # several pieces: gradients accumulate over them
+    monkeypatch.setattr("handgrad.model.gpt.TOKENS_AT_ONCE", 16)  # several pieces: gradients accumulate over them
     shape = {"n_blocks": 3, "tied": tied, "logits_bias": True}
     one, two = make_model(**shape), make_model(**shape)
     norms = ordinary(one, MAKERS[name], clip, steps=3)

@@ -8,10 +8,13 @@ import torch
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.config import FinetuneConfig, split_names
-from handgrad.plan import Work, flop, lora_targets, make_plan, parameters, saved_per_token, target_ranks
-from handgrad.timing import Peak, best_of, predict
-from handgrad.verify import count_multiply_adds
+from handgrad.adapters.patterns import split_names
+from handgrad.plan.flop import Work, flop
+from handgrad.plan.parameters import lora_targets, parameters, target_ranks
+from handgrad.plan.step import make_plan, saved_per_token
+from handgrad.plan.timing import Peak, best_of, predict
+from handgrad.proof.oracles import count_multiply_adds
+from handgrad.training.config import FinetuneOptions
 
 COMPLETE = hg.preset("paper", n_blocks=12)
 
@@ -100,7 +103,7 @@ def test_saved_numbers_are_those_the_blocks_keep() -> None:
     model = make_model(n_blocks=2, dtype=torch.float32)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     with torch.no_grad():
-        saved = model.down(model.pieces(tokens, tokens, None)).blocks
+        saved = model.forward_pass(model.pieces(tokens, tokens, None)).blocks
     kept = sum(x.numel() for (s,) in saved for x in (*s.norm_1, *s.heads, *s.norm_5, s.a_7))
     assert kept == 16 * 2 * saved_per_token(model.config)
 
@@ -157,7 +160,7 @@ def test_targets_by_comma_or_one_by_one() -> None:
     assert split_names(["c_attn, lm_head", "h.[0,1].*", "h.{0,2}", ""]) == ("c_attn", "lm_head", "h.[0,1].*", "h.{0,2}")
     by_pattern = make_plan(config, rank=4, targets="c_proj").trainable  # the end of two names, as in finetune
     assert by_pattern == make_plan(config, rank=4, targets="attn.c_proj,mlp.c_proj").trainable
-    assert FinetuneConfig(targets=("c_attn,lm_head",)).targets == ("c_attn", "lm_head")
+    assert FinetuneOptions.parse({"targets": ("c_attn,lm_head",)}).adapter.targets == ("c_attn", "lm_head")
 
 
 def test_cache_per_token() -> None:

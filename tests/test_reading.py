@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from handgrad.errors import HandgradError, MissingError, printable, shown
-from handgrad.reading import open_regular, parse_json, read_bytes, read_json, read_text
+from handgrad.files.reading import open_regular, parse_json, read_bytes, read_json, read_text
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import handgrad as hg
 from conftest import group, handgrad
-from handgrad.files import LEFTOVER, exchange, sweep, write_folder, write_text
-from handgrad.run import Run
+from handgrad.files.atomic import LEFTOVER, exchange, sweep, write_folder, write_text
+from handgrad.training.run import Run
 
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
 SMALL = ["--n-blocks", "1", "--d-model", "8", "--n-heads", "1", "--n-context", "16", "--batch-tokens", "64"]
@@ -310,7 +310,9 @@ def test_a_run_can_only_be_made_longer(place: Path) -> None:
 def test_a_run_that_appears_meanwhile_is_not_taken_over(
     made: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.lifecycle._check_free", lambda run, resume: None)  # the other process comes after it
+    monkeypatch.setattr(
+        "handgrad.training.lifecycle._check_free", lambda run, resume: None
+    )  # the other process comes after it
     before = content(place / "train")
     done = handgrad("train", *train_options(made), "--out", "train")
     assert done.returncode == 1 and "was started by another process just now" in done.stderr
@@ -424,7 +426,7 @@ def test_without_an_exchange_the_old_folder_comes_back(
 ) -> None:
     """Where the system cannot exchange names, a kill between the renames loses nothing."""
     write_folder(tmp_path / "m", lambda f: (f / "a").write_text("old") and None)
-    monkeypatch.setattr("handgrad.files.exchange", lambda one, other: False)
+    monkeypatch.setattr("handgrad.files.atomic.exchange", lambda one, other: False)
     calls = 0
     rename = os.rename
 
@@ -435,13 +437,13 @@ def test_without_an_exchange_the_old_folder_comes_back(
             os._exit(9)
         rename(*names)
 
-    monkeypatch.setattr("handgrad.files.os.rename", killed)
+    monkeypatch.setattr("handgrad.files.atomic.os.rename", killed)
     child = os.fork()
     if child == 0:
         write_folder(tmp_path / "m", lambda f: (f / "a").write_text("new") and None)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    monkeypatch.setattr("handgrad.files.os.rename", rename)
+    monkeypatch.setattr("handgrad.files.atomic.os.rename", rename)
     sweep(tmp_path, owned=True)
     assert (tmp_path / "m" / "a").read_text() == ("old" if crash < 3 else "new")
     assert not leftovers(tmp_path)
@@ -465,8 +467,8 @@ def test_leftovers_in_use_are_spared_and_abandoned_ones_swept(tmp_path: Path) ->
 
 DIES_ONCE = """
 import os, sys, signal
-from handgrad import loop
-from handgrad.cli import main
+from handgrad.training import loop
+from handgrad.cli.app import main
 step = loop.take_step
 def dies(job, ranks):
     if job.step == 3 and ranks.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -491,8 +493,8 @@ def test_torchrun_restarts_a_run_and_a_lost_peer_is_one_line(made: Path, place: 
 
 FAILS_ON_ONE = """
 import os
-from handgrad import loop
-from handgrad.cli import main
+from handgrad.training import loop
+from handgrad.cli.app import main
 from handgrad.errors import HandgradError
 step = loop.take_step
 def fails(job, ranks):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import sandbox
-from handgrad.chat import ChatTemplate
-from handgrad.config import LoRAConfig, matches, prepare_matches
+from handgrad.adapters.config import LoRAConfig
+from handgrad.adapters.patterns import matches, prepare_matches
 from handgrad.errors import HandgradError
+from handgrad.sandbox import client
+from handgrad.text.chat import ChatTemplate
 
 NAMES = ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj", "lm_head"]
 EVIL = r"(([\w.]+)+)+!"
@@ -22,8 +23,8 @@ TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "B
 
 
 def child() -> int:
-    assert sandbox._child is not None
-    return sandbox._child._process.pid
+    assert client._child is not None
+    return client._child._process.pid
 
 
 def gone(pid: int) -> bool:
@@ -53,15 +54,15 @@ def test_what_matches() -> None:
 
 
 def test_plain_names_need_no_child() -> None:
-    sandbox._stop()
+    client._stop()
     LoRAConfig(rank_pattern={"mlp.c_proj": 4, "transformer.h.0.attn.c_attn": 2}, targets=("c_attn", "all-linear"))
     assert matches("mlp.c_proj", NAMES[1])
-    assert sandbox._child is None
+    assert client._child is None
 
 
 def test_all_patterns_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_matches(["x+once", "y+once"], NAMES)
-    monkeypatch.setattr(sandbox, "ask", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr(client, "ask", lambda *_, **__: pytest.fail("asked again"))
     assert not any(matches(pattern, name) for pattern in ("x+once", "y+once") for name in NAMES)
 
 
@@ -70,7 +71,7 @@ def test_the_next_request_after_a_refused_one_is_answered() -> None:
     assert template.render(TALK) == "Why?"
     first = child()
     with pytest.raises(HandgradError, match=r"the regular expression .* takes too long"):
-        sandbox.match([EVIL], NAMES)
+        client.match([EVIL], NAMES)
     with pytest.raises(HandgradError, match=r"t\.jinja needs more than 200 MB"):
         template.render([*TALK, *TALK])
     assert template.render(TALK) == "Why?"  # a new child does not know it, and is told
@@ -90,7 +91,7 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
     process = os.fork()
     if not process:
         os.write(writing, f"{template.render(TALK)} {child()}".encode())
-        sandbox._stop()
+        client._stop()
         os._exit(0)
     os.waitpid(process, 0)
     text, other = os.read(reading, 100).decode().split()
@@ -122,8 +123,8 @@ def test_threads_take_turns() -> None:
 def test_it_ends_with_its_parent(end: str) -> None:
     """Also if the parent is killed, or a fork of it still holds the pipe."""
     code = (
-        "import os, time\nfrom handgrad import sandbox\nsandbox.match(['a+'], ['a'])\n"
-        f"print(sandbox._child._process.pid, flush=True)\n{end}\n"
+        "import os, time\nfrom handgrad.sandbox import client\nclient.match(['a+'], ['a'])\n"
+        f"print(client._child._process.pid, flush=True)\n{end}\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
@@ -150,7 +151,7 @@ def test_text_comes_back_as_it_was() -> None:
 
 
 def test_the_child_has_neither_torch_nor_handgrad() -> None:
-    worker = Path(sandbox.worker.__file__)
+    worker = Path(client.worker.__file__)
     code = f"import sys; sys.path.append({str(worker.parent)!r}); import worker; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "handgrad", "numpy"} & set(loaded.split())

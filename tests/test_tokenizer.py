@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from handgrad import tokenizer
 from handgrad.errors import HandgradError
+from handgrad.text import tokenizer
 
 TEXT = "Good morrow,  neighbour!\n\n\tWhither so fast? naïve façade — 東京 🙂\n"
 

@@ -17,11 +17,14 @@ from safetensors.torch import load_file
 import handgrad as hg
 from conftest import group, handgrad
 from handgrad import optim
-from handgrad.cli_training import _read_config
-from handgrad.config import TrainConfig
-from handgrad.distributed import Ranks
-from handgrad.loop import Job, evaluate, make_job, take_step
-from handgrad.run import Run, model_folder
+from handgrad.cli.training import _read_config
+from handgrad.formats.run_folder import model_folder
+from handgrad.training.config import TrainOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.job import Job
+from handgrad.training.loop import evaluate, take_step
+from handgrad.training.pretrain import prepare
+from handgrad.training.run import Run
 
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
 SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
@@ -50,7 +53,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 class Quiet:
     def say(self, text: str) -> None: ...
-    def present(self, *what: object) -> None: ...
+    def examples(self, *what: object) -> None: ...
     def reading(self, total: int) -> object:
         return lambda n: None
 
@@ -61,8 +64,8 @@ class Quiet:
 
 def small_job(text: Path, **options: object) -> Job:
     shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
-    config = TrainConfig(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
-    return make_job(config, Ranks(), Quiet())
+    config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
+    return prepare(config, Ranks(), Quiet())
 
 
 # ── the whole command ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +150,7 @@ def test_a_loss_that_explodes_is_diagnosed(text: Path, tmp_path: Path) -> None:
     wild = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *wild)
     assert done.returncode == 1
-    assert "first to go wrong" in done.stderr
+    assert "first to become NaN or infinite" in done.stderr
     for checkpoint in Run(tmp_path / "r").usable():
         assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
 
@@ -225,7 +228,7 @@ def test_a_config_file_and_flags_that_win(text: Path, tmp_path: Path) -> None:
 
 def config_of(tmp_path: Path, name: str, text: str) -> dict:
     (tmp_path / name).write_text(text)
-    return _read_config(tmp_path / name, TrainConfig)
+    return _read_config(tmp_path / name, TrainOptions)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_a_model_that_exists_keeps_its_shape_and_a_run_its_end(text: Path, tmp_p
     assert done.returncode == 1 and "--steps can only make it longer" in done.stderr
     assert (tmp_path / "a" / "run.json").read_text() == before
     done = handgrad_train("--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
-    assert done.returncode == 1 and "--d-model cannot change a model that exists" in done.stderr
+    assert done.returncode == 1 and "--d-model cannot change an existing model" in done.stderr
     done = handgrad_train("--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "b" / "run.json").read_text())["model"]["d_model"] == 16
@@ -271,8 +274,8 @@ def test_the_curve_is_that_of_autograd(text: Path, dtype: str, limit: float) -> 
     with torch.no_grad():
         for name, p in job.model.named_parameters():
             twin.pairs[name].copy_(oriented(name, p))
-    c = job.config
-    optimizer = optim.maker(c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))(twin.parameters())
+    c = job.options
+    optimizer = optim.maker(c.optimizer, job.recipe.lr, c.weight_decay, (c.beta1, c.beta2))(twin.parameters())
     for step in range(100):
         for options in (*job.optimizer.param_groups, *optimizer.param_groups):
             options["lr"] = job.learning_rate
@@ -353,7 +356,7 @@ def test_stopped_with_two_processes_and_resumed_with_one(text: Path, tmp_path: P
 
 GRADIENTS = """
 import sys, torch, handgrad as hg
-from handgrad.distributed import Ranks
+from handgrad.training.distributed import Ranks
 from safetensors.torch import save_file
 torch.set_num_threads(1)
 ranks = Ranks()

@@ -9,21 +9,16 @@ import torch
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.block import Attention
-from handgrad.gpt import Piece
-from handgrad.layers import Head
+from handgrad.model.attention import Attention
+from handgrad.model.batch import Piece
+from handgrad.model.layers import Head
+from handgrad.model.passes import Pass
 from handgrad.ops import activation, attention, layernorm, linear, lora
-from handgrad.report import Report, judge
-from handgrad.verify import (
-    activation_names,
-    count_multiply_adds,
-    directional_error,
-    finite_difference,
-    relative_error,
-    signal_names,
-)
+from handgrad.proof.oracles import count_multiply_adds, directional_error, finite_difference, relative_error
+from handgrad.proof.report import Report, judge
+from handgrad.proof.verify import activation_names, signal_names
 
-MODULE = sys.modules["handgrad.verify"]  # hg.verify itself is the function
+MODULE = sys.modules["handgrad.proof.verify"]  # hg.verify itself is the function
 
 
 def red(model: hg.GPT, lengths: list[int]) -> set[str]:
@@ -98,9 +93,9 @@ def test_adapters_leave_no_signal_unchecked(targets_of_adapters: str) -> None:
 def test_a_signal_that_was_not_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = MODULE.gradients_of
 
-    def forgetful(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, record: object = None):
-        keep = lambda name, x: None if name == "blocks.0.delta_2" else record(name, x)  # noqa: E731
-        return recorded(model, tokens, targets, lengths, keep)
+    def forgetful(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, **options: object):
+        keep = lambda name, x: None if name == "blocks.0.delta_2" else options["record"](name, x)  # noqa: E731
+        return recorded(model, tokens, targets, lengths, **options | {"record": keep})
 
     monkeypatch.setattr(MODULE, "gradients_of", forgetful)
     report = hg.verify(make_model(), *make_batch(make_model(), [9]))
@@ -124,9 +119,9 @@ def test_a_mistake_with_skipped_rows_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     """Only a pass without a recorder skips rows; every recorded signal is right."""
     right = Attention.backward
 
-    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, spans: object, asking: torch.Tensor | None):
-        out = right(self, delta_3, saved, spans, asking)
-        return out if asking is None else out * 1.001
+    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, run: Pass):
+        out = right(self, delta_3, saved, run)
+        return out if run.query_rows is None else out * 1.001
 
     monkeypatch.setattr(Attention, "backward", wrong)
     assert red(make_model(), [9]) == set(PATHS)
@@ -157,7 +152,7 @@ def test_dropout_is_checked(dora: bool, dtype: torch.dtype, monkeypatch: pytest.
     assert report.passed, report.summary()
     assert "transformer.h.0.attn.c_attn.down with dropout along u" in {c.id for c in report}
     right = lora.backward
-    monkeypatch.setattr(lora, "backward", lambda g, d, into, kept=None: right(g, d, into))
+    monkeypatch.setattr(lora, "backward", lambda g, d, into, mask=None: right(g, d, into))
     failed = {c.id for c in hg.verify(model, tokens, targets, [9, 4]).failed}
     assert failed and all("with dropout" in name for name in failed)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from handgrad import ledger
+from handgrad.proof import ledger
 
 HERE = Path(__file__).parent
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from handgrad.cli_explain import TEXT, choose
+from handgrad.cli.explain import TEXT, choose
 from handgrad.explain.server import Server
 from handgrad.explain.session import Session
 

@@ -1,22 +1,21 @@
 """`hg.train` and `hg.finetune`: the commands of the same names, from Python."""
 
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
-from .config import SHAPE, FinetuneConfig, TrainConfig
-from .display import Lines, Silent
-from .distributed import Ranks
+from .display.progress import Lines, Silent
 from .errors import HandgradError, shown
-from .finetuning import make_job as prepare_finetuning
-from .lifecycle import Prepare, Request, Result, carry_out
-from .loop import make_job as prepare_training
+from .training.config import SHAPE, FinetuneOptions, TrainOptions
+from .training.distributed import Ranks
+from .training.finetune import prepare as prepare_finetuning
+from .training.lifecycle import Prepare, Request, Result, execute
+from .training.pretrain import prepare as prepare_training
 
-C = TypeVar("C", bound=TrainConfig)
+C = TypeVar("C", bound=TrainOptions)
 Sources = str | Path | Iterable[str | Path]
 
 
@@ -41,7 +40,7 @@ def train(
     result = hg.train("book.txt", steps=200)
     result.model, result.folder, result.val_loss
     """
-    return _run(TrainConfig, prepare_training, data, model, out, resume, quiet, options)
+    return _run(TrainOptions, prepare_training, data, model, out, resume, quiet, options)
 
 
 def finetune(
@@ -62,7 +61,7 @@ def finetune(
     result = hg.finetune("path/to/gpt2", "examples.jsonl", rank=8)
     result.place                    the adapter's folder
     """
-    return _run(FinetuneConfig, prepare_finetuning, data, model, out, resume, quiet, options)
+    return _run(FinetuneOptions, prepare_finetuning, data, model, out, resume, quiet, options)
 
 
 def _run(
@@ -79,14 +78,14 @@ def _run(
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     if isinstance(options.get("field"), dict):
         options["field"] = [f"{ours}={theirs}" for ours, theirs in options["field"].items()]
-    known = {f.name for f in fields(kind)} - {"shape", "clock"} | set(SHAPE)
+    types = kind.types()
+    known = set(types) - {"shape", "clock"} | set(SHAPE)
     for name in options:
         if name not in known:
             raise HandgradError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
     shape = {name: options.pop(name) for name in SHAPE if name in options}
-    hints = get_type_hints(kind)
     given: dict[str, Any] = {
-        name: _several(value) if hints[name] == tuple[str, ...] else value for name, value in options.items()
+        name: _several(value) if types[name] == tuple[str, ...] else value for name, value in options.items()
     }
     if shape:
         given["shape"] = tuple(sorted(shape.items()))
@@ -99,7 +98,7 @@ def _run(
     try:
         display = Silent(console) if quiet or not ranks.first else Lines(console)
         folder = None if out is None else Path(out)
-        return carry_out(Request(kind, prepare, given, folder, resume), ranks, display)
+        return execute(Request(kind, prepare, given, folder, resume), ranks, display)
     finally:
         ranks.shutdown()
 

@@ -3,8 +3,8 @@
 import torch
 
 import handgrad as hg
-from handgrad import tokenizer
 from handgrad.explain.session import Session, add_adapters
+from handgrad.text import tokenizer
 
 TEXT = "to be, or not"
 

@@ -12,11 +12,11 @@ from looking import TEXT, make_session
 from typer.testing import CliRunner
 
 import handgrad as hg
-from handgrad import cli_explain
-from handgrad.cli import app
-from handgrad.cli_explain import choose, explain
+from handgrad.cli import explain as cli_explain
+from handgrad.cli.app import app
+from handgrad.cli.explain import choose, explain
 from handgrad.explain.server import Server
-from handgrad.run import Run
+from handgrad.training.run import Run
 
 
 def model_directory(folder: Path, words: bool = True, **shape: object) -> Path:

@@ -5,12 +5,12 @@ import torch
 from looking import TEXT, make_session
 
 import handgrad as hg
-from handgrad import tokenizer
 from handgrad.explain import proof as module
 from handgrad.explain.proof import Prover, Verdict
 from handgrad.explain.session import Session
-from handgrad.layers import QueryKeyValue
+from handgrad.model.layers import QueryKeyValue
 from handgrad.ops import activation, attention, embedding, layernorm, linear, lora, loss
+from handgrad.text import tokenizer
 
 
 def verdict_on(session: Session, differences: bool = True) -> Verdict:

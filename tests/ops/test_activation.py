@@ -6,7 +6,7 @@ import torch
 from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import activation as fast
 from handgrad.paper import activation as plain
-from handgrad.verify import differentiate, relative_error
+from handgrad.proof.oracles import differentiate, relative_error
 
 
 @pytest.mark.parametrize("name", plain.NAMES)

@@ -9,7 +9,7 @@ from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import attention as fast
 from handgrad.paper import attention as plain
 from handgrad.paper.attention import Head
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 SHAPES = [
     # lengths, heads, d_ρ, d_h

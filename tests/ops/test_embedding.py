@@ -6,7 +6,7 @@ import torch
 from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import embedding as fast
 from handgrad.paper import embedding as plain
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize(("n", "v", "c", "d"), [(1, 2, 1, 1), (7, 5, 9, 3), (13, 11, 13, 8)])

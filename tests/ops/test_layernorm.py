@@ -6,7 +6,7 @@ import torch
 from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import layernorm as fast
 from handgrad.paper import layernorm as plain
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize(("n", "d"), [(1, 2), (7, 5), (3, 17)])

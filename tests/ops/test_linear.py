@@ -6,7 +6,7 @@ import torch
 from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import linear as fast
 from handgrad.paper import linear as plain
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize(("n", "f_in", "f_out"), [(1, 1, 1), (7, 5, 3), (2, 13, 17)])

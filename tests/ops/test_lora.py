@@ -6,7 +6,7 @@ import torch
 from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import lora as fast
 from handgrad.paper import lora as plain
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize(("n", "f_in", "r", "f_out"), [(1, 1, 1, 1), (7, 5, 2, 3), (2, 13, 8, 17)])

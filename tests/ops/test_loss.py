@@ -7,7 +7,7 @@ from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import loss as fast
 from handgrad.paper import loss as plain
 from handgrad.paper.notation import softmax
-from handgrad.verify import relative_error
+from handgrad.proof.oracles import relative_error
 
 
 @pytest.mark.parametrize(("n", "v"), [(1, 2), (7, 5), (3, 17)])

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..judge import Judge
 from ..machine import give_back_freed_memory
-from ..verify import relative_error
+from ..proof.checker import Judge
+from ..proof.oracles import relative_error
 from .session import Look, Session
 from .stations import Station
 from .views import LARGE

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import lora
+from .. import adapters
 from ..errors import HandgradError
-from ..gpt import GPT
 from ..machine import give_back_freed_memory
-from ..tokenizer import Tokenizer
-from ..trace import Trace, trace
+from ..model.gpt import GPT
+from ..model.trace import Trace, trace
+from ..text.tokenizer import Tokenizer
 from .stations import Station, stations_of
 
 MOST_BYTES = 4000  # of a sentence
@@ -188,4 +188,4 @@ def add_adapters(model: GPT, rank: int) -> None:
     """A low-rank branch beside every matrix of the blocks; only these train."""
     if not 1 <= rank <= model.config.d_model:
         raise HandgradError(f"the rank of an adapter must be between 1 and {model.config.d_model}, not {rank}")
-    lora.inject(model, rank)
+    adapters.inject(model, rank)

@@ -12,10 +12,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from latex2mathml.converter import convert
+from torch import nn
 
-from ..block import Block
-from ..gpt import GPT
-from ..layers import Head, LayerNorm, Linear, LoRA, QueryKeyValue
+from ..model.block import Block
+from ..model.gpt import GPT
+from ..model.layers import Affine, Head, LayerNorm, QueryKeyValue
 from ..ops import activation, attention, embedding, layernorm, linear, lora, loss
 
 
@@ -89,10 +90,10 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/attention.py rho_tile": attention.rho_tile,
     "ops/attention.py causal_signal_tile": attention.causal_signal_tile,
     "ops/attention.py _backward_in_tiles": attention._backward_in_tiles,
-    "layers.py QueryKeyValue.accumulate_bias": QueryKeyValue.accumulate_bias,
-    "layers.py Head.accumulate_weight": Head.accumulate_weight,
-    "block.py Block.forward": Block.forward,
-    "block.py Block.backward": Block.backward,
+    "model/layers.py QueryKeyValue.accumulate_bias": QueryKeyValue.accumulate_bias,
+    "model/layers.py Head.accumulate_weight": Head.accumulate_weight,
+    "model/block.py Block.forward": Block.forward,
+    "model/block.py Block.backward": Block.backward,
     "ops/loss.py forward_and_delta": loss.forward_and_delta,
 }
 
@@ -153,9 +154,9 @@ def _norm(i: int, back: str) -> dict[str, Any]:
     }
 
 
-def _linear(i: int, o: int, words: str, layer: Linear | LoRA, bias: bool = True) -> dict[str, Any]:
+def _linear(i: int, o: int, words: str, layer: Affine, bias: bool = True) -> dict[str, Any]:
     """a_o = a_i w_i + b_i, with a branch beside it if there is one, and a magnitude for each output if it has that."""
-    adapted, dora = isinstance(layer, LoRA), isinstance(layer, LoRA) and layer.magnitude is not None
+    adapted, dora = layer.adapted, layer.named_symbols().get("m") is not None
     product = rf"a_{{{i}}} w_{{{i}}}" + (rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else "")
     signal = r"\Delta_z" if dora else rf"\Delta_{{{o}}}"
     added = rf" + \tilde b_{{{i}}}" if bias else ""
@@ -220,18 +221,18 @@ def _embedding(tied: bool) -> dict[str, Any]:
     }
 
 
-def _attention(causal: bool, layer: Linear | LoRA, key_bias: bool) -> dict[str, Any]:
+def _attention(causal: bool, layer: Affine, key_bias: bool) -> dict[str, Any]:
     mask = r"\mathrm{mask}" if causal else ""
     tiles = ("rho_tile", "causal_signal_tile", "_backward_in_tiles")
-    adapted = isinstance(layer, LoRA)
+    adapted = layer.adapted
     b_k = r" + \tilde b_k" if key_bias else ""
     made = rf"q = a_2 w_q + \tilde b_q \qquad k = a_2 w_k{b_k} \qquad v = a_2 w_v + \tilde b_v"
     grads = (
         r"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t \Delta_{\mathrm{raw}} k \qquad"
         r" \partial w_k = (\Delta_{\mathrm{raw}} a_2)^t q" + (r" \qquad \partial b_k = 0" if key_bias else "")
     )
-    if isinstance(layer, LoRA):  # w stands for all that multiplies a_2: what is frozen and the branch beside it
-        turned = r" \, \mathrm{diag}(m_2 / c)" if layer.magnitude is not None else ""
+    if adapted:  # w stands for all that multiplies a_2: what is frozen and the branch beside it
+        turned = r" \, \mathrm{diag}(m_2 / c)" if layer.named_symbols().get("m") is not None else ""
         made += rf" \qquad [w_q \; w_k \; w_v] = (w_2 + s \, d_2 u_2){turned}"
         signal = rf"\Delta_{{qkv}}{turned}"
         grads = (
@@ -269,7 +270,7 @@ def _attention(causal: bool, layer: Linear | LoRA, key_bias: bool) -> dict[str, 
             ("forward", "ops/linear.py forward"),
             ("forward", "ops/attention.py forward"),
             *[("backward", f"ops/attention.py {name}") for name in tiles],
-            ("backward", "layers.py QueryKeyValue.accumulate_bias"),
+            ("backward", "model/layers.py QueryKeyValue.accumulate_bias"),
         ),
     }
 
@@ -285,7 +286,7 @@ def _skip(left: int, branch: int, o: int) -> dict[str, Any]:
             Formula(rf"\Delta_{{{left}}} = \Delta_{{{o}}} + (\text{{through the branch}})", "Table 2"),
         ),
         "errata": (),
-        "sources": (("forward", "block.py Block.forward"), ("backward", "block.py Block.backward")),
+        "sources": (("forward", "model/block.py Block.forward"), ("backward", "model/block.py Block.backward")),
         "stream": True,
     }
 
@@ -348,6 +349,7 @@ def stations_of(model: GPT) -> list[Station]:
     """All of them, in the order of the forward pass."""
     config = model.config
     t = model.transformer
+    names = {p: name for name, p in model.named_parameters()}
     found: list[Station] = []
 
     def add(id: str, index: int, block: int | None, kind: dict[str, Any], **rest: object) -> None:
@@ -367,7 +369,7 @@ def stations_of(model: GPT) -> list[Station]:
         stream=True,
     )
     for b, block in enumerate(model.blocks):
-        here, path = f"blocks.{b}.", f"transformer.h.{b}"
+        here = f"blocks.{b}."
 
         def place(
             i: int, kind: dict[str, Any], leaves: tuple[str, ...], b: int = b, here: str = here, **rest: object
@@ -377,73 +379,63 @@ def stations_of(model: GPT) -> list[Station]:
 
         attn, mlp = block.attn, block.mlp
         norm_1, norm_5 = _norm(1, r"\Delta_5 + "), _norm(5, r"\Delta_{10} + ")
-        place(2, norm_1, ("delta_1",), title="First norm", parameters=_of(block.ln_1, f"{path}.ln_1", 1))
+        place(2, norm_1, ("delta_1",), title="First norm", parameters=_of(block.ln_1, 1, names))
         place(3, _attention(config.causal, attn.c_attn, config.key_bias), ("delta_2", "delta_causal", "delta_raw"),
-              parameters=_of_heads(block, f"{path}.attn.c_attn", config.key_bias))  # fmt: skip
+              parameters=_of_heads(block, config.key_bias, names))  # fmt: skip
         words = "What the heads have gathered, side by side, is mixed into one vector of the stream's width."
         place(4, _linear(3, 4, words, attn.c_proj), ("delta_3",), title="Projection",
-              parameters=_of(attn.c_proj, f"{path}.attn.c_proj", 3))  # fmt: skip
+              parameters=_of(attn.c_proj, 3, names))  # fmt: skip
         place(5, _skip(1, 4, 5), ("delta_4",), title="Skip connection")
-        place(6, norm_5, ("delta_5",), title="Second norm", parameters=_of(block.ln_2, f"{path}.ln_2", 5))
+        place(6, norm_5, ("delta_5",), title="Second norm", parameters=_of(block.ln_2, 5, names))
         words = "Each token on its own goes into a wider room, where every hidden number looks for one pattern."
         place(7, _linear(6, 7, words, mlp.c_fc), ("delta_6",), title="Expand",
-              parameters=_of(mlp.c_fc, f"{path}.mlp.c_fc", 6))  # fmt: skip
+              parameters=_of(mlp.c_fc, 6, names))  # fmt: skip
         place(8, _activation(config.activation), ("delta_7",))
         words = "The patterns that were found write what they stand for, back in the stream's width."
         place(9, _linear(8, 9, words, mlp.c_proj), ("delta_8",), title="Contract",
-              parameters=_of(mlp.c_proj, f"{path}.mlp.c_proj", 8))  # fmt: skip
+              parameters=_of(mlp.c_proj, 8, names))  # fmt: skip
         place(10, _skip(5, 9, 10), ("delta_9",), title="Skip connection")
     last = f"blocks.{len(model.blocks) - 1}.delta_10"
     add("a_11", 11, None, _norm(10, ""), title="Last norm", a="a_11", arrives="delta_11", leaves=(last,),
-        parameters=_of(t.ln_f, "transformer.ln_f", 10))  # fmt: skip
+        parameters=_of(t.ln_f, 10, names))  # fmt: skip
     words = "Every word of the vocabulary is scored by how well it fits what the stream says."
     head = _linear(11, 12, words, model.lm_head, config.logits_bias)
+    of_head = _of(model.lm_head, 11, names)
     if config.tied:
-        if not isinstance(model.lm_head, LoRA):  # the embedding's gradient, of which this is the larger part
+        if not model.lm_head.adapted:  # the embedding's gradient, of which this is the larger part
             both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
             head["backward"] = (*head["backward"][:-1], Formula(both, "Table 3, R9"))
         head |= {
             "errata": (*head["errata"], "R9"),
-            "sources": (*head["sources"], ("backward", "layers.py Head.accumulate_weight")),
+            "sources": (*head["sources"], ("backward", "model/layers.py Head.accumulate_weight")),
         }
-        tied: tuple[Parameter, ...] = (Parameter("w_11 = w_tokᵗ", ("transformer.wte.weight",)),)
-    else:
-        tied = (Parameter("w_11", (f"{_base(model.lm_head, 'lm_head')}.weight",)),)
-    if config.logits_bias:
-        tied += (Parameter("b_11", (f"{_base(model.lm_head, 'lm_head')}.bias",)),)
-    tied = (*_branch(model.lm_head, "lm_head", 11), *tied)
-    add("a_12", 12, None, head, title="Logits", a="a_12", arrives="delta_12", leaves=("delta_11",), parameters=tied)
+        of_head = tuple(p._replace(symbol="w_11 = w_tokᵗ") if p.symbol == "w_11" else p for p in of_head)
+    add("a_12", 12, None, head, title="Logits", a="a_12", arrives="delta_12", leaves=("delta_11",), parameters=of_head)
     add("loss", 13, None, _loss(), a="y_pred", arrives=None, leaves=("delta_12",))
     return found
 
 
-def _of(layer: Linear | Head | LayerNorm | LoRA, path: str, i: int) -> tuple[Parameter, ...]:
-    base = _base(layer, path)
-    return (*_branch(layer, path, i), Parameter(f"w_{i}", (f"{base}.weight",)), Parameter(f"b_{i}", (f"{base}.bias",)))
+Names = dict[nn.Parameter, str]  # parameters' names in the model
 
 
-def _base(layer: object, path: str) -> str:
-    return f"{path}.base" if isinstance(layer, LoRA) else path
+def _of(layer: Affine | LayerNorm, i: int, names: Names) -> tuple[Parameter, ...]:
+    """The parameters of the layer with number i, an adapter's first."""
+    symbols = layer.named_symbols().items()
+    return tuple(Parameter(f"{symbol}_{i}", (names[p],)) for symbol, p in symbols if p is not None)
 
 
-def _branch(layer: object, path: str, i: int) -> tuple[Parameter, ...]:
-    """The parameters of an adapter, if there is one."""
-    if not isinstance(layer, LoRA):
-        return ()
-    factors = (Parameter(f"d_{i}", (f"{path}.down",)), Parameter(f"u_{i}", (f"{path}.up",)))
-    return factors if layer.magnitude is None else (*factors, Parameter(f"m_{i}", (f"{path}.magnitude",)))
-
-
-def _of_heads(block: Block, path: str, key_bias: bool) -> tuple[Parameter, ...]:
+def _of_heads(block: Block, key_bias: bool, names: Names) -> tuple[Parameter, ...]:
     """w_q, w_k and w_v of all heads are parts of one matrix."""
     attn = block.attn
-    found = list(_branch(attn.c_attn, path, 2))
-    path = _base(attn.c_attn, path)
-    for kind, name in (("w", "weight"), ("b", "bias")):
+    found = []
+    for symbol, p in attn.c_attn.named_symbols().items():
+        if p is None or symbol not in "wb":
+            found += [] if p is None else [Parameter(f"{symbol}_2", (names[p],))]
+            continue
         start = 0
         for letter, width in (("q", attn.queries), ("k", attn.queries), ("v", attn.values)):
-            if kind == "b" and letter == "k" and not key_bias:
+            if symbol == "b" and letter == "k" and not key_bias:
                 continue
-            found.append(Parameter(f"{kind}_{letter}", (f"{path}.{name}",), (start, start + width)))
+            found.append(Parameter(f"{symbol}_{letter}", (names[p],), (start, start + width)))
             start += width
     return tuple(found)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..gpt import GPT
-from ..layers import LoRA
+from ..model.gpt import GPT
 from ..ops import layernorm, linear
 from . import words
 from .pictures import picture, statistics
@@ -334,10 +333,7 @@ def lens(session: Session, look: Look, station: Station, top: int = 5) -> dict[s
 
 
 def _without_bias(model: GPT, change: Tensor) -> Tensor:
-    head = model.lm_head
-    if isinstance(head, LoRA):
-        return linear.forward(change, head.effective_weight(), None)
-    return linear.forward(change, head.weight.t(), None)
+    return linear.forward(change, model.lm_head.effective_weight(), None)
 
 
 def _chances(session: Session, best: Any) -> list[dict[str, Any]]:

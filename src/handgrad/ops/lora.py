@@ -3,8 +3,8 @@
     a  (n, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      Δ  (n, f_out)
     h = a d  (n, r)                           g = scale · Δ uᵗ  (n, r)
 
-These are the branch's own terms. The frozen layer beside it carries its part of Δ as ever (R3). With dropout the branch
-reads ã = kept ∘ a in place of a. With a magnitude (DoRA) what both paths sum to, z, is rescaled column by column:
+These are the branch's own terms. The frozen layer beside it still carries its part of Δ (R3). With dropout the branch
+reads ã = mask ∘ a in place of a. With a magnitude (DoRA) what both paths sum to, z, is rescaled column by column:
 y = z ∘ m/c + b, and every formula here takes Δ ∘ m/c for Δ.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def forward(a: Tensor, d: Tensor, u: Tensor, scale: float, into: Tensor) -> Tensor:
-    """a_i += scale · (a d) u, added to what the frozen layer gave; returns h = a d for the way back   (43)"""
+    """a_i += scale · (a d) u, added to what the frozen layer gave; returns h = a d for the backward pass   (43)"""
     h = torch.mm(a, d)
     into.addmm_(h, u, alpha=scale)
     return h
@@ -24,12 +24,12 @@ def upstream(delta: Tensor, u: Tensor, scale: float) -> Tensor:
     return torch.mm(delta, u.t()).mul_(scale)
 
 
-def backward(g: Tensor, d: Tensor, into: Tensor, kept: Tensor | None = None) -> None:
-    """Δ_{i−1} += g dᵗ   (44), where the branch read it: ∘ kept"""
-    if kept is None:
+def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> None:
+    """Δ_{i−1} += g dᵗ   (44), times the dropout mask, if there is one"""
+    if mask is None:
         into.addmm_(g, d.t())
     else:
-        into.addcmul_(torch.mm(g, d.t()), kept)
+        into.addcmul_(torch.mm(g, d.t()), mask)
 
 
 def grad_d(g: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tenso
 
 
 def mask(like: Tensor, dropout: float, seed: int) -> Tensor:
-    """kept: 0 with probability `dropout`, else 1/(1 − dropout), so that the mean stays; the same for the same seed"""
+    """0 with probability `dropout`, else 1/(1 − dropout), so that the mean stays; the same for the same seed"""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.empty_like(like).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
 

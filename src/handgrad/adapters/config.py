@@ -1,0 +1,63 @@
+"""What an adapter consists of: rank, scale, the layers it stands beside."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..checks import check_number, check_whole, is_number
+from ..errors import HandgradError
+from .patterns import matches, prepare_matches
+
+PATTERNS = 4096  # in a configuration
+
+
+PATTERN_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters beside some of a model's linear layers."""
+
+    rank: int = 16
+    alpha: float | None = None  # the rank unless given, which makes the factor 1
+    targets: str | tuple[str, ...] = "all-linear"  # names, ends of names or regular expressions
+    rank_pattern: dict[str, int] = field(
+        default_factory=dict
+    )  # other ranks and alphas where a name, or its end, matches
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rslora: bool = False  # the factor is alpha/√rank, not alpha/rank
+    dora: bool = False  # a trained magnitude for each output
+    dropout: float = 0.0  # of what the branch reads, while training
+    freeze_down: bool = False  # LoRA-FA: only the up factor trains
+    modules_to_save: tuple[str, ...] = ()  # trained whole and kept with the adapter
+
+    def __post_init__(self) -> None:
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        texts = (*self.rank_pattern, *self.alpha_pattern, *targets, *self.modules_to_save)
+        if len(texts) > PATTERNS:
+            raise HandgradError(f"an adapter may have {PATTERNS:,} names and patterns, not {len(texts):,}")
+        for text in texts:
+            if not isinstance(text, str) or len(text) > PATTERN_LENGTH:
+                raise HandgradError(f"a name or pattern is text of at most {PATTERN_LENGTH:,} characters, not {text!r}")
+        prepare_matches((*self.rank_pattern, *self.alpha_pattern), ())
+        check_whole("rank", self.rank, "the rank of an adapter")
+        for pattern, rank in self.rank_pattern.items():
+            check_whole("rank", rank, f"the rank for {pattern}")
+        for what, alpha in [("alpha", self.alpha), *((f"alpha for {p}", x) for p, x in self.alpha_pattern.items())]:
+            if alpha is not None:
+                check_number("alpha", alpha, what)
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise HandgradError(f"the dropout of an adapter must be at least 0 and below 1, not {self.dropout!r}")
+
+    def rank_of(self, name: str) -> int:
+        return self.rank_pattern.get(_pattern_for(name, self.rank_pattern), self.rank)
+
+    def alpha_of(self, name: str) -> float:
+        return self.alpha_pattern.get(_pattern_for(name, self.alpha_pattern), self.alpha or self.rank)
+
+    def scale_of(self, name: str) -> float:
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (rank**0.5 if self.rslora else rank)
+
+
+def _pattern_for(name: str, patterns: Iterable[str]) -> str:
+    return next((p for p in patterns if matches(p, name)), "")

@@ -1,0 +1,116 @@
+"""The LoRA layer: a low-rank branch beside a linear layer, and DoRA's magnitude."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..model.layers import Affine, Linear
+from ..model.passes import PLAIN, Pass
+from ..ops import linear, lora
+
+
+class LoRA(Affine):
+    """A low-rank branch beside a linear layer, which stays unchanged:
+
+        y = base(a) + scale · ã d u
+        y = (a w + scale · ã d u) ∘ m/c + b      with a magnitude m: DoRA; c are the norms of the columns of w + scale · d u
+
+    ã is a after dropout. Masks depend on the dropout seed of the pass and on `salt`, which differs between layers: the
+    backward pass draws the same masks again instead of storing them.
+    """
+
+    def __init__(
+        self,
+        base: Linear,
+        rank: int,
+        scale: float,
+        *,
+        dropout: float = 0.0,
+        magnitude: bool = False,
+        salt: int = 0,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        self.base = base
+        self.scale, self.dropout, self.salt = scale, dropout, salt
+        w = base.effective_weight()
+        self.down = nn.Parameter(torch.empty(w.shape[0], rank, device=w.device, dtype=w.dtype))
+        self.up = nn.Parameter(torch.zeros(rank, w.shape[1], device=w.device, dtype=w.dtype))
+        nn.init.uniform_(self.down, -1 / math.sqrt(w.shape[0]), 1 / math.sqrt(w.shape[0]), generator)
+        self.magnitude = nn.Parameter(self.column_norms().clone()) if magnitude else None
+
+    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
+        mask = self._mask(a, run)
+        if self.magnitude is None:
+            out = self.base.forward(a)
+            lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=out)
+            return out
+        out = self._product(a, mask).mul_(self._ratio())
+        b = self.base.added_bias()
+        return out if b is None else out.add_(b)
+
+    def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
+        """The frozen layer still carries its part of Δ (R3)."""
+        signal = self._before_ratio(delta)
+        out = self.base.backward(signal)
+        g = lora.upstream(signal, self.up, self.scale)
+        lora.backward(g, self.down, into=out, mask=self._mask(out, run))
+        return out
+
+    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
+        signal = self._before_ratio(delta)
+        self.base.accumulate_weight(signal, a)
+        self.base.accumulate_bias(delta)
+        mask = self._mask(a, run)
+        fed = _masked(a, mask)
+        if self.up.requires_grad:
+            self.up.grad = lora.grad_u(signal, torch.mm(fed, self.down), self.scale, self.up.grad)
+        if self.down.requires_grad:
+            self.down.grad = lora.grad_d(lora.upstream(signal, self.up, self.scale), fed, self.down.grad)
+        if self.magnitude is not None and self.magnitude.requires_grad:
+            z, c = self._product(a, mask), self.column_norms()
+            self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
+
+    def effective_weight(self) -> Tensor:
+        w = self.base.effective_weight() + self.scale * self.down @ self.up
+        return w if self.magnitude is None else w * self._ratio()
+
+    def plain(self) -> Linear:
+        return self.base
+
+    def named_symbols(self) -> dict[str, nn.Parameter | None]:
+        return {"d": self.down, "u": self.up, "m": self.magnitude, **self.base.named_symbols()}
+
+    def factors(self) -> list[nn.Parameter]:
+        """The adapter's own parameters: down, up and, for DoRA, the magnitude."""
+        return [p for p in (self.down, self.up, self.magnitude) if p is not None]
+
+    def column_norms(self) -> Tensor:
+        """c (f_out). The backward pass treats it as a constant, as DoRA's authors do."""
+        return lora.column_norms(
+            self.base.effective_weight().detach(), self.down.detach(), self.up.detach(), self.scale
+        )
+
+    def _product(self, a: Tensor, mask: Tensor | None) -> Tensor:
+        """z = a w + scale · ã d u"""
+        z = linear.forward(a, self.base.effective_weight(), None)
+        lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=z)
+        return z
+
+    def _ratio(self) -> Tensor:
+        assert self.magnitude is not None
+        return self.magnitude / self.column_norms()
+
+    def _before_ratio(self, delta: Tensor) -> Tensor:
+        """Δ ∘ m/c, the error signal of z; Δ itself without a magnitude"""
+        return delta if self.magnitude is None else delta * self._ratio()
+
+    def _mask(self, like: Tensor, run: Pass) -> Tensor | None:
+        if run.dropout_seed is None or not self.dropout:
+            return None
+        return lora.mask(like, self.dropout, (run.dropout_seed * 1_000_003 + self.salt) & (1 << 62) - 1)
+
+
+def _masked(a: Tensor, mask: Tensor | None) -> Tensor:
+    return a if mask is None else a * mask

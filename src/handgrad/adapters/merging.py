@@ -1,0 +1,79 @@
+"""Fold adapters into the weights, and take them out again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..model.gpt import GPT
+from .config import LoRAConfig
+from .injection import adapters_of, layers_of, put
+from .lora import LoRA
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What `merge` took out of a model, enough to put it back."""
+
+    config: LoRAConfig
+    adapters: dict[str, LoRA]  # with the layers they stood beside
+    norms: dict[str, Tensor]  # of DoRA's columns before they were rescaled
+    tied: bool  # the head was the embedding
+
+
+@torch.no_grad()
+def merge(model: GPT) -> Merged:
+    """Fold the adapters into the weights: the same outputs without any branch. A tied head that has an adapter becomes a
+    matrix of its own, and the embedding stays what it was."""
+    adapters = adapters_of(model)
+    if model.adapter is None or not adapters:
+        raise HandgradError("there is no adapter to merge: inject or load one first")
+    taken = Merged(model.adapter, adapters, {}, model.config.tied)
+    if "lm_head" in adapters:
+        model.untie()
+    for name, adapter in adapters.items():
+        w = _sum(adapter)
+        if adapter.magnitude is not None:
+            taken.norms[name] = torch.linalg.vector_norm(w, dim=0)
+            w *= adapter.magnitude.double() / taken.norms[name]
+        adapter.base.set_effective_weight(w)
+        put(model, name, adapter.base)
+    _discard_gradients(model, adapters)
+    model.adapter = None
+    return taken
+
+
+@torch.no_grad()
+def unmerge(model: GPT, taken: Merged) -> None:
+    """The reverse of `merge`, up to the rounding of the weights; the adapters are back in their places."""
+    if adapters_of(model):
+        raise HandgradError("the model has adapters: only a merged model can be unmerged")
+    layers = layers_of(model)
+    for name, adapter in taken.adapters.items():
+        base = layers[name].plain() if name in layers else None
+        if base is None or base.weight.shape != adapter.base.weight.shape:
+            raise HandgradError(f"the adapter stood beside {name}, which this model does not have in that shape")
+        w = base.effective_weight().double()
+        if adapter.magnitude is not None:
+            w = w * (taken.norms[name].double() / adapter.magnitude.double())
+        w = w - adapter.scale * adapter.down.double() @ adapter.up.double()
+        base.set_effective_weight(w)
+        adapter.base = base
+        put(model, name, adapter)
+    if taken.tied and not model.config.tied:
+        model.tie()
+    _discard_gradients(model, taken.adapters)
+    model.adapter = taken.config
+
+
+def _discard_gradients(model: GPT, adapters: dict[str, LoRA]) -> None:
+    """They were computed for weights that the model no longer has."""
+    for module in (model, *adapters.values()):
+        module.zero_grad()
+
+
+def _sum(adapter: LoRA) -> Tensor:
+    """w + scale · d u, in float64, so that a weight is rounded once and not at every step of its way."""
+    branch = adapter.scale * adapter.down.double() @ adapter.up.double()
+    return adapter.base.effective_weight().double() + branch

@@ -1,0 +1,157 @@
+"""The command explain: which model, then the page on this machine or in a file."""
+
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread, Timer
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..errors import HandgradError
+from ..files.atomic import check_writable, write_text
+from ..formatting import plural, size
+from ..text.downloads import cache_folder
+from ..training.config import TrainOptions
+from .options import MODEL
+
+if TYPE_CHECKING:
+    from ..model.gpt import GPT
+    from ..text.tokenizer import Tokenizer
+
+STEPS = 400  # of the model that is trained on the spot
+TEXT = "To be, or not to be, that is the question:"
+SMALL = 5_000_000  # parameters; below, a second thread would only wait
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
+
+
+def explain(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{MODEL} A preset has random weights. [default: the newest run in runs/, else a small model trained"
+            " on the spot]"
+        ),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help=f"The first sentence. [default: {TEXT}]")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
+    ] = None,
+    lora: Annotated[
+        int,
+        typer.Option(
+            metavar="RANK", min=0, help="Freeze the model and train adapters of this rank. [default: 0, none]"
+        ),
+    ] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Local port. [default: any free port]")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Watch backpropagation happen: a page that walks a sentence down the forward pass and its error up the backward pass.
+
+    Every number is the model's own, every formula stands beside its data, and every station is proven on that very
+    sentence, against autograd and finite differences. Only this machine can reach the page.
+
+      handgrad explain --model nano --text "Once upon a time" --html page.html
+      handgrad explain --model runs/mine --no-open
+    """
+    import torch
+
+    if html is not None:
+        check_writable(html)
+    from ..explain.session import Session, add_adapters
+
+    network, words, name, note = choose(model)
+    if lora:
+        add_adapters(network, lora)
+        note += f", with adapters of rank {lora}"
+    if sum(p.numel() for p in network.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    session = Session(network, words, name, note, text or TEXT)
+    session.encode(session.text)  # a sentence that cannot be shown is said now
+    if html is not None:
+        from ..display.progress import watch
+        from ..explain.export import export
+
+        write_text(html, export(session, session.text, watch("proving")))
+        out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
+        return
+    from ..explain.server import Server
+
+    server = Server(session, port)
+    out.print(f"{name}, {note}", highlight=False, markup=False)
+    out.print(f"{server.url}   Ctrl-C ends it", highlight=False, soft_wrap=True)
+    Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
+    if open_browser:
+        Timer(0.5, webbrowser.open, [server.url]).start()
+    with suppress(KeyboardInterrupt):  # the way to end it
+        server.run()
+
+
+def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
+    """The model, its tokenizer, what it is called and where it comes from."""
+    from ..formats.models import find_model, open_folder
+    from ..formats.run_folder import model_folder, newest_run
+    from ..model.gpt import GPT
+
+    if name is None and newest_run(with_checkpoint=True) is None:
+        folder = model_folder(_train_on_the_spot())
+        network = open_folder(folder)
+        return network, _tokenizer(folder, network), "nano", f"trained on the spot, {plural(STEPS, 'step')}"
+    found = find_model(name)
+    if found.folder is None:
+        network = GPT(found.config)
+        return (
+            network,
+            _tokenizer(None, network),
+            found.name,
+            "; ".join(["random weights, not trained", found.note]).strip("; "),
+        )
+    network = open_folder(found.folder)
+    note = f"trained in {found.name}" if name is None else f"from {found.name}"
+    return network, _tokenizer(found.folder, network), Path(found.name).name, note
+
+
+def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
+    """The one beside the model; else the one its vocabulary gives away."""
+    from ..formats.models import tokenizer_folder
+    from ..text import tokenizer
+
+    if folder is not None and (place := tokenizer_folder(folder)) is not None:
+        return tokenizer.read(place)
+    if network.config.n_vocab == 256:
+        return tokenizer.make("bytes", ())
+    if network.config.n_vocab == 50257:
+        return tokenizer.gpt2()
+    raise HandgradError(
+        f"{folder} holds no tokenizer, and {network.config.n_vocab:,} ids are neither bytes nor GPT-2's: put its"
+        " tokenizer.json there"
+    )
+
+
+def _train_on_the_spot() -> Path:
+    """The small model of `make demo`, trained for a short while; kept for the next time."""
+    from ..display.progress import Board, Lines
+    from ..formats.run_folder import RUNS
+    from ..training.distributed import Ranks
+    from ..training.lifecycle import Request, execute
+    from ..training.pretrain import prepare
+    from ..training.run import Run
+
+    folder = cache_folder() / "explain" / f"nano-{STEPS}"
+    trained = next(Run(folder).usable(), None)
+    if trained is not None and trained.step >= STEPS:
+        return folder
+    display: Lines = Board(out) if out.is_terminal else Lines(out)
+    if trained is None:
+        display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
+    options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
+    ranks = Ranks()
+    try:
+        result = execute(Request(TrainOptions, prepare, options, folder, resume=True), ranks, display)
+    finally:
+        ranks.shutdown()
+    if not result.outcome.finished:
+        raise KeyboardInterrupt
+    return folder

@@ -1,0 +1,135 @@
+"""The plan of a training step, as tables and as JSON."""
+
+import json
+import resource
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from .. import adapters
+from ..adapters import peft
+from ..errors import HandgradError
+from ..formats.models import Found
+from ..formatting import percent, plural, seconds, size
+from ..model.config import preset
+from ..plan.parameters import parameters
+from ..plan.step import Plan, make_plan
+from ..plan.timing import predict
+from ..training.job import Job
+
+
+def plan_of(found: Found, changes: dict[str, Any], rank: int, targets: tuple[str, ...], **step: Any) -> Plan:
+    """The plan for a model as a user names it: a preset with changes, a model directory, or an adapter as it is."""
+    if found.is_preset:
+        return make_plan(preset(found.name, **changes), rank=rank, targets=targets, **step)
+    if changes:
+        raise HandgradError(
+            f"{found.name} has its shape already: --{next(iter(changes)).replace('_', '-')} goes with presets"
+        )
+    if found.folder is not None and adapters.is_adapter(found.folder):
+        if rank or targets:
+            raise HandgradError(
+                f"{found.name} is an adapter, and the plan is that of training it: leave out --rank and --targets"
+            )
+        ranks, extra = peft.ranks_of(found.folder)
+        return make_plan(found.config, ranks=ranks, extra=extra, **step)
+    return make_plan(found.config, rank=rank, targets=targets, **step)
+
+
+def plan_of_job(job: Job) -> Plan:
+    """The plan for a run that is ready to go; of uneven examples, with their mean length."""
+    factors = {id(p) for adapter in adapters.adapters_of(job.model).values() for p in (adapter.down, adapter.up)}
+    extra = sum(p.numel() for p in job.model.parameters() if p.requires_grad and id(p) not in factors)
+    tokens = job.training.size(0, job.batch, False)[0] // job.batch
+    ranks = job.adapter_ranks or None
+    return make_plan(
+        job.model.config, job.batch, max(1, tokens), job.options.dtype, recompute=job.options.recompute,
+        update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0,
+    )  # fmt: skip
+
+
+def to_json(plan: Plan) -> str:
+    c = plan.config
+    rows = [
+        {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
+         "times": c.n_blocks if p.layer == "block" else 1}
+        for p in parameters(c)
+    ]  # fmt: skip
+    plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks")}
+    return json.dumps({"config": vars(c), **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
+
+
+def tables(plan: Plan, name: str, width: int) -> list[Table]:
+    return [_parameters(plan, name, width), step_table(plan, width)]
+
+
+def _parameters(plan: Plan, name: str, width: int) -> Table:
+    c = plan.config
+    table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
+    for column in ("layer", "symbol"):
+        table.add_column(column, no_wrap=True)
+    named = width >= 88  # on a narrow terminal the numbers come first
+    if named:
+        table.add_column("name in the file", no_wrap=True)
+    table.add_column("shape", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True, min_width=13)
+    totals = {
+        "embedding": plan.embedding, "block": plan.per_block, "final norm": plan.final_norm, "logits": plan.logits,
+    }  # fmt: skip
+    between = [""] * (3 if named else 2)
+    for layer, subtotal in totals.items():
+        for p in parameters(c):
+            if p.layer == layer:
+                shape = " × ".join(f"{n:,}" for n in p.shape)
+                table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
+        if layer == "logits" and c.tied:
+            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "", "0")
+        label = "one block" if layer == "block" else layer
+        table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
+    if c.n_blocks > 1:
+        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{c.n_blocks * plan.per_block:,}")
+    table.add_row("[bold]total", *between, f"[bold]{plan.total:,}")
+    return table
+
+
+def step_table(plan: Plan, width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {plan.dtype}"
+    table.add_column("quantity", no_wrap=True, min_width=20)
+    table.add_column("amount", justify="right", no_wrap=True, min_width=14)
+    if width >= 72:
+        table.add_column("what it is", style="dim")
+
+    def row(*cells: str, **options: Any) -> None:
+        table.add_row(*cells[: len(table.columns)], **options)
+
+    what = f"rank {plan.rank} beside {', '.join(plan.targets)}" if plan.rank else "all of them"
+    row(
+        "trainable parameters",
+        f"{plan.trainable:,}",
+        f"{percent(plan.trainable / plan.total)} of {plan.total:,}: {what}",
+    )
+    row("forward", _flop(plan.forward_flop), "matrix products, two operations per multiply-add")
+    row("backward", _flop(plan.backward_flop), "error signals and gradients", end_section=True)
+    row("weights", size(plan.bytes_weights), "")
+    row("gradients", size(plan.bytes_gradients), "")
+    row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
+    row("saved activations", size(plan.bytes_saved), "kept by the blocks for the backward pass")
+    row("temporary buffers", size(plan.bytes_passing), "logits of some rows, a block's backward pass")
+    row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "the sum of these")
+    process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before anything large is made
+    row("process at its peak", size(plan.bytes_peak + process),
+        f"with {size(process)} for Python and its libraries: what train shows as memory", end_section=True)  # fmt: skip
+    row(
+        "a step takes about",
+        seconds(predict(plan)),
+        "extrapolated from shorter steps, timed just now",
+        end_section=True,
+    )
+    row("KV cache per token", size(plan.bytes_cache_per_token), "while generating")
+    return table
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"

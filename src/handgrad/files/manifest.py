@@ -1,0 +1,99 @@
+"""What a folder that handgrad wrote should hold: the size and SHA-256 of every file, under a digest of the list itself.
+
+Beside the files it may state facts, such as the step of a checkpoint. Any changed byte of a listed file, or of the list,
+shows. Files that are not listed do not matter; a folder without a manifest comes from elsewhere, and cannot be checked.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import HandgradError, MissingError
+from .reading import open_regular, read_json
+
+FILE = "handgrad-manifest.json"
+FORMAT = 1
+
+
+class DamagedError(HandgradError):
+    """A folder is not what its manifest says."""
+
+
+def write(folder: Path, **facts: Any) -> None:
+    """List the files of a folder that is being written."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != FILE
+    }
+    body = {"format": FORMAT, **facts, "files": files}
+    (folder / FILE).write_text(json.dumps({**body, "digest": digest(body)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest, if it is intact. MissingError if there is none."""
+    try:
+        found = read_json(folder / FILE)
+    except MissingError:
+        raise
+    except HandgradError as reason:
+        raise DamagedError(str(reason)) from None
+    check_digest(found, folder / FILE)
+    if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
+        raise DamagedError(f"{folder / FILE} is of another version of handgrad")
+    return found
+
+
+def check(folder: Path, required: Iterable[str] = (), contents: bool = True) -> dict[str, Any]:
+    """The manifest, if every listed file is as it was written. `contents=False` compares sizes only. Raises DamagedError
+    for the first difference, MissingError if there is no manifest."""
+    found = read(folder)
+    for name in required:
+        if name not in found["files"]:
+            raise DamagedError(f"{folder} has no {name}")
+    for name, expected in found["files"].items():
+        path = folder / name
+        try:
+            with open_regular(path) as file:
+                same = file.seek(0, 2) == expected["bytes"]
+        except HandgradError as reason:
+            raise DamagedError(str(reason)) from None
+        if same and contents:
+            same = _sha256(path) == expected["sha256"]
+        if not same:
+            raise DamagedError(f"{path} is not what was written")
+    return found
+
+
+def check_present(folder: Path) -> None:
+    """For a folder that a user names: what is listed and still there must be as it was written. A folder without a
+    manifest passes."""
+    try:
+        found = read(folder)
+    except MissingError:
+        return
+    for name, expected in found["files"].items():
+        path = folder / name
+        if path.is_file() and (path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]):
+            raise DamagedError(
+                f"{path} is damaged: it is not what handgrad wrote there. Restore it; if it was changed on purpose, delete"
+                f" {FILE} beside it"
+            )
+
+
+def digest(body: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, however it is laid out."""
+    plain = {name: value for name, value in body.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_digest(body: dict[str, Any], file: Path) -> None:
+    if body.get("digest") != digest(body):
+        raise DamagedError(f"{file} is damaged: it is not what was written")
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

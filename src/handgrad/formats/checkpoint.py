@@ -1,0 +1,244 @@
+"""Hugging Face directories of GPT-2 models: config.json and model.safetensors, both ways, written atomically."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..adapters.injection import adapters_of
+from ..errors import HandgradError, MissingError
+from ..families import gpt2
+from ..files import manifest
+from ..files.atomic import write_folder
+from ..files.reading import read_bytes, read_json
+from ..files.tensors import Header, missing_weights, read_headers, read_tensors
+from ..model.config import GPTConfig
+from ..model.dtype import DTYPES, as_dtype
+from ..model.gpt import GPT
+
+_HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks that old files store; a tied head stored twice
+# What handgrad and transformers write beside config.json: of the weights, and of the text that the model reads.
+_OF_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
+    "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "adapter_config.json", "adapter_model.*",
+    "handgrad-merge.safetensors", "optimizer.safetensors", "training.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth",
+    "trainer_state.json", "training_args.bin",
+)  # fmt: skip
+_OF_TEXT = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+    "generation_config.json",
+)  # fmt: skip
+_SHARDS = 1000
+
+
+def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
+    """A model from a directory with config.json and model.safetensors, in the dtype it was stored in unless given.
+
+    The file is mapped into memory, not read: a weight that keeps its dtype and device costs memory only where it is used
+    or changed, and the file itself never changes."""
+    folder = Path(path)
+    dtype = None if dtype is None else as_dtype(dtype)
+    config = load_config(folder)
+    manifest.check_present(folder)
+    headers = {name.removeprefix("transformer."): header for name, header in _headers(folder).items()}
+    _check_fit(replace(config, tied="lm_head.weight" not in headers), headers, folder)
+    tensors = {name.removeprefix("transformer."): t for name, t in _weights(headers).items()}
+    head = tensors.get("lm_head.weight")  # what is stored counts, whatever config.json says
+    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors["wte.weight"])))
+    model = GPT(config, device="meta")
+    stored = tensors["wte.weight"].dtype
+    dtype = dtype or (stored if stored in DTYPES else torch.float32)
+    for name, _ in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        found = tensors.pop(name.removeprefix("transformer."))
+        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(found.to(device=device, dtype=dtype)))
+    if config.tied:
+        model.tie()
+    model.source = str(folder.absolute())
+    return model
+
+
+def _check_fit(config: GPTConfig, headers: dict[str, Header], folder: Path) -> None:
+    """The tensors' names and shapes, before a model is built."""
+    one = dict(GPT(replace(config, n_blocks=1), device="meta").named_parameters())
+    shapes = {name.removeprefix("transformer."): tuple(p.shape) for name, p in one.items()}
+    per_block = [name for name in shapes if name.startswith("h.0.")]
+
+    def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, shape in shapes.items():
+            if not name.startswith("h.0."):
+                yield name, shape
+        for i in range(config.n_blocks):
+            for name in per_block:
+                yield f"h.{i}.{name.removeprefix('h.0.')}", shapes[name]
+
+    names = {name for name, _ in expected()}
+    missing = sorted(names - set(headers))
+    if missing:
+        raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(names)} are missing)")
+    strange = sorted(name for name in set(headers) - names if not re.fullmatch(_HARMLESS, name))
+    if strange:
+        raise HandgradError(
+            f"{folder}: {strange[0]!r} is not a tensor of the model that config.json describes ({len(strange)} such)"
+        )
+    for name, shape in expected():
+        found = headers[name]
+        if found.shape != shape:
+            raise HandgradError(f"{folder}: {name} is {found.shape}, config.json wants {shape}")
+        if not found.dtype.is_floating_point:
+            raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What a directory's weights are stored in."""
+    headers = _headers(folder)
+    if not headers:
+        raise HandgradError(f"{folder}: all tensors are missing")
+    return next(iter(headers.values())).dtype
+
+
+def _headers(folder: Path) -> dict[str, Header]:
+    """Of the tensors in model.safetensors, or in the shards that model.safetensors.index.json lists."""
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    try:
+        return read_headers(file)
+    except MissingError:
+        try:
+            raw = read_json(index)
+        except MissingError:
+            raise missing_weights(file) from None
+    places = raw.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise HandgradError(f"{index}: there is no weight_map from tensors to files")
+    shards = list(dict.fromkeys(places.values()))
+    if len(shards) > _SHARDS:
+        raise HandgradError(f"{index} lists {len(shards):,} files; at most {_SHARDS:,} are read")
+    headers: dict[str, Header] = {}
+    for name in shards:
+        if Path(name).name != name:
+            raise HandgradError(f"{index}: {name!r} is not a file beside it")
+        found = read_headers(folder / name)
+        twice = sorted(set(found) & set(headers))
+        if twice:
+            raise HandgradError(f"{folder}: {twice[0]!r} is in {headers[twice[0]].file.name} and in {name}")
+        headers |= found
+    missing = sorted(set(places) - set(headers))
+    if missing:
+        raise HandgradError(f"{folder}: {missing[0]!r} is not in {places[missing[0]]}, where the index has it")
+    return headers
+
+
+def _weights(headers: dict[str, Header]) -> dict[str, Tensor]:
+    """The tensors themselves, mapped."""
+    tensors: dict[str, Tensor] = {}
+    for file in dict.fromkeys(header.file for header in headers.values()):
+        tensors |= read_tensors(file)
+    return tensors
+
+
+def load_config(folder: Path) -> GPTConfig:
+    """The shape of the model in a directory."""
+    file = folder / "config.json"
+    if not os.path.isdir(folder):
+        raise HandgradError(f"{folder} is not a directory: give a preset's name or a folder with config.json")
+    try:
+        raw = read_json(file)
+    except MissingError:
+        raise HandgradError(f"{folder} has no config.json: it is not a model directory") from None
+    return gpt2.read_config(raw, file)
+
+
+def save(
+    model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
+) -> None:
+    """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
+    Whole or not at all.
+
+    A model directory that is there already is replaced: with its weights go its tokenizer, chat template, generation
+    settings and adapter, which belong to the old model. If this model was loaded from that directory, its tokenizer, chat
+    template and generation settings stay. Files that are not a model's (README.md) always stay.
+
+    dtype         to store the weights in, float16 as well; the model's own unless given
+    shard_bytes   in several files of at most this size, with an index
+    """
+    folder = Path(path)
+    _check_saveable(model)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
+        raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
+    stored = None if dtype is None else as_dtype(dtype, (*DTYPES, torch.float16))
+    own = bool(model.source) and Path(model.source).resolve() == folder.resolve()
+
+    def fill(partial: Path) -> None:
+        write_model(model, partial, stored, shard_bytes)
+        manifest.write(partial)
+
+    write_folder(folder, fill, stale=_OF_WEIGHTS if own else _OF_WEIGHTS + _OF_TEXT)
+
+
+def write_model(
+    model: GPT,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int | None = None,
+    like: Path | None = None,
+) -> None:
+    """config.json and model.safetensors, into a folder that nobody reads yet. What the directory `like` says of a model
+    beyond its shape, and how it generates, comes along."""
+    _check_saveable(model)
+    if dtype not in (None, torch.float16, *DTYPES):
+        raise HandgradError(f"weights are stored in float64, float32, bfloat16 or float16, not {dtype}")
+    tensors = {name: p.detach().to(dtype or p.dtype).contiguous() for name, p in model.named_parameters()}
+    for name, t in tensors.items():
+        if dtype == torch.float16 and not torch.isfinite(t).all():
+            raise HandgradError(f"{name} has numbers that float16 cannot hold: choose bfloat16 or float32")
+    shards = _shards(tensors, shard_bytes)
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        places = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    config = gpt2.config_json(model.config, next(iter(tensors.values())).dtype)
+    if like is not None:
+        said = {
+            name: x for name, x in read_json(like / "config.json").items() if name not in ("torch_dtype", "handgrad")
+        }
+        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+        config = said | {name: x for name, x in config.items() if name not in ends or name not in said}
+        with contextlib.suppress(MissingError):
+            generation = read_bytes(like / "generation_config.json")
+            (folder / "generation_config.json").write_bytes(generation)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str]]:
+    """Which tensors go into which file: in order, as many as fit, at least one."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        if limit is not None and groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _check_saveable(model: GPT) -> None:
+    adapted = list(adapters_of(model))
+    if adapted:
+        raise HandgradError(
+            f"{adapted[0]} has an adapter beside it: merge or remove the adapters before saving the model"
+        )

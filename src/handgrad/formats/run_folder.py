@@ -1,0 +1,172 @@
+"""The folder of a run, to read: its settings, its metrics, and its checkpoints, usable or damaged for a reason.
+
+run.json                       what the run was started with, and the resolved configuration; under its digest
+metrics.jsonl                  a line for every logged step, every evaluation, every sample
+checkpoints/step-00000250/     a Hugging Face directory, or PEFT's for an adapter, and what training needs to go on:
+    optimizer.safetensors      the optimizer's state and the state of the random numbers
+    handgrad-manifest.json     step, run, time, validation loss, settings, and the SHA-256 of every file
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import HandgradError, MissingError
+from ..files import manifest
+from ..files.manifest import DamagedError
+from ..files.reading import MB, open_regular, parse_json, read_json
+
+PREFIX = "step-"
+
+
+LOCK, CONFIG, METRICS = ".lock", "run.json", "metrics.jsonl"
+
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+RUNS = Path("runs")  # where runs go that have no --out
+
+
+METRICS_BYTES = 1000 * MB
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    step: int
+    facts: dict[str, Any]  # of the manifest
+
+    @property
+    def val_loss(self) -> float:
+        """At this step, if it was evaluated; else infinite."""
+        found = self.facts.get("val_loss")
+        return math.inf if found is None else float(found)
+
+
+class RunFolder:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+
+    def damage(self) -> HandgradError | None:
+        """What is wrong with run.json, if anything is."""
+        try:
+            manifest.check_digest(read_json(self.folder / CONFIG), self.folder / CONFIG)
+        except HandgradError as reason:
+            return reason
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What run.json says; if it is damaged or missing, what the newest usable checkpoint says it said."""
+        reason = self.damage()
+        if reason is not None:
+            for folder in reversed(self.folders()):
+                with contextlib.suppress(HandgradError):
+                    return dict(manifest.read(folder)["settings"])
+            if isinstance(reason, MissingError):
+                raise HandgradError(f"{self.folder} is not the folder of a run: it has no {CONFIG}") from None
+            raise HandgradError(f"{reason}. Restore it, or start a new run with another --out") from None
+        return {name: value for name, value in read_json(self.folder / CONFIG).items() if name != "digest"}
+
+    def folders(self) -> list[Path]:
+        """Of all checkpoints, usable or not, oldest first."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else iter(())
+        return sorted(path for path in found if re.fullmatch(rf"{PREFIX}\d{{8,}}", path.name))
+
+    def checkpoint(self, folder: Path, contents: bool = True) -> Checkpoint:
+        """A usable checkpoint. DamagedError with the reason if it is not; `contents=False` compares sizes only."""
+        try:
+            facts = manifest.check(folder, [OPTIMIZER], contents)
+        except MissingError:
+            raise DamagedError(f"{folder} has no {manifest.FILE}") from None
+        step, settings = facts.get("step"), facts.get("settings")
+        if not isinstance(step, int) or not isinstance(settings, dict) or folder.name != f"{PREFIX}{step:08d}":
+            raise DamagedError(f"{folder} is not a checkpoint of step {folder.name.removeprefix(PREFIX)}")
+        if settings.get("id") != self.settings().get("id"):
+            raise DamagedError(f"{folder} belongs to another run")
+        return Checkpoint(folder, step, facts)
+
+    def usable(self, contents: bool = False) -> Iterator[Checkpoint]:
+        """The usable checkpoints, newest first."""
+        for folder in reversed(self.folders()):
+            with contextlib.suppress(DamagedError):
+                yield self.checkpoint(folder, contents)
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest usable checkpoint, and why newer ones are not. An error if there are checkpoints and none is usable."""
+        reasons: list[str] = []
+        for folder in reversed(self.folders()):
+            try:
+                return self.checkpoint(folder), reasons
+            except DamagedError as reason:
+                reasons.append(str(reason))
+        if reasons:
+            raise HandgradError(
+                f"none of the {len(reasons)} checkpoints in {self.folder} is usable, and nothing was changed: {reasons[0]}."
+                " Restore one, or start a new run with another --out"
+            )
+        return None, reasons
+
+    def best(self) -> Checkpoint:
+        """The usable checkpoint with the lowest validation loss; the newest if none was evaluated."""
+        found = list(self.usable())
+        if not found:
+            raise HandgradError(f"{self.folder} is the folder of a run that has no usable checkpoint")
+        return min(found, key=lambda checkpoint: (checkpoint.val_loss, -checkpoint.step))
+
+    def records(self) -> list[dict[str, Any]]:
+        """The readable lines of metrics.jsonl: a killed process may leave half of one, a bad disk anything."""
+        found = []
+        with contextlib.suppress(MissingError), open_regular(self.folder / METRICS) as file:
+            for line in file.read(METRICS_BYTES).split(b"\n"):
+                with contextlib.suppress(HandgradError):
+                    record = parse_json(line.decode(errors="replace"), METRICS)
+                    if _is_record(record):
+                        found.append(record)
+        return found
+
+
+NUMBERS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", "memory")
+
+
+def _is_record(record: Any) -> bool:
+    """An evaluation, or a logged step with everything the report shows."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    needed = ("val_loss",) if "val_loss" in record else tuple(name for name in NUMBERS if name != "val_loss")
+    norms = record.get("grad_norms", {})
+    return (
+        all(isinstance(record.get(name), int | float) and math.isfinite(record[name]) for name in needed)
+        and isinstance(record.get("sample", ""), str)
+        and isinstance(norms, dict)
+        and all(isinstance(x, int | float) for x in norms.values())
+    )
+
+
+def newest_run(with_checkpoint: bool = False, launch: str | None = None) -> Path | None:
+    """The run in runs/ that was started or resumed last; with `launch`, by this launch of torchrun."""
+    runs = [path.parent for path in RUNS.glob(f"*/{CONFIG}")]
+    if with_checkpoint:
+        runs = [path for path in runs if next(RunFolder(path).usable(), None) is not None]
+    if launch is not None:
+        runs = [path for path in runs if _launch_of(path) == launch]
+    return max(runs, key=lambda path: (path / CONFIG).stat().st_mtime, default=None)
+
+
+def _launch_of(folder: Path) -> str | None:
+    try:
+        return RunFolder(folder).settings().get("launch")
+    except HandgradError:
+        return None
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of the model: the path itself, or the best checkpoint if it is a run's."""
+    if (path / "config.json").exists() or not (path / "checkpoints").is_dir():
+        return path
+    return RunFolder(path).best().folder

@@ -1,0 +1,110 @@
+"""Batches: check tokens and targets, pack the sequences end to end, and split a large batch into pieces."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..ops import loss
+from .config import GPTConfig
+
+TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is processed in pieces of this size
+
+
+class Batch(NamedTuple):
+    """Sequences packed end to end."""
+
+    ids: Tensor  # (n)
+    positions: Tensor  # (n)   from 0 in each sequence
+    lengths: tuple[int, ...]  # of the sequences; they sum to n
+
+
+class Piece(NamedTuple):
+    """Some complete sequences of a batch, processed together."""
+
+    ids: Tensor  # (n)
+    positions: Tensor  # (n)
+    lengths: tuple[int, ...]
+    rows: Tensor  # (m)   rows that have a target
+    targets: Tensor  # (m)
+    dropout_seed: int | None = None  # None: no dropout
+
+
+def pack(tokens: Tensor, lengths: list[int] | None, config: GPTConfig, device: torch.device) -> Batch:
+    """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
+    if not isinstance(tokens, Tensor):
+        raise HandgradError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")
+    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        raise HandgradError(f"tokens must be integers (int64), not {tokens.dtype}")
+    if tokens.ndim not in (1, 2) or tokens.numel() == 0:
+        shape = tuple(tokens.shape)
+        raise HandgradError(f"tokens must be (B, T), or (n) with lengths, and not empty; got shape {shape}")
+    if tokens.ndim == 2:
+        if lengths is not None:
+            raise HandgradError("lengths go with tokens of shape (n); a (B, T) batch has B sequences of length T")
+        sizes = (tokens.shape[1],) * tokens.shape[0]
+    else:
+        sizes = (len(tokens),) if lengths is None else tuple(int(x) for x in lengths)
+    if min(sizes, default=0) < 1 or sum(sizes) != tokens.numel():
+        raise HandgradError(f"lengths {list(sizes)} must be at least 1 and add up to the {tokens.numel()} tokens")
+    if max(sizes) > config.n_context:
+        raise HandgradError(
+            f"a sequence of {max(sizes)} tokens does not fit into a context of {config.n_context}: shorten it"
+        )
+    ids = tokens.reshape(-1).to(device, torch.int64)
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0 or high >= config.n_vocab:
+        wrong = low if low < 0 else high
+        raise HandgradError(f"token id {wrong} is outside the vocabulary: ids go from 0 to {config.n_vocab - 1}")
+    positions = torch.cat([torch.arange(size, device=device) for size in sizes])
+    return Batch(ids, positions, sizes)
+
+
+def check_targets(tokens: Tensor, targets: Tensor, config: GPTConfig, device: torch.device) -> Tensor:
+    """The targets as (n) ids, NO_TARGET where there is none."""
+    if not isinstance(targets, Tensor):
+        raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")
+    if targets.shape != tokens.shape:
+        raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise HandgradError(f"targets must be integers (int64), not {targets.dtype}")
+    flat = targets.reshape(-1).to(device, torch.int64)
+    given = flat[loss.rows_with_target(flat)]
+    low, high = (int(x) for x in torch.aminmax(given)) if len(given) else (0, 0)
+    if low < 0 or high >= config.n_vocab:
+        wrong = low if low < 0 else high
+        raise HandgradError(
+            f"target {wrong} is outside the vocabulary: ids go from 0 to {config.n_vocab - 1}, −100 is ignored"
+        )
+    return flat
+
+
+def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None) -> list[Piece]:
+    """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out."""
+    groups: list[list[int]] = [[]]
+    for length in batch.lengths:
+        if groups[-1] and sum(groups[-1]) + length > at_once:
+            groups.append([])
+        groups[-1].append(length)
+    pieces = []
+    start = 0
+    for group in groups:
+        here = slice(start, start + sum(group))
+        start = here.stop
+        rows = loss.rows_with_target(targets[here])
+        if len(rows):
+            seed = None if dropout_seed is None else dropout_seed + start
+            pieces.append(Piece(batch.ids[here], batch.positions[here], tuple(group), rows, targets[here][rows], seed))
+    return pieces
+
+
+def count_targets(pieces: list[Piece], n_targets: int | None = None) -> int:
+    """The number of targets that a loss is divided by: those of these pieces, or `n_targets` if several calls accumulate."""
+    if n_targets is None:
+        n_targets = sum(len(piece.targets) for piece in pieces)
+        if n_targets == 0:
+            raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
+    if n_targets < 1:
+        raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
+    return n_targets

@@ -1,0 +1,388 @@
+"""GPT: the paper's Table 2, downwards in `forward_pass` and upwards in `backward_pass`; the brackets are `block.py`.
+
+    a_0 ids → a_1 embeddings → [ a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
+                               → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9 ]
+            → a_11 norm → a_12 logits → loss
+
+The stream is (n, d): all sequences packed end to end, one row per token. Parameters carry Hugging Face's GPT-2 names.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HandgradError, NonFiniteError, shown
+from ..machine import give_back_freed_memory
+from ..ops import attention, embedding, loss
+from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .block import Block, Saved
+from .config import GPTConfig
+from .dtype import as_dtype
+from .layers import Affine, Embedding, Head, LayerNorm, freeze
+from .logits import Logits
+from .passes import Pass, Record, no_record
+from .readout import readout, row_groups
+
+Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
+
+
+def no_hook(parameters: list[nn.Parameter]) -> None:
+    """Default hook: do nothing."""
+
+
+class ForwardState(NamedTuple):
+    """What the forward pass saves for the backward pass."""
+
+    pieces: list[Piece]
+    a_10: list[Tensor]  # per piece: the last block's output
+    blocks: list[list[Saved | Tensor]]  # per block and piece: all it needs, or only a_1 to recompute the block from
+    lowest: int  # the first block that the backward pass visits
+    all_signals: bool
+    record: Record
+
+
+class Transformer(nn.Module):
+    """The layers of a GPT under Hugging Face's names."""
+
+    def __init__(self, config: GPTConfig, device: torch.device | None):
+        super().__init__()
+        self.wte = Embedding(config.n_vocab, config.d_model, device)
+        self.wpe = Embedding(config.n_context, config.d_model, device)
+        self.h = nn.ModuleList(Block(config, device) for _ in range(config.n_blocks))
+        self.ln_f = LayerNorm(config.d_model, config.eps, device)
+
+
+class GPT(nn.Module):
+    """A GPT-2-like network with hand-derived gradients.
+
+    model = GPT(preset("nano"), seed=1)
+    loss = model.loss_and_grads(tokens, targets)     mean over the targets ≠ −100; p.grad accumulates
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise HandgradError(
+                f"GPT takes a GPTConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
+                " preset, hg.load(path) reads one"
+            )
+        dtype = as_dtype(dtype)
+        self.config = config
+        self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
+        self.source = ""  # the folder it was read from
+        meta = torch.device("meta")
+        self.transformer = Transformer(config, meta)
+        weight = self.transformer.wte.weight if config.tied else Embedding(config.n_vocab, config.d_model, meta).weight
+        self.lm_head: Affine = Head(weight, config.logits_bias, meta)
+        self.to(dtype)
+        if device is None or torch.device(device).type != "meta":
+            try:
+                self.to_empty(device=device or torch.get_default_device())
+            except (AssertionError, RuntimeError) as reason:
+                if "alloc" in str(reason):
+                    count = sum(p.numel() for p in self.parameters())
+                    raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
+                raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
+            if config.tied:
+                self.lm_head.plain().weight = self.transformer.wte.weight  # to_empty made two of one
+            self._initialize(seed)
+
+    @torch.no_grad()
+    def _initialize(self, seed: int) -> None:
+        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif p.ndim == 1:
+                p.fill_(1)
+            else:
+                joins = name.endswith("c_proj.weight")
+                std = 0.02 / math.sqrt(2 * self.config.n_blocks) if joins else 0.02
+                p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self.transformer.h)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.transformer.wte.weight.dtype
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
+        super().requires_grad_(requires_grad)
+        if not requires_grad:
+            freeze(self.parameters())
+        return self
+
+    # ── the public calls ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+        """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V)."""
+        batch = self.pack(tokens, lengths)
+        t = self.transformer
+        a = embedding.forward(batch.ids, batch.positions, t.wte.weight, t.wpe.weight)
+        run = Pass(attention.spans_of(batch.lengths))
+        for block in self.blocks:
+            a, _ = block.forward(a, run)
+        logits = self._finite(self.lm_head.forward(t.ln_f.forward(a)[0]))
+        return logits.view(*tokens.shape, -1).as_subclass(Logits)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """model(tokens) is model.logits(tokens)."""
+        return self.logits(tokens)
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
+        """The mean loss over the targets ≠ −100, without gradients."""
+        pieces = self.pieces(tokens, targets, lengths)
+        n_targets = count_targets(pieces)
+        state = self.forward_pass(pieces, lowest=len(self.blocks))
+        total = 0.0
+        for piece, a_10 in zip(pieces, state.a_10, strict=True):
+            a_11 = self.transformer.ln_f.forward(a_10)[0]
+            for rows in row_groups(len(piece.targets), self.lm_head):
+                summed = loss.forward(self.lm_head.forward(a_11[rows]), piece.targets[rows])
+                total += self._finite(summed).item()
+        return total / n_targets
+
+    @torch.no_grad()
+    def loss_and_grads(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None = None,
+        *,
+        n_targets: int | None = None,
+        recompute: str = "none",
+        seed: int | None = None,
+        tokens_at_once: int | None = None,
+        finished: Finished = no_hook,
+        record: Record = no_record,
+        all_signals: bool = False,
+    ) -> float:
+        """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`. A frozen
+        parameter gets none; one it had is discarded, because an optimizer would apply it.
+
+        n_targets   To accumulate over several calls as if they were one batch, give the number of targets of all the
+                    calls together: each call then returns its share of the mean, and shares and gradients add up.
+                    A call without any target adds 0.
+        recompute   "blocks" saves only each block's input and recomputes the block in the backward pass: less memory,
+                    about a third more time.
+        seed        Seed of the adapters' dropout, if they have any (default: drawn from torch's random numbers). No
+                    dropout after model.eval().
+        tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024).
+        finished    Called with the parameters of a layer as soon as their gradients are final, from the head to the
+                    embeddings, during the backward pass.
+        record      Called with every intermediate under the paper's name, once per piece. It observes what this call
+                    computes and changes nothing.
+        all_signals Compute every signal of every row, needed or not: in one piece, down to Δ_1 of the first block,
+                    without dropout. `hg.trace` uses it.
+        """
+        if recompute not in ("none", "blocks"):
+            raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
+        dropout_seed = None if all_signals else self.dropout_seed(seed)
+        at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
+        pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
+        n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
+        freeze(p for p in self.parameters() if not p.requires_grad)
+        # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
+        # all gradients of a block are final at once.
+        together = recompute == "blocks" or not pieces
+        windows = [pieces] if together else [[piece] for piece in pieces]
+        fresh = [p for p in self.parameters() if p.grad is None]
+        if len(windows) > 1:  # gradients allocated between the activations of two pieces would fragment memory
+            for p in fresh:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        value = 0.0
+        try:
+            for window in windows:
+                hook = finished if window is windows[-1] else no_hook
+                state = self.forward_pass(
+                    window, recompute=recompute == "blocks", record=record, all_signals=all_signals
+                )
+                value += self.backward_pass(state, n_targets, finished=hook)
+        except NonFiniteError:
+            for p in fresh:
+                p.grad = None  # discard partial gradients
+            raise
+        return value
+
+    def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
+        """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise HandgradError(
+                "torch.autocast is not supported: it changes the dtype of single products, and the gradients are written"
+                " for one dtype throughout; remove it, and convert the model instead: model.to(torch.bfloat16)"
+            )
+        return pack(tokens, lengths, self.config, self.device)
+
+    def pieces(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None,
+        at_once: float = TOKENS_AT_ONCE,
+        dropout_seed: int | None = None,
+    ) -> list[Piece]:
+        """The batch in pieces of complete sequences, about `at_once` tokens each."""
+        batch = self.pack(tokens, lengths)
+        return split(batch, check_targets(tokens, targets, self.config, self.device), at_once, dropout_seed)
+
+    def layers(self) -> list[list[nn.Parameter]]:
+        """The parameters layer by layer, in the order in which their gradients become final."""
+        t = self.transformer
+        head = list(self.lm_head.parameters())
+        blocks = [list(block.parameters()) for block in reversed(self.blocks)]
+        embeddings = [t.wte.weight, t.wpe.weight]
+        if self.config.tied:  # a tied weight is final only when the embedding has added its part
+            embeddings += [p for p in head if p is not t.wte.weight]
+        return [*([] if self.config.tied else [head]), list(t.ln_f.parameters()), *blocks, embeddings]
+
+    # ── the two passes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forward_pass(
+        self,
+        pieces: list[Piece],
+        *,
+        recompute: bool = False,
+        lowest: int | None = None,
+        record: Record = no_record,
+        all_signals: bool = False,
+    ) -> ForwardState:
+        """a_0 → a_10 of every piece. Saves each block's activations, or with `recompute` only its input."""
+        t = self.transformer
+        if lowest is None:
+            lowest = 0 if all_signals else self._lowest()
+        state = ForwardState(pieces, [], [], lowest, all_signals, record)
+        if record is not no_record and pieces:
+            record("a_0", torch.cat([p.ids for p in pieces]))
+        state.a_10.extend(embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces)
+        for i, block in enumerate(self.blocks):
+            state.blocks.append([])
+            for j, piece in enumerate(pieces):
+                a_1 = state.a_10[j]
+                state.a_10[j], saved = block.forward(a_1, self._pass(i, piece, state))
+                if i >= lowest:
+                    state.blocks[i].append(a_1 if recompute else saved)
+        return state
+
+    def backward_pass(
+        self, state: ForwardState, n_targets: int, *, finished: Finished = no_hook, once: bool = True
+    ) -> float:
+        """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that trains.
+        Frees activations as it goes unless `once` is False."""
+        t = self.transformer
+        if not state.pieces:
+            finished = _with_zeros(finished)
+        layers = iter(self.layers())
+        value = 0.0
+        deltas: list[Tensor] = []
+        if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
+            give_back_freed_memory()  # the forward pass frees more than the head can use
+        for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
+            total, delta_10 = readout(
+                self.transformer.ln_f, self.lm_head, a_10, piece, 1 / n_targets, self._finite, state.record
+            )
+            value += total / n_targets
+            deltas.append(delta_10)
+        if not self.config.tied:
+            finished(next(layers))
+        finished(next(layers))
+        for i in reversed(range(state.lowest, len(self.blocks))):
+            for j, piece in enumerate(state.pieces):
+                run = self._pass(i, piece, state)
+                saved = state.blocks[i].pop(0) if once else state.blocks[i][j]
+                if isinstance(saved, Tensor):
+                    saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
+                deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
+                del saved
+            finished(next(layers))
+        if self._embeddings_train():
+            for piece, delta_1 in zip(state.pieces, deltas, strict=True):
+                t.wte.backward(delta_1, piece.ids)
+                t.wpe.backward(delta_1, piece.positions)
+        finished(self.layers()[-1])
+        return value
+
+    def _pass(self, i: int, piece: Piece, state: ForwardState) -> Pass:
+        """What block i is told about a piece. The last block computes only the rows that have a target."""
+        last = i == len(self.blocks) - 1
+        query_rows = piece.rows if last and len(piece.rows) < len(piece.ids) and not state.all_signals else None
+        record = state.record
+        return Pass(
+            attention.spans_of(piece.lengths, query_rows),
+            query_rows,
+            state.all_signals or i > state.lowest or self._embeddings_train(),
+            piece.dropout_seed,
+            no_record if record is no_record else lambda name, value: record(f"blocks.{i}.{name}", value),
+        )
+
+    def _embeddings_train(self) -> bool:
+        return self.transformer.wte.weight.requires_grad or self.transformer.wpe.weight.requires_grad
+
+    def _lowest(self) -> int:
+        """The first block that the backward pass has to visit."""
+        if self._embeddings_train():
+            return 0
+        return next((i for i, block in enumerate(self.blocks) if block.trains()), len(self.blocks))
+
+    def dropout_seed(self, seed: int | None) -> int | None:
+        """The dropout seed of a pass; None if no layer drops anything."""
+        if not self.training or not any(isinstance(x, Affine) and x.dropout for x in self.modules()):
+            return None
+        return int(torch.randint(1 << 31, ())) if seed is None else seed
+
+    def tie(self) -> None:
+        """Make the logits layer the token embedding transposed, and discard the weight it had."""
+        head = self.lm_head.plain()
+        head.weight = self.transformer.wte.weight
+        head.weight.grad = None  # it was the gradient of the embedding alone
+        self.config = replace(self.config, tied=True)
+
+    def untie(self) -> None:
+        """Give the logits layer a copy of the embedding as its own weight."""
+        if self.config.tied:
+            head = self.lm_head.plain()
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            self.transformer.wte.weight.grad = None  # it was the gradient of both
+            self.config = replace(self.config, tied=False)
+
+    def _finite(self, a: Tensor) -> Tensor:
+        """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""
+        if math.isfinite(a.sum().item()):
+            return a
+        broken = [name for name, p in self.named_parameters() if not torch.isfinite(p).all()]
+        if broken:
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
+        raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
+
+
+def _with_zeros(finished: Finished) -> Finished:
+    """For a batch without any target: its gradient is 0, and other processes may be waiting for it."""
+
+    def announce(layer: list[nn.Parameter]) -> None:
+        for p in layer:
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        finished(layer)
+
+    return announce

@@ -1,0 +1,23 @@
+"""Learning rates and optimizers.
+
+Import the names below. torch.optim does the updates; this package picks one by name, clips gradients, computes the
+schedule, and can update each layer inside the backward pass. It knows the model, but no data and no files.
+"""
+
+from .in_backward import OptimizerInBackward
+from .optimizers import clip_factor, groups, length, maker, norm, step
+from .schedule import learning_rate
+from .state import restore, state_of
+
+__all__ = [
+    "OptimizerInBackward",
+    "clip_factor",
+    "groups",
+    "learning_rate",
+    "length",
+    "maker",
+    "norm",
+    "restore",
+    "state_of",
+    "step",
+]

@@ -1,0 +1,107 @@
+"""torch's optimizers by name, gradient norms and clipping."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import HandgradError
+
+
+def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Parameter groups with weight decay on matrices only, not on gains and biases."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": chosen, "weight_decay": decay}
+        for chosen, decay in (
+            ([p for p in trained if p.ndim >= 2], weight_decay),
+            ([p for p in trained if p.ndim < 2], 0.0),
+        )
+        if chosen
+    ]
+
+
+def maker(
+    name: str, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """A function that makes the named torch.optim optimizer for given parameters."""
+    kinds = {k.lower(): v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
+    for unfit in (
+        "optimizer",
+        "lbfgs",
+        "sparseadam",
+        "muon",
+    ):  # base class, closures, sparse, matrices only
+        kinds.pop(unfit, None)
+    if name.lower() in ("lbfgs", "sparseadam", "muon"):
+        raise HandgradError(f"{name} needs closures, sparse gradients or matrices only: choose another optimizer")
+    if name.lower() not in kinds:
+        raise HandgradError(
+            f"torch.optim has no {name!r}; choose {', '.join(sorted(k.__name__ for k in kinds.values()))}"
+        )
+    kind = kinds[name.lower()]
+    takes = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"lr": lr}
+    if "betas" in takes:
+        options["betas"] = betas
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        options["fused"] = True
+    decay = weight_decay if "weight_decay" in takes else 0.0
+    return lambda parameters: kind(groups(parameters, decay), **options)
+
+
+def clip_factor(norm: float, clip: float | None) -> float:
+    """The factor that scales a gradient of this norm down to `clip`, as torch's clip_grad_norm_; 1 if it is smaller."""
+    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+
+
+def step(optimizer: Optimizer, factor: float) -> None:
+    """One optimizer step with every gradient multiplied by `factor`. Fused kernels apply it while they read the gradients,
+    through the interface meant for loss scaling; for the others the gradients are multiplied first."""
+    if factor == 1:
+        optimizer.step()
+        return
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if fused and all(grad.dtype != torch.float64 for grad in grads):  # the kernel reads the factor in float32
+        scaling: Any = optimizer
+        scaling.grad_scale = grads[0].new_tensor(1 / factor, dtype=torch.float32)
+        scaling.found_inf = torch.zeros_like(scaling.grad_scale)
+        try:
+            optimizer.step()
+        finally:
+            del scaling.grad_scale, scaling.found_inf
+    else:
+        torch._foreach_mul_(grads, factor)
+        optimizer.step()
+
+
+def norm(grad: Tensor) -> Tensor:
+    """√⟨g, g⟩ as float64. A dot product reads g once, at memory speed. Where the squares would leave the range of the
+    dtype, g is divided by its largest entry first."""
+    flat = grad.reshape(-1)
+    if grad.dtype == torch.bfloat16:  # a bfloat16 sum has three digits
+        rounded: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        square = rounded.square()
+    else:
+        square = torch.dot(flat, flat)
+        rounded = square.sqrt()
+    limits = torch.finfo(square.dtype)
+    if flat.numel() * limits.tiny / limits.eps <= square.item() <= limits.max:
+        return rounded.double()
+    largest = flat.abs().amax() if len(flat) else flat.new_zeros(())
+    if largest == 0 or not torch.isfinite(largest):
+        return largest.double()
+    scaled: Tensor = torch.linalg.vector_norm(flat.double() / largest.double())
+    return largest.double() * scaled
+
+
+def length(norms: Iterable[float]) -> float:
+    """The global norm, from the norms of the parts."""
+    norms = list(norms)
+    total = math.sqrt(sum(x * x for x in norms))
+    return total if 1e-150 < total < math.inf else math.hypot(*norms)

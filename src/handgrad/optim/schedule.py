@@ -1,0 +1,14 @@
+"""The learning rate of a step: linear warm-up, then cosine or linear decay, or constant."""
+
+import math
+
+
+def learning_rate(progress: float, step: int, lr: float, least: float, warmup: int, schedule: str) -> float:
+    """Linear warm-up over `warmup` steps, then decay from `lr` to `least` as `progress` goes from 0 to 1."""
+    if step < warmup:
+        return lr * (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return lr
+    progress = min(1.0, max(0.0, progress))
+    left = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return least + (lr - least) * left

@@ -1,0 +1,30 @@
+"""An optimizer's state as named tensors, for a checkpoint."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .in_backward import OptimizerInBackward
+
+
+def state_of(optimizer: Optimizer | OptimizerInBackward, names: dict[nn.Parameter, str]) -> dict[str, Tensor]:
+    """The optimizer's state as tensors named parameter/key, such as transformer.wte.weight/exp_avg."""
+    state: dict[str, Tensor] = {}
+    for p, name in names.items():
+        one = optimizer.optimizers.get(p) if isinstance(optimizer, OptimizerInBackward) else optimizer
+        for key, value in (one.state.get(p, {}) if one is not None else {}).items():
+            if value is not None:
+                state[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return state
+
+
+def restore(
+    optimizer: Optimizer | OptimizerInBackward, names: dict[nn.Parameter, str], state: dict[str, Tensor]
+) -> None:
+    """Load what `state_of` returned."""
+    by_name = {name: p for p, name in names.items()}
+    for full, value in state.items():
+        name, _, key = full.rpartition("/")
+        p = by_name[name]
+        one = optimizer.optimizers[p] if isinstance(optimizer, OptimizerInBackward) else optimizer
+        one.state[p][key] = value.clone()

@@ -1,0 +1,135 @@
+"""Seconds of a training step before it runs: the shape at hand with one and two blocks is timed on this machine, and the
+rest of the blocks and of the vocabulary is extrapolated. So dtype, attention, passes over memory and the fixed cost of
+every call are in the figure as they are here. And the rate of bare matrix products, for the share of it that a run reaches.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from .. import adapters, optim
+from ..errors import HandgradError
+from ..model.gpt import GPT
+from .parameters import target_of
+from .step import BYTES, Plan, make_plan, walked_together
+
+LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; beyond them the matmul rate alone has to serve
+FEW, MANY = 256, 8192  # sizes of vocabulary that are timed
+
+
+@dataclass(frozen=True)
+class Times:
+    gradients: float
+    update: float
+
+
+def predict(plan: Plan, budget: float = 1.5) -> float:
+    """Seconds of a step: its gradients, piece by piece, and one update of AdamW with the gradient's norm."""
+    c = plan.config
+    trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}
+    piece = walked_together(plan.batch, plan.tokens)
+    largest = replace(c, n_blocks=2, n_vocab=min(MANY, c.n_vocab))
+    trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
+    if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
+        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
+    steps = {trial: _Trial(plan, *trial) for trial in trials}
+    found = _alternate(steps, budget)
+    blocks, words = (1, min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))
+
+    def extrapolate(get: Callable[[Times], float]) -> float:
+        one = get(found[blocks])
+        total = one
+        if c.n_blocks > 1:
+            total += (c.n_blocks - 1) * max(0.0, get(found[2, blocks[1]]) - one)
+        if c.n_vocab > FEW:
+            total += (c.n_vocab - FEW) / (words[1] - FEW) * max(0.0, get(found[words]) - one)
+        return total
+
+    pieces = -(-plan.batch * plan.tokens // piece)
+    return pieces * extrapolate(lambda t: t.gradients) + extrapolate(lambda t: t.update)
+
+
+class _Trial:
+    """A step of the same shape with few blocks and few words."""
+
+    def __init__(self, plan: Plan, n_blocks: int, n_vocab: int):
+        self.model = GPT(replace(plan.config, n_blocks=n_blocks, n_vocab=n_vocab), dtype=getattr(torch, plan.dtype))
+        if plan.ranks:
+            of = {target_of(name).replace("c_attn", "attn.c_attn"): rank for name, rank in plan.ranks.items()}
+            apart = [of.pop(name) for name in ("q", "k", "v") if name in of]
+            if apart:
+                of["attn.c_attn"] = max(apart)
+            adapters.inject(self.model, max(of.values()), targets=tuple(of), rank_pattern=of)
+        piece = walked_together(plan.batch, plan.tokens)
+        self.tokens = torch.randint(n_vocab, (piece // plan.tokens, plan.tokens))
+        self.recompute = plan.recompute
+        self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
+
+    def run(self) -> Times:
+        start = time.perf_counter()
+        self.model.loss_and_grads(self.tokens, self.tokens, recompute=self.recompute)
+        between = time.perf_counter()
+        norms = torch.stack([optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None])
+        optim.step(self.optimizer, optim.clip_factor(norms.double().norm().item(), 1.0))
+        self.optimizer.zero_grad()
+        return Times(between - start, time.perf_counter() - between)
+
+
+def _alternate(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tuple[int, int], Times]:
+    """The best of several rounds; in each all take turns. The first round warms up."""
+    best: dict[tuple[int, int], Times] = {}
+    end, rounds = time.perf_counter() + budget, 0
+    while rounds < 2 or (time.perf_counter() < end and rounds < 200):
+        for trial, step in steps.items():
+            took = step.run()
+            if rounds:
+                old = best.get(trial, took)
+                best[trial] = Times(min(old.gradients, took.gradients), min(old.update, took.update))
+        rounds += 1
+    return best
+
+
+# ── the rate of matrix products ─────────────────────────────────────────────────────────────────────────────────────
+
+SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
+
+
+def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
+    """FLOP per second of bare products: the best of several shapes that fill the machine."""
+    if dtype not in BYTES:
+        raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
+    best = 0.0
+    for n, f_in, f_out in SHAPES:
+        a, w = (torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((n, f_in), (f_in, f_out)))
+        product = partial(torch.mm, a, w, out=torch.empty(n, f_out, dtype=a.dtype))
+        best = max(best, 2 * n * f_in * f_out / best_of(product, seconds / len(SHAPES)))
+    return best
+
+
+class Peak:
+    """The highest rate of matrix products known on this machine: measured when first asked for, and raised by any step
+    that is faster, so that a share of it is never above 1."""
+
+    def __init__(self, dtype: str):
+        self.dtype, self.rate = dtype, 0.0
+
+    def share(self, done: float, seconds: float) -> float:
+        """Model FLOP utilization (MFU): of what the products could have reached in this time, what the step did."""
+        if done <= 0 or seconds <= 0:
+            return 0.0
+        self.rate = max(self.rate or matmul_rate(self.dtype), done / seconds)
+        return done / seconds / self.rate
+
+
+def best_of(run: Callable[[], object], seconds: float) -> float:
+    """The shortest time of a call, over about so many seconds."""
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,80 @@
+"""Appendix B: what a row-wise softmax ignores (a shift of each row) and what it commutes with (permutations)."""
+
+import torch
+from torch import Tensor
+
+from ...paper import attention, notation
+from ..oracles import relative_error
+from .check import IDENTITY, Lab, check, unless
+
+
+def _shift(lab: Lab) -> tuple[Tensor, Tensor, Tensor]:
+    """G (n, n), H (n, f) and b (f), with λ_1 = h_1·b = 1 and λ_2 = h_2·b = −1 so that the shifts are not all alike"""
+    n, f = lab.size(3, 8), lab.size(1, 8)
+    g, h, b = lab.matrix(n, n), lab.matrix(n, f), lab.matrix(f)
+    h[0], h[1] = b / b.dot(b), -b / b.dot(b)
+    return g, h, b
+
+
+@check("D-shift-setup", 13, "53", IDENTITY)
+def set_up(lab: Lab) -> float:
+    """q kᵗ = G + H b~ᵗ with G = (a w_q + b_q~)(a w_k)ᵗ, H = a w_q + b_q~ and b = b_k"""
+    n, d, d_rho = lab.size(2, 8), lab.size(1, 8), lab.size(1, 8)
+    a, w_q, w_k, b_q, b_k = lab.matrix(n, d), lab.matrix(d, d_rho), lab.matrix(d, d_rho), *lab.matrix(2, d_rho)
+    head = attention.Head(w_q, b_q, w_k, b_k, lab.matrix(d, 1), lab.matrix(1))
+    f, bare = attention.forward(a, head), attention.forward(a, head._replace(b_k=None))
+    h = torch.addmm(b_q, a, w_q)
+    g = h @ (a @ w_k).t()
+    shift = h @ notation.tilde_rows(b_k, n).t()
+    size = (g.abs() + shift.abs()).max().item()
+    return max(relative_error(f.q, h), relative_error(bare.raw, g, size), relative_error(f.raw, bare.raw + shift, size))
+
+
+@check("P-shift-rows", 13, "", IDENTITY)
+def shift_is_constant_along_a_row(lab: Lab) -> float:
+    """H b~ᵗ has constant rows: row i is λ_i = h_i·b"""
+    g, h, b = _shift(lab)
+    shift = h @ notation.tilde_rows(b, len(g)).t()
+    lambdas = torch.mv(h, b)
+    size = (h.abs() @ b.abs()).max().item()
+    return max(
+        relative_error(shift, notation.tilde_columns(lambdas, len(g)), size),
+        relative_error(shift, lambdas.outer(torch.ones_like(lambdas)), size),
+        shift.std(1).max().item() / size,
+    )
+
+
+@check("P-softmax-shift", 13, "54", IDENTITY)
+def softmax_ignores_a_shift_of_its_rows(lab: Lab) -> tuple[float, str]:
+    """softmax(G + H b~ᵗ) = softmax G; shifting the columns instead changes it"""
+    g, h, b = _shift(lab)
+    shift = h @ notation.tilde_rows(b, len(g)).t()
+    truth = torch.softmax(g, 1)
+    error = relative_error(notation.softmax(g + shift), truth)
+    # λ_1 − λ_2 = 2, so one of the first two columns moves by a factor of e or more
+    moved = (notation.softmax(g + shift.t()).log() - truth.log()).abs().max().item()
+    return error + unless(moved, 0.999), f"shifted columns move log ρ by {moved:.2f}"
+
+
+@check("P-softmax-rows", 13, "55.a", IDENTITY)
+def softmax_commutes_with_permuted_rows(lab: Lab) -> float:
+    """softmax(P A) = P softmax A"""
+    n, d = lab.size(2, 8), lab.size(2, 8)
+    a, p = lab.matrix(n, d), lab.permutation(n)
+    truth = p @ torch.softmax(a, 1)
+    return max(relative_error(notation.softmax(p @ a), truth), relative_error(p @ notation.softmax(a), truth))
+
+
+@check("P-softmax-cols", 13, "55.b", IDENTITY)
+def softmax_commutes_with_permuted_columns(lab: Lab) -> float:
+    """softmax(B P) = softmax(B) P; with (55.a), softmax(P S Pᵗ) = P softmax(S) Pᵗ"""
+    n, d = lab.size(2, 8), lab.size(2, 8)
+    b, s, p = lab.matrix(d, n), lab.matrix(n, n), lab.permutation(n)
+    columns = torch.softmax(b, 1) @ p
+    both = p @ torch.softmax(s, 1) @ p.t()
+    return max(
+        relative_error(notation.softmax(b @ p), columns),
+        relative_error(notation.softmax(b) @ p, columns),
+        relative_error(notation.softmax(p @ s @ p.t()), both),
+        relative_error(p @ notation.softmax(s) @ p.t(), both),
+    )

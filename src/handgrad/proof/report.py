@@ -1,0 +1,204 @@
+"""The report: what was checked, by which oracle, with what error. Prints as a table, shows in a notebook, writes JSON."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..formatting import percent
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check and what came out of it."""
+
+    id: str
+    section: str
+    equation: str
+    statement: str
+    oracle: str
+    error: float
+    tolerance: float
+    passed: bool
+    note: str = ""
+    seconds: float = 0.0
+
+
+def judge(
+    id: str, section: str, equation: str, statement: str, oracle: str, tolerance: float, measure: Callable[[], object]
+) -> Result:
+    """Run one measurement. It returns an error, or an error and a note; raising counts as failing, with the reason."""
+    start = time.perf_counter()
+    note = ""
+    try:
+        outcome = measure()
+        if isinstance(outcome, tuple):
+            outcome, note = outcome
+        error = float(outcome)  # type: ignore[arg-type]
+    except Exception as reason:
+        error, note = math.inf, f"{type(reason).__name__}: {reason}".splitlines()[0]
+    passed = error <= tolerance  # false for NaN too
+    return Result(id, section, equation, statement, oracle, error, tolerance, passed, note, time.perf_counter() - start)
+
+
+@dataclass
+class Report:
+    """The results, in order. Prints as a table, shows as HTML in a notebook, writes itself as JSON."""
+
+    title: str
+    checks: list[Result] = field(default_factory=list)
+    expected: Sequence[str] = ()  # ids of checks without which the report is incomplete
+
+    @property
+    def failed(self) -> list[Result]:
+        return [c for c in self.checks if not c.passed]
+
+    @property
+    def missing(self) -> list[str]:
+        made = {c.id for c in self.checks}
+        return [id for id in self.expected if id not in made]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.checks) and not self.failed and not self.missing
+
+    @property
+    def seconds(self) -> float:
+        return sum(c.seconds for c in self.checks)
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.title}: {self.summary()}>"
+
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.checks)
+
+    def __len__(self) -> int:
+        return len(self.checks)
+
+    def __getitem__(self, id: str) -> Result:
+        for c in self.checks:
+            if c.id == id:
+                return c
+        raise KeyError(id)
+
+    def to_json(self) -> str:
+        def plain(c: Result) -> dict[str, object]:
+            row = asdict(c)
+            if not math.isfinite(c.error):
+                row["error"] = None  # JSON has no infinity; `passed` is false and `note` has the reason
+            return row
+
+        counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed), "missing": self.missing}
+        return json.dumps({"checks": [plain(c) for c in self.checks], **counts}, indent=1, ensure_ascii=False)
+
+    def summary(self) -> str:
+        n = len(self.checks)
+        worst = max((c.error / c.tolerance for c in self.checks if c.tolerance > 0), default=0.0)
+        if self.failed:
+            return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {_names([c.id for c in self.failed])}"
+        if self.missing:
+            return f"FAILED: {len(self.missing)} of {len(self.expected)} checks were not made: {_names(self.missing)}"
+        what = "the only check" if n == 1 else f"all {n} checks"
+        return f"{what} passed in {self.seconds:.1f} s; the closest came to {percent(worst)} of its tolerance"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        sizes, room = _columns(self.checks, options.max_width)
+        yield _table(sizes, room, show_header=True)
+        section = None
+        for c in self.checks:
+            if c.section != section:
+                section = c.section
+                yield Text(f"\n{section}", style="bold magenta")
+            colour = "green" if c.passed else "bold red"
+            # a misprint is shown by its measured errors, a failure by its reason; otherwise the statement says it all
+            told = c.note and (not c.passed or c.note.startswith("printed"))
+            statement = Text(f"{c.note} — {c.statement}" if told else c.statement)
+            cells: dict[str, Text | str] = {
+                "": Text("✔" if c.passed else "✘", style=colour),
+                "check": Text(c.id, style="" if c.passed else colour),
+                "eq.": c.equation,
+                "statement": statement,
+                "oracle": c.oracle,
+                "error": Text(_number(c.error), style=colour),
+                "limit": _number(c.tolerance),
+                "ms": f"{1e3 * c.seconds:.0f}",
+            }
+            table = _table(sizes, room)
+            table.add_row(*(cells[str(column.header)] for column in table.columns))
+            yield table
+            if not room:
+                statement.stylize("dim")
+                yield Padding(statement, (0, 0, 0, 3))
+        yield Text(f"\n{self.summary()}", style="bold green" if self.passed else "bold red")
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+    def _repr_html_(self) -> str:
+        def row(c: Result) -> str:
+            colour = "#2a7a3f" if c.passed else "#b3261e"
+            cells = [c.id, c.equation, c.statement, c.oracle, _number(c.error), _number(c.tolerance)]
+            mark = f'<td style="color:{colour}">{"✔" if c.passed else "✘"}</td>'
+            return "<tr>" + mark + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>"
+
+        head = "".join(f"<th>{x}</th>" for x in ("", "check", "eq.", "statement", "oracle", "error", "limit"))
+        body = "".join(row(c) for c in self.checks)
+        return (
+            f"<p><b>{escape(self.title)}</b><br>{escape(self.summary())}</p>"
+            f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
+        )
+
+
+def _names(ids: list[str]) -> str:
+    return ", ".join(ids[:8]) + (" …" if len(ids) > 8 else "")
+
+
+def _number(x: float) -> str:
+    if x == 0:
+        return "0"
+    if not math.isfinite(x):
+        return "∞"
+    return f"{x:.1e}"
+
+
+def _columns(checks: list[Result], width: int) -> tuple[dict[str, int], int]:
+    """Columns that fit, with their widths: what does not fit is left out whole, the least needed first; never a cut
+    number. And the room for the statement; 0: it goes below."""
+    sizes = {
+        "": 1,
+        "check": max((len(c.id) for c in checks), default=5),
+        "eq.": max((len(c.equation) for c in checks), default=3),
+        "oracle": max((len(c.oracle) for c in checks), default=6),
+        "error": 7,
+        "limit": 7,
+        "ms": max(4, *(len(f"{1e3 * c.seconds:.0f}") for c in checks)) if checks else 4,
+    }
+    for name in ("ms", "eq.", "oracle", "limit"):
+        if sum(sizes.values()) + 2 * len(sizes) > width or sizes[name] == 0:
+            del sizes[name]
+    sizes = {name: max(size, len(name)) for name, size in sizes.items()}
+    room = width - sum(sizes.values()) - 2 * len(sizes) - 2
+    return sizes, room if room >= 40 else 0
+
+
+def _table(sizes: dict[str, int], room: int, show_header: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=show_header)
+    for name in ("", "check", "eq.", "statement", "oracle", "error", "limit", "ms"):
+        if name == "statement" and room:
+            table.add_column(name, width=room)
+        elif name in sizes:
+            right = name in ("error", "limit", "ms")
+            table.add_column(name, no_wrap=True, width=sizes[name], justify="right" if right else "left")
+    return table

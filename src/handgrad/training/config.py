@@ -1,0 +1,183 @@
+"""The options of a run, as given (`TrainOptions`, `FinetuneOptions`), and what was decided where they were left open
+(`Recipe`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self, get_type_hints
+
+from ..adapters.config import LoRAConfig
+from ..adapters.patterns import split_names
+from ..checks import LIMITS, check_number, check_type, check_whole, flag
+from ..errors import HandgradError
+
+SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
+
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+LOSS_ON = ("answers", "all")
+
+
+TOO_LONG = ("cut", "drop")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Everything a run depends on. What is None is decided by the model and the data, as a `Recipe`."""
+
+    command: ClassVar[str] = "train"
+    exports_result: ClassVar[bool] = False  # whether the best checkpoint is copied to a fixed name in the end
+
+    # what
+    data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
+    text_field: str = "text"  # of .jsonl files
+    model: str = "nano"  # a preset or a model directory
+    shape: tuple[tuple[str, int], ...] = ()  # fields of the preset that are changed
+    tokenizer: str | None = None
+    val_share: float = 0.1
+    # how long
+    steps: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    # how
+    batch_tokens: int | None = None
+    lr: float | None = None  # 0.5/d_model, at most 4e-3
+    min_lr: float | None = None  # a tenth of lr unless given
+    warmup: int | None = None  # 100 steps, but not more than a tenth of the run
+    schedule: str = "cosine"
+    optimizer: str = "AdamW"
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    clip: float = 1.0  # 0: none
+    update_inside: bool = False
+    recompute: str = "none"
+    dtype: str = "float32"
+    seed: int = 0
+    # watching and keeping
+    log_every: int | None = None  # 10
+    eval_every: int | None = None  # 250
+    eval_batches: int = 32
+    save_every: int | None = None  # 250
+    patience: int | None = None  # end after so many evaluations without a lower validation loss
+    keep: int = 2
+    sample_tokens: int = 160
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_type(f.name, _name(f.type), getattr(self, f.name))
+        if self.schedule not in SCHEDULES:
+            raise HandgradError(f"--schedule must be {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        if self.recompute not in ("none", "blocks"):
+            raise HandgradError(f"--recompute must be none or blocks, not {self.recompute!r}")
+        if self.dtype not in ("float32", "float64", "bfloat16"):
+            raise HandgradError(f"--dtype must be float32, float64 or bfloat16, not {self.dtype!r}")
+        if not 0 <= self.val_share < 1:
+            raise HandgradError(f"--val-share must be at least 0 and below 1, not {self.val_share}")
+        if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
+            raise HandgradError("give one of --steps, --epochs and --minutes, not several")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in LIMITS and value is not None:
+                check = check_whole if isinstance(value, int) and "float" not in str(f.type) else check_number
+                check(f.name, value, flag(f.name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise HandgradError(f"{flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
+
+    @classmethod
+    def types(cls) -> dict[str, Any]:
+        """Every option by the name that the command line and `hg.train` give it, with its type."""
+        hidden = ("command", "exports_result")
+        return {name: kind for name, kind in get_type_hints(cls).items() if name not in hidden}
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Options by these names; the others have their defaults."""
+        return cls(**given)
+
+    def flat(self) -> dict[str, Any]:
+        """The reverse of `parse`: what run.json records."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+DEFAULT_ADAPTER = LoRAConfig(targets=("all-linear",))
+ADAPTER_TYPES: dict[str, Any] = {
+    "full": bool, "rank": int, "alpha": float | None, "targets": tuple[str, ...], "rslora": bool, "dora": bool,
+    "dropout": float, "freeze_down": bool, "modules_to_save": tuple[str, ...],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FinetuneOptions(TrainOptions):
+    """The options of fine-tuning. The command line and `hg.finetune` name the adapter's options one by one."""
+
+    command: ClassVar[str] = "finetune"
+    exports_result: ClassVar[bool] = True
+
+    # what
+    model: str = ""  # a model directory, the folder of a run, an adapter, a name on the hub
+    val_data: tuple[str, ...] = ()  # examples kept apart already; else a share of the data
+    chat_template: str | None = None  # a file, in place of the model's own
+    loss_on: str = "answers"  # completions and assistant turns, or all
+    field: tuple[str, ...] = ()  # our names of the data's fields: prompt=question
+    skip_bad: bool = False  # leave out lines that cannot be used
+    too_long: str = "cut"  # examples that do not fit into the context lose their end, texts are split; or drop
+    batch_examples: int = 16
+    clock: str | None = None  # the time that chat templates see, for a resumed run to see the same
+    adapter: LoRAConfig | None = DEFAULT_ADAPTER  # None: train all weights
+    # other defaults than pre-training has
+    weight_decay: float = 0.0
+    eval_batches: int = 1000
+    schedule: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
+            if getattr(self, name) not in choices:
+                raise HandgradError(f"{flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+
+    @classmethod
+    def types(cls) -> dict[str, Any]:
+        return {name: kind for name, kind in super().types().items() if name != "adapter"} | ADAPTER_TYPES
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        own = {name: value for name, value in given.items() if name in ADAPTER_TYPES}
+        for name, value in own.items():
+            check_type(name, _name(ADAPTER_TYPES[name]), value)
+        full = own.pop("full", False)
+        for name in ("targets", "modules_to_save"):
+            if name in own:
+                own[name] = split_names(own[name])
+        adapter = replace(DEFAULT_ADAPTER, **own)
+        if full and adapter != DEFAULT_ADAPTER:
+            raise HandgradError("--full trains all weights: options of the adapter do not go with it")
+        others = {name: value for name, value in given.items() if name not in ADAPTER_TYPES}
+        return super().parse(others | {"adapter": None if full else adapter})
+
+    def flat(self) -> dict[str, Any]:
+        adapter = self.adapter or DEFAULT_ADAPTER
+        own = {name: getattr(adapter, name) for name in ADAPTER_TYPES if name != "full"}
+        others = {name: value for name, value in super().flat().items() if name != "adapter"}
+        return others | own | {"full": self.adapter is None}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the options left open, decided by the model and the data. Fields have the names of the options."""
+
+    steps: int | None  # None: minutes limit the run
+    minutes: float | None
+    lr: float
+    min_lr: float
+    warmup: int
+    log_every: int
+    eval_every: int
+    save_every: int

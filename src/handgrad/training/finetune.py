@@ -1,0 +1,145 @@
+"""`handgrad finetune`: a model and examples in, a job for the loop out."""
+
+import math
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from .. import adapters
+from ..errors import HandgradError
+from ..formats import models
+from ..formats.run_folder import Checkpoint
+from ..formatting import plural
+from ..model.gpt import GPT
+from ..text import chat, examples
+from ..text.examples import Examples, Summary
+from ..text.tokenizer import Tokenizer
+from .config import FinetuneOptions, Recipe
+from .distributed import Ranks
+from .job import Display, Job, check_options, make_job, sources_of
+
+LORA_LR, FULL_LR = 5e-4, 5e-5
+
+
+def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
+    """Examples, tokenizer, model, adapters and optimizer of a run, new or from a checkpoint."""
+    options = check_options(options)
+    if not options.model:
+        raise HandgradError("--model is missing: the directory of the model to fine-tune")
+    if not options.data:
+        raise HandgradError("--data is missing: a .jsonl file with prompt and completion, messages, or text")
+    directory = checkpoint.folder if checkpoint is not None else models.weights_folder(options.model)
+    options = _pin_sources(options, directory if checkpoint is None else None, ranks)
+    tokenizer = _tokenizer(directory, options)
+    model = models.open_folder(directory, getattr(torch, options.dtype))
+    if checkpoint is None:
+        _choose_weights(model, options)
+
+    training, validation, summary = _examples(options, tokenizer, model, directory, ranks, display)
+    if ranks.first:
+        display.examples(summary, training, tokenizer)
+        held = 0 if validation is None else validation.per_epoch
+        display.say(f"\n{plural(training.per_epoch, 'example')} to train on, {held:,} to validate on")
+    batch = min(options.batch_examples, training.per_epoch)
+    recipe = _decide(options, batch, training, validation)
+    return make_job(options, recipe, model, tokenizer, training, validation, batch, ranks, checkpoint)
+
+
+def _pin_sources(options: FinetuneOptions, folder: Path | None, ranks: Ranks) -> FinetuneOptions:
+    """Make every path absolute and fix the time, so that a resumed run finds the same from any folder."""
+    template = options.chat_template
+    if template is not None:
+        if not Path(template).is_file():
+            raise HandgradError(f"there is no file {template} to take the chat template from")
+        template = str(Path(template).expanduser().absolute())
+    return replace(
+        options,
+        model=str(folder.absolute()) if folder is not None else options.model,
+        data=sources_of(options.data, ranks),
+        val_data=sources_of(options.val_data, ranks),
+        chat_template=template,
+        clock=options.clock or ranks.broadcast(lambda: datetime.now().isoformat(timespec="seconds")),
+    )
+
+
+def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
+    """The model's, with the chat template it is trained on."""
+    tokenizer = models.tokenizer_of(directory)
+    if options.chat_template is not None:
+        tokenizer.beside["chat_template.jinja"] = Path(options.chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _examples(
+    options: FinetuneOptions, tokenizer: Tokenizer, model: GPT, directory: Path, ranks: Ranks, display: Display
+) -> tuple[Examples, Examples | None, Summary]:
+    given = Path(options.chat_template) if options.chat_template is not None else None
+    assert options.clock is not None
+    template = None
+    folder = models.tokenizer_folder(directory) or directory
+    if given is not None or chat.there_is_one(folder):
+        template = chat.find(folder, given, datetime.fromisoformat(options.clock))
+
+    def read(sources: tuple[str, ...]) -> tuple[Examples, Summary]:
+        files = examples.find(sources)
+        total = sum(file.stat().st_size for file in files)
+        return examples.read(
+            files, tokenizer, model.config.n_context,
+            template=template, loss_on=options.loss_on, too_long=options.too_long, seed=options.seed,  # type: ignore[arg-type]
+            fields=options.field, skip_bad=options.skip_bad,
+            progress=display.reading(total) if ranks.first else lambda count: None,
+        )  # fmt: skip
+
+    found, summary = read(options.data)
+    if options.val_data:
+        held = read(options.val_data)[0]
+        summary.shared = examples.shared(found, held)
+        return found, held, summary
+    training, validation = examples.split(found, options.val_share, options.seed)
+    if validation is None and options.val_share and ranks.first:
+        display.say("all lines are equal, or have examples in common: none is kept for validation")
+    return training, validation, summary
+
+
+def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
+    """What trains: adapters, new or those that are there, or everything."""
+    if model.adapter is not None:
+        if options.adapter != FinetuneOptions().adapter:
+            raise HandgradError(
+                f"{options.model} is an adapter, and training goes on with it as it is: leave out --full and the adapter's"
+                " options, or merge it first (handgrad merge)"
+            )
+    elif options.adapter is not None:
+        adapters.apply(model, options.adapter, options.seed)
+
+
+def _worth_evaluating(training: Examples, validation: Examples | None, batch: int) -> int:
+    """Steps between two evaluations so that they take at most about a quarter of the time: a forward pass is a third of a
+    step."""
+    if validation is None:
+        return 1
+    tokens = training.size(0, batch, False)[0]
+    return math.ceil(4 / 3 * validation.size(0, validation.per_epoch, False)[0] / tokens)
+
+
+def _decide(options: FinetuneOptions, batch: int, training: Examples, validation: Examples | None) -> Recipe:
+    steps = options.steps
+    if steps is None and options.minutes is None:
+        steps = math.ceil((options.epochs or 3) * training.per_epoch / batch)
+    lr = (FULL_LR if options.adapter is None else LORA_LR) if options.lr is None else options.lr
+    warmup = options.warmup
+    if warmup is None:
+        warmup = 20 if steps is None else min(20, steps // 10)
+    often = max(1, steps // 10, _worth_evaluating(training, validation, batch)) if steps is not None else 50
+    return Recipe(
+        steps=steps,
+        minutes=options.minutes,
+        lr=lr,
+        min_lr=0.0 if options.min_lr is None else options.min_lr,
+        warmup=warmup,
+        log_every=options.log_every or max(1, min(10, (steps or 100) // 10)),
+        eval_every=options.eval_every or often,
+        save_every=options.save_every or often,
+    )

@@ -1,0 +1,180 @@
+"""A job: everything the loop needs, ready to run. `pretrain` and `finetune` prepare one."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import adapters, optim
+from ..errors import HandgradError
+from ..files.tensors import read_tensors
+from ..formats.run_folder import OPTIMIZER, Checkpoint
+from ..model.gpt import GPT
+from ..optim import OptimizerInBackward
+from ..plan.flop import Work, flop
+from ..plan.timing import Peak
+from ..text import corpus
+from ..text.batches import Batches
+from ..text.examples import Examples, Summary
+from ..text.tokenizer import Tokenizer
+from .config import Recipe, TrainOptions
+from .distributed import Ranks
+
+C = TypeVar("C", bound=TrainOptions)
+
+
+class Display(Protocol):
+    """Shows the progress of a run."""
+
+    def say(self, text: str) -> None: ...
+    def examples(self, summary: Summary, examples: Examples, tokenizer: Tokenizer) -> None: ...
+    def reading(self, total: int) -> Callable[[int], None]: ...
+    def begin(self, job: "Job") -> None: ...
+    def show(self, record: dict[str, Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass
+class Job:
+    """A run that is ready to start."""
+
+    options: TrainOptions  # with the recipe filled in, as run.json records them
+    recipe: Recipe
+    model: GPT
+    tokenizer: Tokenizer
+    optimizer: torch.optim.Optimizer | OptimizerInBackward
+    training: Batches
+    validation: Batches | None
+    batch: int  # windows or examples per step, over all processes
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    tokens: int = 0  # trained on so far
+    initial: float = math.inf  # validation loss before the first step
+    best: float = math.inf  # lowest validation loss of a trained step
+    stale: int = 0  # evaluations since the best
+    resumed: bool = False
+    peak: Peak | None = None  # rate of matrix products on this machine
+    names: dict[nn.Parameter, str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.names = {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        if self.recipe.steps is None:
+            return self.seconds / (60 * (self.recipe.minutes or math.inf))
+        return self.step / self.recipe.steps
+
+    def note_validation(self, val_loss: float) -> bool:
+        """Whether this is the lowest validation loss of a trained step so far."""
+        if self.step == 0:
+            self.initial = val_loss
+            return False
+        better = val_loss < self.best
+        self.best = min(self.best, val_loss)
+        self.stale = 0 if better else self.stale + 1
+        return better
+
+    @property
+    def ended(self) -> bool:
+        patience = self.options.patience
+        return self.progress >= 1 or (patience is not None and self.stale >= patience)
+
+    @cached_property
+    def adapter_ranks(self) -> dict[str, int]:
+        return {name: adapter.down.shape[1] for name, adapter in adapters.adapters_of(self.model).items()}
+
+    def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
+        """FLOP of a batch's matrix products, counted from its real tokens and targets."""
+        work = Work.of_batch(targets, lengths, self.model.config.causal)
+        return sum(flop(self.model.config, work, self.adapter_ranks, self.options.recompute))
+
+    @property
+    def learning_rate(self) -> float:
+        r = self.recipe
+        return optim.learning_rate(self.progress, self.step, r.lr, r.min_lr, r.warmup, self.options.schedule)
+
+
+def make_job(
+    options: TrainOptions,
+    recipe: Recipe,
+    model: GPT,
+    tokenizer: Tokenizer,
+    training: Batches,
+    validation: Batches | None,
+    batch: int,
+    ranks: Ranks,
+    checkpoint: Checkpoint | None,
+) -> Job:
+    """The job of a run, new or restored from a checkpoint."""
+    if tokenizer.n_vocab > model.config.n_vocab:
+        raise HandgradError(
+            f"the tokenizer has {tokenizer.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong"
+            " together"
+        )
+    options = replace(options, **{**asdict(recipe), "epochs": None})
+    optimizer = _make_optimizer(model, options, recipe, ranks)
+    job = Job(options, recipe, model, tokenizer, optimizer, training, validation, batch)
+    if checkpoint is not None:
+        _restore(job, checkpoint)
+    if ranks.first:
+        job.peak = Peak(options.dtype)
+    return job
+
+
+def check_options(options: C) -> C:
+    """Raise for an unknown optimizer, before anything is read. An optimizer inside the backward pass saves memory only
+    where blocks are recomputed, so it implies that."""
+    optim.maker(options.optimizer, 1.0, 0.0, (0.9, 0.9))
+    return replace(options, recompute="blocks") if options.update_inside else options
+
+
+def sources_of(named: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
+    """Where the data is, so that it is found again from any folder; standard input is kept for that."""
+
+    def absolute() -> str:
+        return json.dumps([str(corpus.from_stdin() if s == "-" else Path(s).expanduser().absolute()) for s in named])
+
+    return tuple(json.loads(ranks.broadcast(absolute)))
+
+
+def _restore(job: Job, checkpoint: Checkpoint) -> None:
+    """Continue from a checkpoint: the optimizer's state, the random numbers, and where the run stood."""
+    state = read_tensors(checkpoint.folder / OPTIMIZER)
+    facts = checkpoint.facts
+    try:
+        torch.set_rng_state(state.pop("rng/torch"))
+        optim.restore(job.optimizer, job.names, state)
+        job.resumed, job.step = True, checkpoint.step
+        job.seconds, job.tokens, job.stale = float(facts["seconds"]), int(facts["tokens"]), int(facts["stale"])
+        job.best, job.initial = (
+            math.inf if facts[name] is None else float(facts[name]) for name in ("best", "initial")
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as reason:
+        raise HandgradError(f"{checkpoint.folder} does not fit this run: {type(reason).__name__} {reason}") from None
+
+
+def _make_optimizer(
+    model: GPT, options: TrainOptions, recipe: Recipe, ranks: Ranks
+) -> torch.optim.Optimizer | OptimizerInBackward:
+    make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2))
+    if options.update_inside:
+        return OptimizerInBackward(model, make, options.clip or None, options.recompute, combine=ranks.all_reduce)
+    return make(model.parameters())
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    """What run.json records of a run that is ready to start."""
+    return {
+        "training": job.options.flat(),
+        "model": asdict(job.model.config),
+        "tokens": job.training.fingerprint,
+        "validation": None if job.validation is None else job.validation.fingerprint,
+    }

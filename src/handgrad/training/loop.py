@@ -1,0 +1,204 @@
+"""The training loop: take steps, log, evaluate, sample and save."""
+
+import math
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import optim
+from ..errors import NonFiniteError
+from ..formatting import number
+from ..inference.generate import generate
+from ..optim import OptimizerInBackward
+from ..text.batches import hash64
+from .diagnose import diagnose
+from .distributed import Ranks
+from .interrupt import Stop
+from .job import Display, Job
+from .run import Run
+
+Norms = Callable[[], dict[str, float]]  # of the gradient, layer by layer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    finished: bool  # or stopped by a signal
+    early: bool  # finished because the validation loss no longer fell
+    loss: float
+    val_loss: float | None
+
+
+class Interval:
+    """What happened since the last logged step."""
+
+    def __init__(self, job: Job):
+        self.tokens, self.seconds = job.tokens, job.seconds
+        self.flop = 0  # of this process
+        self.losses: list[float] = []
+
+    def add(self, loss: float, lr: float, step: "Step") -> None:
+        self.losses.append(loss)
+        self.flop += step.flop
+        self.lr, self.norm, self.norms = lr, step.norm, step.norms
+
+    def record(self, job: Job) -> dict[str, Any]:
+        seconds = job.seconds - self.seconds
+        return {
+            "step": job.step, "loss": sum(self.losses) / len(self.losses), "lr": self.lr, "grad_norm": self.norm,
+            "tokens_per_second": (job.tokens - self.tokens) / seconds,
+            "mfu": job.peak.share(self.flop, seconds) if job.peak else None,
+            "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
+        }  # fmt: skip
+
+
+# ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
+    """Take steps until the end, or until a signal asks to stop; log, evaluate and save on the way."""
+    c = job.recipe
+    interval = Interval(job)
+    began_at = job.step if job.resumed else -1
+    loss, stopping = math.nan, False
+    with Stop() as stop:
+        while True:
+            ends = job.ended
+            new = job.step != began_at  # a resumed run has evaluated and saved its first step already
+            better = False
+            val_loss = None
+            if new and job.validation is not None and (ends or job.step % c.eval_every == 0):
+                val_loss = evaluate(job, ranks)
+                better = job.note_validation(val_loss)
+                ends = job.ended
+            if interval.losses and (ends or stopping or job.step % c.log_every == 0):
+                if ranks.first:
+                    note(run, display, interval.record(job))
+                interval = Interval(job)
+            if val_loss is not None and ranks.first:
+                note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+            if ends or stopping or (new and job.step > 0 and (better or job.step % c.save_every == 0)):
+                save(job, run, ranks, val_loss)
+                if ends or stopping:
+                    return Outcome(job.step, ends, ends and job.progress < 1, loss, val_loss)
+
+            began = time.perf_counter()
+            lr = job.learning_rate
+            for group in job.optimizer.param_groups:
+                group["lr"] = lr
+            step = take_step(job, ranks)
+            took = time.perf_counter() - began
+            loss, asked, took = ranks.total(step.loss, stop.asked, took / ranks.size)
+            stopping = asked > 0
+            job.tokens += job.training.size(job.step * job.batch, job.batch)[0]
+            job.step += 1
+            job.seconds += took
+            interval.add(loss, lr, step)
+
+
+class Step(NamedTuple):
+    loss: float  # this process's part of it
+    norm: float | None  # of the gradient, before clipping
+    norms: Norms
+    flop: int  # of this process
+
+
+def take_step(job: Job, ranks: Ranks) -> Step:
+    """Compute the gradient of the next batch and update the weights."""
+    first, count = ranks.share(job.step * job.batch, job.batch)
+    tokens, targets, lengths = job.training.batch(first, count)
+    n_targets = job.training.size(job.step * job.batch, job.batch)[1]
+    seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: the same again when the step is
+    try:
+        if isinstance(job.optimizer, OptimizerInBackward):
+            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
+            return Step(loss, job.optimizer.norm if job.options.clip else None, dict, job.flop(targets, lengths))
+        job.optimizer.zero_grad()
+        loss = job.model.loss_and_grads(
+            tokens, targets, lengths,
+            n_targets=n_targets, recompute=job.options.recompute, seed=seed, finished=ranks.all_reduce_async,
+        )  # fmt: skip
+        ranks.wait()
+        grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
+        each = torch.stack([optim.norm(grad) for grad in grads.values()]).double()
+        norm = each.norm().item()
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is not finite")
+    except NonFiniteError as trouble:
+        job.model.zero_grad()
+        raise NonFiniteError(
+            f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets, lengths)}; try a smaller learning rate"
+            f" than {number(job.recipe.lr)} (--lr)"
+        ) from None
+    optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
+    norms = lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))  # noqa: E731
+    return Step(loss, norm, norms, job.flop(targets, lengths))
+
+
+@torch.no_grad()
+def evaluate(job: Job, ranks: Ranks) -> float:
+    """The mean loss over the first batches of the validation part, the same ones every time."""
+    assert job.validation is not None
+    several = min(job.validation.per_epoch, job.options.eval_batches * job.batch)
+    edges = [several * r // ranks.size for r in range(ranks.size + 1)]
+    total = targets = 0.0
+    for first in range(edges[ranks.rank], edges[ranks.rank + 1], job.batch):
+        part = (first, min(job.batch, edges[ranks.rank + 1] - first), False)
+        here = job.validation.size(*part)[1]
+        total += here * job.model.loss(*job.validation.batch(*part))
+        targets += here
+    total, targets = ranks.total(total, targets)
+    return total / targets
+
+
+def sample(job: Job) -> str:
+    """What the model writes now, beginning as the validation part does."""
+    if not job.options.sample_tokens or job.validation is None:
+        return ""
+    prompt = job.validation.opening()
+    new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)
+    written = new[0].tolist()
+    if job.tokenizer.end in written:
+        written = written[: written.index(job.tokenizer.end)]
+    return job.tokenizer.decode([*prompt[0].tolist(), *written])
+
+
+def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
+    """Write a checkpoint and prune older ones, by the first process alone: the number of processes leaves no trace."""
+
+    def write() -> None:
+        optimizer_state = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
+        facts = {"seconds": job.seconds, "tokens": job.tokens, "val_loss": val_loss, "stale": job.stale}
+        bests = {"best": job.best, "initial": job.initial}
+        facts |= {name: x if math.isfinite(x) else None for name, x in bests.items()}
+        run.save(job.step, job.model, job.tokenizer, optimizer_state, facts)
+        run.prune(job.options.keep)
+
+    ranks.run_on_first(write)
+
+
+def note(run: Run, display: Display, record: dict[str, Any]) -> None:
+    run.log(record)
+    display.show(record)
+
+
+def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
+    """Norms of parameters → norms of layers."""
+    squares: dict[str, float] = {}
+    for p, norm in norms.items():
+        parts = job.names[p].split(".")
+        layer = (
+            f"block {parts[2]}" if parts[1:2] == ["h"] else "final norm" if "ln_f" in parts else "embeddings and head"
+        )
+        squares[layer] = squares.get(layer, 0.0) + norm * norm
+    return {layer: math.sqrt(square) for layer, square in squares.items()}
+
+
+def peak_memory() -> int:
+    """Bytes of this process at its highest point so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,157 @@
+"""report.html of a run: one file without any outside parts, with the curves, the configuration and what the model wrote."""
+
+from html import escape
+from math import log10
+from typing import Any
+
+from ..formatting import number, plural, seconds, size
+from .run import Run
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
+COLOURS = ("#c2570c", "#2563a8", "#4d7c3a", "#7a4fa3", "#a8324a", "#0f766e", "#8a6d1d", "#475569")
+Curve = list[tuple[float, float]]
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1c1917;--soft:#57534e;--page:#fdfcfa;--line:#d6d3d1;--card:#f5f3ef}
+@media(prefers-color-scheme:dark){:root{--ink:#f0eeea;--soft:#b6b0a8;--page:#1a1918;--line:#454240;--card:#262422}}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;max-width:820px;padding:24px}
+h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1.1rem;margin:32px 0 8px}
+p.lead{color:var(--soft);margin:0 0 16px}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
+.axis{stroke:var(--line)}.key{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:.85rem;color:var(--soft)}
+.key i{display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:12px;margin:16px 0}
+.facts div{background:var(--card);border-radius:8px;padding:10px 14px}.facts b{display:block;font-size:1.15rem}
+.facts span{color:var(--soft);font-size:.85rem}
+pre{background:var(--card);border-radius:8px;padding:12px;overflow-x:auto;white-space:pre-wrap;font-size:.85rem}
+table{border-collapse:collapse;font-size:.9rem}td{padding:2px 16px 2px 0;vertical-align:top}td:first-child{color:var(--soft)}
+"""
+
+
+def report(run: Run) -> str:
+    """The page."""
+    records = run.records()
+    steps = [r for r in records if "loss" in r]
+    evaluations = [r for r in records if "val_loss" in r]
+    settings = run.settings()
+    charts = [
+        ("Loss", {"training": _curve(steps, "loss"), "validation": _curve(evaluations, "val_loss")}, False),
+        ("Learning rate", {"learning rate": _curve(steps, "lr")}, False),
+        ("Norm of the gradient, layer by layer (log scale)", _by_layer(steps), True),
+        ("Throughput, tokens per second", {"tokens per second": _curve(steps, "tokens_per_second")}, False),
+    ]
+    body = [
+        f"<h1>{escape(run.folder.name)}</h1>",
+        f'<p class="lead">{_lead(steps, evaluations)}</p>',
+        _facts(steps, evaluations),
+    ]
+    for title, curves, log in charts:
+        drawn = {name: curve for name, curve in curves.items() if curve}
+        if drawn:
+            body.append(f"<h2>{escape(title)}</h2>{chart(drawn, log)}")
+    samples = [r for r in evaluations if r.get("sample")]
+    if samples:
+        body.append("<h2>What it wrote</h2>")
+        every = max(1, len(samples) // 6)
+        chosen = samples[::every]
+        if chosen[-1] is not samples[-1]:
+            chosen.append(samples[-1])
+        body += [f"<p>after {plural(r['step'], 'step')}</p><pre>{escape(r['sample'])}</pre>" for r in chosen]
+    for title, part in (("Configuration", settings["training"]), ("Model", settings["model"])):
+        rows = "".join(
+            f"<tr><td>{escape(k)}</td><td>{escape(_value(v))}</td></tr>" for k, v in part.items() if v is not None
+        )
+        body.append(f"<h2>{title}</h2><table>{rows}</table>")
+    title = escape(run.folder.name)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
+    )
+
+
+def _curve(records: list[dict[str, Any]], key: str) -> Curve:
+    return [(r["step"], r[key]) for r in records]
+
+
+def _by_layer(steps: list[dict[str, Any]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for r in steps:
+        for layer, norm in r.get("grad_norms", {}).items():
+            if norm > 0:
+                curves.setdefault(layer, []).append((r["step"], norm))
+    return curves
+
+
+def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+    if not steps:
+        return "No step has been logged yet."
+    text = f"{plural(steps[-1]['step'], 'step')} in {seconds(steps[-1]['seconds'])}."
+    if evaluations:
+        trained = [r for r in evaluations if r["step"] > 0] or evaluations
+        best = min(trained, key=lambda r: r["val_loss"])
+        text += f" Best validation loss {best['val_loss']:.4f}, after {plural(best['step'], 'step')}."
+        if evaluations[0]["step"] == 0 and evaluations[0]["val_loss"] < best["val_loss"]:
+            text += f" The model was better before training: {evaluations[0]['val_loss']:.4f}."
+    return text
+
+
+def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+    if not steps:
+        return ""
+    last = steps[-1]
+    cells = [("training loss", f"{last['loss']:.4f}")]
+    if evaluations:
+        cells.append(("validation loss", f"{evaluations[-1]['val_loss']:.4f}"))
+    cells += [
+        ("tokens per second", f"{last['tokens'] / last['seconds']:,.0f}"),
+        ("of matmul peak", f"{100 * sum(r.get('mfu') or 0 for r in steps) / len(steps):.0f} %"),
+        ("peak memory", size(last["memory"])),
+    ]
+    return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"
+
+
+def chart(curves: dict[str, Curve], log: bool = False) -> str:
+    """Lines over the steps, with an axis that names its ends and its middle."""
+    flat = [(x, log10(y) if log else y) for curve in curves.values() for x, y in curve]
+    left, right = min(x for x, _ in flat), max(x for x, _ in flat)
+    low, high = min(y for _, y in flat), max(y for _, y in flat)
+    if high == low:
+        low, high = low - abs(low) / 10 - 1e-12, high + abs(high) / 10 + 1e-12
+    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def at(x: float, y: float) -> str:
+        px = LEFT + wide * ((x - left) / (right - left) if right > left else 0.5)
+        return f"{px:.1f},{TOP + tall * (high - y) / (high - low):.1f}"
+
+    parts = [f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{TOP + tall}H{WIDTH - RIGHT}"/>']
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        y = low + share * (high - low)
+        label = number(10**y if log else y)
+        parts.append(f'<text x="{LEFT - 8}" y="{TOP + tall * (1 - share) + 4:.0f}" text-anchor="end">{label}</text>')
+        if right > left or share == 0.5:
+            parts.append(
+                f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
+                f"{left + share * (right - left):,.0f}</text>"
+            )
+    key = []
+    for i, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        points = " ".join(at(x, log10(y) if log else y) for x, y in curve)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        if len(curve) == 1:
+            across, down = points.split(",")
+            parts.append(f'<circle cx="{across}" cy="{down}" r="3" fill="{colour}"/>')
+        key.append(f'<span><i style="background:{colour}"></i>{escape(name)}</span>')
+    label = escape(", ".join(curves))
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+        f'<div class="key">{"".join(key)}</div>'
+    )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return ", ".join(" ".join(map(_value, pair)) for pair in value)  # fields of the shape
+    if isinstance(value, list):
+        return ", ".join(_value(v) for v in value) or "–"
+    return number(value) if isinstance(value, float) else str(value)
