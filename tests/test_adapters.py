@@ -300,7 +300,7 @@ def test_what_matches_nothing_or_only_in_part_lists_what_exists(targets: Any) ->
 
 def test_a_refused_adapter_leaves_the_model_alone() -> None:
     model = small()
-    with pytest.raises(hg.HandgradError, match="more than"):
+    with pytest.raises(hg.HandgradError, match="larger than"):
         adapters.inject(model, rank=2, rank_pattern={"h.1.mlp.c_proj": 99})
     assert not adapters.adapters_of(model) and all(p.requires_grad for p in model.parameters())
 
@@ -321,7 +321,7 @@ def test_peft_may_waste_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"rank": 0}, "rank"), ({"rank": True}, "rank"), ({"rank": 9}, "more than"), ({"alpha": -1}, "alpha"),
+        ({"rank": 0}, "rank"), ({"rank": True}, "rank"), ({"rank": 9}, "larger than"), ({"alpha": -1}, "alpha"),
         ({"alpha": float("nan")}, "alpha"), ({"dropout": 1.0}, "dropout"), ({"rank_pattern": {"q": 2}}, "'q'"),
         ({"alpha_pattern": {"(": 2}}, "regular expression"), ({"modules_to_save": ("ln_9",)}, "ln_9"),
     ],
@@ -425,14 +425,14 @@ A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
         (_config(rank_pattern=[1]), "rank_pattern must be a dict"), (_config(init_lora_weights="pissa_niter_4"), "pissa"),
         (_config(modules_to_save=["ln_f"]), "ln_f"), (_config(modules_to_save="ln_f"), "list"),
         (_config(use_dora=False), "use_dora"), (_config(alpha_pattern={"c_attn": "x"}), "alpha"),
-        (_tensors(lambda t: t.pop(A)), "lora_B alone"),
+        (_tensors(lambda t: t.pop(A)), "lora_B only"),
         (_tensors(lambda t: t.pop(A.replace("lora_A.weight", "lora_magnitude_vector"))), "missing"),
         (_tensors(lambda t: t.update({A: torch.zeros(2, 9)})), "(2, 9)"),
         (_tensors(lambda t: t.update({A: torch.zeros(2, 8, dtype=torch.int32)})), "int32"),
         (_tensors(lambda t: t.update({A.replace("h.0", "h.7"): torch.zeros(2, 8)})), "transformer.h.7.attn.c_attn"),
         (_tensors(lambda t: t.update({"weight": torch.zeros(2)})), "base_model.model."),
         (_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(3, 8)})), "lm_head.weight is (3, 8)"),
-        (_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(31, 8)})), "does not list it"),
+        (_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(31, 8)})), "does not list in"),
         (_tensors(lambda t: t.update({"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(3, 8)})), "wte"),
         (_tensors(lambda t: t.clear() or t.update({"base_model.model.lm_head.weight": torch.zeros(31, 8)})), "no low-rank"),
     ],
@@ -454,7 +454,7 @@ def test_an_adapter_is_not_written_over_other_things(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="no adapter"):
         adapters.save(model, tmp_path / "new")
     adapters.inject(model, 2)
-    with pytest.raises(hg.HandgradError, match="choose another place"):
+    with pytest.raises(hg.HandgradError, match="choose another path"):
         adapters.save(model, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["precious"]
 

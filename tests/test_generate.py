@@ -59,7 +59,11 @@ def test_it_goes_on_from_the_later_half_when_the_context_is_full() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"max_new_tokens": 0}, "at least one token")],
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ],
 )
 def test_bad_wishes(change: dict[str, float], message: str) -> None:
     with pytest.raises(hg.HandgradError, match=message):
@@ -69,7 +73,9 @@ def test_bad_wishes(change: dict[str, float], message: str) -> None:
 
 
 def test_text_needs_a_tokenizer() -> None:
-    with pytest.raises(hg.HandgradError, match=r'takes ids, not the text "Once": encode it first.*tokenizer\.encode'):
+    with pytest.raises(
+        hg.HandgradError, match=r'takes token ids, not the text "Once": encode it first.*tokenizer\.encode'
+    ):
         hg.generate(make_model(), "Once")
     with pytest.raises(hg.HandgradError, match=r"must be a \(B, T\) tensor of ids, not a list"):
         hg.generate(make_model(), [[1, 2]])

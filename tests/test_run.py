@@ -89,7 +89,7 @@ def test_if_no_checkpoint_is_usable_nothing_is_touched(place: Path, command: str
         next(folder.glob("*config.json")).unlink()
     before = content(run)
     done = handgrad(command, "--resume", "--out", run, "--steps", 9)
-    assert done.returncode == 1 and "is usable, and nothing was changed" in done.stderr
+    assert done.returncode == 1 and "is usable (nothing was changed)" in done.stderr
     assert content(run) == before
 
 
@@ -136,10 +136,10 @@ def test_a_damaged_checkpoint_is_left_aside_and_an_older_one_used(place: Path, d
     DAMAGES[damage](place / "train" / "checkpoints" / "step-00000006")
     done = handgrad("train", "--resume", "--out", "train")
     assert done.returncode == 0, done.stderr
-    assert "left aside" in done.stdout and "resuming train from step 4" in done.stdout
+    assert "skipped: " in done.stdout and "resuming train from step 4" in done.stdout
     assert same(weights(place / "train", 6), truth)
     assert (place / "train" / "checkpoints" / "damaged-step-00000006").is_dir(), "never deleted"
-    assert "left aside" not in handgrad("train", "--resume", "--out", "train", "--steps", 8).stdout
+    assert "skipped: " not in handgrad("train", "--resume", "--out", "train", "--steps", 8).stdout
 
 
 def test_a_checkpoint_of_another_run_is_not_used(place: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_damaged_run_json_is_taken_from_the_newest_checkpoint(place: Path, tex
     assert (
         after["training"]["lr"] == before["training"]["lr"] and after["training"]["seed"] == before["training"]["seed"]
     )
-    assert after["id"] == before["id"] and "its settings are taken from the newest checkpoint" in done.stdout
+    assert after["id"] == before["id"] and "using the settings in the newest checkpoint" in done.stdout
 
 
 def test_without_a_checkpoint_a_damaged_run_json_ends_it(place: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_bad_line_of_metrics_does_not_stop_a_run(place: Path, line: bytes) -> 
 def test_resume_creates_continues_and_ends(made: Path, place: Path) -> None:
     full = ["train", "--resume", *train_options(made), "--out", "new"]
     first = handgrad(*full)
-    assert first.returncode == 0 and "new holds no run yet: starting one" in first.stdout, first.stderr
+    assert first.returncode == 0 and "new contains no run: starting a new one" in first.stdout, first.stderr
     shutil.rmtree(place / "new" / "checkpoints" / "step-00000006")
     again = handgrad(*full)  # the same command, as a script or torchrun would give it
     assert again.returncode == 0 and "resuming new from step 4" in again.stdout, again.stderr
@@ -304,7 +304,7 @@ def test_everybody_may_read_what_the_mask_allows(place: Path) -> None:
 def test_a_run_can_only_be_made_longer(place: Path) -> None:
     shutil.rmtree(place / "train" / "checkpoints" / "step-00000006")
     done = handgrad("train", "--resume", "--out", "train", "--steps", 5)
-    assert done.returncode == 1 and "runs until step 6: --steps can only make it longer" in done.stderr
+    assert done.returncode == 1 and "runs until step 6: --steps can only extend it" in done.stderr
 
 
 def test_a_run_that_appears_meanwhile_is_not_taken_over(
@@ -315,7 +315,7 @@ def test_a_run_that_appears_meanwhile_is_not_taken_over(
     )  # the other process comes after it
     before = content(place / "train")
     done = handgrad("train", *train_options(made), "--out", "train")
-    assert done.returncode == 1 and "was started by another process just now" in done.stderr
+    assert done.returncode == 1 and "has just been created by another process" in done.stderr
     assert content(place / "train") == before
 
 
@@ -324,7 +324,7 @@ def test_a_folder_of_the_user_is_not_touched(place: Path) -> None:
     (place / "mine" / "notes.txt").write_text("mine")
     for resume in ([], ["--resume"]):
         done = handgrad("train", *resume, "--out", "mine", "--data", place / "mine" / "notes.txt")
-        assert done.returncode == 1 and "is not the folder of a run" in done.stderr
+        assert done.returncode == 1 and "is not a run folder" in done.stderr
     assert [p.name for p in (place / "mine").iterdir()] == ["notes.txt"]
 
 
@@ -377,7 +377,7 @@ def test_a_dry_run_shows_what_it_would_take_and_writes_nothing(made: Path, place
     done = handgrad("train", *train_options(made), "--dry-run")
     assert done.returncode == 0 and not (place / "runs").exists() and "a step takes about" in done.stdout
     done = handgrad("train", *train_options(made), "--dry-run", "--out", "train")
-    assert done.returncode == 1 and "exists already" in done.stderr
+    assert done.returncode == 1 and "exists: choose another --out" in done.stderr
 
 
 def test_the_commands_from_python(made: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,7 +397,7 @@ def test_the_commands_from_python(made: Path, place: Path, capsys: pytest.Captur
     assert tuned.place == Path("tuned/adapter") and hg.load(tuned.place).adapter.rank == 2
     with pytest.raises(hg.HandgradError, match=r"there is no option 'stepps'; there are .*steps"):
         hg.train(made / "text.txt", stepps=5)
-    with pytest.raises(hg.HandgradError, match="exists already"):
+    with pytest.raises(hg.HandgradError, match="exists: choose another --out"):
         hg.train(made / "text.txt", out="python")
     for wrong, why in (
         (lambda: hg.finetune(first.model, "x.jsonl"), "not a GPT: hg.save it first"),
@@ -487,7 +487,7 @@ def test_torchrun_restarts_a_run_and_a_lost_peer_is_one_line(made: Path, place: 
     assert done.returncode == 0, done.stderr
     assert "resuming two from step 2" in done.stdout and "finished after 6 steps" in done.stdout
     ours = [line for line in done.stderr.splitlines() if line.startswith(("handgrad:", "handgrad, "))]
-    assert len(ours) == 1 and "lost another one of the 2" in ours[0], ours
+    assert len(ours) == 1 and "lost contact with another of the 2" in ours[0], ours
     assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
 
 

@@ -1,4 +1,4 @@
-"""What an adapter consists of: rank, scale, the layers it stands beside."""
+"""`LoRAConfig`: rank, scale and target layers of an adapter. Does not import torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,37 +7,34 @@ from ..checks import check_number, check_whole, is_number
 from ..errors import HandgradError
 from .patterns import matches, prepare_matches
 
-PATTERNS = 4096  # in a configuration
-
-
-PATTERN_LENGTH = 1000
+MAX_PATTERNS, MAX_PATTERN_LENGTH = 4096, 1000  # in a configuration, which may come from a file
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters beside some of a model's linear layers."""
+    """Low-rank adapters for some of a model's linear layers."""
 
     rank: int = 16
-    alpha: float | None = None  # the rank unless given, which makes the factor 1
+    alpha: float | None = None  # default: the rank, so that the scale is 1
     targets: str | tuple[str, ...] = "all-linear"  # names, ends of names or regular expressions
-    rank_pattern: dict[str, int] = field(
-        default_factory=dict
-    )  # other ranks and alphas where a name, or its end, matches
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    rslora: bool = False  # the factor is alpha/√rank, not alpha/rank
-    dora: bool = False  # a trained magnitude for each output
-    dropout: float = 0.0  # of what the branch reads, while training
-    freeze_down: bool = False  # LoRA-FA: only the up factor trains
-    modules_to_save: tuple[str, ...] = ()  # trained whole and kept with the adapter
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # ranks of layers whose name, or its end, matches
+    alpha_pattern: dict[str, float] = field(default_factory=dict)  # alphas likewise
+    rslora: bool = False  # scale alpha/√rank instead of alpha/rank
+    dora: bool = False  # train a magnitude per output
+    dropout: float = 0.0  # of the adapter's input, while training
+    freeze_down: bool = False  # LoRA-FA: train only the up factor
+    modules_to_save: tuple[str, ...] = ()  # layers trained in full and saved with the adapter
 
     def __post_init__(self) -> None:
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         texts = (*self.rank_pattern, *self.alpha_pattern, *targets, *self.modules_to_save)
-        if len(texts) > PATTERNS:
-            raise HandgradError(f"an adapter may have {PATTERNS:,} names and patterns, not {len(texts):,}")
+        if len(texts) > MAX_PATTERNS:
+            raise HandgradError(f"an adapter may have at most {MAX_PATTERNS:,} names and patterns, not {len(texts):,}")
         for text in texts:
-            if not isinstance(text, str) or len(text) > PATTERN_LENGTH:
-                raise HandgradError(f"a name or pattern is text of at most {PATTERN_LENGTH:,} characters, not {text!r}")
+            if not isinstance(text, str) or len(text) > MAX_PATTERN_LENGTH:
+                raise HandgradError(
+                    f"a name or pattern must be a string of at most {MAX_PATTERN_LENGTH:,} characters, not {text!r}"
+                )
         prepare_matches((*self.rank_pattern, *self.alpha_pattern), ())
         check_whole("rank", self.rank, "the rank of an adapter")
         for pattern, rank in self.rank_pattern.items():

@@ -1,7 +1,4 @@
-"""Putting adapters beside the linear layers of a model, taking them out again, merging them into the weights.
-
-The embedding never changes with an adapter on a tied head: merging gives the head a matrix of its own.
-"""
+"""Put adapters into a model and take them out: each replaces a linear layer, which it holds as its `base`."""
 
 from collections.abc import Iterable
 
@@ -13,43 +10,41 @@ from ..model.gpt import GPT
 from ..model.layers import Affine, freeze
 from .config import LoRAConfig
 from .lora import LoRA
-from .patterns import alternatives, matches, matching, prepare_matches, shortened
+from .patterns import alternatives, matches, matching, one_block, prepare_matches
 
 
 def layers_of(model: GPT) -> dict[str, Affine]:
-    """Every linear layer by its name, with its adapter if it has one."""
+    """Every linear layer by name, as a LoRA layer if it has an adapter."""
     layers = model.named_modules()
     return {name: layer for name, layer in layers if isinstance(layer, Affine) and not name.endswith(".base")}
 
 
 def adapters_of(model: GPT) -> dict[str, LoRA]:
+    """The adapters by the name of their layer."""
     return {name: layer for name, layer in layers_of(model).items() if isinstance(layer, LoRA)}
 
 
 def choose(model: GPT, targets: str | Iterable[str]) -> list[str]:
-    """The linear layers that the patterns name, in the order of the model. "all-linear" is every one in the blocks; else
-    a pattern is a whole name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for either.
-    One that matches nothing is an error, and so is one of which only some alternatives, as in (c_attn|c_typo), match."""
+    """The linear layers that the patterns select, in the model's order. "all-linear" selects all layers of the blocks; any
+    other pattern is a complete name (lm_head), the end of one (c_attn, mlp.c_proj), or a regular expression for either.
+    Raises if a pattern, or an alternative inside one as in (c_attn|c_typo), matches no layer."""
     names = list(layers_of(model))
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
-        raise HandgradError("no layer is named for the adapters: give all-linear, or names")
+        raise HandgradError("no target layers were given for the adapters: give all-linear, or names")
     chosen: set[str] = set()
     for pattern in patterns:
         prepare_matches([pattern, *(alone for _, alone in alternatives(pattern))], names)
         matched = matching(pattern, names)
         missing = [pattern]
         if matched:
-            missing = [one for one, alone in alternatives(pattern) if not matching(alone, names)]
+            missing = [part for part, alone in alternatives(pattern) if not matching(alone, names)]
         if missing:
-            part = "" if missing == [pattern] else f" of {pattern}"
-            there = ", ".join(shortened(names))
-            raise HandgradError(f"no linear layer matches {missing[0]}{part}; there are {there}")
+            where = "" if missing == [pattern] else f" of {pattern}"
+            available = ", ".join(one_block(names))
+            raise HandgradError(f"no linear layer matches {missing[0]}{where}; available: {available}")
         chosen |= set(matched)
     return [name for name in names if name in chosen]
-
-
-# ── putting in and taking out ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def inject(
@@ -67,17 +62,17 @@ def inject(
     modules_to_save: Iterable[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """Freeze the model and put adapters beside the layers that `targets` names (see `choose`); returns their names. The
-    model's outputs do not change: the up factors begin at zero.
+    """Freeze the model, add an adapter to each layer that `targets` selects (see `choose`), and return their names. The
+    model's outputs do not change: the up factors start at zero.
 
-    alpha             the branch is multiplied by alpha/rank; the rank unless given, which makes 1
-    rank_pattern      other ranks for layers whose name, or its end, matches: {"mlp.c_proj": 4}; so alpha_pattern
+    alpha             the branch is multiplied by alpha/rank (default: the rank, a factor of 1)
+    rank_pattern      ranks of layers whose name, or its end, matches: {"mlp.c_proj": 4}; alpha_pattern likewise
     rslora            multiply by alpha/√rank instead
-    dora              learn the length of each output's weights apart from their direction
-    dropout           while training, each branch reads its input with this share of it set to zero
+    dora              train the length of each output's weight column apart from its direction
+    dropout           share of each adapter's input that is set to zero while training
     freeze_down       train the up factors only (LoRA-FA)
-    modules_to_save   layers that are trained whole and kept with the adapter: ("ln_f",)
-    seed              of the down factors
+    modules_to_save   layers trained in full and saved with the adapter: ("ln_f",)
+    seed              seed of the down factors
     """
     named = targets if isinstance(targets, str) else tuple(targets)
     config = LoRAConfig(
@@ -88,17 +83,19 @@ def inject(
 
 
 def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = False) -> list[str]:
-    """`inject` with a configuration. `any_rank` allows for more than a layer itself has, which only wastes."""
+    """`inject` with a configuration. `any_rank` accepts ranks larger than a layer's own, as files may have them."""
     if adapters_of(model):
         raise HandgradError("the model has adapters already: merge or remove them first")
     names = choose(model, config.targets)
     _check_patterns(config, names)
-    complete = [module for name in config.modules_to_save for module in _modules(model, name).values()]
+    full = [module for name in config.modules_to_save for module in _modules_named(model, name).values()]
     layers = layers_of(model)
     for name in () if any_rank else names:
         most = min(layers[name].effective_weight().shape)
         if config.rank_of(name) > most:
-            raise HandgradError(f"a rank of {config.rank_of(name)} is more than {name} itself has ({most})")
+            raise HandgradError(
+                f"rank {config.rank_of(name)} is larger than the rank of {name} itself ({most}): choose a smaller one"
+            )
     generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
     freeze(model.parameters())
     for salt, name in enumerate(names):
@@ -108,22 +105,23 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
         )  # fmt: skip
         adapter.down.requires_grad_(not config.freeze_down)
         put(model, name, adapter)
-    if any(module in (model.transformer.wte, model.lm_head) for module in complete):
-        model.untie()  # of two uses of one matrix only one is trained
-    for module in complete:
+    if any(module in (model.transformer.wte, model.lm_head.plain()) for module in full):
+        model.untie()  # only one of the two uses of the matrix trains
+    for module in full:
         module.requires_grad_(True)
     model.adapter = config
     return names
 
 
 def remove(model: GPT) -> None:
-    """Take the adapters out, and with them what they have learned. What was frozen stays frozen."""
+    """Remove the adapters and what they have learned. Frozen parameters stay frozen."""
     for name, adapter in adapters_of(model).items():
         put(model, name, adapter.base)
     model.adapter = None
 
 
 def put(model: GPT, name: str, layer: nn.Module) -> None:
+    """Replace the layer of that name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer)
 
@@ -132,12 +130,12 @@ def _check_patterns(config: LoRAConfig, names: list[str]) -> None:
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), names)
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         if not any(matches(pattern, name) for name in names):
-            there = ", ".join(shortened(names))
-            raise HandgradError(f"no layer with an adapter matches {pattern!r}; there are {there}")
+            available = ", ".join(one_block(names))
+            raise HandgradError(f"no layer with an adapter matches {pattern!r}; available: {available}")
 
 
-def _modules(model: GPT, name: str) -> dict[str, nn.Module]:
-    """Layers to be trained whole, by their name or the end of it: ln_1 is that of every block."""
+def _modules_named(model: GPT, name: str) -> dict[str, nn.Module]:
+    """Layers by name or end of name: ln_1 selects that of every block."""
     owners = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))}
     found: dict[str, nn.Module] = {
         n: m
@@ -145,15 +143,16 @@ def _modules(model: GPT, name: str) -> dict[str, nn.Module]:
         if n.removesuffix(".base") == name or n.removesuffix(".base").endswith("." + name)
     }
     if not found:
-        there = ", ".join(shortened([n for n in owners if n not in adapters_of(model)]))
-        raise HandgradError(f"modules_to_save: no layer is called {name}; there are {there}")
+        available = ", ".join(one_block([n for n in owners if n not in adapters_of(model)]))
+        raise HandgradError(f"modules_to_save: no layer is called {name}; available: {available}")
     return found
 
 
 def modules_to_save(model: GPT) -> dict[str, nn.Module]:
-    """The layers that are trained whole, by their full names."""
+    """The layers trained in full, by name."""
     wanted = () if model.adapter is None else model.adapter.modules_to_save
-    return {name.removesuffix(".base"): module for one in wanted for name, module in _modules(model, one).items()}
-
-
-# ── merging ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    return {
+        name.removesuffix(".base"): module
+        for pattern in wanted
+        for name, module in _modules_named(model, pattern).items()
+    }

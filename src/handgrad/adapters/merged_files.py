@@ -1,4 +1,4 @@
-"""What a merged model's directory remembers, and the comparison that a merge has to stand."""
+"""The file beside a merged model that makes `merge --undo` possible, and the check of a merge."""
 
 import hashlib
 from pathlib import Path
@@ -20,8 +20,7 @@ FILE = "handgrad-merge.safetensors"
 
 
 def write_merge(taken: Merged, merged: GPT, adapter: Path, folder: Path) -> None:
-    """What the weights alone do not tell: which adapter is in them, norms that DoRA divided by, and whether the head was
-    the embedding."""
+    """Record what the weights do not tell: which adapter was merged, DoRA's column norms, and whether the head was tied."""
     untied = taken.tied and not merged.config.tied
     metadata = {"format": "pt", "tied": "true" if untied else "false", "adapter": fingerprint(adapter)}
     save_file({name: norms.contiguous() for name, norms in taken.norms.items()}, folder / FILE, metadata=metadata)
@@ -33,37 +32,37 @@ def fingerprint(adapter: Path) -> str:
 
 
 def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
-    """What was merged into `model`, from the adapter's files and from what `write_merge` left beside the weights. The
-    model stays as it is."""
+    """What was merged into `model`, from the adapter's files and the file that `write_merge` wrote. The model does not
+    change."""
     file = merged / FILE
     try:
         norms = read_tensors(file)
     except MissingError:
-        raise HandgradError(f"{merged} has no {FILE}: it does not say that an adapter was merged into it") from None
+        raise HandgradError(f"{merged} has no {FILE}: no adapter was merged into it by handgrad merge") from None
     with safe_open(file, "pt") as opened:
         facts = opened.metadata() or {}
     if facts.get("adapter") != fingerprint(adapter):
-        raise HandgradError(f"the adapter that was merged into {merged} is not the one in {adapter}")
+        raise HandgradError(f"{adapter} is not the adapter that was merged into {merged}: give that one")
     tied = model.config.tied or facts.get("tied") == "true"
     before = {p: (p.requires_grad, p.grad) for p in model.parameters()}
     peft.load(model, adapter, with_copies=False)
     config, adapters = model.adapter, adapters_of(model)
-    assert config is not None
     remove(model)
     for p, (trained, grad) in before.items():
         p.requires_grad_(trained)
         p.grad = grad
     if config.modules_to_save:
         raise HandgradError(
-            f"{adapter} replaced {', '.join(config.modules_to_save)} whole, and what was there before is not known"
+            f"{adapter} replaced {', '.join(config.modules_to_save)} completely, and the original is not stored: this merge"
+            " cannot be undone"
         )
     if config.dora and set(norms) != set(adapters):
-        raise HandgradError(f"{file} lacks norms, without which a magnitude (DoRA) cannot be taken out")
+        raise HandgradError(f"{file} lacks column norms, without which a DoRA magnitude cannot be undone")
     return Merged(config, adapters, norms, tied)
 
 
 def check_same(before: Tensor, after: Tensor, stored: torch.dtype) -> float:
-    """How far the logits moved, relative to their size; more than the rounding of the stored weights allows is an error."""
+    """The relative change of the logits. Raises if it is larger than rounding of the stored weights explains."""
     difference = ((after - before).abs().max() / before.abs().max()).item()
     allowed = max(1e-4, 8 * torch.finfo(stored).eps)
     if not difference <= allowed:

@@ -1,4 +1,7 @@
-"""Fold adapters into the weights, and take them out again."""
+"""Merge adapters into the weights, and unmerge them.
+
+Merging an adapter of a tied head gives the head its own weight; the embedding never changes.
+"""
 
 from dataclasses import dataclass
 
@@ -14,21 +17,21 @@ from .lora import LoRA
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` took out of a model, enough to put it back."""
+    """What `unmerge` needs to restore the adapters."""
 
     config: LoRAConfig
-    adapters: dict[str, LoRA]  # with the layers they stood beside
-    norms: dict[str, Tensor]  # of DoRA's columns before they were rescaled
-    tied: bool  # the head was the embedding
+    adapters: dict[str, LoRA]  # by the name of their layer
+    norms: dict[str, Tensor]  # column norms before DoRA's rescaling
+    tied: bool  # whether the head was tied to the embedding
 
 
 @torch.no_grad()
 def merge(model: GPT) -> Merged:
-    """Fold the adapters into the weights: the same outputs without any branch. A tied head that has an adapter becomes a
-    matrix of its own, and the embedding stays what it was."""
+    """Add every adapter to the weight of its layer and remove it; outputs stay the same up to rounding. A tied head with an
+    adapter is untied first."""
     adapters = adapters_of(model)
     if model.adapter is None or not adapters:
-        raise HandgradError("there is no adapter to merge: inject or load one first")
+        raise HandgradError("the model has no adapter to merge: inject or load one first")
     taken = Merged(model.adapter, adapters, {}, model.config.tied)
     if "lm_head" in adapters:
         model.untie()
@@ -46,14 +49,14 @@ def merge(model: GPT) -> Merged:
 
 @torch.no_grad()
 def unmerge(model: GPT, taken: Merged) -> None:
-    """The reverse of `merge`, up to the rounding of the weights; the adapters are back in their places."""
+    """Undo `merge`, up to the rounding of the weights."""
     if adapters_of(model):
         raise HandgradError("the model has adapters: only a merged model can be unmerged")
     layers = layers_of(model)
     for name, adapter in taken.adapters.items():
         base = layers[name].plain() if name in layers else None
         if base is None or base.weight.shape != adapter.base.weight.shape:
-            raise HandgradError(f"the adapter stood beside {name}, which this model does not have in that shape")
+            raise HandgradError(f"the adapter belongs to {name}, which this model does not have in that shape")
         w = base.effective_weight().double()
         if adapter.magnitude is not None:
             w = w * (taken.norms[name].double() / adapter.magnitude.double())
@@ -68,12 +71,12 @@ def unmerge(model: GPT, taken: Merged) -> None:
 
 
 def _discard_gradients(model: GPT, adapters: dict[str, LoRA]) -> None:
-    """They were computed for weights that the model no longer has."""
+    """Gradients of weights that have just changed are void."""
     for module in (model, *adapters.values()):
         module.zero_grad()
 
 
 def _sum(adapter: LoRA) -> Tensor:
-    """w + scale · d u, in float64, so that a weight is rounded once and not at every step of its way."""
+    """w + scale · d u in float64, so that the merged weight is rounded once"""
     branch = adapter.scale * adapter.down.double() @ adapter.up.double()
     return adapter.base.effective_weight().double() + branch

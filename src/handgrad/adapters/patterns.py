@@ -1,4 +1,4 @@
-"""Which layers a user means: names, ends of names, regular expressions."""
+"""Patterns that select layers: names, ends of names, regular expressions."""
 
 import itertools
 import re
@@ -18,19 +18,19 @@ def matches(pattern: str, name: str) -> bool:
     return _matched[pattern, name]
 
 
-_matched: dict[tuple[str, str], bool] = {}  # regular expressions and names that were compared
+_matched: dict[tuple[str, str], bool] = {}  # results of regular expressions on names
 
 
 def prepare_matches(patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Compare all regular expressions with all names at once, for `matches` to know. They can come from a file: a child
-    process runs them, and one that takes too long is an error."""
-    foreign = [pattern for pattern in dict.fromkeys(patterns) if not _is_plain(pattern)]
+    """Match all regular expressions against all names at once and cache the results for `matches`. The expressions can come
+    from a file, so a child process runs them; one that takes too long raises."""
+    expressions = [pattern for pattern in dict.fromkeys(patterns) if not _is_plain(pattern)]
     names = list(names)
-    if not foreign or (names and all((pattern, name) in _matched for pattern in foreign for name in names)):
+    if not expressions or (names and all((pattern, name) in _matched for pattern in expressions for name in names)):
         return
     if len(_matched) > 1_000_000:
         _matched.clear()
-    for pattern, found in zip(foreign, sandbox.match(foreign, names), strict=True):
+    for pattern, found in zip(expressions, sandbox.match(expressions, names), strict=True):
         _matched.update({(pattern, name): name in found for name in names})
 
 
@@ -39,28 +39,29 @@ def _is_plain(pattern: str) -> bool:
 
 
 def split_names(given: Iterable[str]) -> tuple[str, ...]:
-    """Names given one by one or with commas; a comma inside brackets belongs to a regular expression."""
+    """Split at commas, except inside brackets, where a comma belongs to a regular expression."""
     names: dict[str, None] = {}
     for text in given:
         depth, start = 0, 0
-        for at, sign in enumerate(f"{text},"):
-            depth += (sign in "([{") - (sign in ")]}")
-            if sign == "," and (depth <= 0 or at == len(text)):
-                names[text[start:at].strip()] = None
-                start = at + 1
+        for i, char in enumerate(f"{text},"):
+            depth += (char in "([{") - (char in ")]}")
+            if char == "," and (depth <= 0 or i == len(text)):
+                names[text[start:i].strip()] = None
+                start = i + 1
     return tuple(name for name in names if name)
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
+    """The names that a pattern selects; "all-linear" selects every layer but the head."""
     if pattern == "all-linear":
         return [name for name in names if name != "lm_head"]
     return [name for name in names if matches(pattern, name)]
 
 
 def alternatives(pattern: str) -> list[tuple[str, str]]:
-    """Every alternative of every group, and of the whole, with the pattern that has only this one in its place."""
+    """Every alternative of a regular expression, with the expression reduced to it: "a|b" → ("a", "a"), ("b", "b")."""
     found = []
-    starts: list[int] = [0]  # where the groups around this place begin, the innermost last
+    starts: list[int] = [0]  # where the open groups begin, the innermost last
     bars: list[list[int]] = [[]]
 
     def close(end: int) -> None:
@@ -70,28 +71,28 @@ def alternatives(pattern: str) -> list[tuple[str, str]]:
                 one = pattern[begin + 1 : stop]
                 found.append((one, pattern[:start] + one + pattern[end:]))
 
-    at = 0
-    while at < len(pattern):
-        sign = pattern[at]
-        if sign == "\\":
-            at += 1
-        elif sign == "[":  # up to its end; a ] that comes first belongs to it
-            at = pattern.find("]", at + 2 + (pattern[at + 1 : at + 2] == "^"))
-            if at < 0:
+    i = 0
+    while i < len(pattern):
+        char = pattern[i]
+        if char == "\\":
+            i += 1
+        elif char == "[":  # skip the set; a ] in first position belongs to it
+            i = pattern.find("]", i + 2 + (pattern[i + 1 : i + 2] == "^"))
+            if i < 0:
                 return []
-        elif sign == "(":
-            opened = re.match(r"\((\?[a-zA-Z-]*:|\?P<\w+>|\?<?[=!])?", pattern[at:])
-            starts.append(at + (opened.end() if opened else 1))
+        elif char == "(":
+            opened = re.match(r"\((\?[a-zA-Z-]*:|\?P<\w+>|\?<?[=!])?", pattern[i:])
+            starts.append(i + (opened.end() if opened else 1))
             bars.append([])
-        elif sign == ")" and len(starts) > 1:
-            close(at)
-        elif sign == "|":
-            bars[-1].append(at)
-        at += 1
+        elif char == ")" and len(starts) > 1:
+            close(i)
+        elif char == "|":
+            bars[-1].append(i)
+        i += 1
     close(len(pattern))
     return found
 
 
-def shortened(names: list[str]) -> list[str]:
-    """With one block standing for all."""
+def one_block(names: list[str]) -> list[str]:
+    """Replace block numbers by * and drop repetitions."""
     return list(dict.fromkeys(re.sub(r"\.h\.\d+\.", ".h.*.", name) for name in names))

@@ -1,7 +1,7 @@
-"""PEFT's files: adapter_config.json and adapter_model.safetensors, both ways, written atomically.
+"""Read and write PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-Which layers have adapters, and of which rank, is read from the tensors themselves; the configuration says how the
-factors are scaled. PEFT's lora_A (r, f_in) is dᵗ and its lora_B (f_out, r) is uᵗ.
+The tensors decide which layers have adapters; the configuration says how the factors are scaled.
+PEFT's lora_A (r, f_in) is dᵗ and its lora_B (f_out, r) is uᵗ.
 """
 
 import json
@@ -29,19 +29,19 @@ from .patterns import matches, prepare_matches
 T = TypeVar("T")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Options of PEFT's that change what an adapter computes, in ways that are not supported here.
+# PEFT options that change what an adapter computes and are not supported.
 _UNSUPPORTED = (
     "layer_replication", "megatron_config", "trainable_token_indices", "use_qalora", "lora_bias", "target_parameters",
     "use_bdlora", "arrow_config", "kasa_config", "alora_invocation_tokens", "velora_config", "monteclora_config",
 )  # fmt: skip
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # beginnings that subtract something from the base
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initializations that change the base model
 
 
 def save(model: GPT, path: str | Path) -> None:
-    """Write the adapters as a directory that `peft` loads, whole or not at all."""
+    """Write the adapters, atomically, as a directory that `peft` loads."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / CONFIG).exists():
-        raise HandgradError(f"{folder} exists and is not an adapter's directory: choose another place")
+        raise HandgradError(f"{folder} exists and is not an adapter directory: choose another path")
     if model.adapter is None:
         raise HandgradError("the model has no adapter to save: inject one first, or save the model itself")
 
@@ -53,7 +53,7 @@ def save(model: GPT, path: str | Path) -> None:
 
 
 def write(model: GPT, folder: Path) -> None:
-    """Both files, into a folder that nobody reads yet."""
+    """Write both files into a new folder."""
     tensors: dict[str, Tensor] = {}
     for name, adapter in adapters_of(model).items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.down.t()
@@ -69,8 +69,7 @@ def write(model: GPT, folder: Path) -> None:
 
 
 def _peft_config(model: GPT) -> dict[str, object]:
-    config = model.adapter
-    assert config is not None
+    config: LoRAConfig = model.adapter
     names = list(adapters_of(model))
     return {
         "peft_type": "LORA",
@@ -78,11 +77,11 @@ def _peft_config(model: GPT) -> dict[str, object]:
         "base_model_name_or_path": model.source or None,
         "inference_mode": True,
         "r": config.rank,
-        "lora_alpha": _whole(config.alpha or config.rank),
+        "lora_alpha": _as_int(config.alpha or config.rank),
         "lora_dropout": config.dropout,
         "target_modules": _compact(names, list(layers_of(model))),
         "rank_pattern": config.rank_pattern,
-        "alpha_pattern": {name: _whole(alpha) for name, alpha in config.alpha_pattern.items()},
+        "alpha_pattern": {name: _as_int(alpha) for name, alpha in config.alpha_pattern.items()},
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "fan_in_fan_out": any(name != "lm_head" for name in names),  # GPT-2's files hold (f_in, f_out)
@@ -93,17 +92,18 @@ def _peft_config(model: GPT) -> dict[str, object]:
     }
 
 
-def _whole(x: float) -> float:
+def _as_int(x: float) -> float:
+    """16.0 → 16, as PEFT writes it"""
     return int(x) if x == int(x) else x
 
 
-def _compact(names: list[str], everything: list[str]) -> list[str]:
-    """As few patterns as name exactly these: c_attn where every block's is meant, else whole names."""
+def _compact(names: list[str], all_names: list[str]) -> list[str]:
+    """The shortest patterns that select exactly these layers: c_attn for that of every block, else complete names."""
     chosen = set(names)
     patterns: dict[str, None] = {}
     for name in names:
         for end in (name.rpartition(".")[2], ".".join(name.split(".")[-2:]), name):
-            if all(other in chosen for other in everything if other == end or other.endswith("." + end)):
+            if all(other in chosen for other in all_names if other == end or other.endswith("." + end)):
                 patterns[end] = None
                 break
     return list(patterns)
@@ -113,23 +113,22 @@ def _compact(names: list[str], everything: list[str]) -> list[str]:
 
 
 def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]:
-    """Put the adapters of a directory beside the layers they belong to; everything else is frozen. Returns their names.
-    If they do not fit, the model stays as it was. PEFT may keep a copy of a head that has an adapter: `with_copies` it
-    becomes the head."""
+    """Add the adapters of a directory to the model, freeze everything else, and return the names of their layers. If they
+    do not fit, the model is not changed. PEFT may store a copy of a head that has an adapter; `with_copies` loads it."""
     folder = Path(path)
     config = read_config(folder)
     manifest.check_present(folder)
     file = folder / TENSORS
-    tensors = {_short(name, file): t for name, t in read_tensors(file).items()}
-    factors, rest, copies = _sorted(tensors, file)
+    tensors = {_model_name(name, file): t for name, t in read_tensors(file).items()}
+    factors, rest, copies = _sort_tensors(tensors, file)
     layers = layers_of(model)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
         if name not in layers:
-            raise HandgradError(f"{file}: there is an adapter for {name!r}, and the model has no such linear layer")
+            raise HandgradError(f"{file}: has an adapter for {name!r}, but the model has no such linear layer")
         if "lora_A" not in parts or "lora_B" not in parts:
             raise HandgradError(
-                f"{file}: {name} has lora_{'B' if 'lora_B' in parts else 'A'} alone: a factor is missing"
+                f"{file}: {name} has lora_{'B' if 'lora_B' in parts else 'A'} only: the other factor is missing"
             )
         f_in, f_out = layers[name].effective_weight().shape
         rank = config.rank_of(name)
@@ -140,15 +139,15 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
             found = tuple(parts[part].shape) if part in parts else "missing"
             if found != shape:
                 raise HandgradError(
-                    f"{file}: {part} of {name} is {found}, and for this model and rank it has to be {shape}: the adapter"
-                    " belongs to another model, or its configuration was changed"
+                    f"{file}: {part} of {name} is {found}; this model and rank need {shape}: the adapter belongs"
+                    " to another model, or its configuration was changed"
                 )
         if not config.dora and "lora_magnitude_vector" in parts:
             raise HandgradError(f"{file}: {name} has a magnitude, but {CONFIG} does not say use_dora")
     _check_rest(model, config, rest | copies, file)
-    strange = [name for name in rest if not any(_belongs(name, layer) for layer in config.modules_to_save)]
-    if strange:
-        raise HandgradError(f"{file}: {strange[0]} is there whole, but {CONFIG} does not list it in modules_to_save")
+    unlisted = [name for name in rest if not any(_belongs(name, layer) for layer in config.modules_to_save)]
+    if unlisted:
+        raise HandgradError(f"{file}: contains {unlisted[0]}, which {CONFIG} does not list in modules_to_save")
     config = replace(
         config,
         targets=tuple(factors),
@@ -156,23 +155,23 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
         alpha_pattern=_used(config.alpha_pattern, factors),
     )
     apply(model, config, any_rank=True)
-    _fill(model, factors, rest | copies if with_copies else rest)
+    _copy_tensors(model, factors, rest | copies if with_copies else rest)
     return list(factors)
 
 
 def _used(patterns: dict[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Those that match any layer; PEFT allows for others."""
+    """The patterns that match any layer; PEFT accepts others."""
     names = list(names)
     return {p: value for p, value in patterns.items() if any(matches(p, name) for name in names)}
 
 
 def read_config(folder: Path) -> LoRAConfig:
-    """What adapter_config.json says, as far as it is understood here; anything else that matters is an error."""
+    """Read adapter_config.json. An option that matters and is not supported raises."""
     file = folder / CONFIG
     try:
         raw = read_json(file)
     except MissingError:
-        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter's directory") from None
+        raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter directory") from None
     if raw.get("peft_type") != "LORA":
         raise HandgradError(f"{file}: peft_type is {shown(raw.get('peft_type'))}; only LORA is supported")
     if raw.get("bias", "none") != "none":
@@ -186,7 +185,7 @@ def read_config(folder: Path) -> LoRAConfig:
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         raise HandgradError(
-            f"{file}: init_lora_weights is {shown(start)}, which goes with a changed base model: convert it to plain"
+            f"{file}: init_lora_weights is {shown(start)}, which needs a changed base model: convert it to plain"
             " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     own = raw.get("handgrad") or {}
@@ -209,14 +208,14 @@ def read_config(folder: Path) -> LoRAConfig:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, and not a model."""
+    """Whether a folder holds an adapter rather than a model."""
     return os.path.lexists(folder / CONFIG) and not os.path.lexists(folder / "config.json")
 
 
 def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
-    """Of an adapter's directory: the rank beside each layer, and how many numbers train besides the factors."""
+    """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
     file = folder / TENSORS
-    factors, rest, _ = _sorted({_short(name, file): t for name, t in read_tensors(file).items()}, file)
+    factors, rest, _ = _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
     named = sorted(factors, key=lambda name: name == "lm_head")  # the head comes last
     ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}
@@ -224,25 +223,25 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
 
 
 def base_of(folder: Path) -> str | None:
-    """The model that an adapter was made for, as its configuration names it."""
+    """The name of the base model in the adapter's configuration."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")
     if name and (not isinstance(name, str) or "\0" in name):
         raise HandgradError(f"{folder / CONFIG}: base_model_name_or_path is {shown(name)}, not a name")
     return name or None
 
 
-def _short(name: str, file: Path) -> str:
-    """A tensor's name as the model has it; PEFT puts base_model.model. before it, and GPT2Model has no transformer."""
+def _model_name(name: str, file: Path) -> str:
+    """PEFT's tensor name → the model's: without base_model.model., with the transformer. that GPT2Model omits."""
     if not name.startswith(PREFIX):
-        raise HandgradError(f"{file}: {name} is not a tensor of an adapter: its name should begin with {PREFIX}")
+        raise HandgradError(f"{file}: {name} is not an adapter tensor: its name must begin with {PREFIX}")
     name = name.removeprefix(PREFIX)
     return f"transformer.{name}" if name.startswith(("h.", "wte.", "wpe.", "ln_f.")) else name
 
 
-def _sorted(
+def _sort_tensors(
     tensors: dict[str, Tensor], file: Path
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    """Factors by layer; layers that were trained whole; copies PEFT makes of layers that have an adapter, as they were."""
+    """Factors by layer; layers trained in full; PEFT's copies of layers that have an adapter."""
     factors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
@@ -266,25 +265,25 @@ def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: P
     have = {f"{name}.{kind}": p for name, m in model.named_modules() for kind, p in m.named_parameters(recurse=False)}
     for name, tensor in rest.items():
         if name not in have:
-            raise HandgradError(f"{file}: {name} is no parameter of this model: the adapter belongs to another one")
+            raise HandgradError(f"{file}: {name} is not a parameter of this model: the adapter belongs to another one")
         if have[name].shape != tensor.shape:
             wanted = tuple(have[name].shape)
             raise HandgradError(
-                f"{file}: {name} is {tuple(tensor.shape)}, and for this model it has to be {wanted}: the adapter belongs"
-                " to another model"
+                f"{file}: {name} is {tuple(tensor.shape)}, but this model needs {wanted}: the adapter belongs to"
+                " another model"
             )
     for layer in config.modules_to_save:
         if not any(_belongs(name, layer) for name in rest):
-            raise HandgradError(f"{file}: {layer} should be there whole (modules_to_save), and is missing")
+            raise HandgradError(f"{file}: {layer} is missing, which modules_to_save lists")
 
 
 def _belongs(tensor: str, layer: str) -> bool:
-    """Whether a tensor is of a layer of this name, or whose name ends so."""
+    """Whether a tensor belongs to a layer of this name, or end of name."""
     return f".{tensor.rpartition('.')[0]}".endswith(f".{layer}")
 
 
 @torch.no_grad()
-def _fill(model: GPT, factors: dict[str, dict[str, Tensor]], rest: dict[str, Tensor]) -> None:
+def _copy_tensors(model: GPT, factors: dict[str, dict[str, Tensor]], rest: dict[str, Tensor]) -> None:
     adapters = adapters_of(model)
     for name, parts in factors.items():
         adapters[name].down.copy_(parts["lora_A"].t())
@@ -298,7 +297,7 @@ def _fill(model: GPT, factors: dict[str, dict[str, Tensor]], rest: dict[str, Ten
         layer = module.base if path in adapters else module
         p = getattr(layer, kind)
         if torch.equal(p, tensor.to(p.dtype)):
-            continue  # PEFT keeps a copy of a head that has an adapter
+            continue  # PEFT's copy of a head that has an adapter
         if layer is model.lm_head.plain() and kind == "weight":
             model.untie()
             p = layer.weight

@@ -14,7 +14,7 @@ _ACTIVATION = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 _HF_ACTIVATION = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 
 
-# what a config.json of ours says beyond Hugging Face's fields; absent means GPT-2's way
+# fields of ours in config.json, written only where they differ from GPT-2
 _OWN = ("d_rho", "d_head", "logits_bias", "key_bias", "causal")
 
 
@@ -22,7 +22,7 @@ def config_json(config: GPTConfig, dtype: torch.dtype) -> dict[str, object]:
     """The config.json of a model with these choices, its weights stored in `dtype`."""
     own = {name: getattr(config, name) for name in _OWN if getattr(config, name) != getattr(GPTConfig(), name)}
     return {
-        # what GPT-2 cannot express must not be opened as if it were one
+        # a model that GPT-2's code would compute differently must not be opened as GPT-2
         **({"model_type": "handgrad"} if own else {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}),
         "vocab_size": config.n_vocab,
         "n_positions": config.n_context,
@@ -33,7 +33,7 @@ def config_json(config: GPTConfig, dtype: torch.dtype) -> dict[str, object]:
         "activation_function": _HF_ACTIVATION[config.activation],
         "layer_norm_epsilon": config.eps,
         "tie_word_embeddings": config.tied,
-        # GPT-2's own, where its vocabulary is GPT-2's; otherwise the tokenizer and generation_config.json know
+        # GPT-2's defaults hold for its own vocabulary only; otherwise generation_config.json has the ids
         **({} if config.n_vocab >= 50257 else {"bos_token_id": None, "eos_token_id": None}),
         "dtype": str(dtype).removeprefix("torch."),
         **({"handgrad": own} if own else {}),

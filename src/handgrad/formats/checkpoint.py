@@ -1,4 +1,4 @@
-"""Hugging Face directories of GPT-2 models: config.json and model.safetensors, both ways, written atomically."""
+"""Read and write Hugging Face model directories: config.json and model.safetensors. Writing is atomic."""
 
 import contextlib
 import json
@@ -23,8 +23,8 @@ from ..model.config import GPTConfig
 from ..model.dtype import DTYPES, as_dtype
 from ..model.gpt import GPT
 
-_HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks that old files store; a tied head stored twice
-# What handgrad and transformers write beside config.json: of the weights, and of the text that the model reads.
+_HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks in old files; a tied head stored twice
+# Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
 _OF_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
     "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "adapter_config.json", "adapter_model.*",
@@ -40,18 +40,18 @@ _SHARDS = 1000
 
 
 def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
-    """A model from a directory with config.json and model.safetensors, in the dtype it was stored in unless given.
+    """Load a directory with config.json and model.safetensors, in its stored dtype unless another is given.
 
-    The file is mapped into memory, not read: a weight that keeps its dtype and device costs memory only where it is used
-    or changed, and the file itself never changes."""
+    The file is memory-mapped: a weight that keeps its dtype and device uses memory only once it is read or changed, and
+    the file itself never changes."""
     folder = Path(path)
     dtype = None if dtype is None else as_dtype(dtype)
     config = load_config(folder)
     manifest.check_present(folder)
     headers = {name.removeprefix("transformer."): header for name, header in _headers(folder).items()}
-    _check_fit(replace(config, tied="lm_head.weight" not in headers), headers, folder)
+    _check_tensors(replace(config, tied="lm_head.weight" not in headers), headers, folder)
     tensors = {name.removeprefix("transformer."): t for name, t in _weights(headers).items()}
-    head = tensors.get("lm_head.weight")  # what is stored counts, whatever config.json says
+    head = tensors.get("lm_head.weight")  # the file decides, not config.json
     config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors["wte.weight"])))
     model = GPT(config, device="meta")
     stored = tensors["wte.weight"].dtype
@@ -66,8 +66,8 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     return model
 
 
-def _check_fit(config: GPTConfig, headers: dict[str, Header], folder: Path) -> None:
-    """The tensors' names and shapes, before a model is built."""
+def _check_tensors(config: GPTConfig, headers: dict[str, Header], folder: Path) -> None:
+    """Check the tensors' names and shapes before the model is built."""
     one = dict(GPT(replace(config, n_blocks=1), device="meta").named_parameters())
     shapes = {name.removeprefix("transformer."): tuple(p.shape) for name, p in one.items()}
     per_block = [name for name in shapes if name.startswith("h.0.")]
@@ -84,21 +84,21 @@ def _check_fit(config: GPTConfig, headers: dict[str, Header], folder: Path) -> N
     missing = sorted(names - set(headers))
     if missing:
         raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(names)} are missing)")
-    strange = sorted(name for name in set(headers) - names if not re.fullmatch(_HARMLESS, name))
-    if strange:
+    unknown = sorted(name for name in set(headers) - names if not re.fullmatch(_HARMLESS, name))
+    if unknown:
         raise HandgradError(
-            f"{folder}: {strange[0]!r} is not a tensor of the model that config.json describes ({len(strange)} such)"
+            f"{folder}: {unknown[0]!r} is not a tensor of the model that config.json describes ({len(unknown)} such)"
         )
     for name, shape in expected():
         found = headers[name]
         if found.shape != shape:
-            raise HandgradError(f"{folder}: {name} is {found.shape}, config.json wants {shape}")
+            raise HandgradError(f"{folder}: {name} has shape {found.shape}; config.json requires {shape}")
         if not found.dtype.is_floating_point:
             raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """What a directory's weights are stored in."""
+    """The dtype of a directory's weights."""
     headers = _headers(folder)
     if not headers:
         raise HandgradError(f"{folder}: all tensors are missing")
@@ -106,7 +106,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _headers(folder: Path) -> dict[str, Header]:
-    """Of the tensors in model.safetensors, or in the shards that model.safetensors.index.json lists."""
+    """Headers of the tensors in model.safetensors, or in the shards that model.safetensors.index.json lists."""
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         return read_headers(file)
@@ -115,29 +115,29 @@ def _headers(folder: Path) -> dict[str, Header]:
             raw = read_json(index)
         except MissingError:
             raise missing_weights(file) from None
-    places = raw.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise HandgradError(f"{index}: there is no weight_map from tensors to files")
-    shards = list(dict.fromkeys(places.values()))
+    shard_of = raw.get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
+        raise HandgradError(f"{index}: weight_map from tensors to files is missing")
+    shards = list(dict.fromkeys(shard_of.values()))
     if len(shards) > _SHARDS:
         raise HandgradError(f"{index} lists {len(shards):,} files; at most {_SHARDS:,} are read")
     headers: dict[str, Header] = {}
     for name in shards:
         if Path(name).name != name:
-            raise HandgradError(f"{index}: {name!r} is not a file beside it")
+            raise HandgradError(f"{index}: {name!r} is not a file name in the same folder")
         found = read_headers(folder / name)
         twice = sorted(set(found) & set(headers))
         if twice:
             raise HandgradError(f"{folder}: {twice[0]!r} is in {headers[twice[0]].file.name} and in {name}")
         headers |= found
-    missing = sorted(set(places) - set(headers))
+    missing = sorted(set(shard_of) - set(headers))
     if missing:
-        raise HandgradError(f"{folder}: {missing[0]!r} is not in {places[missing[0]]}, where the index has it")
+        raise HandgradError(f"{folder}: {missing[0]!r} is not in {shard_of[missing[0]]}, where the index lists it")
     return headers
 
 
 def _weights(headers: dict[str, Header]) -> dict[str, Tensor]:
-    """The tensors themselves, mapped."""
+    """The tensors, memory-mapped."""
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(header.file for header in headers.values()):
         tensors |= read_tensors(file)
@@ -145,7 +145,7 @@ def _weights(headers: dict[str, Header]) -> dict[str, Tensor]:
 
 
 def load_config(folder: Path) -> GPTConfig:
-    """The shape of the model in a directory."""
+    """The configuration of the model in a directory."""
     file = folder / "config.json"
     if not os.path.isdir(folder):
         raise HandgradError(f"{folder} is not a directory: give a preset's name or a folder with config.json")
@@ -159,20 +159,19 @@ def load_config(folder: Path) -> GPTConfig:
 def save(
     model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
 ) -> None:
-    """Write the model as a directory that `transformers` opens, if it is a GPT-2 and not something only we can express.
-    Whole or not at all.
+    """Write the model, atomically, as a directory that `transformers` opens, unless GPT-2's format cannot express it.
 
-    A model directory that is there already is replaced: with its weights go its tokenizer, chat template, generation
-    settings and adapter, which belong to the old model. If this model was loaded from that directory, its tokenizer, chat
-    template and generation settings stay. Files that are not a model's (README.md) always stay.
+    An existing model directory is replaced together with its tokenizer, chat template, generation settings and adapter,
+    which belong to the old model; if this model was loaded from that directory, they stay. Other files (README.md) always
+    stay.
 
-    dtype         to store the weights in, float16 as well; the model's own unless given
-    shard_bytes   in several files of at most this size, with an index
+    dtype         dtype to store, float16 included (default: the model's own)
+    shard_bytes   write several files of at most this size, with an index
     """
     folder = Path(path)
     _check_saveable(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
-        raise HandgradError(f"{folder} exists and is not a model directory: choose another place")
+        raise HandgradError(f"{folder} exists and is not a model directory: choose another path")
     stored = None if dtype is None else as_dtype(dtype, (*DTYPES, torch.float16))
     own = bool(model.source) and Path(model.source).resolve() == folder.resolve()
 
@@ -190,30 +189,30 @@ def write_model(
     shard_bytes: int | None = None,
     like: Path | None = None,
 ) -> None:
-    """config.json and model.safetensors, into a folder that nobody reads yet. What the directory `like` says of a model
-    beyond its shape, and how it generates, comes along."""
+    """Write config.json and model.safetensors into a new folder. Other fields of the config.json in `like`, and its
+    generation settings, are copied."""
     _check_saveable(model)
     if dtype not in (None, torch.float16, *DTYPES):
         raise HandgradError(f"weights are stored in float64, float32, bfloat16 or float16, not {dtype}")
     tensors = {name: p.detach().to(dtype or p.dtype).contiguous() for name, p in model.named_parameters()}
     for name, t in tensors.items():
         if dtype == torch.float16 and not torch.isfinite(t).all():
-            raise HandgradError(f"{name} has numbers that float16 cannot hold: choose bfloat16 or float32")
+            raise HandgradError(f"{name} has values that float16 cannot represent: choose bfloat16 or float32")
     shards = _shards(tensors, shard_bytes)
     for file, names in shards.items():
         save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for t in tensors.values())
-        places = {name: file for file, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        shard_of = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     config = gpt2.config_json(model.config, next(iter(tensors.values())).dtype)
     if like is not None:
-        said = {
+        existing = {
             name: x for name, x in read_json(like / "config.json").items() if name not in ("torch_dtype", "handgrad")
         }
         ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-        config = said | {name: x for name, x in config.items() if name not in ends or name not in said}
+        config = existing | {name: x for name, x in config.items() if name not in ends or name not in existing}
         with contextlib.suppress(MissingError):
             generation = read_bytes(like / "generation_config.json")
             (folder / "generation_config.json").write_bytes(generation)
@@ -221,7 +220,7 @@ def write_model(
 
 
 def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str]]:
-    """Which tensors go into which file: in order, as many as fit, at least one."""
+    """Assign tensors to files: in order, as many as fit, at least one per file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, t in tensors.items():
@@ -239,6 +238,4 @@ def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str
 def _check_saveable(model: GPT) -> None:
     adapted = list(adapters_of(model))
     if adapted:
-        raise HandgradError(
-            f"{adapted[0]} has an adapter beside it: merge or remove the adapters before saving the model"
-        )
+        raise HandgradError(f"{adapted[0]} has an adapter: merge or remove the adapters before saving the model")

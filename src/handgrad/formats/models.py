@@ -1,4 +1,4 @@
-"""Any model by what a user calls it: a preset, a model directory, the folder of a run, an adapter, a name on the hub."""
+"""Find and load the model a user names: a preset, a model directory, a run folder, an adapter, a name on the hub."""
 
 import importlib.util
 import os
@@ -23,11 +23,11 @@ _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", 
 
 @dataclass(frozen=True)
 class Found:
-    """The model that a user named: a preset, which is a shape without weights, or a folder with weights."""
+    """The model a user named: a preset, which is a shape without weights, or a folder with weights."""
 
-    name: str  # as given, or the run that was taken
+    name: str  # as given, or the run that was chosen
     folder: Path | None  # of the model or the adapter; None: a preset
-    note: str = ""  # what the user should know about the choice
+    note: str = ""  # a remark for the user about the choice
 
     @property
     def is_preset(self) -> bool:
@@ -35,24 +35,24 @@ class Found:
 
     @property
     def config(self) -> GPTConfig:
-        """The shape; of an adapter, its base model's."""
+        """The model's shape; for an adapter, that of its base model."""
         if self.folder is None:
             return preset(self.name)
         return load_config(base_of(self.folder) if adapters.is_adapter(self.folder) else self.folder)
 
 
 def find_model(name: str | None) -> Found:
-    """Which model a user means, for every command. The first that applies:
+    """Resolve a model name, for every command. The first that applies:
 
     1. no name: the newest run in runs/ that has a checkpoint
-    2. the bare name of a preset: the preset, even if a folder has the same name
-    3. a folder: a model directory, an adapter, or a run, of which the best checkpoint is taken
-    4. a name on the hub, owner/model, which is fetched
+    2. the name of a preset: the preset, even if a folder has the same name
+    3. a folder: a model directory, an adapter, or a run (its best checkpoint)
+    4. a name on the hub, owner/model, which is downloaded
     """
     if name is None:
         newest = newest_run(with_checkpoint=True)
         if newest is None:
-            raise HandgradError(f"there is no run with a checkpoint in {RUNS}/: name a model with --model")
+            raise HandgradError(f"no run with a checkpoint in {RUNS}/: name a model with --model")
         return Found(str(newest), model_folder(newest))
     if name in PRESETS:
         both = Path(name).is_dir()
@@ -65,29 +65,28 @@ def find_model(name: str | None) -> Found:
 
 
 def weights_folder(name: str | None) -> Path:
-    """The folder of the model a user means, for commands that need weights."""
+    """The folder of the named model, for commands that need weights."""
     found = find_model(name)
     if found.folder is not None:
         return found.folder
     remedy = f"for the folder of that name write ./{name}" if found.note else "give the folder of a trained model"
-    raise HandgradError(f"{name} is a preset, a shape without weights: {remedy}{_on_the_hub(found.name)}")
+    raise HandgradError(f"{name} is a preset, a shape without weights: {remedy}{_hub_hint(found.name)}")
 
 
-def _on_the_hub(name: str) -> str:
-    return f", or openai-community/{name} to fetch it from the hub" if name.startswith("gpt2") else ""
+def _hub_hint(name: str) -> str:
+    return f", or openai-community/{name} to download it from the hub" if name.startswith("gpt2") else ""
 
 
 def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
-    """A model from a directory: Hugging Face's config.json and model.safetensors, in one file or several, with float32,
-    bfloat16 or float16 weights; or an adapter of PEFT's, which brings its base model along; or the folder of a run, of
-    which it takes the best checkpoint; or, with the package huggingface_hub and a network, a model's name on the hub.
+    """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a PEFT adapter together
+    with its base model, the best checkpoint of a run folder, or, with huggingface_hub installed, a model on the hub.
 
-    The weights stay in the dtype they are stored in unless another is given (float16 becomes float32)."""
+    Weights keep their stored dtype unless another is given; float16 becomes float32."""
     return open_folder(locate(path), dtype, device)
 
 
 def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
-    """A model from the folder that `locate` found."""
+    """Load the model or adapter in a folder."""
     if adapters.is_adapter(folder):
         model = load_directory(base_of(folder), dtype=dtype, device=device)
         adapters.load(model, folder)
@@ -96,7 +95,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: to
 
 
 def locate(path: str | Path) -> Path:
-    """The folder in which a model or an adapter lies; what is on the hub is fetched first."""
+    """The folder of a model or an adapter, downloaded from the hub if necessary."""
     name = str(path)
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
@@ -112,18 +111,20 @@ def locate(path: str | Path) -> Path:
 
 
 def base_of(adapter: Path) -> Path:
-    """The folder of the model that an adapter stands beside."""
+    """The folder of an adapter's base model."""
     name = adapters.base_of(adapter)
     if name is None:
-        raise HandgradError(f"{adapter} does not say which model it belongs to: load that, then the adapter")
+        raise HandgradError(
+            f"{adapter} does not name its base model: load that first, then the adapter with hg.lora.load"
+        )
     try:
         return locate(name)
     except HandgradError as mistake:
-        raise HandgradError(f"the base model of {adapter} is not there: {mistake}") from None
+        raise HandgradError(f"the base model of {adapter} was not found: {mistake}") from None
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
-    """Where the tokenizer of a model lies: beside it, or, for an adapter, perhaps with its base model."""
+    """The folder that holds a model's tokenizer: its own, or for an adapter that of its base model."""
     if os.path.lexists(folder / "tokenizer.json") or os.path.lexists(folder / "vocab.json"):
         return folder
     if adapters.is_adapter(folder):
@@ -132,21 +133,18 @@ def tokenizer_folder(folder: Path) -> Path | None:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of the model or adapter in a folder."""
     return tokenizer.read(tokenizer_folder(folder) or folder)
 
 
 def _from_hub(name: str) -> Path:
     preset = f" ({name!r} is also a preset: a shape without weights)" if name in PRESETS else ""
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise HandgradError(
-            f"there is no folder {name}{preset}; to look for it on the hub, pip install huggingface_hub"
-        )
+        raise HandgradError(f"no folder {name}{preset}; to look for it on the hub, pip install huggingface_hub")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception as reason:  # the library raises its own, requests' and the system's
+    except Exception as reason:  # several libraries' exceptions
         why = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        raise HandgradError(
-            f"there is no folder {name}{preset}, and the hub could not be asked for a model of this name: {why}"
-        ) from None
+        raise HandgradError(f"no folder {name}{preset}, and downloading it from the hub failed: {why}") from None

@@ -1,10 +1,13 @@
-"""The folder of a run, to read: its settings, its metrics, and its checkpoints, usable or damaged for a reason.
+"""Read the folder of a run: settings, metrics and checkpoints. `training/run.py` writes it.
 
-run.json                       what the run was started with, and the resolved configuration; under its digest
-metrics.jsonl                  a line for every logged step, every evaluation, every sample
-checkpoints/step-00000250/     a Hugging Face directory, or PEFT's for an adapter, and what training needs to go on:
-    optimizer.safetensors      the optimizer's state and the state of the random numbers
-    handgrad-manifest.json     step, run, time, validation loss, settings, and the SHA-256 of every file
+.lock                          locked by the process that trains in the folder
+run.json                       options as given and as decided, with a digest
+metrics.jsonl                  one line per logged step and per evaluation
+checkpoints/step-00000250/     a Hugging Face or PEFT directory, plus what resuming needs:
+    optimizer.safetensors      state of the optimizer and of torch's random numbers
+    handgrad-manifest.json     step, run, time, validation loss, settings, SHA-256 of every file
+report.html
+adapter/ or model/             the result of fine-tuning
 """
 
 import contextlib
@@ -21,18 +24,10 @@ from ..files.manifest import DamagedError
 from ..files.reading import MB, open_regular, parse_json, read_json
 
 PREFIX = "step-"
-
-
 LOCK, CONFIG, METRICS = ".lock", "run.json", "metrics.jsonl"
-
-
 OPTIMIZER = "optimizer.safetensors"
-
-
-RUNS = Path("runs")  # where runs go that have no --out
-
-
-METRICS_BYTES = 1000 * MB
+RUNS = Path("runs")  # parent of runs without --out
+METRICS_BYTES = 1000 * MB  # most that is read
 
 
 @dataclass(frozen=True)
@@ -43,18 +38,20 @@ class Checkpoint:
 
     @property
     def val_loss(self) -> float:
-        """At this step, if it was evaluated; else infinite."""
+        """Validation loss at this step; infinite if it was not evaluated."""
         found = self.facts.get("val_loss")
         return math.inf if found is None else float(found)
 
 
 class RunFolder:
+    """The folder of a run, read-only. A checkpoint is usable, damaged for a reason, or missing."""
+
     def __init__(self, folder: Path):
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
 
     def damage(self) -> HandgradError | None:
-        """What is wrong with run.json, if anything is."""
+        """The reason why run.json is unusable, or None."""
         try:
             manifest.check_digest(read_json(self.folder / CONFIG), self.folder / CONFIG)
         except HandgradError as reason:
@@ -62,24 +59,24 @@ class RunFolder:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What run.json says; if it is damaged or missing, what the newest usable checkpoint says it said."""
+        """The contents of run.json; if it is damaged or missing, the copy in the newest usable checkpoint."""
         reason = self.damage()
         if reason is not None:
             for folder in reversed(self.folders()):
                 with contextlib.suppress(HandgradError):
                     return dict(manifest.read(folder)["settings"])
             if isinstance(reason, MissingError):
-                raise HandgradError(f"{self.folder} is not the folder of a run: it has no {CONFIG}") from None
+                raise HandgradError(f"{self.folder} is not a run folder: it has no {CONFIG}") from None
             raise HandgradError(f"{reason}. Restore it, or start a new run with another --out") from None
         return {name: value for name, value in read_json(self.folder / CONFIG).items() if name != "digest"}
 
     def folders(self) -> list[Path]:
-        """Of all checkpoints, usable or not, oldest first."""
+        """Folders of all checkpoints, usable or not, oldest first."""
         found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else iter(())
         return sorted(path for path in found if re.fullmatch(rf"{PREFIX}\d{{8,}}", path.name))
 
     def checkpoint(self, folder: Path, contents: bool = True) -> Checkpoint:
-        """A usable checkpoint. DamagedError with the reason if it is not; `contents=False` compares sizes only."""
+        """Read a checkpoint; raise DamagedError with the reason if it is not usable. `contents=False` checks sizes only."""
         try:
             facts = manifest.check(folder, [OPTIMIZER], contents)
         except MissingError:
@@ -92,13 +89,13 @@ class RunFolder:
         return Checkpoint(folder, step, facts)
 
     def usable(self, contents: bool = False) -> Iterator[Checkpoint]:
-        """The usable checkpoints, newest first."""
+        """Usable checkpoints, newest first."""
         for folder in reversed(self.folders()):
             with contextlib.suppress(DamagedError):
                 yield self.checkpoint(folder, contents)
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest usable checkpoint, and why newer ones are not. An error if there are checkpoints and none is usable."""
+        """The newest usable checkpoint, and why newer ones are not usable. Raises if there are checkpoints and none is."""
         reasons: list[str] = []
         for folder in reversed(self.folders()):
             try:
@@ -107,7 +104,7 @@ class RunFolder:
                 reasons.append(str(reason))
         if reasons:
             raise HandgradError(
-                f"none of the {len(reasons)} checkpoints in {self.folder} is usable, and nothing was changed: {reasons[0]}."
+                f"none of the {len(reasons)} checkpoints in {self.folder} is usable (nothing was changed): {reasons[0]}."
                 " Restore one, or start a new run with another --out"
             )
         return None, reasons
@@ -116,11 +113,13 @@ class RunFolder:
         """The usable checkpoint with the lowest validation loss; the newest if none was evaluated."""
         found = list(self.usable())
         if not found:
-            raise HandgradError(f"{self.folder} is the folder of a run that has no usable checkpoint")
+            raise HandgradError(
+                f"{self.folder} is a run without a usable checkpoint: train longer, or name another model"
+            )
         return min(found, key=lambda checkpoint: (checkpoint.val_loss, -checkpoint.step))
 
     def records(self) -> list[dict[str, Any]]:
-        """The readable lines of metrics.jsonl: a killed process may leave half of one, a bad disk anything."""
+        """The valid lines of metrics.jsonl. A killed process may leave half a line; invalid lines are skipped."""
         found = []
         with contextlib.suppress(MissingError), open_regular(self.folder / METRICS) as file:
             for line in file.read(METRICS_BYTES).split(b"\n"):
@@ -131,14 +130,14 @@ class RunFolder:
         return found
 
 
-NUMBERS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", "memory")
+_METRICS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", "memory")
 
 
 def _is_record(record: Any) -> bool:
-    """An evaluation, or a logged step with everything the report shows."""
+    """Whether a line is an evaluation, or a logged step with everything the report shows."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return False
-    needed = ("val_loss",) if "val_loss" in record else tuple(name for name in NUMBERS if name != "val_loss")
+    needed = ("val_loss",) if "val_loss" in record else tuple(name for name in _METRICS if name != "val_loss")
     norms = record.get("grad_norms", {})
     return (
         all(isinstance(record.get(name), int | float) and math.isfinite(record[name]) for name in needed)
@@ -149,7 +148,7 @@ def _is_record(record: Any) -> bool:
 
 
 def newest_run(with_checkpoint: bool = False, launch: str | None = None) -> Path | None:
-    """The run in runs/ that was started or resumed last; with `launch`, by this launch of torchrun."""
+    """The run in runs/ that was started or resumed last, optionally by a given launch of torchrun."""
     runs = [path.parent for path in RUNS.glob(f"*/{CONFIG}")]
     if with_checkpoint:
         runs = [path for path in runs if next(RunFolder(path).usable(), None) is not None]
@@ -166,7 +165,7 @@ def _launch_of(folder: Path) -> str | None:
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of the model: the path itself, or the best checkpoint if it is a run's."""
+    """The path itself, or the best checkpoint if it is a run folder."""
     if (path / "config.json").exists() or not (path / "checkpoints").is_dir():
         return path
     return RunFolder(path).best().folder

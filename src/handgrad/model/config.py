@@ -1,4 +1,4 @@
-"""Shapes of models, as frozen dataclasses, and the presets. Knows nothing of tensors."""
+"""`GPTConfig`: the shape of a model, and the presets. Does not import torch."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -17,14 +17,14 @@ class GPTConfig:
     d_model: int = 768
     n_heads: int = 12
     n_blocks: int = 12
-    d_hidden: int | None = None  # width of the feed-forward layer; 4 · d_model unless given
-    d_rho: int | None = None  # width of a query and a key, per head; d_model / n_heads unless given
-    d_head: int | None = None  # width of a value, per head; d_model / n_heads unless given
+    d_hidden: int | None = None  # width of the feed-forward layer; default: 4 · d_model
+    d_rho: int | None = None  # width of a query and a key, per head; default: d_model / n_heads
+    d_head: int | None = None  # width of a value, per head; default: d_model / n_heads
     activation: str = "gelu_tanh"
     eps: float = 1e-5
     tied: bool = True  # the logits layer is the token embedding transposed
     logits_bias: bool = False
-    key_bias: bool = True  # b_k changes nothing (eq. 19); GPT-2's files have it
+    key_bias: bool = True  # b_k has no effect (eq. 19), but GPT-2's files have it
     causal: bool = True
 
     def __post_init__(self) -> None:

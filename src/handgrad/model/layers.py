@@ -14,7 +14,7 @@ from .passes import PLAIN, Pass
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
-    """Stop training these. A gradient they have is discarded: an optimizer would still apply it."""
+    """Freeze parameters and discard their gradients, which an optimizer would still apply."""
     for p in parameters:
         p.requires_grad_(False)
         p.grad = None

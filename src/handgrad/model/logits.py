@@ -1,4 +1,4 @@
-"""What a model returns has no graph of torch's. A habit from torch, `.backward()`, gets an answer that helps."""
+"""`Logits`: what a model returns. It has no autograd graph; calling `.backward()` explains what to call instead."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ NO_GRAPH = (
 
 
 class Logits(Tensor):
-    """Logits and what is computed from them: plain tensors without a graph, whose backward() says so."""
+    """Logits, and tensors computed from them, without a graph: backward() raises with the remedy."""
 
     def backward(self, *args: Any, **options: Any) -> None:
         if not self.requires_grad:

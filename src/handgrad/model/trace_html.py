@@ -1,4 +1,4 @@
-"""What a notebook shows of a trace: the loss, and depth by tokens how long Δ is; the numbers of every tensor folded away."""
+"""A trace as HTML for notebooks: the loss, a heat map of ‖Δ‖ by depth and token, and a folded table of all tensors."""
 
 import math
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from html import escape
 
 from torch import Tensor
 
-WASH, DEEP = (233, 242, 252), (16, 66, 132)  # backward is blue
-DECADES = 4  # of length that the colours tell apart
+LIGHT, DARK = (233, 242, 252), (16, 66, 132)  # backward is blue
+DECADES = 4  # range of the colour scale
 
 
 def trace_html(values: Mapping[str, Tensor], loss: float) -> str:
@@ -27,8 +27,8 @@ def trace_html(values: Mapping[str, Tensor], loss: float) -> str:
         for name, x in values.items()
     )
     return (
-        f"<p><b>Trace</b>: loss {loss:.6f}, {len(values)} tensors. Length of Δ for every token (columns, by id) at every"
-        f" depth, on a logarithmic scale; the largest is {most:.3g}.</p>"
+        f"<p><b>Trace</b>: loss {loss:.6f}, {len(values)} tensors. ‖Δ‖ of every token (columns, by id) at every depth, on"
+        f" a logarithmic scale; the largest is {most:.3g}.</p>"
         f'<div style="overflow-x:auto"><table style="border-collapse:collapse;font-size:80%">'
         f"<tr><th></th>{head}</tr>{body}</table></div>"
         f"<details><summary>every tensor</summary><table><tr><th>name</th><th>shape</th><th>‖·‖</th></tr>{numbers}"
@@ -37,13 +37,13 @@ def trace_html(values: Mapping[str, Tensor], loss: float) -> str:
 
 
 def _station(name: str) -> bool:
-    """An error signal of the table: Δ_1 … Δ_12, not Δ_raw."""
+    """Whether a name is one of Δ_1 … Δ_12 (not Δ_raw)."""
     kind, _, index = name.rpartition(".")[2].partition("_")
     return kind == "delta" and index.isdigit()
 
 
 def depth(name: str) -> tuple[int, int]:
-    """Where an error signal stands: its block, the layers above all blocks last, and its number there."""
+    """Sort key of an error signal: its block (layers after the last block come last) and its number."""
     block = int(name.split(".")[1]) if name.startswith("blocks.") else 1 << 30
     last = name.rpartition("_")[2]
     return block, int(last) if last.isdigit() else 0
@@ -51,6 +51,6 @@ def depth(name: str) -> tuple[int, int]:
 
 def _cell(x: float, most: float) -> str:
     share = 0.0 if x <= 0 or most <= 0 else max(0.0, 1 + math.log10(x / most) / DECADES)
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(WASH, DEEP, strict=True))
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(LIGHT, DARK, strict=True))
     colour = "transparent" if x == 0 else f"rgb({red},{green},{blue})"
     return f'<td title="{x:.6g}" style="background:{colour};padding:0;min-width:12px;height:12px"></td>'

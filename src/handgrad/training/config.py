@@ -29,38 +29,38 @@ class TrainOptions:
     command: ClassVar[str] = "train"
     exports_result: ClassVar[bool] = False  # whether the best checkpoint is copied to a fixed name in the end
 
-    # what
+    # data and model
     data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
     text_field: str = "text"  # of .jsonl files
     model: str = "nano"  # a preset or a model directory
-    shape: tuple[tuple[str, int], ...] = ()  # fields of the preset that are changed
+    shape: tuple[tuple[str, int], ...] = ()  # changed fields of the preset
     tokenizer: str | None = None
     val_share: float = 0.1
-    # how long
+    # length
     steps: int | None = None
     epochs: float | None = None
     minutes: float | None = None
-    # how
+    # optimization
     batch_tokens: int | None = None
-    lr: float | None = None  # 0.5/d_model, at most 4e-3
-    min_lr: float | None = None  # a tenth of lr unless given
-    warmup: int | None = None  # 100 steps, but not more than a tenth of the run
+    lr: float | None = None  # default: 0.5/d_model, at most 4e-3
+    min_lr: float | None = None  # default: a tenth of lr
+    warmup: int | None = None  # default: 100, at most a tenth of the run
     schedule: str = "cosine"
     optimizer: str = "AdamW"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.99
-    clip: float = 1.0  # 0: none
+    clip: float = 1.0  # 0: no clipping
     update_inside: bool = False
     recompute: str = "none"
     dtype: str = "float32"
     seed: int = 0
-    # watching and keeping
-    log_every: int | None = None  # 10
-    eval_every: int | None = None  # 250
+    # logging and checkpoints
+    log_every: int | None = None  # default: 10
+    eval_every: int | None = None  # default: 250
     eval_batches: int = 32
-    save_every: int | None = None  # 250
-    patience: int | None = None  # end after so many evaluations without a lower validation loss
+    save_every: int | None = None  # default: 250
+    patience: int | None = None  # stop after this many evaluations without a lower validation loss
     keep: int = 2
     sample_tokens: int = 160
     tensorboard: bool = False
@@ -121,18 +121,18 @@ class FinetuneOptions(TrainOptions):
     command: ClassVar[str] = "finetune"
     exports_result: ClassVar[bool] = True
 
-    # what
+    # data and model
     model: str = ""  # a model directory, the folder of a run, an adapter, a name on the hub
-    val_data: tuple[str, ...] = ()  # examples kept apart already; else a share of the data
-    chat_template: str | None = None  # a file, in place of the model's own
-    loss_on: str = "answers"  # completions and assistant turns, or all
-    field: tuple[str, ...] = ()  # our names of the data's fields: prompt=question
-    skip_bad: bool = False  # leave out lines that cannot be used
-    too_long: str = "cut"  # examples that do not fit into the context lose their end, texts are split; or drop
+    val_data: tuple[str, ...] = ()  # validation examples; default: a share of the data
+    chat_template: str | None = None  # a file; default: the model's own
+    loss_on: str = "answers"  # "answers": completions and assistant turns; "all": prompts as well
+    field: tuple[str, ...] = ()  # names of fields in the data: prompt=question
+    skip_bad: bool = False  # skip invalid lines
+    too_long: str = "cut"  # longer than the context: "cut" the example (texts are split), or "drop" it
     batch_examples: int = 16
-    clock: str | None = None  # the time that chat templates see, for a resumed run to see the same
+    clock: str | None = None  # time that chat templates see; recorded for resuming
     adapter: LoRAConfig | None = DEFAULT_ADAPTER  # None: train all weights
-    # other defaults than pre-training has
+    # defaults that differ from pre-training
     weight_decay: float = 0.0
     eval_batches: int = 1000
     schedule: str = "linear"

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import HandgradError
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds that a process waits to see whether the first one has the same error
+PATIENCE = 2.0  # seconds a process waits to learn whether the first one has the same error
 
 
 class LostPeerError(HandgradError):
@@ -26,13 +26,13 @@ class LostPeerError(HandgradError):
 
 
 class Ranks:
-    """This process among all. Without torchrun there is one, and nothing is sent."""
+    """This process's rank in the group. Without torchrun the group has one process, and nothing is sent."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """`device` is where the gradients are: it decides what can carry them."""
+        """`device` is where the gradients are; it decides the backend."""
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        self.under_way: list[Any] = []
+        self.pending: list[Any] = []
         if self.size > 1 and not dist.is_initialized():
             with self._peers():
                 self.store = self._open_store()
@@ -43,14 +43,14 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """The one that writes and shows."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def share(self, first: int, count: int) -> tuple[int, int]:
-        """Of `count` sequences from `first` on, this process's own: where they begin and how many there are."""
+        """This process's part of `count` sequences from `first` on: its first sequence and their number."""
         if count < self.size:
             raise HandgradError(
-                f"a batch of {count} sequences cannot be shared by {self.size} processes: use a larger one"
+                f"a batch of {count} sequences cannot be split over {self.size} processes: use a larger batch"
             )
         edges = [count * r // self.size for r in range(self.size + 1)]
         return first + edges[self.rank], edges[self.rank + 1] - edges[self.rank]
@@ -65,12 +65,12 @@ class Ranks:
         return [float(x) for x in both]
 
     def all_reduce_async(self, layer: list[nn.Parameter]) -> None:
-        """Begin to sum a layer's gradients over the processes, and return at once."""
+        """Start summing a layer's gradients over the processes and return immediately."""
         if self.size > 1:
             with self._peers():
                 for p in layer:
                     if p.grad is not None:
-                        self.under_way.append(dist.all_reduce(p.grad, async_op=True))
+                        self.pending.append(dist.all_reduce(p.grad, async_op=True))
 
     def all_reduce(self, layer: list[nn.Parameter]) -> None:
         """Sum a layer's gradients over the processes."""
@@ -78,26 +78,26 @@ class Ranks:
         self.wait()
 
     def wait(self) -> None:
-        """Until all sums under way are complete."""
+        """Wait until all pending sums are complete."""
         with self._peers():
-            for work in self.under_way:
+            for work in self.pending:
                 work.wait()
-        self.under_way.clear()
+        self.pending.clear()
 
     def broadcast(self, make: Callable[[], str]) -> str:
-        """What the first process makes, to all. If it fails there, all fail with its reason."""
+        """Call `make` in the first process and return its result in all. If it raises there, all raise."""
         if self.size == 1:
             return make()
-        said = b""
+        message = b""
         if self.first:
             try:
-                said = b"+" + make().encode()
+                message = b"+" + make().encode()
             except HandgradError as mistake:
-                said = b"-" + str(mistake).encode()
+                message = b"-" + str(mistake).encode()
         with self._peers():
-            size = torch.tensor([len(said)])
+            size = torch.tensor([len(message)])
             dist.broadcast(size, 0)
-            text = torch.tensor(list(said) if self.first else [0] * int(size), dtype=torch.uint8)
+            text = torch.tensor(list(message) if self.first else [0] * int(size), dtype=torch.uint8)
             dist.broadcast(text, 0)
         answer = bytes(text.tolist()).decode()
         if answer[0] == "-":
@@ -105,7 +105,7 @@ class Ranks:
         return answer[1:]
 
     def run_on_first(self, act: Callable[[], object]) -> None:
-        """The first process acts, the others wait; if it fails, all fail with its reason."""
+        """Call `act` in the first process while the others wait. If it raises there, all raise."""
 
         def acted() -> str:
             act()
@@ -114,7 +114,7 @@ class Ranks:
         self.broadcast(acted)
 
     def first_then_others(self, make: Callable[[], T]) -> T:
-        """Every process makes the same thing: the first one before the others, which then find it in the cache."""
+        """Call `make` in every process, first in rank 0: the others then find its result in the cache."""
         if self.size > 1:
             self.run_on_first(make)
         return make()
@@ -124,14 +124,14 @@ class Ranks:
             dist.destroy_process_group()
 
     def is_mine(self, error: str) -> bool:
-        """Whether this process should print an error: of several with the same one, only the first does."""
+        """Whether this process should print an error: if several have the same one, only the first prints it."""
         if self.size == 1:
             return True
-        with contextlib.suppress(Exception):  # the store may be gone with the process that kept it
+        with contextlib.suppress(Exception):  # the store ends with the process that hosts it
             end = time.monotonic() + PATIENCE
             if self.first:
                 self.store.set("error", error)
-                while self.keeps_store and self.store.add("seen", 0) < self.size - 1 and time.monotonic() < end:
+                while self.hosts_store and self.store.add("seen", 0) < self.size - 1 and time.monotonic() < end:
                     time.sleep(0.02)  # the store ends with this process
                 return True
             while time.monotonic() < end:
@@ -143,22 +143,22 @@ class Ranks:
         return True
 
     def _open_store(self) -> Any:
-        """Where the processes find each other. torchrun keeps one store over all its restarts: without a prefix for each,
-        a restarted group would find the addresses of the processes that died."""
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself keeps the store
+        """The store through which processes find each other. torchrun keeps one store over all restarts: without a prefix
+        per restart, a new group would find the addresses of dead processes."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         library: Any = dist  # its stores are public, but not typed
-        self.keeps_store = self.first and not agent
-        store = library.TCPStore(address, port, self.size, is_master=self.keeps_store, wait_for_workers=False)
+        self.hosts_store = self.first and not agent
+        store = library.TCPStore(address, port, self.size, is_master=self.hosts_store, wait_for_workers=False)
         return library.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     @contextlib.contextmanager
     def _peers(self) -> Iterator[None]:
-        """torch reports a peer that ended as a RuntimeError with a long trace of its own."""
+        """Turn torch's RuntimeError about a lost peer into a short message."""
         try:
             yield
         except RuntimeError as reason:
-            why = str(reason).strip().splitlines()[0].rpartition("] ")[2][:120]  # without gloo's source file
+            why = str(reason).strip().splitlines()[0].rpartition("] ")[2][:120]  # drop gloo's source location
             raise LostPeerError(
-                f"process {self.rank} lost another one of the {self.size}, which has ended: {why}"
+                f"process {self.rank} lost contact with another of the {self.size} processes, which has ended: {why}"
             ) from None

@@ -31,13 +31,13 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     if not options.data:
         raise HandgradError("--data is missing: a .jsonl file with prompt and completion, messages, or text")
     directory = checkpoint.folder if checkpoint is not None else models.weights_folder(options.model)
-    options = _pin_sources(options, directory if checkpoint is None else None, ranks)
+    options, clock = _pin_sources(options, directory if checkpoint is None else None, ranks)
     tokenizer = _tokenizer(directory, options)
     model = models.open_folder(directory, getattr(torch, options.dtype))
     if checkpoint is None:
         _choose_weights(model, options)
 
-    training, validation, summary = _examples(options, tokenizer, model, directory, ranks, display)
+    training, validation, summary = _examples(options, clock, tokenizer, model, directory, ranks, display)
     if ranks.first:
         display.examples(summary, training, tokenizer)
         held = 0 if validation is None else validation.per_epoch
@@ -47,25 +47,28 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     return make_job(options, recipe, model, tokenizer, training, validation, batch, ranks, checkpoint)
 
 
-def _pin_sources(options: FinetuneOptions, folder: Path | None, ranks: Ranks) -> FinetuneOptions:
-    """Make every path absolute and fix the time, so that a resumed run finds the same from any folder."""
+def _pin_sources(options: FinetuneOptions, folder: Path | None, ranks: Ranks) -> tuple[FinetuneOptions, datetime]:
+    """Make every path absolute and fix the time, so that a resumed run finds the same from any folder.
+    Returns the time that chat templates see as well."""
     template = options.chat_template
     if template is not None:
         if not Path(template).is_file():
-            raise HandgradError(f"there is no file {template} to take the chat template from")
+            raise HandgradError(f"--chat-template: no file {template}")
         template = str(Path(template).expanduser().absolute())
-    return replace(
+    clock = options.clock or ranks.broadcast(lambda: datetime.now().isoformat(timespec="seconds"))
+    pinned = replace(
         options,
         model=str(folder.absolute()) if folder is not None else options.model,
         data=sources_of(options.data, ranks),
         val_data=sources_of(options.val_data, ranks),
         chat_template=template,
-        clock=options.clock or ranks.broadcast(lambda: datetime.now().isoformat(timespec="seconds")),
+        clock=clock,
     )
+    return pinned, datetime.fromisoformat(clock)
 
 
 def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
-    """The model's, with the chat template it is trained on."""
+    """The model's tokenizer, with the chat template used for training."""
     tokenizer = models.tokenizer_of(directory)
     if options.chat_template is not None:
         tokenizer.beside["chat_template.jinja"] = Path(options.chat_template).read_text(encoding="utf-8")
@@ -73,14 +76,19 @@ def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
 
 
 def _examples(
-    options: FinetuneOptions, tokenizer: Tokenizer, model: GPT, directory: Path, ranks: Ranks, display: Display
+    options: FinetuneOptions,
+    clock: datetime,
+    tokenizer: Tokenizer,
+    model: GPT,
+    directory: Path,
+    ranks: Ranks,
+    display: Display,
 ) -> tuple[Examples, Examples | None, Summary]:
     given = Path(options.chat_template) if options.chat_template is not None else None
-    assert options.clock is not None
     template = None
     folder = models.tokenizer_folder(directory) or directory
     if given is not None or chat.there_is_one(folder):
-        template = chat.find(folder, given, datetime.fromisoformat(options.clock))
+        template = chat.find(folder, given, clock)
 
     def read(sources: tuple[str, ...]) -> tuple[Examples, Summary]:
         files = examples.find(sources)
@@ -99,25 +107,25 @@ def _examples(
         return found, held, summary
     training, validation = examples.split(found, options.val_share, options.seed)
     if validation is None and options.val_share and ranks.first:
-        display.say("all lines are equal, or have examples in common: none is kept for validation")
+        display.say("all lines are equal or share examples: none is held out for validation")
     return training, validation, summary
 
 
 def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
-    """What trains: adapters, new or those that are there, or everything."""
+    """Inject adapters, continue with existing ones, or leave all weights trainable."""
     if model.adapter is not None:
         if options.adapter != FinetuneOptions().adapter:
             raise HandgradError(
-                f"{options.model} is an adapter, and training goes on with it as it is: leave out --full and the adapter's"
-                " options, or merge it first (handgrad merge)"
+                f"{options.model} is an adapter, and training continues with it unchanged: leave out --full and the"
+                " adapter's options, or merge it first (handgrad merge)"
             )
     elif options.adapter is not None:
         adapters.apply(model, options.adapter, options.seed)
 
 
-def _worth_evaluating(training: Examples, validation: Examples | None, batch: int) -> int:
-    """Steps between two evaluations so that they take at most about a quarter of the time: a forward pass is a third of a
-    step."""
+def _steps_per_evaluation(training: Examples, validation: Examples | None, batch: int) -> int:
+    """Steps between two evaluations such that they take at most about a quarter of the time (a forward pass is a third of
+    a step)."""
     if validation is None:
         return 1
     tokens = training.size(0, batch, False)[0]
@@ -132,7 +140,7 @@ def _decide(options: FinetuneOptions, batch: int, training: Examples, validation
     warmup = options.warmup
     if warmup is None:
         warmup = 20 if steps is None else min(20, steps // 10)
-    often = max(1, steps // 10, _worth_evaluating(training, validation, batch)) if steps is not None else 50
+    interval = max(1, steps // 10, _steps_per_evaluation(training, validation, batch)) if steps is not None else 50
     return Recipe(
         steps=steps,
         minutes=options.minutes,
@@ -140,6 +148,6 @@ def _decide(options: FinetuneOptions, batch: int, training: Examples, validation
         min_lr=0.0 if options.min_lr is None else options.min_lr,
         warmup=warmup,
         log_every=options.log_every or max(1, min(10, (steps or 100) // 10)),
-        eval_every=options.eval_every or often,
-        save_every=options.save_every or often,
+        eval_every=options.eval_every or interval,
+        save_every=options.save_every or interval,
     )

@@ -130,23 +130,23 @@ def make_job(
 
 
 def check_options(options: C) -> C:
-    """Raise for an unknown optimizer, before anything is read. An optimizer inside the backward pass saves memory only
-    where blocks are recomputed, so it implies that."""
+    """Raise for an unknown optimizer before anything is read. `update_inside` saves memory only if blocks are recomputed, so
+    it implies recompute="blocks"."""
     optim.maker(options.optimizer, 1.0, 0.0, (0.9, 0.9))
     return replace(options, recompute="blocks") if options.update_inside else options
 
 
-def sources_of(named: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
-    """Where the data is, so that it is found again from any folder; standard input is kept for that."""
+def sources_of(given: tuple[str, ...], ranks: Ranks) -> tuple[str, ...]:
+    """Absolute paths of the data; standard input is saved to a file, so that a resumed run can read it again."""
 
     def absolute() -> str:
-        return json.dumps([str(corpus.from_stdin() if s == "-" else Path(s).expanduser().absolute()) for s in named])
+        return json.dumps([str(corpus.from_stdin() if s == "-" else Path(s).expanduser().absolute()) for s in given])
 
     return tuple(json.loads(ranks.broadcast(absolute)))
 
 
 def _restore(job: Job, checkpoint: Checkpoint) -> None:
-    """Continue from a checkpoint: the optimizer's state, the random numbers, and where the run stood."""
+    """Restore the optimizer's state, torch's random numbers and the progress of the run."""
     state = read_tensors(checkpoint.folder / OPTIMIZER)
     facts = checkpoint.facts
     try:

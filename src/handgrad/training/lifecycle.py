@@ -1,8 +1,8 @@
-"""The life of a run: find its folder, lock it, create it or continue it, train, conclude.
+"""The life of a run: choose and lock its folder, create or resume it, train, conclude.
 
 The same for `train` and `finetune`, from the command line and from Python. The first process decides and writes; the
-others learn its decisions. The order is what makes a run safe to kill at any moment: lock, then run.json, then work, then
-the conclusion (report, adapter), which is repeated whenever a run that has ended is resumed.
+others receive its decisions. The order makes a run safe to kill at any time: lock, run.json, training, then the conclusion
+(report and result), which is repeated whenever a finished run is resumed.
 """
 
 import contextlib
@@ -32,31 +32,31 @@ from .run import LockedError, Run
 C = TypeVar("C", bound=TrainOptions)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 LENGTHS = ("steps", "epochs", "minutes")
-# what may change when a run is resumed: how long it is and how it is watched, not what it computes
+# options that may change on resume: length and logging, not what is computed
 FREE = {*LENGTHS, "log_every", "eval_every", "save_every", "keep", "patience", "sample_tokens", "tensorboard"}
 PATHS = {"data", "val_data", "model", "chat_template"}
 
 
 @dataclass(frozen=True)
 class Request(Generic[C]):
-    """What a user asks for: fields of a configuration, by name, and what to do with them."""
+    """A run that a user asks for: its options by name, and the function that prepares it."""
 
     kind: type[C]
     prepare: Prepare[C]
     options: dict[str, Any] = field(default_factory=dict)
-    out: Path | None = None  # the next free folder in runs/ unless given
-    resume: bool = False  # create the run, or continue it if it is there
+    out: Path | None = None  # default: the next free folder in runs/
+    resume: bool = False  # create the run, or continue it if it exists
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: Path
     job: Job
     outcome: Outcome
     place: Path  # of the model or the adapter
-    text: str  # what the model writes, "" if it was not asked to
+    text: str  # a sample of the model, or ""
 
     @property
     def val_loss(self) -> float | None:
@@ -74,17 +74,17 @@ class Result:
 
 @dataclass(frozen=True)
 class _Start:
-    """What the first process found in the folder and decided."""
+    """What the first process found in the folder and decided, for all processes."""
 
     folder: str
-    fresh: bool
+    new: bool
     settings: dict[str, Any]
     checkpoint: str | None
-    says: list[str]
+    messages: list[str]
 
 
 def dry_run(request: Request[C], ranks: Ranks, display: Display) -> Job:
-    """Prepare everything and stop: the data is read, the model made, nothing is written but the cache."""
+    """Prepare the job and stop. Nothing is written except the cache of tokens."""
     options = request.kind.parse(request.options)
     if request.out is not None:
         _check_free(Run(request.out), request.resume)
@@ -92,7 +92,7 @@ def dry_run(request: Request[C], ranks: Ranks, display: Display) -> Job:
 
 
 def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
-    """Create the run, or continue it, train and conclude, in every process."""
+    """Create or resume the run, train, and conclude. Called in every process."""
     if request.options.get("tensorboard"):
         tensorboard.check_installed()
     locked: list[Run] = []
@@ -104,9 +104,9 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
 
     start = _Start(**json.loads(ranks.broadcast(enter)))
     run = locked[0] if ranks.first else Run(Path(start.folder))
-    fresh = start.fresh
+    new = start.new
     try:
-        for line in start.says:
+        for line in start.messages:
             display.say(line)
         options = _options(request, start)
         checkpoint = run.checkpoint(Path(start.checkpoint), contents=False) if start.checkpoint else None
@@ -117,7 +117,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         _check_same_data(start.settings, settings, run.folder)
         _check_not_shorter(request, job, start)
         ranks.run_on_first(lambda: _begin(run, job, settings))
-        fresh = False
+        new = False
         if job.ended:
             outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
         else:
@@ -130,25 +130,25 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
     finally:
         display.end()
         if ranks.first:
-            run.abandon() if fresh else run.release()
+            run.abandon() if new else run.release()
 
 
 def _enter(request: Request[C]) -> tuple[Run, _Start]:
-    """In the first process: find the folder, lock it, look at what is there, and write run.json of a new run."""
-    request.kind.parse(request.options)  # wrong options are named before anything is written
+    """In the first process: choose and lock the folder, read its state, and write run.json of a new run."""
+    request.kind.parse(request.options)  # raise before anything is written
     for name, value in {**request.options, "out": str(request.out or "")}.items():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
                 check_unicode(text, f"--{name.replace('_', '-')}")
     resume = request.resume or _is_restart()
     run = _locked(request, resume)
-    fresh = run.is_empty()
-    if not fresh and not resume:
+    new = run.is_empty()
+    if not new and not resume:
         run.release()
-        raise HandgradError(f"{run.folder} was started by another process just now: choose another --out")
+        raise HandgradError(f"{run.folder} has just been created by another process: choose another --out")
     try:
-        if fresh:
-            says = [f"{run.folder} holds no run yet: starting one"] if request.resume and request.out else []
+        if new:
+            messages = [f"{run.folder} contains no run: starting a new one"] if request.resume and request.out else []
             given = json.loads(json.dumps(request.options))
             settings = {"command": request.kind.command, "launch": _launch(), "given": given}
             run.sweep()
@@ -164,22 +164,22 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
             _check_fixed(request, settings)
             found, reasons = run.newest()
             run.sweep()
-            says = [f"left aside: {reason}" for reason in reasons]
+            messages = [f"skipped: {reason}" for reason in reasons]
             if (damage := run.damage()) is not None:
-                says.append(f"{damage}; its settings are taken from the newest checkpoint")
-            at = f"step {found.step:,} ({found.folder})" if found else "the beginning: it has no checkpoint"
-            says.append(f"resuming {run.folder} from {at}")
+                messages.append(f"{damage}; using the settings in the newest checkpoint")
+            at = f"step {found.step:,} ({found.folder})" if found else "the beginning (no checkpoint)"
+            messages.append(f"resuming {run.folder} from {at}")
             for folder in run.folders():
                 if found and folder > found.folder:
                     run.set_aside(folder)
     except BaseException:
-        run.abandon() if fresh else run.release()
+        run.abandon() if new else run.release()
         raise
-    return run, _Start(str(run.folder), fresh, settings, str(found.folder) if found else None, says)
+    return run, _Start(str(run.folder), new, settings, str(found.folder) if found else None, messages)
 
 
 def _locked(request: Request[C], resume: bool) -> Run:
-    """The folder that is meant, locked."""
+    """The requested, resumed or next free run folder, locked."""
     if request.out is not None:
         run = Run(request.out)
         _check_free(run, resume)
@@ -192,31 +192,31 @@ def _locked(request: Request[C], resume: bool) -> Run:
             run.lock()
             return run
         if request.resume:
-            raise HandgradError(f"there is no run to resume in {RUNS}/: name its folder with --out")
+            raise HandgradError(f"no run to resume in {RUNS}/: name its folder with --out")
     name = Path(str(request.options.get("model", request.kind.model))).name or "run"
     for i in range(1, 1 << 30):
         run = Run(RUNS / f"{name}-{i}")
         if run.folder.exists():
             continue
-        with contextlib.suppress(LockedError):  # another process has just taken this name
+        with contextlib.suppress(LockedError):  # another process took this name
             run.lock()
             return run
     raise AssertionError("unreachable")
 
 
 def _check_free(run: Run, resume: bool) -> None:
-    """Raise, before anything is touched, if a run cannot be created or continued in this folder."""
+    """Raise if a run can be neither created nor continued in this folder."""
     if not run.folder.exists() or (run.folder.is_dir() and run.is_empty()):
         return
     is_run = run.folder.is_dir() and ((run.folder / "run.json").exists() or bool(run.folders()))
     if not is_run:
-        raise HandgradError(f"{run.folder} exists already and is not the folder of a run: choose another --out")
+        raise HandgradError(f"{run.folder} exists and is not a run folder: choose another --out")
     if not resume:
-        raise HandgradError(f"{run.folder} exists already: choose another --out, or continue it with --resume")
+        raise HandgradError(f"{run.folder} exists: choose another --out, or continue it with --resume")
 
 
 def _is_restart() -> bool:
-    """Whether torchrun has started this group again after a failure."""
+    """Whether torchrun has restarted this group after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
 
 
@@ -225,7 +225,7 @@ def _launch() -> str | None:
 
 
 def _options(request: Request[C], start: _Start) -> C:
-    """The configuration of the run, with what the user may change."""
+    """The recorded options of the run, with the changes that resuming allows."""
     recorded = _from_json(start.settings.get("training") or start.settings["given"])
     changes = {name: value for name, value in request.options.items() if name in FREE}
     if set(changes) & set(LENGTHS):
@@ -233,7 +233,7 @@ def _options(request: Request[C], start: _Start) -> C:
     try:
         return request.kind.parse({**recorded, **changes})
     except TypeError as reason:
-        raise HandgradError(f"{start.folder}/run.json does not describe a run of this version: {reason}") from None
+        raise HandgradError(f"{start.folder}/run.json was not written by this version: {reason}") from None
 
 
 def _from_json(options: dict[str, Any]) -> dict[str, Any]:
@@ -244,15 +244,15 @@ def _from_json(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_fixed(request: Request[C], settings: dict[str, Any]) -> None:
-    """Options that are given again must be what they were."""
+    """Raise if a fixed option differs from the recorded one."""
     for name in request.options:
         if name not in FREE and not _unchanged(request, name, settings):
-            what = f"--{name.replace('_', '-')}" if name != "shape" else "the shape of the model"
+            what = f"--{name.replace('_', '-')}" if name != "shape" else "the model's shape"
             raise HandgradError(f"{what} cannot change when a run is resumed: leave it out, or start a new run")
 
 
 def _unchanged(request: Request[C], name: str, settings: dict[str, Any]) -> bool:
-    """Whether an option is what the run was started with, or what that was resolved to."""
+    """Whether an option equals the recorded one, as given or as decided."""
     value = json.loads(json.dumps(request.options[name]))
     before = [settings.get("given", {}).get(name), (settings.get("training") or {}).get(name)]
     return value in before or (name in PATHS and _absolute(value) in map(_absolute, before))
@@ -263,20 +263,22 @@ def _absolute(value: Any) -> list[str]:
 
 
 def _check_same_data(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    for what, name in (("tokens", "data"), ("validation", "data for validation")):
+    for what, name in (("tokens", "data"), ("validation", "validation data")):
         if before.get(what, now[what]) != now[what]:
-            raise HandgradError(f"the {name} is not what {folder} began with: bring it back, or start a new run")
+            raise HandgradError(
+                f"the {name} differs from what {folder} was started with: restore it, or start a new run"
+            )
 
 
 def _check_not_shorter(request: Request[C], job: Job, start: _Start) -> None:
-    """A run that has ended can be concluded again, or made longer, but not shorter."""
+    """Raise if a resumed run would become shorter."""
     changed = [n for n in (*LENGTHS, "patience") if n in request.options and not _unchanged(request, n, start.settings)]
     planned = (start.settings.get("training") or {}).get("steps")
     if "steps" in changed and planned is not None and request.options["steps"] < planned:
-        raise HandgradError(f"{start.folder} runs until step {planned:,}: --steps can only make it longer")
+        raise HandgradError(f"{start.folder} runs until step {planned:,}: --steps can only extend it")
     if job.ended and changed:
-        remedy = "make it longer with --steps, --epochs or --minutes" if job.progress >= 1 else "raise --patience"
-        raise HandgradError(f"{start.folder} is at step {job.step:,} already, and ends there: {remedy}")
+        remedy = "extend it with --steps, --epochs or --minutes" if job.progress >= 1 else "raise --patience"
+        raise HandgradError(f"{start.folder} is at step {job.step:,} and ends there: {remedy}")
 
 
 def _begin(run: Run, job: Job, settings: dict[str, Any]) -> None:
@@ -285,8 +287,8 @@ def _begin(run: Run, job: Job, settings: dict[str, Any]) -> None:
 
 
 def conclude(job: Job, run: Run) -> Path:
-    """Write what a run leaves for its user: report.html, and for fine-tuning the best result under a fixed name. Returns
-    the folder of the model or adapter. It can be repeated at any time."""
+    """Write report.html and, for fine-tuning, copy the best result to adapter/ or model/. Returns the folder of the result.
+    Safe to repeat."""
     write_text(run.folder / "report.html", report(run), follow=False)
     run.prune(job.options.keep)
     best = run.best().folder

@@ -15,27 +15,29 @@ from ..errors import NonFiniteError
 from ..formatting import number
 from ..inference.generate import generate
 from ..optim import OptimizerInBackward
-from ..text.batches import hash64
+from ..text.batches import Batches, hash64
 from .diagnose import diagnose
 from .distributed import Ranks
 from .interrupt import Stop
 from .job import Display, Job
 from .run import Run
 
-Norms = Callable[[], dict[str, float]]  # of the gradient, layer by layer
+Norms = Callable[[], dict[str, float]]  # computes the gradient's norm per layer
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a run ended."""
+
     step: int
-    finished: bool  # or stopped by a signal
-    early: bool  # finished because the validation loss no longer fell
+    finished: bool  # False: stopped by a signal
+    early: bool  # finished because the validation loss no longer decreased
     loss: float
     val_loss: float | None
 
 
 class Interval:
-    """What happened since the last logged step."""
+    """Statistics since the last logged step."""
 
     def __init__(self, job: Job):
         self.tokens, self.seconds = job.tokens, job.seconds
@@ -61,48 +63,48 @@ class Interval:
 
 
 def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
-    """Take steps until the end, or until a signal asks to stop; log, evaluate and save on the way."""
-    c = job.recipe
+    """Take steps until the run ends or a signal stops it; log, evaluate, sample and save in between."""
+    recipe = job.recipe
     interval = Interval(job)
-    began_at = job.step if job.resumed else -1
+    resumed_at = job.step if job.resumed else -1
     loss, stopping = math.nan, False
     with Stop() as stop:
         while True:
-            ends = job.ended
-            new = job.step != began_at  # a resumed run has evaluated and saved its first step already
+            done = job.ended
+            new = job.step != resumed_at  # a resumed run has already evaluated and saved this step
             better = False
             val_loss = None
-            if new and job.validation is not None and (ends or job.step % c.eval_every == 0):
-                val_loss = evaluate(job, ranks)
+            if new and job.validation is not None and (done or job.step % recipe.eval_every == 0):
+                val_loss = evaluate(job, job.validation, ranks)
                 better = job.note_validation(val_loss)
-                ends = job.ended
-            if interval.losses and (ends or stopping or job.step % c.log_every == 0):
+                done = job.ended
+            if interval.losses and (done or stopping or job.step % recipe.log_every == 0):
                 if ranks.first:
-                    note(run, display, interval.record(job))
+                    log(run, display, interval.record(job))
                 interval = Interval(job)
             if val_loss is not None and ranks.first:
-                note(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
-            if ends or stopping or (new and job.step > 0 and (better or job.step % c.save_every == 0)):
+                log(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+            if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
-                if ends or stopping:
-                    return Outcome(job.step, ends, ends and job.progress < 1, loss, val_loss)
+                if done or stopping:
+                    return Outcome(job.step, done, done and job.progress < 1, loss, val_loss)
 
-            began = time.perf_counter()
+            start = time.perf_counter()
             lr = job.learning_rate
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
             step = take_step(job, ranks)
-            took = time.perf_counter() - began
-            loss, asked, took = ranks.total(step.loss, stop.asked, took / ranks.size)
+            seconds = time.perf_counter() - start
+            loss, asked, seconds = ranks.total(step.loss, stop.asked, seconds / ranks.size)
             stopping = asked > 0
             job.tokens += job.training.size(job.step * job.batch, job.batch)[0]
             job.step += 1
-            job.seconds += took
+            job.seconds += seconds
             interval.add(loss, lr, step)
 
 
 class Step(NamedTuple):
-    loss: float  # this process's part of it
+    loss: float  # of this process
     norm: float | None  # of the gradient, before clipping
     norms: Norms
     flop: int  # of this process
@@ -113,7 +115,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
     first, count = ranks.share(job.step * job.batch, job.batch)
     tokens, targets, lengths = job.training.batch(first, count)
     n_targets = job.training.size(job.step * job.batch, job.batch)[1]
-    seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: the same again when the step is
+    seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: a repeated step repeats it
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
             loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
@@ -129,10 +131,10 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         norm = each.norm().item()
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is not finite")
-    except NonFiniteError as trouble:
+    except NonFiniteError as error:
         job.model.zero_grad()
         raise NonFiniteError(
-            f"step {job.step + 1}: {trouble}; {diagnose(job.model, tokens, targets, lengths)}; try a smaller learning rate"
+            f"step {job.step + 1}: {error}; {diagnose(job.model, tokens, targets, lengths)}; try a smaller learning rate"
             f" than {number(job.recipe.lr)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
@@ -141,35 +143,34 @@ def take_step(job: Job, ranks: Ranks) -> Step:
 
 
 @torch.no_grad()
-def evaluate(job: Job, ranks: Ranks) -> float:
-    """The mean loss over the first batches of the validation part, the same ones every time."""
-    assert job.validation is not None
-    several = min(job.validation.per_epoch, job.options.eval_batches * job.batch)
-    edges = [several * r // ranks.size for r in range(ranks.size + 1)]
+def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
+    """The mean loss over the first validation batches, the same ones every time."""
+    count = min(validation.per_epoch, job.options.eval_batches * job.batch)
+    edges = [count * r // ranks.size for r in range(ranks.size + 1)]
     total = targets = 0.0
     for first in range(edges[ranks.rank], edges[ranks.rank + 1], job.batch):
         part = (first, min(job.batch, edges[ranks.rank + 1] - first), False)
-        here = job.validation.size(*part)[1]
-        total += here * job.model.loss(*job.validation.batch(*part))
+        here = validation.size(*part)[1]
+        total += here * job.model.loss(*validation.batch(*part))
         targets += here
     total, targets = ranks.total(total, targets)
     return total / targets
 
 
 def sample(job: Job) -> str:
-    """What the model writes now, beginning as the validation part does."""
+    """Text that the model generates, with the beginning of the validation data as its prompt."""
     if not job.options.sample_tokens or job.validation is None:
         return ""
     prompt = job.validation.opening()
     new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)
-    written = new[0].tolist()
-    if job.tokenizer.end in written:
-        written = written[: written.index(job.tokenizer.end)]
-    return job.tokenizer.decode([*prompt[0].tolist(), *written])
+    generated = new[0].tolist()
+    if job.tokenizer.end in generated:
+        generated = generated[: generated.index(job.tokenizer.end)]
+    return job.tokenizer.decode([*prompt[0].tolist(), *generated])
 
 
 def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
-    """Write a checkpoint and prune older ones, by the first process alone: the number of processes leaves no trace."""
+    """Write a checkpoint and prune older ones, in the first process only: files do not depend on the number of processes."""
 
     def write() -> None:
         optimizer_state = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
@@ -182,13 +183,13 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
     ranks.run_on_first(write)
 
 
-def note(run: Run, display: Display, record: dict[str, Any]) -> None:
+def log(run: Run, display: Display, record: dict[str, Any]) -> None:
     run.log(record)
     display.show(record)
 
 
 def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
-    """Norms of parameters → norms of layers."""
+    """Norms per parameter → norms per layer."""
     squares: dict[str, float] = {}
     for p, norm in norms.items():
         parts = job.names[p].split(".")
@@ -200,5 +201,5 @@ def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Bytes of this process at its highest point so far."""
+    """Peak memory of this process in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,15 +1,7 @@
-"""The folder of a run: its configuration, its metrics, and its checkpoints.
+"""Write the folder of a run: lock it, record settings and metrics, save and prune checkpoints.
 
-    .lock                          held by the process that trains into the folder
-    run.json                       what the run was started with, and the resolved configuration; under its digest
-    metrics.jsonl                  a line for every logged step, every evaluation, every sample
-    checkpoints/step-00000250/     a Hugging Face directory, or PEFT's for an adapter, and what training needs to go on:
-        optimizer.safetensors      the optimizer's state and the state of the random numbers
-        handgrad-manifest.json     step, run, time, validation loss, settings, and the SHA-256 of every file
-    report.html
-
-A checkpoint is filled under another name, flushed to the disk, and then renamed. `Run.checkpoint` reads one: it is usable,
-damaged for a reason, or absent. Damaged checkpoints are never deleted.
+`formats/run_folder.py` describes its layout and reads it. A checkpoint is written under a temporary name, flushed to disk,
+then renamed. Damaged checkpoints are never deleted.
 """
 
 import contextlib
@@ -38,11 +30,11 @@ from ..text.tokenizer import Tokenizer
 
 
 class LockedError(HandgradError):
-    """Another process is training into the folder."""
+    """Another process holds the lock of the folder."""
 
 
 class Run(RunFolder):
-    """The folder of a run, to write into."""
+    """A run folder that this process writes."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -52,16 +44,16 @@ class Run(RunFolder):
     # ── lock ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lock(self) -> None:
-        """Create the folder if need be and keep other processes out of it, until this one ends, however it ends."""
+        """Create the folder if necessary and lock it, until the process ends for whatever reason."""
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         above = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise HandgradError(f"cannot write in {above}: choose another --out")
+            raise HandgradError(f"cannot write to {above}: choose another --out")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
             raise HandgradError(
-                f"cannot make the folder {self.folder}: {reason.strerror}; choose another --out"
+                f"cannot create the folder {self.folder}: {reason.strerror}; choose another --out"
             ) from None
         self._made = missing
         try:
@@ -69,7 +61,7 @@ class Run(RunFolder):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise LockedError(f"another process is training into {self.folder}: wait for it, or stop it") from None
+            raise LockedError(f"another process is training in {self.folder}: wait for it, or stop it") from None
         except OSError as reason:
             self.release()
             why = "it is a symbolic link; remove it" if reason.errno == errno.ELOOP else reason.strerror
@@ -81,37 +73,40 @@ class Run(RunFolder):
             self._lock = None
 
     def sweep(self) -> None:
-        """Remove what killed processes left in the folder. Needs the lock."""
+        """Delete temporary files of killed processes. Requires the lock."""
         for folder in (self.folder, self.checkpoints):
             if folder.is_dir():
                 sweep(folder, owned=True)
 
     def abandon(self) -> None:
-        """Undo `lock` and `create` for a run that could not begin: leave the folder as it was found."""
+        """Undo `lock` and `create` for a run that failed to start."""
         for path in (self.folder / CONFIG, self.folder / LOCK):
             path.unlink(missing_ok=True)
         for path in (self.checkpoints, *self._made):
-            with contextlib.suppress(OSError):  # not there, or no longer empty
+            with contextlib.suppress(OSError):  # missing, or not empty
                 path.rmdir()
         self.release()
 
     # ── configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_empty(self) -> bool:
-        """Whether the folder holds nothing but what starting a run leaves there before its run.json."""
+        """Whether the folder is new: nothing in it but what `lock` and `create` write before run.json."""
         if any(self.checkpoints.glob("*")):
             return False
-        return all(path.name in (LOCK, "checkpoints") or path.name.startswith(".handgrad-") for path in self._inside())
+        return all(
+            path.name in (LOCK, "checkpoints") or path.name.startswith(".handgrad-") for path in self._contents()
+        )
 
-    def _inside(self) -> Iterator[Path]:
+    def _contents(self) -> Iterator[Path]:
         return self.folder.iterdir() if self.folder.is_dir() else iter(())
 
     def create(self, settings: dict[str, Any]) -> None:
-        """Start a run: write run.json, before any other work."""
+        """Write run.json of a new run."""
         self.checkpoints.mkdir(exist_ok=True)
         self.configure({"id": uuid.uuid4().hex, **settings})
 
     def configure(self, settings: dict[str, Any]) -> None:
+        """Write run.json, with a digest."""
         text = json.dumps({**settings, "digest": manifest.digest(settings)}, indent=1) + "\n"
         write_text(self.folder / CONFIG, text, follow=False)
 
@@ -120,7 +115,7 @@ class Run(RunFolder):
     def save(
         self, step: int, model: GPT, tokenizer: Tokenizer, optimizer_state: dict[str, Tensor], facts: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint. A damaged one in its place is moved aside; a usable one is this very step."""
+        """Write a checkpoint. If the step has a usable one, keep it; a damaged one is renamed first."""
         folder = self.checkpoints / f"{PREFIX}{step:08d}"
         if folder.exists():
             try:
@@ -138,16 +133,16 @@ class Run(RunFolder):
             write_folder(folder, fill)
         except (OSError, SafetensorError) as reason:
             raise HandgradError(
-                f"step {step} could not be saved: {reason}. Earlier checkpoints are untouched: make room, then --resume"
+                f"step {step} could not be saved: {reason}. Earlier checkpoints are intact: free disk space, then --resume"
             ) from None
         return folder
 
     def set_aside(self, folder: Path) -> Path:
-        """Rename a damaged checkpoint, so that its step can be saved anew."""
+        """Rename a damaged checkpoint, so that its step can be saved again."""
         names = (folder.with_name(f"damaged-{folder.name}{f'-{i}' if i else ''}") for i in range(1 << 30))
-        place = next(path for path in names if not path.exists())
-        os.rename(folder, place)
-        return place
+        new = next(path for path in names if not path.exists())
+        os.rename(folder, new)
+        return new
 
     def prune(self, keep: int) -> None:
         """Delete all usable checkpoints but the newest `keep` and the best."""
@@ -160,18 +155,19 @@ class Run(RunFolder):
     # ── metrics ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, record: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with open(os.open(self.folder / METRICS, flags, 0o666), "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of steps that will be taken again."""
-        kept = [record for record in self.records() if record["step"] <= step]
-        write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept), follow=False)
+        """Drop the metrics of later steps, which will be repeated."""
+        remaining = [record for record in self.records() if record["step"] <= step]
+        write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in remaining), follow=False)
 
 
 def write_result(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """What other tools open: the model, or its adapter alone if it has one, and the tokenizer."""
+    """Write the model, or only its adapter if it has one, and the tokenizer, as other tools read them."""
     if model.adapter is not None:
         peft.write(model, folder)
     else:
