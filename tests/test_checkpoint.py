@@ -31,7 +31,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_transformers_opens_what_we_write(shape: dict[str, object], tmp_path: Path) -> None:
     model = make_model(n_blocks=2, **shape)
     hg.save(model, tmp_path / "m")
