@@ -22,10 +22,16 @@ from handgrad.files.manifest import FILE
 from handgrad.proof.oracles import relative_error
 from handgrad.training.config import FinetuneOptions, TrainOptions
 
-SHAPES = [{}, {"tied": False}, {"d_hidden": 7, "activation": "relu"}, {"n_heads": 1, "eps": 1e-3, "activation": "gelu"}]
+SHAPES = [
+    {},
+    {"tied": False},
+    {"d_hidden": 7, "activation": "relu"},
+    {"n_heads": 1, "eps": 1e-3, "activation": "gelu"},
+    {"activation": "relu2"},
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_transformers_opens_what_we_write(shape: dict[str, object], tmp_path: Path) -> None:
     model = make_model(n_blocks=2, **shape)
     hg.save(model, tmp_path / "m")
@@ -270,7 +276,8 @@ def theirs_of(shape: dict[str, Any]) -> GPT2LMHeadModel:
 @pytest.mark.parametrize(
     "shape",
     [{}, {"tie_word_embeddings": False}, {"n_head": 1, "n_layer": 1}, {"n_inner": 20, "activation_function": "relu"},
-     {"layer_norm_epsilon": 1e-3, "activation_function": "gelu", "n_layer": 3, "n_embd": 20, "n_head": 5}],
+     {"layer_norm_epsilon": 1e-3, "activation_function": "gelu", "n_layer": 3, "n_embd": 20, "n_head": 5},
+     {"activation_function": "relu2"}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

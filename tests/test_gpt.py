@@ -37,6 +37,7 @@ SHAPES = {
     "not causal": {"causal": False},
     "relu": {"activation": "relu"},
     "gelu": {"activation": "gelu"},
+    "relu2": {"activation": "relu2"},
     "large ε": {"eps": 0.1},
 }
 LENGTHS = {"one token": [1], "one sequence": [8], "uneven": [5, 1, 9], "equal": [6, 6]}

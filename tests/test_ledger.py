@@ -10,8 +10,10 @@ import torch
 from handgrad.errors import HandgradError
 from handgrad.paper import activation, attention, embedding, kv_cache, layernorm, linear, lora, loss, transformer
 from handgrad.proof.ledger import CHECKS, run, select
+from handgrad.proof.ledger.check import BEYOND, SECTIONS
 
 IDS = (Path(__file__).parent / "data" / "ledger-ids.txt").read_text().split()
+LAYERS_BEYOND = ["L-relu2-fwd", "L-relu2-bwd"]
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
@@ -22,8 +24,26 @@ def test_every_line_of_the_paper_has_exactly_one_check() -> None:
     assert len(IDS) == len(set(IDS)) == 205
     report = json.loads(run(0).to_json())
     listed = [c["id"] for c in report["checks"]]
-    assert sorted(listed) == sorted([*IDS, *ERRATA])
+    of_the_paper = [c["id"] for c in report["checks"] if c["section"] != SECTIONS[BEYOND]]
+    assert sorted(of_the_paper) == sorted([*IDS, *ERRATA])
+    assert sorted(set(listed) - set(of_the_paper)) == sorted(LAYERS_BEYOND)
     assert report["passed"] == len(listed) and report["failed"] == 0
+
+
+def test_checks_beyond_the_paper_have_ids_of_their_own() -> None:
+    """L-<layer>-<what>, at least forward and backward of each layer, counted apart from the paper's"""
+    beyond = {c.id for c in CHECKS.values() if c.section == BEYOND}
+    assert beyond == {id for id in CHECKS if id.startswith("L-")}
+    assert not any(CHECKS[id].equation for id in beyond), "a check with an equation number is the paper's"
+    for layer in {id.split("-")[1] for id in beyond}:
+        assert {f"L-{layer}-fwd", f"L-{layer}-bwd"} <= beyond
+    assert f": 1 of the paper, {len(beyond)} beyond it" in run(5, "E-act,L-*").title
+    assert "beyond" not in run(5, "E-act").title
+
+
+def test_an_activation_without_a_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "NAMES", (*activation.NAMES, "new"))
+    assert [c.id for c in run(0, "E-act").failed] == ["E-act"]
 
 
 def test_every_check_says_what_it_claims() -> None:
@@ -102,6 +122,13 @@ def without_the_smooth_part(x: torch.Tensor, name: str) -> torch.Tensor:
     return (x > 0).to(x.dtype)
 
 
+def with_relu2(
+    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """`right`, but for relu2."""
+    return lambda x, name: wrong(x) if name == "relu2" else right(x, name)
+
+
 def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
 
@@ -134,7 +161,11 @@ BREAKS: dict[str, tuple[object, str, Callable[..., torch.Tensor], set[str]]] = {
         "E-lora-logits-fwd", "R3",
     }),
     "a dropped scale": (lora, "grad_u", lambda delta, a, d, scale: (a @ d).t() @ delta, {"E-lora-du", "T3-u11"}),
-    "a wrong activation slope": (activation, "g_prime", without_the_smooth_part, FROM_10 | {"E-act", "X-stack"}),
+    "a wrong activation slope": (activation, "g_prime", without_the_smooth_part, FROM_10 | {
+        "E-act", "X-stack", "L-relu2-bwd",
+    }),
+    "a squared ReLU without its 2": (activation, "g_prime", with_relu2(activation.g_prime, torch.relu), {"L-relu2-bwd"}),
+    "a squared ReLU without its square": (activation, "g", with_relu2(activation.g, torch.relu), {"L-relu2-fwd"}),
     "a mean instead of a sum": (linear, "grad_b", lambda delta: delta.mean(0), {
         "E-fc-bwd", "E-val-branch", "T3-b3", "T3-b6", "T3-b8", "T3-b11", "X-bv-b3",
     }),

@@ -31,7 +31,7 @@ def red(verdict: Verdict, kind: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     "shape",
     [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
-     {"activation": "relu", "n_blocks": 1}],
+     {"activation": "relu", "n_blocks": 1}, {"activation": "relu2", "n_blocks": 1}],
 )  # fmt: skip
 def test_every_station_of_a_sound_model_is_proven(shape: dict[str, object]) -> None:
     verdict = verdict_on(make_session(**shape))  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ SHAPES = [
     {"lora": 2},
     {"key_bias": False, "causal": False},
     {"activation": "relu"},
+    {"activation": "relu2"},
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conftest import ROUNDING, SCALES, rounded
+from handgrad.model.config import ACTIVATIONS
 from handgrad.ops import activation as fast
 from handgrad.paper import activation as plain
 from handgrad.proof.oracles import differentiate, relative_error
@@ -32,6 +33,10 @@ def test_parts_that_fit_the_cache_are_the_whole(name: str, monkeypatch: pytest.M
         assert relative_error(one, two) <= 1e-12
 
 
+def test_a_model_can_have_every_activation_of_the_paper_package() -> None:
+    assert ACTIVATIONS == plain.NAMES
+
+
 def test_relu_has_no_slope_at_zero() -> None:
     assert fast.backward(torch.ones(1, 1), torch.zeros(1, 1), "relu")[0].item() == 0
 
@@ -48,4 +53,24 @@ def test_every_dtype_and_scale(name: str, scale: float, dtype: torch.dtype) -> N
     assert relative_error(fast.forward(narrow[0], name), plain.g(x, name)) <= ROUNDING[dtype]
     assert relative_error(value, plain.g(x, name)) <= ROUNDING[dtype]
     truth = plain.delta_prev(delta, x, name)
-    assert ((ours.double() - truth).abs() <= ROUNDING[dtype] * delta.abs()).all()
+    size = truth if name == "relu2" else delta  # the slopes of the others are at most 1.13; relu2's grows with x
+    assert ((ours.double() - truth).abs() <= ROUNDING[dtype] * size.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_squared_relu_rounds_once(dtype: torch.dtype) -> None:
+    x, delta = rounded(40, 33, dtype=dtype), rounded(40, 33, dtype=dtype)
+    ours, value = fast.backward(delta.to(dtype), x.to(dtype), "relu2")
+    positive = x.clamp(min=0)
+    assert torch.equal(ours, (2 * delta * positive).to(dtype))
+    assert torch.equal(value, positive.square().to(dtype))
+    assert torch.equal(fast.forward(x.to(dtype), "relu2"), value)
+
+
+def test_squared_relu_at_zero_and_where_numbers_are_not_finite() -> None:
+    """One value from both sides at the kink; NaN is passed on, not turned into 0"""
+    x = torch.tensor([[-0.0, 0.0, -1e-30, -torch.inf, torch.nan]])
+    ours, value = fast.backward(torch.ones_like(x), x, "relu2")
+    assert ours[0, :4].tolist() == value[0, :4].tolist() == fast.forward(x, "relu2")[0, :4].tolist() == [0.0] * 4
+    assert ours[0, 4].isnan() and value[0, 4].isnan() and fast.forward(x, "relu2")[0, 4].isnan()
+    assert fast.backward(torch.ones(1, 1), torch.tensor([[torch.inf]]), "relu2")[0].item() == torch.inf

@@ -86,6 +86,7 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/activation.py backward": activation.backward,
     "ops/activation.py _gelu_tanh": activation._gelu_tanh,
     "ops/activation.py _gelu": activation._gelu,
+    "ops/activation.py _relu2": activation._relu2,
     "ops/attention.py forward": attention.forward,
     "ops/attention.py rho_tile": attention.rho_tile,
     "ops/attention.py causal_signal_tile": attention.causal_signal_tile,
@@ -291,15 +292,26 @@ def _skip(left: int, branch: int, o: int) -> dict[str, Any]:
     }
 
 
+# g and g' of activations beyond the paper, with their checks
+_BEYOND_G = {
+    "relu2": (Formula(r"g(x) = \max(x, 0)^2", "L-relu2-fwd"), Formula(r"g'(x) = 2 \max(x, 0)", "L-relu2-bwd")),
+}
+
+
 def _activation(g: str) -> dict[str, Any]:
-    inner = {"gelu_tanh": "_gelu_tanh", "gelu": "_gelu"}.get(g)
-    name = {"gelu_tanh": "GELU, in its tanh form", "gelu": "GELU", "relu": "ReLU"}[g]
+    inner = {"gelu_tanh": "_gelu_tanh", "gelu": "_gelu", "relu2": "_relu2"}.get(g)
+    name = {
+        "gelu_tanh": "GELU, in its tanh form",
+        "gelu": "GELU",
+        "relu": "ReLU",
+        "relu2": "Squared ReLU (the positive part, squared)",
+    }[g]
     return {
         "title": "Activation",
         "words": f"{name}: each hidden number is let through if it is positive and held back if it is not. The same gate,"
         " as a slope, decides which part of the error goes on.",
-        "forward": (Formula(r"a_8 = g(a_7)", "Table 2"),),
-        "backward": (Formula(r"\Delta_7 = \Delta_8 \circ g'(a_7)", "Table 2"),),
+        "forward": (Formula(r"a_8 = g(a_7)", "Table 2"), *_BEYOND_G.get(g, ())[:1]),
+        "backward": (Formula(r"\Delta_7 = \Delta_8 \circ g'(a_7)", "Table 2"), *_BEYOND_G.get(g, ())[1:]),
         "errata": ("R39",) if g == "gelu_tanh" else (),
         "sources": (
             ("forward", "ops/activation.py forward"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from ..checks import check_whole, is_number
 from ..errors import HandgradError
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU and GPT-2's tanh form of GELU (R39).
+"""Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU, GPT-2's tanh form of GELU (R39)
+and squared ReLU.
 
 On the way back a_8 is needed once more, and made together with Δ_7: g and g' share the expensive part.
 """
@@ -20,6 +21,8 @@ def forward(x: Tensor, name: str) -> Tensor:
         return torch.relu(x)
     if name == "gelu":
         return F.gelu(x)
+    if name == "relu2":
+        return torch.relu(x).square_()
     if x.dtype == torch.bfloat16:
         return F.gelu(x, approximate="tanh")  # wide inside; the steps below would each be rounded
     value = torch.empty_like(x)
@@ -33,7 +36,7 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "relu":
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
-    slope = _gelu_tanh if name == "gelu_tanh" else _gelu
+    slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]
     for part in zip(_parts(delta), _parts(x), _parts(out), _parts(value), strict=True):
         if x.dtype == torch.bfloat16:  # in float32, so that only the results are rounded
             wide = [tensor.float() for tensor in part]
@@ -64,6 +67,13 @@ def _gelu_tanh(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
     torch.mul(x, s, out=value)
     rest = torch.addcmul(value, value, s, value=-1, out=out)  # g (1 − s)
     rest.mul_(square.mul_(3 * CUBIC * TWICE).add_(TWICE)).add_(s).mul_(delta)
+
+
+def _relu2(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
+    """g = max(x, 0)²,  g' = 2 max(x, 0)"""
+    positive = torch.clamp(x, min=0, out=value)
+    torch.mul(positive, delta, out=out).mul_(2)
+    positive.square_()
 
 
 def _sigmoid(x: Tensor, square: Tensor) -> Tensor:

@@ -63,6 +63,13 @@ def network_of(model: GPT) -> Network:
 
 Station = Callable[[str, Tensor], Tensor]
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
 
 def twin(p: Network, o: Options, ids: Tensor, targets: Tensor, station: Station) -> Tensor:
     """The same network for one sequence, written with torch's own functions: the sum of the losses over the targets.
@@ -88,9 +95,7 @@ def twin(p: Network, o: Options, ids: Tensor, targets: Tensor, station: Station)
         a_5 = stop("5", a_1 + a_4)
         a_6 = stop("6", F.layer_norm(a_5, block.w_5.shape, block.w_5, block.b_5, o.eps))
         a_7 = stop("7", a_6 @ block.w_6 + block.b_6)
-        a_8 = stop(
-            "8", F.relu(a_7) if o.g == "relu" else F.gelu(a_7, approximate="tanh" if o.g == "gelu_tanh" else "none")
-        )
+        a_8 = stop("8", ACTIVATIONS[o.g](a_7))
         a_9 = stop("9", a_8 @ block.w_8 + block.b_8)
         a = stop("10", a_5 + a_9)
     a_11 = station("delta_11", F.layer_norm(a, p.w_10.shape, p.w_10, p.b_10, o.eps))

@@ -1,10 +1,12 @@
-"""The ledger: one check for every equation, number and claim of the paper, and one for every misprint that matters.
+"""The ledger: one check for every equation, number and claim of the paper, and one for every misprint that matters;
+and, in `beyond`, checks of the layers that the paper does not have.
 
-Each file is a section of the paper. A check draws its own shapes and values, computes with `paper/` (or `plan`), and
+Each other file is a section of the paper. A check draws its own shapes and values, computes with `paper/` (or `plan`), and
 compares with an oracle of `verify`. `run` is what `handgrad verify` calls.
 """
 
 from . import (
+    beyond,
     embedding,
     errata,
     head_backward,
@@ -23,6 +25,6 @@ from . import (
 from .check import CHECKS, Check, run, select
 
 __all__ = [
-    "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "identities", "invariants", "kv_cache",
-    "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
+    "CHECKS", "Check", "beyond", "embedding", "errata", "head_backward", "head_forward", "identities", "invariants",
+    "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
 ]  # fmt: skip

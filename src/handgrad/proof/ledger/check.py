@@ -39,7 +39,9 @@ SECTIONS = {
     13: "B · Softmax",
     14: "Invariants derived here",
     15: "Errata: printed against right",
+    16: "Beyond the paper",
 }
+BEYOND = 16  # layers of handgrad's own; their ids begin with L-
 
 # oracle → its name in the report and the default tolerance
 AUTOGRAD = ("autograd", 1e-10)
@@ -191,11 +193,19 @@ def select(only: str | None) -> list[Check]:
 def run(seed: int, only: str | None = None, watch: Watch = iter) -> Report:
     """Run the ledger's checks. `watch` may wrap the sequence of checks, for a progress bar."""
     shared: dict[str, Any] = {}
-    report = Report(f"The paper, checked line by line (seed {seed})")
-    for c in watch(select(only)):
+    chosen = select(only)
+    report = Report(_title(chosen, seed))
+    for c in watch(chosen):
         lab = Lab(seed, c.id, shared)
         report.checks.append(_judge(c, lab))
     return report
+
+
+def _title(chosen: list[Check], seed: int) -> str:
+    """The paper's checks and those beyond it, counted apart."""
+    beyond = sum(c.section == BEYOND for c in chosen)
+    counts = f": {len(chosen) - beyond} of the paper, {beyond} beyond it" if beyond else ""
+    return f"The paper, checked line by line{counts} (seed {seed})"
 
 
 def _judge(c: Check, lab: Lab) -> Result:

@@ -1,0 +1,85 @@
+"""docs/adding-a-layer.md quotes the source as it is, and names files, tests and functions that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "adding-a-layer.md"
+GAP = "…"  # a line of its own: lines left out
+NAMES = {
+    "difference_steps": "proof/verify.py",
+    "network_of": "proof/reference.py",
+    "named_symbols": "model/layers.py",
+    "LayerNorm": "model/layers.py",
+    "Saved": "ops/layernorm.py",
+    "_HF_ACTIVATION": "families/gpt2.py",
+    "SOURCES": "explain/stations.py",
+    "_activation": "explain/stations.py",
+    "_norm": "explain/stations.py",
+    "_of": "explain/stations.py",
+}
+
+
+def quotes_in(text: str) -> list[tuple[str, list[str]]]:
+    """(file, parts) of every ```py block: its first line is a comment with the file, gaps separate the parts."""
+    found = []
+    for block in re.findall(r"```py\n(.*?)```", text, re.S):
+        first, *lines = block.splitlines()
+        assert first.startswith("# "), f"a quote begins with its file, not with {first!r}"
+        found.append((first[2:], "\n".join(lines).split(f"\n{GAP}\n")))
+    return found
+
+
+def check_quotes(text: str) -> None:
+    """Every part consists of complete lines of its file, and the parts of a block are in the file's order."""
+    for file, parts in quotes_in(text):
+        source, position = "\n" + (ROOT / file).read_text(), 0
+        for part in parts:
+            position = source.find(f"\n{part}\n", position)
+            assert position >= 0, f"{file} does not have, at this place,\n{part}"
+            position += len(part)
+
+
+def test_quoted_code_is_in_the_source() -> None:
+    text = PAGE.read_text()
+    assert len(quotes_in(text)) >= 9
+    check_quotes(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '# src/handgrad/model/config.py\nACTIVATIONS = ("relu",)',
+        "# src/handgrad/ops/activation.py\n    positive = torch.clamp(x, min=0, out=value",  # not a complete line
+        "# src/handgrad/ops/activation.py\npositive.square_()",  # another indentation
+        '# src/handgrad/ops/activation.py\n    positive.square_()\n…\n    if name == "relu2":',  # another order
+        "no file",
+    ],
+)
+def test_a_wrong_quote_is_found(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        check_quotes(f"```py\n{wrong}\n```")
+
+
+def test_what_the_page_names_exists() -> None:
+    text = PAGE.read_text()
+    paths = set(re.findall(r"\b((?:src|tests|docs)/[\w/-]+\.\w+)", text))
+    assert len(paths) >= 15
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:proof|families|ops|model|paper)/[\w/]+\.py)`", text):
+        assert (ROOT / "src" / "handgrad" / path).exists(), path
+    for name, file in NAMES.items():
+        assert f"`{name}`" in text, name
+        assert re.search(rf"^( *def |class |){name}\b", (ROOT / "src" / "handgrad" / file).read_text(), re.M), name
+
+
+def test_its_commands_select_tests() -> None:
+    commands = re.findall(r"^pytest (.+)$", PAGE.read_text(), re.M)
+    assert len(commands) >= 5
+    for command in commands:
+        files, _, pattern = command.partition(" -k ")
+        for file in files.split():
+            assert pattern in (ROOT / file).read_text(), f"pytest {command}: {file} has no {pattern}"
