@@ -51,6 +51,10 @@ def test_every_room_has_a_level() -> None:
     assert {room(f) for f in FILES} - {"__init__"} == set(LEVEL)
 
 
+def test_the_architecture_page_shows_the_rule() -> None:
+    assert RULE.strip() in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_paper_imports_torch_alone() -> None:
     for file in (SOURCE / "paper").glob("*.py"):
         assert imported_rooms(file) <= {"paper"}, file
