@@ -160,7 +160,7 @@ def sample(job: Job) -> str:
     """What the model writes now, beginning as the validation part does."""
     if not job.options.sample_tokens or job.validation is None:
         return ""
-    prompt = job.validation.opening()
+    prompt = job.validation.sample_prompt()
     new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)
     written = new[0].tolist()
     if job.tokenizer.end in written:
