@@ -27,7 +27,7 @@ def test_targets_of_prompt_and_completion(tmp_path: Path) -> None:
     found, summary = read(lines(tmp_path, record))
     prompt, completion = CHAT.encode("Whither so"), CHAT.encode(" fast?")
     assert found.ids.tolist() == [*prompt, *completion, END_ID]
-    assert found.learn.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
+    assert found.is_target.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
     ids, targets, lengths = found.batch(0, 1)
     assert ids.tolist() == found.ids[:-1].tolist() and lengths == [len(ids)]
     assert targets.tolist() == [-100] * (len(prompt) - 1) + completion + [END_ID]
@@ -73,7 +73,7 @@ def test_loss_on_all_makes_every_token_a_target(tmp_path: Path) -> None:
     )
     found, summary = read(files, loss_on="all")
     starts = found.offsets[:-1]
-    assert np.flatnonzero(~found.learn).tolist() == starts.tolist(), "all but the first token of each example"
+    assert np.flatnonzero(~found.is_target).tolist() == starts.tolist(), "all but the first token of each example"
     assert summary.targets == summary.tokens == len(found.ids) - 4
 
 

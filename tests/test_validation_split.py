@@ -31,11 +31,11 @@ def test_split_shares_groups_and_errors() -> None:
         training, validation = split(numbered(2), share, 0)
         assert validation is not None and training.per_epoch == validation.per_epoch == 1
     # windows of one text stay together; of a single text the end is held out
-    together = Examples(found.ids, found.learn, found.offsets, np.arange(50) // 5, 0)
+    together = Examples(found.ids, found.is_target, found.offsets, np.arange(50) // 5, 0)
     training, validation = split(together, 0.2, 1)
-    assert validation is not None and set(training.lines) | set(validation.lines) == set(range(10))
-    assert not set(training.lines) & set(validation.lines) and validation.per_epoch == 10
-    alone = Examples(found.ids, found.learn, found.offsets, np.zeros(50), 0)
+    assert validation is not None and set(training.record_numbers) | set(validation.record_numbers) == set(range(10))
+    assert not set(training.record_numbers) & set(validation.record_numbers) and validation.per_epoch == 10
+    alone = Examples(found.ids, found.is_target, found.offsets, np.zeros(50), 0)
     training, validation = split(alone, 0.1, 1)
     assert validation is not None and validation.ids[validation.offsets[:-1]].tolist() == [45, 46, 47, 48, 49]
     with pytest.raises(HandgradError, match=r"1 example cannot be split.*--val-share 0"):
@@ -81,7 +81,7 @@ def test_no_example_is_on_both_sides(pairs: list[tuple[int, int]], share: float)
     found = Examples(
         ids, np.tile([False, True], len(pairs)), 2 * np.arange(len(pairs) + 1), np.array([n for _, n in pairs])
     )
-    n_lines = len(set(found.lines.tolist()))
+    n_lines = len(set(found.record_numbers.tolist()))
     if n_lines * share < 1 and len(pairs) > n_lines:
         return
     training, validation = split(found, share, 0)
@@ -91,4 +91,4 @@ def test_no_example_is_on_both_sides(pairs: list[tuple[int, int]], share: float)
     assert validation is not None and training.per_epoch and validation.per_epoch
     assert training.per_epoch + validation.per_epoch == len(pairs)
     assert count_shared(training, validation) == 0
-    assert not set(training.lines.tolist()) & set(validation.lines.tolist())
+    assert not set(training.record_numbers.tolist()) & set(validation.record_numbers.tolist())

@@ -65,9 +65,9 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     def _prepare(self) -> None:
-        mistake = client.call("prepare", self.name, **self._program)
-        if mistake is not None:
-            raise HandgradError(f"{self.name}, line {mistake[0]}, is not a chat template: {mistake[1]}")
+        syntax_error = client.call("prepare", self.name, **self._program)
+        if syntax_error is not None:
+            raise HandgradError(f"{self.name}, line {syntax_error[0]}, is not a chat template: {syntax_error[1]}")
 
     def _call(self, function: str, messages: Sequence[Message], **arguments: Any) -> Any:
         check(messages)

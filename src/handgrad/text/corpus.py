@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ HEADER = 4096  # bytes; the last 32 are the SHA-256 of the others
 DIGEST = hashlib.sha256().digest_size
 MAGIC = "handgrad tokens 2"
 EXCLUDE = "exclude it by naming files or a pattern, as in --data 'folder/*.txt'"
+
+T = TypeVar("T")
 
 
 class TextPiece(NamedTuple):
@@ -208,21 +210,22 @@ def _checked(tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
 def _write(
     out: BinaryIO, key: str, pieces: Iterator[TextPiece], tokenizer: Tokenizer, progress: Callable[[int], None]
 ) -> None:
-    kind = tokenizer.id_type
+    """Write a token file: space for the header, the ids, then the header."""
+    dtype = tokenizer.id_type
     count = checksum = 0
     out.write(b"\0" * HEADER)
-    for group in _groups(pieces):
+    for group in grouped(pieces, lambda piece: len(piece.text)):
         encoded = tokenizer.encode_batch([piece.text for piece in group])
         for piece, ids in zip(group, encoded, strict=True):
-            raw = ids.astype(kind).tobytes()
+            raw = ids.astype(dtype).tobytes()
             if piece.last and tokenizer.end is not None:
-                raw += np.array(tokenizer.end, kind).tobytes()
+                raw += np.array(tokenizer.end, dtype).tobytes()
             checksum = zlib.crc32(raw, checksum)
-            count += len(raw) // kind.itemsize
+            count += len(raw) // dtype.itemsize
             out.write(raw)
         progress(sum(len(piece.text) for piece in group))
     header = {
-        "magic": MAGIC, "key": key, "dtype": kind.str, "count": count, "vocabulary": tokenizer.fingerprint,
+        "magic": MAGIC, "key": key, "dtype": dtype.str, "count": count, "vocabulary": tokenizer.fingerprint,
         "crc32": checksum,
     }  # fmt: skip
     raw = json.dumps(header).encode().ljust(HEADER - DIGEST, b"\0")
@@ -230,14 +233,16 @@ def _write(
     out.write(raw + hashlib.sha256(raw).digest())
 
 
-def _groups(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Group pieces so that every core gets one, with at most a few CHUNKs of text in memory."""
-    group: list[TextPiece] = []
+def grouped(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items so that every core has text to encode, with at most a few CHUNKs of characters in memory. The last group
+    may be empty."""
+    limit = CHUNK * (os.cpu_count() or 1)
+    group: list[T] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= CHUNK * (os.cpu_count() or 1):
+    for item in items:
+        group.append(item)
+        size += characters(item)
+        if size >= limit:
             yield group
             group, size = [], 0
     yield group
@@ -254,10 +259,10 @@ def read(path: Path) -> Tokens:
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
     if header is None or not valid or (checksum, size) != (header["crc32"], header["count"] * header["dtype"].itemsize):
         raise HandgradError(f"{path} is damaged or not a token file: delete it, and it will be made again")
-    kind, count = header["dtype"], header["count"]
+    dtype, count = header["dtype"], header["count"]
     if count == 0:
-        return Tokens(path, np.zeros(0, kind), header["vocabulary"])  # type: ignore[arg-type]
-    return Tokens(path, np.memmap(path, kind, "r", HEADER, (count,)), header["vocabulary"])
+        return Tokens(path, np.zeros(0, dtype), header["vocabulary"])  # type: ignore[arg-type]
+    return Tokens(path, np.memmap(path, dtype, "r", HEADER, (count,)), header["vocabulary"])
 
 
 def _header(raw: bytes) -> dict[str, Any] | None:
@@ -268,8 +273,8 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     try:
         header: dict[str, Any] = parse_json(content.rstrip(b"\0").decode(), "the header")
         known = header["magic"] == MAGIC and header["dtype"] in ("<u2", "<u4")
-        kinds = {"key": str, "vocabulary": str, "count": int, "crc32": int}
-        if not known or header["count"] < 0 or not all(type(header[name]) is kind for name, kind in kinds.items()):
+        types = {"key": str, "vocabulary": str, "count": int, "crc32": int}
+        if not known or header["count"] < 0 or not all(type(header[name]) is t for name, t in types.items()):
             return None
     except (ValueError, KeyError, TypeError):
         return None

@@ -6,7 +6,6 @@ its number alone, as in `batches`.
 """
 
 import hashlib
-import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,9 +37,9 @@ class Examples:
     """All examples end to end. Example i is ids[offsets[i] : offsets[i + 1]]."""
 
     ids: np.ndarray  # uint16 or uint32
-    learn: np.ndarray  # bool, for each id: whether it is a target; False for the first id of an example
+    is_target: np.ndarray  # bool, for each id: whether it is a target; False for the first id of an example
     offsets: np.ndarray  # int64, number of examples + 1
-    lines: np.ndarray  # int64, for each example the number of the record it came from
+    record_numbers: np.ndarray  # int64, for each example the number of the record it came from
     seed: int = 0
 
     @property
@@ -50,25 +49,25 @@ class Examples:
     def example(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Example i in the order of the files: its ids, and whether each is a target."""
         rows = slice(self.offsets[i], self.offsets[i + 1])
-        return self.ids[rows], self.learn[rows]
+        return self.ids[rows], self.is_target[rows]
 
     def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor, list[int]]:
         """`count` examples from number `first` on, counted over all epochs, packed end to end without padding: (n) ids,
         (n) targets, −100 where there is none, and the length of each example."""
         parts = [self.example(self._index(i, shuffle)) for i in range(first, first + count)]
         ids = np.concatenate([ids[:-1] for ids, _ in parts]).astype(np.int64)
-        targets = np.concatenate([np.where(learn[1:], ids[1:].astype(np.int64), -100) for ids, learn in parts])
+        targets = np.concatenate([np.where(is_target[1:], ids[1:].astype(np.int64), -100) for ids, is_target in parts])
         return torch.from_numpy(ids), torch.from_numpy(targets), [len(ids) - 1 for ids, _ in parts]
 
     def size(self, first: int, count: int, shuffle: bool = True) -> tuple[int, int]:
         """The number of tokens and of targets in that batch."""
         parts = [self.example(self._index(i, shuffle)) for i in range(first, first + count)]
-        return sum(len(ids) - 1 for ids, _ in parts), sum(int(np.count_nonzero(learn)) for _, learn in parts)
+        return sum(len(ids) - 1 for ids, _ in parts), sum(int(np.count_nonzero(is_target)) for _, is_target in parts)
 
     def sample_prompt(self) -> Tensor:
         """The first example up to its first target, (1, t), as a prompt for sample generation."""
-        ids, learn = self.example(0)
-        return torch.from_numpy(ids[: int(np.argmax(learn))].astype(np.int64))[None]
+        ids, is_target = self.example(0)
+        return torch.from_numpy(ids[: int(np.argmax(is_target))].astype(np.int64))[None]
 
     def describe_size(self, count: int) -> str:
         return plural(count, "example")
@@ -90,14 +89,14 @@ class Examples:
     def digests(self) -> Iterator[bytes]:
         """Yield a hash of the ids and targets of each example."""
         for i in range(self.per_epoch):
-            ids, learn = self.example(i)
-            yield hashlib.blake2b(ids.astype("<u4").tobytes() + learn.tobytes(), digest_size=16).digest()
+            ids, is_target = self.example(i)
+            yield hashlib.blake2b(ids.astype("<u4").tobytes() + is_target.tobytes(), digest_size=16).digest()
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the examples and their order."""
         digest = hashlib.sha256()
-        for part in (self.ids.astype("<u4", copy=False), self.learn, self.offsets.astype("<i8", copy=False)):
+        for part in (self.ids.astype("<u4", copy=False), self.is_target, self.offsets.astype("<i8", copy=False)):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()[:32]
 
@@ -157,8 +156,8 @@ def read(
             raise HandgradError(f"{name} is {value!r}; allowed: {' or '.join(get_args(choices))}")
     names = field_names(fields)
     all_ids = array("H" if tokenizer.id_type.itemsize == 2 else "I")
-    all_learn = bytearray()
-    offsets, lines = array("q", [0]), array("q")
+    all_targets = bytearray()
+    offsets, record_numbers = array("q", [0]), array("q")
     summary = Summary(n_context, dict.fromkeys(KINDS, 0))
 
     def report_bad(error: HandgradError) -> None:
@@ -167,13 +166,13 @@ def read(
             summary.mistakes.append(printable(str(error)))
 
     drafts = _drafts(records(files, progress), names, template, loss_on, report_bad)
-    for drafted, ids, learn in _encode(drafts, tokenizer, report_bad):
+    for drafted, ids, is_target in _encode(drafts, tokenizer, report_bad):
         summary.kinds[drafted.kind] += 1
-        for window in _fit_to_context(drafted, ids, learn, summary, too_long):
+        for window in _fit_to_context(drafted, ids, is_target, summary, too_long):
             all_ids.frombytes(ids[window].astype(all_ids.typecode).tobytes())
-            all_learn += b"\0" + learn[window][1:].tobytes()
+            all_targets += b"\0" + is_target[window][1:].tobytes()
             offsets.append(len(all_ids))
-            lines.append(sum(summary.kinds.values()))
+            record_numbers.append(sum(summary.kinds.values()))
     if summary.bad and not skip_bad:
         raise BadLinesError(summary)
     if len(offsets) == 1:
@@ -184,15 +183,15 @@ def read(
         raise HandgradError(f"the data has no usable example ({'; '.join(reasons) or 'the files are empty'})")
     examples = Examples(
         np.frombuffer(all_ids, all_ids.typecode),
-        np.frombuffer(all_learn, bool),
+        np.frombuffer(all_targets, bool),
         np.frombuffer(offsets, np.int64),
-        np.frombuffer(lines, np.int64),
+        np.frombuffer(record_numbers, np.int64),
         seed,
     )
     lengths = np.diff(examples.offsets) - 1
     summary.examples, summary.tokens = examples.per_epoch, int(lengths.sum())
     summary.distinct = 1 + int(examples.content_ids.max())
-    summary.targets, summary.lengths = int(np.count_nonzero(examples.learn)), np.bincount(lengths)
+    summary.targets, summary.lengths = int(np.count_nonzero(examples.is_target)), np.bincount(lengths)
     return examples, summary
 
 
@@ -232,7 +231,7 @@ def _encode(
     """Yield each draft with its ids and whether each is a target. Pieces are encoded separately: no token spans two."""
     empty = np.zeros(0, np.int64)
     end = empty if tokenizer.end is None else np.array([tokenizer.end])
-    for group in _groups(drafts):
+    for group in corpus.grouped(drafts, lambda drafted: sum(map(len, _texts(drafted)))):
         try:
             encoded = iter(tokenizer.encode_batch([text for drafted in group for text in _texts(drafted)]))
         except HandgradError:  # find out which draft caused it
@@ -240,8 +239,10 @@ def _encode(
             encoded = iter(tokenizer.encode_batch([text for drafted in group for text in _texts(drafted)]))
         for drafted in group:
             parts = [next(encoded) if text else end if text is None else empty for text, _ in drafted.pieces]
-            learn = [np.full(len(ids), learn) for ids, (_, learn) in zip(parts, drafted.pieces, strict=True)]
-            yield drafted, np.concatenate([empty, *parts]), np.concatenate([empty.astype(bool), *learn])
+            is_target = [
+                np.full(len(ids), is_target) for ids, (_, is_target) in zip(parts, drafted.pieces, strict=True)
+            ]
+            yield drafted, np.concatenate([empty, *parts]), np.concatenate([empty.astype(bool), *is_target])
 
 
 def _texts(drafted: Draft) -> list[str]:
@@ -257,22 +258,8 @@ def _can_be_encoded(drafted: Draft, tokenizer: Tokenizer, report_bad: Callable[[
     return True
 
 
-def _groups(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
-    """Group drafts so that every core has work, with at most a few CHUNKs of text in memory."""
-    limit = corpus.CHUNK * (os.cpu_count() or 1)
-    group: list[Draft] = []
-    size = 0
-    for drafted in drafts:
-        group.append(drafted)
-        size += sum(len(text or "") for text, _ in drafted.pieces)
-        if size >= limit:
-            yield group
-            group, size = [], 0
-    yield group
-
-
 def _fit_to_context(
-    drafted: Draft, ids: np.ndarray, learn: np.ndarray, summary: Summary, too_long: TooLong
+    drafted: Draft, ids: np.ndarray, is_target: np.ndarray, summary: Summary, too_long: TooLong
 ) -> Iterator[slice]:
     """Yield the windows of an example that fit the context and contain a target; count the rest in `summary`."""
     context, length = summary.n_context, len(ids) - 1
@@ -283,7 +270,7 @@ def _fit_to_context(
     # The last id of a window is the first of the next: a target here, an input there.
     starts = range(1) if cut else range(0, max(length, 1), context)
     windows = [slice(start, start + context + 1) for start in starts]
-    windows = [window for window in windows if learn[window][1:].any()]
+    windows = [window for window in windows if is_target[window][1:].any()]
     if not windows:
         _drop(summary, "with nothing to learn inside the context" if cut else "with nothing to learn", drafted.location)
     elif cut:

@@ -52,7 +52,7 @@ class Tokenizer:
     content of the files next to tokenizer.json: settings, special tokens, chat template."""
 
     def __init__(self, inner: tokenizers.Tokenizer, extra_files: dict[str, str] | None = None):
-        inner.no_truncation()  # a file may store the truncation and padding of somebody's batches
+        inner.no_truncation()  # a file may store the truncation and padding of earlier batches
         inner.no_padding()
         self.inner = inner
         self.extra_files = extra_files or {}

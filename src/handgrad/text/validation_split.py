@@ -20,7 +20,7 @@ def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Exampl
         return examples, None
     if n < 2:
         raise HandgradError(f"{n} example cannot be split into training and validation: give more, or --val-share 0")
-    distinct, record_of = np.unique(examples.lines, return_inverse=True)
+    distinct, record_of = np.unique(examples.record_numbers, return_inverse=True)
     n_records = len(distinct)
     if n_records * share < 1 and n > n_records:
         held_out = np.arange(n) >= n - max(1, round(n * share))
@@ -77,4 +77,6 @@ def _select(examples: Examples, chosen: np.ndarray) -> Examples:
     lengths = np.diff(examples.offsets)
     tokens = np.repeat(chosen, lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
-    return Examples(examples.ids[tokens], examples.learn[tokens], offsets, examples.lines[chosen], examples.seed)
+    return Examples(
+        examples.ids[tokens], examples.is_target[tokens], offsets, examples.record_numbers[chosen], examples.seed
+    )
