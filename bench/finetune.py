@@ -17,7 +17,7 @@ import torch
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.text import examples, tokenizer
-from handgrad.text.downloads import get
+from handgrad.text.downloads import fetch
 
 from .peers import RANK, padded
 from .sizes import FULL, SIZES, Size
@@ -30,7 +30,7 @@ def prepare(folder: Path, size: Size) -> None:
     """A model with random weights, its vocabulary, and uneven examples: stretches of text whose lengths are spread as
     those of instructions are, the first eighth of each as its prompt. A tiny one reads bytes and needs no download."""
     if size.model.n_vocab == FULL.model.n_vocab:
-        words, text, per_token = tokenizer.make("gpt2", []), get("shakespeare")[0].read_text(), 3  # characters, about
+        words, text, per_token = tokenizer.make("gpt2", []), fetch("shakespeare")[0].read_text(), 3  # characters, about
     else:
         words, text, per_token = tokenizer.make("bytes", []), (ROOT / "LICENSE").read_text(), 1
     hg.save(hg.GPT(size.model, seed=0), folder / "base")

@@ -1,7 +1,7 @@
-"""Run hostile files one by one, each in a forked process, and measure time and memory above a plain start.
+"""Open hostile files one by one, each in a forked process, and measure time and memory.
 
-A helper process imports handgrad once. For each case it forks; the fork does what a user would do with the file and says
-how it went. A case that hangs is killed.
+A helper process imports handgrad once and forks for each case; the fork opens the file as a user would and reports the
+result. Memory is counted above that of the helper. A case that hangs is killed.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, MEGABYTES = 2, 300
-HANGS = 20  # seconds until a case is given up
+TIMEOUT = 20  # seconds until a case is killed
 
 
 class Case(NamedTuple):
     name: str
-    make: Callable[[Path], object]  # the files, in a folder of the case
-    call: Callable[[Path], object]  # what a user does with them
-    refused: str | None  # part of the one line that refuses; None: it is read
+    make: Callable[[Path], object]  # writes the files into a folder
+    call: Callable[[Path], object]  # opens them as a user would
+    error: str | None  # part of the expected HandgradError; None: the files are accepted
 
 
 class Measured(NamedTuple):
-    refused: str | None  # the line
-    error: str | None  # anything but a HandgradError
+    error: str | None  # message of a HandgradError
+    crash: str | None  # any other exception
     seconds: float
-    processor: float  # seconds, of its children too: what the clock would show on a machine that does nothing else
+    cpu_seconds: float  # including child processes
     megabytes: float
 
 
@@ -65,27 +65,27 @@ def serve(module: str) -> None:
     cases = {case.name: case for case in importlib.import_module(module).CASES}
     for line in sys.stdin:
         name, folder = json.loads(line)
-        print(json.dumps(_forked(cases[name], Path(folder))), flush=True)
+        print(json.dumps(_run_in_fork(cases[name], Path(folder))), flush=True)
 
 
-def _forked(case: Case, folder: Path) -> Measured:
+def _run_in_fork(case: Case, folder: Path) -> Measured:
     reading, writing = os.pipe()
     process = os.fork()
     if not process:
         os.close(reading)
         os.setpgid(0, 0)
-        with contextlib.suppress(BaseException), os.fdopen(writing, "w") as answer:
-            json.dump(_measure(case, folder), answer)
+        with contextlib.suppress(BaseException), os.fdopen(writing, "w") as reply:
+            json.dump(_measure(case, folder), reply)
         os._exit(0)
     os.close(writing)
-    done = bool(select.select([reading], [], [], HANGS)[0])
-    with os.fdopen(reading) as answer:
-        text = answer.read() if done else ""
+    done = bool(select.select([reading], [], [], TIMEOUT)[0])
+    with os.fdopen(reading) as reply:
+        text = reply.read() if done else ""
     if not text:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    return Measured(*json.loads(text)) if text else Measured(None, "it hangs, or ended its process", HANGS, 0, 0)
+    return Measured(*json.loads(text)) if text else Measured(None, "it hangs or crashed its process", TIMEOUT, 0, 0)
 
 
 def _measure(case: Case, folder: Path) -> Measured:
@@ -95,21 +95,21 @@ def _measure(case: Case, folder: Path) -> Measured:
     before = _peak("self")
     child = [0.0]
     threading.Thread(target=_watch, args=(child,), daemon=True).start()
-    refused = error = None
-    started, used = time.monotonic(), _processor()
+    error = crash = None
+    started, used = time.monotonic(), _cpu_seconds()
     try:
         case.call(folder)
     except HandgradError as reason:
-        refused = str(reason)
+        error = str(reason)
     except BaseException as reason:
-        error = f"{type(reason).__name__}: {str(reason)[:500]}"
+        crash = f"{type(reason).__name__}: {str(reason)[:500]}"
     seconds = time.monotonic() - started
     client._stop()
-    return Measured(refused, error, seconds, _processor() - used, _peak("self") - before + child[0])
+    return Measured(error, crash, seconds, _cpu_seconds() - used, _peak("self") - before + child[0])
 
 
 def _watch(peak: list[float]) -> None:
-    """The memory of the child that runs foreign programs, looked at again and again."""
+    """Poll the memory of the sandbox process."""
     from handgrad.sandbox import client
 
     while True:
@@ -119,10 +119,10 @@ def _watch(peak: list[float]) -> None:
 
 
 def _peak(process: str) -> float:
-    """Megabytes of memory at the most."""
+    """Peak memory in megabytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1e3
 
 
-def _processor() -> float:
+def _cpu_seconds() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders is what we render, and the assistant's words are found exactly."""
+"""Chat templates: rendering equals that of transformers, and the assistant's text is located exactly."""
 
 import json
 from datetime import datetime
@@ -32,7 +32,7 @@ TEMPLATES = {
     "marked": MARKED,
     "plain": "{{ bos_token }}{% for m in messages %}{{ m['role'].upper() }}: {{ m['content'] | trim }}{{ eos_token }}\n"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}",
-    # no opening for the answer, the system's words go into the first question
+    # no header for the answer; the system message becomes part of the first question
     "brackets": """
 {%- set ns = namespace(system='') %}
 {%- for m in messages %}
@@ -46,7 +46,7 @@ TEMPLATES = {
         {{- ' ' + m.content + eos_token }}
     {%- endif %}
 {%- endfor %}""",
-    # whitespace, a macro, JSON, the tools that are none, tokens that do not exist
+    # whitespace, a macro, JSON, tools that are None, special tokens that do not exist
     "odd": """{% macro head(role) -%}
 <{{ role }}>
 {%- endmacro %}
@@ -82,7 +82,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def theirs(source: str) -> PreTrainedTokenizerFast:
+def transformers_tokenizer(source: str) -> PreTrainedTokenizerFast:
     inner = tokenizers.Tokenizer(
         models.BPE(byte_fallback=True, vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[])
     )
@@ -92,34 +92,34 @@ def theirs(source: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("talk", TALKS)
-def test_rendered_as_transformers_does(template: str, talk: str) -> None:
-    ours, judge = ChatTemplate(TEMPLATES[template], SPECIAL), theirs(TEMPLATES[template])
-    for opening in (False, True):
-        expected = judge.apply_chat_template(TALKS[talk], tokenize=False, add_generation_prompt=opening)
-        assert ours.render(TALKS[talk], opening) == expected
+def test_renders_like_transformers(template: str, talk: str) -> None:
+    ours, oracle = ChatTemplate(TEMPLATES[template], SPECIAL), transformers_tokenizer(TEMPLATES[template])
+    for generation_prompt in (False, True):
+        expected = oracle.apply_chat_template(TALKS[talk], tokenize=False, add_generation_prompt=generation_prompt)
+        assert ours.render(TALKS[talk], generation_prompt) == expected
     pieces = ours.segments(TALKS[talk])
     assert "".join(text for text, _ in pieces) == ours.render(TALKS[talk])
-    said = [m["content"].strip() for m in TALKS[talk] if m["role"] == "assistant"]
-    assert [text.strip().removesuffix("</s>") for text, learn in pieces if learn] == said
+    answers = [m["content"].strip() for m in TALKS[talk] if m["role"] == "assistant"]
+    assert [text.strip().removesuffix("</s>") for text, learn in pieces if learn] == answers
 
 
 @pytest.mark.parametrize("talk", TALKS)
-def test_what_the_assistant_says_is_what_a_marked_template_marks(talk: str) -> None:
-    found = theirs(MARKED).apply_chat_template(
+def test_assistant_segments_equal_those_a_template_marks(talk: str) -> None:
+    found = transformers_tokenizer(MARKED).apply_chat_template(
         TALKS[talk], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    judge = theirs(MARKED)
+    oracle = transformers_tokenizer(MARKED)
     mask: list[int] = []
     ids: list[int] = []
     for text, learn in ChatTemplate(MARKED, SPECIAL).segments(TALKS[talk]):
-        piece = judge(text, add_special_tokens=False)["input_ids"]
+        piece = oracle(text, add_special_tokens=False)["input_ids"]
         ids += piece
         mask += [int(learn)] * len(piece)
     assert ids == found["input_ids"] and sum(mask) > 0
     assert mask == found["assistant_masks"]
 
 
-def test_the_clock_stands_still() -> None:
+def test_the_clock_is_fixed() -> None:
     template = ChatTemplate("{{ strftime_now('%d %B %Y, %f') }}", now=datetime(2024, 2, 29))
     assert template.render([{"role": "user", "content": "a"}]) == "29 February 2024, 000000"
     before = datetime.now().isoformat()
@@ -129,16 +129,18 @@ def test_the_clock_stands_still() -> None:
     assert [learn for _, learn in running.segments(TALKS["unanswered"])] == [False, True, False]
 
 
-def test_a_template_that_takes_words_back_is_refused() -> None:
+def test_templates_that_are_not_incremental_are_rejected() -> None:
     last_only = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     )
     assert ChatTemplate(last_only).segments(TALKS["one"]) == [("Why?", False), ("Because.", True)]
     with pytest.raises(HandgradError, match=r"not incremental.* message 3 .*--chat-template FILE"):
         ChatTemplate(last_only).segments(TALKS["two"])
-    opened_otherwise = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    header_only_in_prompt = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
     with pytest.raises(HandgradError, match="not incremental"):
-        ChatTemplate(opened_otherwise).segments(TALKS["one"])
+        ChatTemplate(header_only_in_prompt).segments(TALKS["one"])
     closed_late = (
         "{% for m in messages %}{{ m.content }}{{ '' if loop.last and add_generation_prompt else ';' }}{% endfor %}"
     )
@@ -157,12 +159,12 @@ def test_a_template_that_takes_words_back_is_refused() -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_fails(source: str, message: str) -> None:
+def test_errors_inside_a_template_are_reported(source: str, message: str) -> None:
     with pytest.raises(HandgradError, match=message):
         ChatTemplate(source, name="t.jinja").render(TALKS["one"])
 
 
-def test_what_is_no_template() -> None:
+def test_syntax_errors_are_reported_with_their_line() -> None:
     with pytest.raises(HandgradError, match=r"t\.jinja, line 2, is not a chat template: .*endfor"):
         ChatTemplate("a\n{% endfor %}", name="t.jinja")
 
@@ -178,7 +180,7 @@ def test_what_is_no_template() -> None:
         ([{}], "message 1 has no role: it has nothing"),
         (
             [TALKS["one"][0], {"role": "human", "content": "a"}],
-            'message 2 has the role "human": it can be system, user',
+            'message 2 has the role "human"; allowed: system, user',
         ),
         ([{"role": ["user"], "content": "a"}], r'has the role \["user"\]'),
         ([{"role": "user", "content": None}], "message 1: its content is null, not a string"),
@@ -189,17 +191,20 @@ def test_what_is_no_template() -> None:
         ([{"role": "user", "content": [{"type": "image", "text": "a"}]}], "its content is .*, not a string"),
         ([{"role": "user", "content": []}], "its content is .*, not a string"),
         ([{"role": "user", "content": ["a" * 90]}], "its content is .*…, not a string"),
-        ([{"role": "assistant", "content": [{"type": "text", "text": ""}]}], "message 1: the assistant says nothing"),
-        ([{"role": "assistant", "content": ""}], "message 1: the assistant says nothing"),
+        (
+            [{"role": "assistant", "content": [{"type": "text", "text": ""}]}],
+            "message 1: the assistant's content is empty",
+        ),
+        ([{"role": "assistant", "content": ""}], "message 1: the assistant's content is empty"),
     ],
 )
-def test_what_are_no_messages(messages: Any, message: str) -> None:
-    for ask in (ChatTemplate("").render, ChatTemplate("").segments):
+def test_invalid_messages_are_rejected(messages: Any, message: str) -> None:
+    for method in (ChatTemplate("").render, ChatTemplate("").segments):
         with pytest.raises(HandgradError, match=message):
-            ask(messages)
+            method(messages)
 
 
-def test_content_in_parts_is_one_text() -> None:
+def test_content_in_parts_is_joined() -> None:
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]},
         TALKS["one"][1],
@@ -211,18 +216,18 @@ def test_content_in_parts_is_one_text() -> None:
     assert parts[0]["content"][0]["text"] == "Wh"
 
 
-def test_a_long_conversation_says_the_same_as_a_short_one() -> None:
+def test_long_conversations_up_to_the_maximum() -> None:
     talk = [{"role": ("user", "assistant")[i % 2], "content": f" {i} "} for i in range(400)]
     for name in TEMPLATES:
         pieces = ChatTemplate(TEMPLATES[name].replace("> 90", "> 900"), SPECIAL).segments(talk)
         assert [text.strip().removesuffix("</s>").strip() for text, learn in pieces if learn] == [
             str(i) for i in range(1, 400, 2)
         ]
-    with pytest.raises(HandgradError, match="a conversation of 401 messages; 400 is the limit"):
+    with pytest.raises(HandgradError, match="a conversation has 401 messages; the maximum is 400"):
         ChatTemplate(TEMPLATES[name], SPECIAL).segments([*talk, talk[0]])
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_where_the_template_is_searched(tmp_path: Path) -> None:
     settings = tmp_path / "tokenizer_config.json"
     with pytest.raises(HandgradError, match=r"no chat template.*give one with --chat-template FILE, or write the data"):
         chat.find(tmp_path)
@@ -235,8 +240,8 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     listed = [{"name": "tools", "template": "x"}, {"name": "default", "template": "listed"}]
     settings.write_text(json.dumps({"chat_template": listed}))
     assert chat.find(tmp_path).source == "listed"
-    (tmp_path / "chat_template.jinja").write_text("beside é", encoding="utf-8")
-    assert chat.find(tmp_path).source == "beside é"
+    (tmp_path / "chat_template.jinja").write_text("file é", encoding="utf-8")
+    assert chat.find(tmp_path).source == "file é"
     (tmp_path / "mine").write_text("mine")
     assert chat.find(tmp_path, tmp_path / "mine").source == "mine"
     assert chat.find(tmp_path, tmp_path / "mine").special == {"bos_token": "<old>", "eos_token": "<e>"}
@@ -246,23 +251,23 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("tokenizer_config.json", b"{", r"tokenizer_config\.json is not valid JSON"),
-        ("tokenizer_config.json", b"[]", "must hold a JSON object"),
+        ("tokenizer_config.json", b"[]", "must contain a JSON object"),
         (
             "tokenizer_config.json",
             b'{"chat_template": [{"name": "rag", "template": "x"}]}',
-            "called rag, none called default",
+            "named rag, none named default",
         ),
         ("tokenizer_config.json", b'{"chat_template": 3}', "has no chat template"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja is not UTF-8"),
         ("chat_template.jinja", b"{% if %}", r"chat_template\.jinja, line 1, is not a chat template"),
     ],
 )
-def test_folders_with_something_wrong(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_model_folders_are_reported(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(HandgradError, match=message):
         chat.find(tmp_path)
 
 
-def test_a_given_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_template_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HandgradError, match=r"cannot read .*nowhere: no such file"):
         chat.find(tmp_path, tmp_path / "nowhere")

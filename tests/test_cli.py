@@ -107,7 +107,7 @@ def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES_IN_CONFIG = [
-    ("[]", "must hold a JSON object"),
+    ("[]", "must contain a JSON object"),
     (
         '{"model_type": "gpt2", "n_positions": null, "vocab_size": 9, "n_embd": 4, "n_head": 2, "n_layer": 1}',
         "n_context",

@@ -1,6 +1,6 @@
-"""Single bytes changed at random, over every file of a run, its checkpoints, its adapter and its token cache.
+"""Change single bytes at random in every file of a run, its checkpoints, its adapter and its token cache.
 
-Each change must be noticed, or change nothing; it never ends in a traceback. `make long` does ten thousand.
+Each change must be detected or have no effect, and never cause a traceback. `make long` does ten thousand.
 """
 
 import os
@@ -24,18 +24,18 @@ CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of train, one of finetune, adapters and models that were saved by hand, and token caches."""
-    place = make_runs(tmp_path_factory.mktemp("corruption"))
-    model = hg.load(place / "train")
-    hg.save(model, place / "saved")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of train and of finetune, a saved adapter and model, and token caches."""
+    folder = make_runs(tmp_path_factory.mktemp("corruption"))
+    model = hg.load(folder / "train")
+    hg.save(model, folder / "saved")
     adapters.inject(model, rank=2, targets="all-linear")
-    adapters.save(model, place / "adapter")
-    return place
+    adapters.save(model, folder / "adapter")
+    return folder
 
 
 def run_state(folder: Path) -> Any:
-    """What resuming would begin with."""
+    """What a resumed run starts from."""
     run = Run(folder)
     checkpoint, _ = run.newest()
     assert checkpoint is not None
@@ -70,57 +70,57 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_every_changed_byte_is_noticed_or_harmless(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HANDGRAD_CACHE", str(place / "cache"))
+def test_every_changed_byte_is_detected_or_harmless(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(made / "cache"))
     cases: list[tuple[Path, Path, Callable[[Path], Any]]] = []  # file, what to read, how
     for name in ("train", "finetune"):
-        run = place / name
+        run = made / name
         inside = [run / "run.json", run / "metrics.jsonl", *(f for c in Run(run).folders() for f in c.iterdir())]
         cases += [(file, run, run_state) for file in inside]
-    best = Run(place / "train").best().folder
-    for folder in (best, place / "finetune" / "adapter", place / "saved"):
+    best = Run(made / "train").best().folder
+    for folder in (best, made / "finetune" / "adapter", made / "saved"):
         read = model_state if folder.name != "saved" else lambda f: dict(hg.load(f).named_parameters())
         unread = ("optimizer.safetensors",)  # only training reads it
         cases += [(file, folder, read) for file in folder.iterdir() if file.name not in unread]
-    read = adapter_state(hg.load(place / "train"))
-    cases += [(file, place / "adapter", read) for file in (place / "adapter").iterdir()]
-    cases += [(file, file, tokens_state) for file in (place / "cache" / "tokens").iterdir()]
+    read = adapter_state(hg.load(made / "train"))
+    cases += [(file, made / "adapter", read) for file in (made / "adapter").iterdir()]
+    cases += [(file, file, tokens_state) for file in (made / "cache" / "tokens").iterdir()]
 
-    truths = {(target, read): read(target) for _, target, read in cases}
-    draw = random.Random(CHANGES)
-    noticed = harmless = 0
+    expected = {(target, read): read(target) for _, target, read in cases}
+    generator = random.Random(CHANGES)
+    detected = harmless = 0
     for i in range(CHANGES):
         file, target, read = cases[i % len(cases)]
         original = file.read_bytes()
         changed = bytearray(original)
-        changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
-        file.unlink()  # a mapped file keeps its old content
+        changed[generator.randrange(len(changed))] ^= generator.randrange(1, 256)
+        file.unlink()  # the old file may be memory-mapped
         file.write_bytes(changed)
-        truth = truths[target, read]
+        truth = expected[target, read]
         try:
             found = read(target)
         except hg.HandgradError:
-            noticed += 1
+            detected += 1
         else:
             if equal(found, truth):
                 harmless += 1
             elif read is run_state and "checkpoints" in file.parts:
                 assert found[0] < truth[0] and equal(found[1:], truth[1:]), f"{file}: an older checkpoint is used"
-                noticed += 1
+                detected += 1
             elif file.name == "metrics.jsonl":  # a log: a line may be lost, or show another number
                 assert equal(found[:2], truth[:2])
                 harmless += 1
             else:
-                raise AssertionError(f"{file} was changed, and this was not noticed")
+                raise AssertionError(f"{file} was changed, and this was not detected")
         file.unlink()
         file.write_bytes(original)
-    assert noticed > CHANGES / 2, (noticed, harmless)
+    assert detected > CHANGES / 2, (detected, harmless)
 
 
-def test_the_changes_would_matter(place: Path) -> None:
-    """Without the manifests, some of the same changes pass unnoticed: the test above can fail."""
-    folder = place / "unchecked"
-    shutil.copytree(place / "saved", folder)
+def test_without_manifests_changes_go_undetected(made: Path) -> None:
+    """Shows that the test above can fail."""
+    folder = made / "unchecked"
+    shutil.copytree(made / "saved", folder)
     (folder / "handgrad-manifest.json").unlink()
     truth = {name: p.clone() for name, p in hg.load(folder).named_parameters()}
     raw = bytearray((folder / "model.safetensors").read_bytes())

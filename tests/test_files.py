@@ -1,4 +1,4 @@
-"""Writing: whole or not at all, and never over something else."""
+"""Atomic writing: complete or not at all, and nothing else is overwritten."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ from handgrad.errors import HandgradError
 from handgrad.files.atomic import check_writable, write_folder, write_text
 
 
-def test_text_is_replaced_whole(tmp_path: Path) -> None:
+def test_write_text_replaces_the_file_and_keeps_its_mode(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     write_text(file, "one")
     file.chmod(0o600)
@@ -19,14 +19,14 @@ def test_text_is_replaced_whole(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_write_text_follows_links(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
 
 
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+def test_write_text_writes_to_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -36,13 +36,13 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".", "", "no/such/folder/x"])
-def test_what_cannot_be_written_is_refused_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_writable_rejects_invalid_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HandgradError, match="cannot write"):
         check_writable(Path(name))
 
 
-def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+def test_broken_links_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "gone").symlink_to(tmp_path / "no" / "x")
     for name in ("loop", "gone"):
@@ -50,14 +50,14 @@ def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
             write_text(tmp_path / name, "x")
 
 
-def test_the_current_folder_is_not_pulled_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(HandgradError, match="the folder you are in"):
+    with pytest.raises(HandgradError, match="is the current folder"):
         write_folder(Path("."), lambda f: None)
     assert Path.cwd() == tmp_path
 
 
-def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
+def test_write_folder_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write_folder(folder, lambda f: (f / "a").write_text("1") and None)
     (folder / "notes.txt").write_text("mine")
@@ -69,14 +69,14 @@ def test_a_folder_keeps_its_other_files(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_folder_behind_a_link_stays_there(tmp_path: Path) -> None:
+def test_write_folder_follows_links(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     write_folder(tmp_path / "link", lambda f: (f / "a").write_text("1") and None)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "a").exists()
 
 
-def test_a_failure_leaves_the_old_folder(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_folder(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write_folder(folder, lambda f: (f / "a").write_text("1") and None)
 

@@ -491,11 +491,11 @@ def test_bad_configurations() -> None:
         hg.preset("nano", n_layers=3)
     with raises("unknown activation 'swish'"):
         hg.GPTConfig(activation="swish")
-    with raises("n_blocks must be a whole number"):
+    with raises("n_blocks must be an integer"):
         hg.GPTConfig(n_blocks=0)
     with raises("eps"):
         hg.GPTConfig(eps=-1.0)
-    with raises("d_model must be a whole number"):
+    with raises("d_model must be an integer"):
         hg.preset("nano", d_model=None)
     with raises("d_model must be at least 2"):
         hg.preset("nano", d_model=1, n_heads=1)

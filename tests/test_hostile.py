@@ -1,4 +1,4 @@
-"""Hostile files: each is refused with one line, or read, in under 2 s and 300 MB above a plain start."""
+"""Hostile files: each is rejected with a one-line error, or read, within 2 s and 300 MB."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def link(make: Make, name: str, to: str, folder: Path) -> None:
     (folder / name).symlink_to(to)
 
 
-def instead_a_folder(make: Make, name: str, folder: Path) -> None:
+def replace_by_folder(make: Make, name: str, folder: Path) -> None:
     make(folder)
     (folder / name).unlink()
     (folder / name).mkdir()
@@ -87,13 +87,13 @@ def many_tensors(folder: Path) -> None:
     header(folder, json.dumps({f"h.{i}": entry for i in range(40_000)}))
 
 
-def shards(folder: Path, places: dict[str, str]) -> Path:
+def shards(folder: Path, weight_map: dict[str, str]) -> Path:
     (model(folder) / "model.safetensors").unlink()
-    (folder / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder / "m"
 
 
-def the_same_twice(folder: Path) -> None:
+def duplicate_tensor(folder: Path) -> None:
     m = shards(folder, {"wte.weight": "a.safetensors", "wpe.weight": "b.safetensors"})
     for name in ("a", "b"):
         save_file({"wte.weight": torch.zeros(3), "wpe.weight": torch.zeros(3)}, m / f"{name}.safetensors")
@@ -118,30 +118,30 @@ MODELS = [
     Case("eps of 1e308", partial(config, layer_norm_epsilon=1e308), load, "eps must be"),
     Case("eps of 0", partial(config, layer_norm_epsilon=0), load, "eps must be"),
     Case("eps of -1", partial(config, layer_norm_epsilon=-1), load, "eps must be"),
-    Case("a shape that is no number", partial(config, n_inner=float("nan")), load, "d_hidden must be"),
+    Case("a shape that is not a number", partial(config, n_inner=float("nan")), load, "d_hidden must be"),
     Case("nested JSON", partial(config_text, field="x", text=DEEP), load, "nested too deeply"),
     Case("5,000 digits", partial(config_text, field="x", text=DIGITS), load, "5,000 digits"),
     Case("half a character", partial(config_text, field="x", text='"\\ud83d"'), load, "half of a character"),
     Case("a long line", partial(config, model_type="x" * 1_200_000), load, 'model_type is "xxx'),
-    Case("a large config", partial(config, x="x" * 20_000_000), load, "larger than the 16 MB"),
+    Case("a large config", partial(config, x="x" * 20_000_000), load, "larger than 16 MB"),
     Case("config is a pipe", partial(pipe, model, CONFIG), load, "it is a pipe"),
     Case("config is a device", partial(link, model, CONFIG, "/dev/zero"), load, "it is a device"),
-    Case("config is endless", partial(sparse, model, CONFIG), load, "larger than the 16 MB"),
+    Case("config is endless", partial(sparse, model, CONFIG), load, "larger than 16 MB"),
     Case("weights are a pipe", partial(pipe, model, TENSORS), load, "it is a pipe"),
     Case("weights are a device", partial(link, model, TENSORS, "/dev/zero"), load, "it is a device"),
-    Case("weights are a folder", partial(instead_a_folder, model, TENSORS), load, "it is a folder"),
+    Case("weights are a folder", partial(replace_by_folder, model, TENSORS), load, "it is a folder"),
     Case("weights are a circle of links", partial(link, model, TENSORS, "model.safetensors"), load, "symbolic links"),
     Case("weights are endless", partial(sparse, model, TENSORS), load, "is not valid JSON"),
-    Case("a header of exabytes", partial(weights, raw=b"\xff" * 16), load, "its header would have"),
-    Case("a header cut off", partial(weights, raw=b"\x10\0\0\0\0\0\0\0{"), load, "ends within its header"),
+    Case("a header of exabytes", partial(weights, raw=b"\xff" * 16), load, "the maximum is 4,000,000"),
+    Case("a header cut off", partial(weights, raw=b"\x10\0\0\0\0\0\0\0{"), load, "ends inside its header"),
     Case("a nested header", partial(header, text=DEEP), load, "nested too deeply"),
     Case("a header with no shapes", partial(header, text='{"a": 5}'), load, "no shape for"),
     Case("a header of many tensors", many_tensors, load, "are missing"),
     Case("a shape of 40 digits", partial(header, text=HUGE), load, "are missing"),
     Case("5,000 shards", lambda d: shards(d, {f"t{i}": f"s{i}" for i in range(5_000)}), load, "lists 5,000 files"),
-    Case("a shard elsewhere", lambda d: shards(d, {"t": "../../x"}), load, "not a file beside it"),
+    Case("a shard outside the folder", lambda d: shards(d, {"t": "../../x"}), load, "not a file beside it"),
     Case("a shard that is a pipe", lambda d: os.mkfifo(shards(d, {"t": "s"}) / "s"), load, "it is a pipe"),
-    Case("the same tensor in two shards", the_same_twice, load, "is in a.safetensors and in b.safetensors"),
+    Case("the same tensor in two shards", duplicate_tensor, load, "is in a.safetensors and in b.safetensors"),
     Case("generation settings are a pipe", partial(pipe, model, "m/generation_config.json"), copy, "it is a pipe"),
     Case("a name of a million letters", lambda d: None, lambda d: hg.load("x" * 1_000_000), "is not a directory"),
     Case("half a character in a name", lambda d: None, lambda d: hg.load("\ud83d"), "is not a directory"),
@@ -184,7 +184,7 @@ ADAPTERS = [
     Case("lora_alpha of 1e308", partial(adapter, lora_alpha=1e308), load_adapter, "alpha must be at most"),
     Case("a rank of 10**9", partial(adapter, r=10**9), load_adapter, "at most 65,536"),
     Case("a rank not stored", partial(adapter, r=60_000), load_adapter, "is (2, 12)"),
-    Case("a base that is no name", partial(adapter, base_model_name_or_path={"a": 1}), load_adapter, "not a name"),
+    Case("a base that is not a name", partial(adapter, base_model_name_or_path={"a": 1}), load_adapter, "not a name"),
     Case("a zero byte in the base", partial(adapter, base_model_name_or_path="~\0"), load_adapter, "not a name"),
     Case("its config is a pipe", partial(pipe, adapter, "a/adapter_config.json"), load_adapter, "it is a pipe"),
     Case("its tensors are a pipe", partial(pipe, adapter, FACTORS), load_adapter, "it is a pipe"),
@@ -222,17 +222,17 @@ TEMPLATES = [
     Case("nested loops without text", nothing, template(LOOPS.replace("{{ a * b }}", "")), "takes too long"),
     Case("a gigabyte of x", nothing, template("{{ 'x' * 10**9 }}"), "memory"),
     Case("a gigabyte of messages", nothing, template("{{ messages[0].content * 10**9 }}"), "memory"),
-    Case("thirty megabytes of x", nothing, template("{{ messages[0].content * 7_500_000 }}"), "it writes too much"),
+    Case("thirty megabytes of x", nothing, template("{{ messages[0].content * 7_500_000 }}"), "the output is too long"),
     Case("indent of 10**9", nothing, template("{{ messages | tojson(indent=10**9) }}"), "memory"),
     Case("range of 10**9", nothing, template("{% for i in range(10**9) %}{% endfor %}"), "Range too big"),
     Case("a huge power", nothing, template("{{ 10 ** (10 ** 8) }}"), "takes too long"),
     Case("doubling", nothing, template(DOUBLING), "memory"),
-    Case("a macro without end", nothing, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "recursion"),
+    Case("an endless macro", nothing, template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "recursion"),
     Case("nested brackets", nothing, template("{{ " + "(" * 100_000 + " }}"), "is not a chat template"),
     Case("an evil filter", nothing, template("{{ 'a' | center(10**9) }}"), "memory"),
-    Case("4,000 turns", nothing, template(CHATML, turns(4_000)), "400 is the limit"),
+    Case("4,000 turns", nothing, template(CHATML, turns(4_000)), "the maximum is 400"),
     Case("its file is a pipe", lambda d: os.mkfifo(d / "chat_template.jinja"), find, "it is a pipe"),
-    Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than the 1 MB"),
+    Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than 1 MB"),
     Case("settings are a pipe", lambda d: os.mkfifo(d / "tokenizer_config.json"), find, "it is a pipe"),
     Case("nested settings", lambda d: (d / "tokenizer_config.json").write_text(DEEP), find, "nested too deeply"),
 ]  # fmt: skip
@@ -256,7 +256,7 @@ OPTIONS = [
     Case("nested TOML", options("c.toml", "a = " + "[" * 30_000), read_options("c.toml"), "cannot be read"),
     Case("digits in YAML", options("c.yaml", f"steps: {DIGITS}"), read_options("c.yaml"), "cannot be read"),
     Case("digits in TOML", options("c.toml", f"steps = {DIGITS}"), read_options("c.toml"), "cannot be read"),
-    Case("a day that is none", options("c.yaml", "steps: 2001-99-99"), read_options("c.yaml"), "cannot be read"),
+    Case("an invalid date", options("c.yaml", "steps: 2001-99-99"), read_options("c.yaml"), "cannot be read"),
     Case("steps of 10**30", options("c.toml", f"steps = {10**30}"), read_options("c.toml"), "at most 1,000,000,000,000"),
     Case("a rate of 1e308", options("c.toml", "lr = 1e308"), read_options("c.toml"), "--lr must be at most"),
     Case("large options", options("c.yaml", "x: y\n" * 100_000), read_options("c.yaml"), "larger than"),
@@ -273,19 +273,19 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_hostile_file_is_refused_or_read_at_once(case: Case, runner: Runner, tmp_path: Path) -> None:
+def test_hostile_files_are_rejected_or_read_within_limits(case: Case, runner: Runner, tmp_path: Path) -> None:
     case.make(tmp_path)
     for _ in range(3):  # the machine may be busy
         found = runner.run(case.name, tmp_path)
         if found.seconds < SECONDS:
             break
-    assert found.error is None
-    assert (found.refused is None) == (case.refused is None), found
-    assert case.refused is None or (found.refused is not None and case.refused in found.refused), found
-    assert len(found.refused or "") <= 1000 and "\n" not in (found.refused or "").strip()
-    assert found.processor < SECONDS and found.megabytes < MEGABYTES, found
+    assert found.crash is None
+    assert (found.error is None) == (case.error is None), found
+    assert case.error is None or (found.error is not None and case.error in found.error), found
+    assert len(found.error or "") <= 1000 and "\n" not in (found.error or "").strip()
+    assert found.cpu_seconds < SECONDS and found.megabytes < MEGABYTES, found
     assert found.seconds < SECONDS or os.getloadavg()[0] > (os.cpu_count() or 1), found
 
 
-def test_names_are_names() -> None:
+def test_case_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES)

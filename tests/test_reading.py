@@ -1,4 +1,4 @@
-"""Files from outside: whatever a name leads to, reading it ends at once, with the value or with one clear line."""
+"""Untrusted files: reading any path ends at once, with the value or with a one-line error."""
 
 import os
 import socket
@@ -26,10 +26,10 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         open_regular(tmp_path / "none")
 
 
-def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(HandgradError, match="larger than the 1 MB"):
+    with pytest.raises(HandgradError, match="larger than 1 MB"):
         read_bytes(tmp_path / "sparse", 1_000_000)
     (tmp_path / "latin").write_bytes(b"ab\xff")
     with pytest.raises(HandgradError, match="byte 2"):
@@ -49,12 +49,12 @@ def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
         ("", "not valid JSON"),
     ],
 )
-def test_json_that_could_hurt_is_refused(text: str, why: str) -> None:
+def test_dangerous_json_is_rejected(text: str, why: str) -> None:
     with pytest.raises(HandgradError, match=why):
         parse_json(text, "x.json")
 
 
-def test_json_is_read_as_it_is(tmp_path: Path) -> None:
+def test_valid_json_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": [1, {"b": "\\ud83d\\ude00"}], "c": -1e5}')
     assert read_json(tmp_path / "a.json") == {"a": [1, {"b": "😀"}], "c": -1e5}
     (tmp_path / "b.json").write_text("[]")

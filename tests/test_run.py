@@ -153,11 +153,11 @@ def test_a_checkpoint_of_another_run_is_not_used(place: Path) -> None:
 
 def test_a_damaged_model_of_a_run_is_not_loaded(place: Path) -> None:
     flip(place / "finetune" / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(hg.HandgradError, match="is damaged: it is not what handgrad wrote there"):
+    with pytest.raises(hg.HandgradError, match="is damaged: it has changed since handgrad wrote it"):
         hg.load(place / "finetune" / "adapter")
     best = Run(place / "train").best().folder
     flip(best / "model.safetensors")
-    with pytest.raises(hg.HandgradError, match="is damaged: it is not what handgrad wrote there"):
+    with pytest.raises(hg.HandgradError, match="is damaged: it has changed since handgrad wrote it"):
         hg.load(best)
     (best / "handgrad-manifest.json").unlink()
     hg.load(best)  # without a manifest it is a model like any other
@@ -290,7 +290,7 @@ def test_nothing_is_written_through_a_link(place: Path) -> None:
 def test_names_that_are_no_text_are_named_before_any_work(made: Path, place: Path) -> None:
     for given in (["--out", "a\udcff"], ["--data", "b\udcff.txt", "--out", "c"]):
         done = handgrad("train", "--data", made / "text.txt", *given)
-        assert done.returncode == 1 and f"{given[0]} holds \\udcff, half of a character" in done.stderr
+        assert done.returncode == 1 and f"{given[0]} contains \\udcff, half of a character" in done.stderr
     assert sorted(p.name for p in place.iterdir()) == ["finetune", "train"]
 
 

@@ -1,4 +1,4 @@
-"""The child process that runs foreign programs: limits, restarts, forks, threads, and its end."""
+"""The sandbox process: limits, restarts, forks, threads, and its exit."""
 
 import os
 import signal
@@ -27,23 +27,24 @@ def child() -> int:
     return client._child._process.pid
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended; one that nothing has waited for yet has."""
+def has_exited(pid: int) -> bool:
+    """Whether the process has ended; zombies count as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def soon(true: Callable[[], bool]) -> bool:
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Whether the condition holds within 20 seconds."""
     for _ in range(400):
-        if true():
+        if condition():
             return True
         time.sleep(0.05)
     return False
 
 
-def test_what_matches() -> None:
+def test_patterns_match_complete_names_and_parts_after_a_dot() -> None:
     for pattern, expected in {
         "c_attn": [True, False, False], "attn.c_attn": [True, False, False], "h.0.attn.c_attn": [True, False, False],
         "attn": [False] * 3, "c.attn": [True, False, False], "ttn.c_attn": [False] * 3, "lm_head": [False, False, True],
@@ -53,20 +54,20 @@ def test_what_matches() -> None:
         assert [matches(pattern, name) for name in NAMES] == expected, pattern
 
 
-def test_plain_names_need_no_child() -> None:
+def test_plain_names_start_no_child() -> None:
     client._stop()
     LoRAConfig(rank_pattern={"mlp.c_proj": 4, "transformer.h.0.attn.c_attn": 2}, targets=("c_attn", "all-linear"))
     assert matches("mlp.c_proj", NAMES[1])
     assert client._child is None
 
 
-def test_all_patterns_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_matches(["x+once", "y+once"], NAMES)
-    monkeypatch.setattr(client, "ask", lambda *_, **__: pytest.fail("asked again"))
+    monkeypatch.setattr(client, "call", lambda *_, **__: pytest.fail("called again"))
     assert not any(matches(pattern, name) for pattern in ("x+once", "y+once") for name in NAMES)
 
 
-def test_the_next_request_after_a_refused_one_is_answered() -> None:
+def test_a_request_after_an_exceeded_limit_succeeds() -> None:
     template = ChatTemplate("{{ messages[0].content * (10**9 if messages|length > 2 else 1) }}", name="t.jinja")
     assert template.render(TALK) == "Why?"
     first = child()
@@ -74,17 +75,17 @@ def test_the_next_request_after_a_refused_one_is_answered() -> None:
         client.match([EVIL], NAMES)
     with pytest.raises(HandgradError, match=r"t\.jinja needs more than 200 MB"):
         template.render([*TALK, *TALK])
-    assert template.render(TALK) == "Why?"  # a new child does not know it, and is told
-    assert child() != first and gone(first)
+    assert template.render(TALK) == "Why?"  # the new child compiles it again
+    assert child() != first and has_exited(first)
 
 
-def test_a_child_that_was_killed_is_replaced() -> None:
+def test_a_killed_child_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     os.kill(child(), signal.SIGKILL)
     assert template.render(TALK) == "Why?"
 
 
-def test_a_forked_process_has_a_child_of_its_own() -> None:
+def test_a_forked_process_starts_another_child() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     before = child()
     reading, writing = os.pipe()
@@ -101,15 +102,15 @@ def test_a_forked_process_has_a_child_of_its_own() -> None:
     assert template.render(TALK) == "Why?" and child() == before, "the fork must not disturb it"
 
 
-def test_threads_take_turns() -> None:
+def test_threads_share_the_child() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     found: dict[int, bool] = {}
 
-    def client(n: int) -> None:
+    def render_all(n: int) -> None:
         texts = [template.render([{"role": "user", "content": f"{n}.{i}"}]) for i in range(50)]
         found[n] = texts == [f"{n}.{i}" for i in range(50)]
 
-    threads = [threading.Thread(target=client, args=(n,)) for n in range(4)]
+    threads = [threading.Thread(target=render_all, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,8 +121,8 @@ def test_threads_take_turns() -> None:
 @pytest.mark.parametrize(
     "end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)", "os.fork() or time.sleep(60)\nos._exit(0)"]
 )
-def test_it_ends_with_its_parent(end: str) -> None:
-    """Also if the parent is killed, or a fork of it still holds the pipe."""
+def test_the_child_exits_with_its_parent(end: str) -> None:
+    """Also if the parent is killed, or if a fork of it keeps the pipe open."""
     code = (
         "import os, time\nfrom handgrad.sandbox import client\nclient.match(['a+'], ['a'])\n"
         f"print(client._child._process.pid, flush=True)\n{end}\n"
@@ -132,25 +133,25 @@ def test_it_ends_with_its_parent(end: str) -> None:
     process.stdout.close()
     process.wait()
     try:
-        assert soon(lambda: gone(pid))
+        assert becomes_true(lambda: has_exited(pid))
     finally:
         if "fork" in end:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_ctrl_c_is_for_the_parent() -> None:
+def test_the_child_ignores_ctrl_c() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     before = child()
     os.kill(before, signal.SIGINT)
     assert template.render(TALK) == "Why?" and child() == before
 
 
-def test_text_comes_back_as_it_was() -> None:
+def test_any_text_survives_the_round_trip() -> None:
     text = "naïve 東京 🙂 \ud83d \x00 \u2028" * 50_000
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
 
 
-def test_the_child_has_neither_torch_nor_handgrad() -> None:
+def test_the_child_imports_neither_torch_nor_handgrad() -> None:
     worker = Path(client.worker.__file__)
     code = f"import sys; sys.path.append({str(worker.parent)!r}); import worker; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout

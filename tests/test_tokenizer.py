@@ -1,4 +1,4 @@
-"""Text ↔ ids, and that other tools read our files."""
+"""Tokenizers: round trips, agreement with the `tokenizers` library and transformers, rejection of dangerous files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ TEXT = "Good morrow,  neighbour!\n\n\tWhither so fast? naïve façade — 東京
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe:300"])
-def test_there_and_back_and_in_transformers(kind: str, tmp_path: Path) -> None:
+def test_round_trip_and_agreement_with_transformers(kind: str, tmp_path: Path) -> None:
     made = tokenizer.make(kind, [TEXT, TEXT])
     ids = made.encode(TEXT)
     assert made.decode(ids) == TEXT
@@ -33,36 +33,36 @@ def test_bytes_are_their_own_ids() -> None:
     assert tokenizer.make("bytes", []).encode(TEXT) == list(TEXT.encode())
 
 
-def test_gpt2s_own() -> None:
+def test_gpt2_vocabulary() -> None:
     made = tokenizer.make("gpt2", [])
     assert made.n_vocab == 50257 and made.end == 50256
     assert made.encode("Hello world") == [15496, 995]
     assert made.decode(made.encode(TEXT)) == TEXT
 
 
-def test_characters_it_does_not_know_are_named() -> None:
+def test_unknown_characters_are_named_in_the_error() -> None:
     with pytest.raises(HandgradError, match="'z' is not one of them"):
         tokenizer.make("chars", ["abc"]).encode("abz")
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("bpe:12", "at least 257"), ("words", "no tokenizer is called"), ("bpe:x", "at least 257")]
+    ("kind", "message"), [("bpe:12", "at least 257"), ("words", "unknown tokenizer"), ("bpe:x", "at least 257")]
 )
-def test_kinds_that_do_not_exist(kind: str, message: str) -> None:
+def test_unknown_kinds_are_rejected(kind: str, message: str) -> None:
     with pytest.raises(HandgradError, match=message):
         tokenizer.make(kind, ["abc"])
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+def test_files_and_folders_without_a_tokenizer_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(HandgradError, match=r"not a tokenizer\.json"):
         tokenizer.read(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(HandgradError, match="holds no tokenizer"):
+    with pytest.raises(HandgradError, match="contains no tokenizer"):
         tokenizer.read(tmp_path / "empty")
 
 
-def test_what_a_file_remembers_of_batches_is_forgotten(tmp_path: Path) -> None:
+def test_stored_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     inner = tokenizer.make("bytes", []).inner
     inner.enable_truncation(4)
     inner.enable_padding(length=9)
@@ -70,39 +70,39 @@ def test_what_a_file_remembers_of_batches_is_forgotten(tmp_path: Path) -> None:
     assert tokenizer.read(tmp_path).encode("abcdefg") == list(b"abcdefg")
 
 
-def test_tokens_beside_vocab_and_merges_are_single_ids(tmp_path: Path) -> None:
+def test_added_tokens_with_vocab_and_merges_are_single_ids(tmp_path: Path) -> None:
     made = tokenizer.make("bpe:300", ["low lower lowest " * 50])
     made.inner.model.save(str(tmp_path))
     n = made.n_vocab
-    words = {n: "<|im_start|>", n + 1: "<|im_end|>"}
-    marks = {str(i): {"content": word, "special": True} for i, word in words.items()}
-    asked = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": marks}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(asked))
+    tokens = {n: "<|im_start|>", n + 1: "<|im_end|>"}
+    decoder = {str(i): {"content": token, "special": True} for i, token in tokens.items()}
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = tokenizer.read(tmp_path)
     text = "<|im_start|>low lowest<|im_end|>"
     assert ours.encode(text)[0] == n and ours.end == n + 1 and ours.n_vocab == n + 2
     assert ours.encode(text) == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-    asked["added_tokens_decoder"] = {str(n + 9): {"content": "<|far|>", "special": True}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(asked))
-    with pytest.raises(HandgradError, match="should be id"):
+    config["added_tokens_decoder"] = {str(n + 9): {"content": "<|far|>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(HandgradError, match="should have id"):
         tokenizer.read(tmp_path)
 
 
-# ── the tables, against the library ─────────────────────────────────────────────────────────────────────────────────
+# ── table look-up against the library ────────────────────────────────────────────────────────────────────────────────
 
 
 def described(**parts: object) -> str:
-    """A tokenizer.json of these parts; the rest as in a vocabulary of three characters with a gap."""
-    whole = {
+    """A tokenizer.json with these parts; the default is a vocabulary of three characters with a gap in the ids."""
+    default = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": ISOLATED, "post_processor": None, "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 7}, "unk_token": "\0"},
     }  # fmt: skip
-    return json.dumps(whole | parts)
+    return json.dumps(default | parts)
 
 
 ISOLATED = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
-BYTE_VOCABULARY = {sign: i for i, sign in enumerate(tokenizer._signs_of_bytes())}
+BYTE_VOCABULARY = {symbol: i for i, symbol in enumerate(tokenizer._byte_symbols())}
 NORMALIZERS = [
     None, {"type": "Lowercase"}, {"type": "NFD"}, {"type": "Prepend", "prepend": "b"}, {"type": "ByteLevel"},
     {"type": "Replace", "pattern": {"String": "a"}, "content": "bc"},
@@ -129,7 +129,7 @@ CHARACTERS = st.text("abcABC é\n", max_size=12)
     st.sampled_from([(), ("ab",), ("a",)]),
     st.lists(CHARACTERS, min_size=1, max_size=5),
 )
-def test_tables_encode_as_the_library_does(
+def test_table_look_up_encodes_like_the_library(
     vocabulary: dict[str, int], model: str, normalizer: object, pre: object, added: tuple[str, ...], texts: list[str]
 ) -> None:
     kinds = {"WordLevel": {"unk_token": "\0"}, "BPE": {"merges": []}}
@@ -152,7 +152,7 @@ def test_tables_encode_as_the_library_does(
             assert all(i < made.n_vocab for i in expected)
 
 
-def test_the_tables_are_used_and_have_gaps() -> None:
+def test_tables_are_used_and_ids_may_have_gaps() -> None:
     made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described()))
     assert made._characters is not None and made.encode("cab") == [7, 0, 1] and made.n_vocab == 8
     assert tokenizer.make("bytes", [])._bytes and tokenizer.make("chars", ["abc"])._characters is not None
@@ -161,7 +161,7 @@ def test_the_tables_are_used_and_have_gaps() -> None:
     assert tokenizer.Tokenizer(lower).encode("ABC") == [97, 98, 99]
 
 
-def test_the_type_of_ids_is_that_of_the_largest() -> None:
+def test_id_type_fits_the_largest_id() -> None:
     for largest, kind in ((65_535, "<u2"), (65_536, "<u4")):
         model = {"type": "WordLevel", "vocab": {"a": 0, "b": largest}, "unk_token": "\0"}
         made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(model=model)))
@@ -171,7 +171,7 @@ def test_the_type_of_ids_is_that_of_the_largest() -> None:
         tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(model=model)))
 
 
-# ── files that could hurt ───────────────────────────────────────────────────────────────────────────────────────────
+# ── dangerous files ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def replace(content: str) -> dict[str, object]:
@@ -200,14 +200,14 @@ def split_by(pattern: str) -> dict[str, object]:
         ({"model": "x" * 2_000_000}, "is not a tokenizer.json"),
     ],
 )
-def test_tokenizers_that_would_hang_or_fill_the_memory(tmp_path: Path, parts: dict, message: str) -> None:  # type: ignore[type-arg]
+def test_tokenizers_that_would_hang_or_exhaust_memory_are_rejected(tmp_path: Path, parts: dict, message: str) -> None:  # type: ignore[type-arg]
     (tmp_path / "tokenizer.json").write_text(described(**parts))
     with pytest.raises(HandgradError, match=message) as caught:
         tokenizer.read(tmp_path)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
-def test_patterns_of_others_are_used(tmp_path: Path) -> None:
+def test_ordinary_patterns_and_normalizers_are_accepted(tmp_path: Path) -> None:
     words = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     pattern = words + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     normalizer = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, replace("bb")]}
@@ -217,14 +217,14 @@ def test_patterns_of_others_are_used(tmp_path: Path) -> None:
     assert tokenizer.read(tmp_path).encode("c") == [7]
 
 
-def test_a_panic_of_the_library_is_an_error() -> None:
+def test_a_panic_in_the_library_raises_handgrad_error() -> None:
     made = tokenizer.Tokenizer(tokenizers.Tokenizer.from_str(described(pre_tokenizer=split_by("(a+)+$"))))
     with pytest.raises(HandgradError, match=r"the tokenizer cannot encode this text: .*retry-limit"):
         made.encode("a" * 40 + "b")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe:300"])
-def test_half_a_character_is_no_text(kind: str) -> None:
+def test_unpaired_surrogates_are_rejected(kind: str) -> None:
     made = tokenizer.make(kind, ["abc"])
     with pytest.raises(HandgradError, match=r"\\ud83d, half of a character"):
         made.encode("abc \ud83d")
@@ -233,7 +233,7 @@ def test_half_a_character_is_no_text(kind: str) -> None:
             tokenizer.make(kind, ["abc \ud83d"])
 
 
-def test_only_regular_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(HandgradError, match="a pipe"):
         tokenizer.read(tmp_path)
@@ -252,23 +252,25 @@ def test_only_regular_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.
 def test_long_texts_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tokenizer.make("bpe:300", ["low lower lowest " * 50])
     texts = ["low lower  lowest\n\n  low\n" * 40, "low lower lowest " * 60, "", "lower"]
-    whole = [ids.tolist() for ids in made.encode_batch(texts)]
-    monkeypatch.setattr(tokenizer, "LONGEST", 50)
-    assert all(len(piece) <= 100 for text in texts for piece in tokenizer.pieces_of(text))
-    assert len(list(tokenizer.pieces_of(texts[0]))) > 10
-    assert [ids.tolist() for ids in made.encode_batch(texts)] == whole
+    expected = [ids.tolist() for ids in made.encode_batch(texts)]
+    monkeypatch.setattr(tokenizer, "MAX_PIECE", 50)
+    assert all(len(piece) <= 100 for text in texts for piece in tokenizer.split_long_text(text))
+    assert len(list(tokenizer.split_long_text(texts[0]))) > 10
+    assert [ids.tolist() for ids in made.encode_batch(texts)] == expected
     for text in ("\n " * 500, "x" * 1000, "é" * 333 + "東" * 200):
-        assert max(map(len, tokenizer.pieces_of(text))) <= 100 and "".join(tokenizer.pieces_of(text)) == text
+        assert (
+            max(map(len, tokenizer.split_long_text(text))) <= 100 and "".join(tokenizer.split_long_text(text)) == text
+        )
         assert made.decode(made.encode(text)) == text
 
 
-def test_pairs_are_counted_in_bounded_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(tokenizer._countable(["ordinary text, 1234\n\n  and more", ""])) == [
+def test_bpe_training_gets_words_of_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(tokenizer._with_bounded_words(["ordinary text, 1234\n\n  and more", ""])) == [
         "ordinary text, 1234\n\n  and more"
     ]
-    monkeypatch.setattr(tokenizer, "LONG_TEXT", 1000)
+    monkeypatch.setattr(tokenizer, "MAX_RUN_TEXT", 1000)
     text = "so " + "x" * 600 + " and " + "\n " * 5000 + "so on " + "1" * 300
-    fed = list(tokenizer._countable([text]))
+    fed = list(tokenizer._with_bounded_words([text]))
     assert fed[:5] == ["so ", "x" * 256, "x" * 256, "x" * 88, " and"]
     assert sum(len(piece) for piece in fed if len(piece) > 9) == 1000 and max(map(len, fed)) == 256
     assert "so on " in fed

@@ -6,7 +6,7 @@ Names are imported when they are first used, so that `import handgrad` and `hand
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .machine import settle
+from .machine import configure_runtime
 
 if TYPE_CHECKING:
     from . import adapters as lora
@@ -38,7 +38,7 @@ __all__ = [
     "verify",
 ]
 
-settle()  # before torch is imported
+configure_runtime()  # before torch is imported
 
 _MODULE = {
     "GPT": "model.gpt", "GPTConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",

@@ -1,15 +1,12 @@
-"""Checks of single values: what a configuration or a file may say, with messages that name the option."""
+"""Validate single values of a configuration or a file; error messages name the option."""
 
 from math import isfinite
 
 from .errors import HandgradError
 
-# The least and the most that a number may be: what a file says is compared with this before anything is computed from it.
+# (minimum, maximum) of each numeric setting, checked before anything is computed from it.
 _WIDTH = (1, 1 << 24)
-
-
 _COUNT = (1, 10**12)
-
 
 LIMITS: dict[str, tuple[float, float]] = {
     "n_vocab": _WIDTH, "n_context": _WIDTH, "d_model": (1, 1 << 20), "n_heads": (1, 1 << 16), "n_blocks": (1, 1000),
@@ -22,46 +19,53 @@ LIMITS: dict[str, tuple[float, float]] = {
     "clip": (0, 1e38),
 }  # fmt: skip
 
-
-_ABOVE = ("alpha", "epochs", "minutes", "lr")  # these may not be the least itself
+_ABOVE_MINIMUM = ("alpha", "epochs", "minutes", "lr")  # must be greater than the minimum, not equal to it
 
 
 def check_type(name: str, kind: str, value: object) -> None:
-    """What comes from a file can be anything."""
+    """Raise unless `value` has the type that the annotation `kind` names."""
     if value is None and "None" in kind:
         return
     if kind.startswith("bool") and not isinstance(value, bool):
         raise HandgradError(f"{flag(name)} must be true or false, not {value!r}")
-    if kind.startswith("int") and (not isinstance(value, int) or isinstance(value, bool)):
-        raise HandgradError(f"{flag(name)} must be a whole number, not {value!r}")
+    if kind.startswith("int") and not _is_integer(value):
+        raise HandgradError(f"{flag(name)} must be an integer, not {value!r}")
     if kind.startswith("float") and not is_number(value):
         raise HandgradError(f"{flag(name)} must be a number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
-        raise HandgradError(f"{flag(name)} must be text, not {value!r}")
-    if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
-        raise HandgradError(f"{flag(name)} must be text, or a list of texts, not {value!r}")
+        raise HandgradError(f"{flag(name)} must be a string, not {value!r}")
+    if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
+        raise HandgradError(f"{flag(name)} must be a string or a list of strings, not {value!r}")
 
 
-def check_whole(name: str, value: object, called: str | None = None) -> None:
-    least, most = LIMITS[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise HandgradError(f"{called or name} must be a whole number of at least {least}, not {value!r}")
-    if value > most:
-        raise HandgradError(f"{called or name} must be a whole number of at most {most:,}, not {value!r}")
+def check_integer(name: str, value: object, label: str | None = None) -> None:
+    """Raise unless `value` is an integer within LIMITS[name]. Messages call it `label`, or `name`."""
+    minimum, maximum = LIMITS[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise HandgradError(f"{label or name} must be an integer of at least {minimum}, not {value!r}")
+    if value > maximum:
+        raise HandgradError(f"{label or name} must be an integer of at most {maximum:,}, not {value!r}")
 
 
-def check_number(name: str, value: object, called: str) -> None:
-    least, most = LIMITS[name]
-    above = name in _ABOVE
-    if not is_number(value) or value < least or (above and value == least):  # type: ignore[operator]
-        raise HandgradError(f"{called} must be {'a number above' if above else 'at least'} {least}, not {value!r}")
-    if value > most:  # type: ignore[operator]
-        raise HandgradError(f"{called} must be at most {most:g}, not {value!r}")
+def check_number(name: str, value: object, label: str) -> None:
+    """Raise unless `value` is a finite number within LIMITS[name]. Messages call it `label`."""
+    minimum, maximum = LIMITS[name]
+    above = name in _ABOVE_MINIMUM
+    if not is_number(value) or value < minimum or (above and value == minimum):  # type: ignore[operator]
+        raise HandgradError(f"{label} must be {'a number above' if above else 'at least'} {minimum}, not {value!r}")
+    if value > maximum:  # type: ignore[operator]
+        raise HandgradError(f"{label} must be at most {maximum:g}, not {value!r}")
 
 
 def is_number(value: object) -> bool:
+    """Whether `value` is a finite int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def flag(name: str) -> str:
+    """The command-line option of a setting: batch_tokens → --batch-tokens."""
     return "--" + name.replace("_", "-")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

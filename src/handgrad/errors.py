@@ -1,18 +1,18 @@
-"""Mistakes a user can make. The command line prints such an error as one line and exits with status 1."""
+"""Errors caused by user input. The command line prints them as one line and exits with status 1."""
 
 import json
 
-LONGEST = 1000  # characters of a message: what is quoted from a file can be of any length
-QUOTED = 200  # characters of what a message quotes
+MAX_MESSAGE = 1000  # characters: a message may quote a file of any length
+MAX_QUOTE = 200  # characters of a quotation in a message
 
 
 class HandgradError(ValueError):
-    """What was given, what was expected, what to do."""
+    """States what was given, what is expected and what to do."""
 
-    silent = False  # another process of the group prints the same error
+    silent = False  # True: another rank prints the same error
 
     def __init__(self, message: object = ""):
-        super().__init__(printable(str(message), LONGEST))
+        super().__init__(printable(str(message), MAX_MESSAGE))
 
 
 class NonFiniteError(HandgradError):
@@ -20,22 +20,22 @@ class NonFiniteError(HandgradError):
 
 
 class LimitError(HandgradError):
-    """A foreign program took more time or memory than it may have: whatever it is given next, it will again."""
+    """A sandboxed program exceeded its time or memory limit; it would do so again for any input."""
 
 
 class MissingError(HandgradError):
-    """A file that is needed does not exist."""
+    """A required file does not exist."""
 
 
-def printable(text: str, limit: int = QUOTED) -> str:
-    """The text, cut to `limit` characters, with control characters and lone surrogates escaped: fit for any terminal."""
+def printable(text: str, limit: int = MAX_QUOTE) -> str:
+    """Shorten text to `limit` characters and escape control characters and unpaired surrogates for the terminal."""
     if len(text) > limit:
         text = f"{text[: limit - limit // 4 - 1]}…{text[-(limit // 4) :]}"
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value as it stands in JSON, cut to what a message needs."""
+    """Format a value as JSON for a message, shortened to `limit` characters."""
     if isinstance(value, str) and len(value) > limit:
         value = value[:limit] + "…"
     try:

@@ -1,10 +1,10 @@
-"""Numbers as people read them, in messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
+"""Format numbers for messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
 
 
-def plural(n: float, noun: str, several: str | None = None) -> str:
-    """1 step, 2,000 steps, 0.5 epochs"""
+def plural(n: float, noun: str, plural_noun: str | None = None) -> str:
+    """A count with its noun: 1 step, 2,000 steps, 0.5 epochs"""
     count = f"{n:,}" if isinstance(n, int) else f"{n:g}"
-    return f"{count} {noun if n == 1 else several or noun + 's'}"
+    return f"{count} {noun if n == 1 else plural_noun or noun + 's'}"
 
 
 def number(x: float) -> str:
@@ -18,7 +18,7 @@ def number(x: float) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes: 512 B, 1.5 kB, 498 MB, 1.17 GB"""
+    """A number of bytes: 512 B, 1.5 kB, 498 MB, 1.17 GB"""
     if n < 1000:
         return f"{n:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -29,7 +29,7 @@ def size(n: float) -> str:
 
 
 def seconds(x: float) -> str:
-    """36 ms, 1.14 s, 16.4 s, 1,020 s"""
+    """A duration: 36 ms, 1.14 s, 16.4 s, 1,020 s"""
     if x < 0.9995:
         x, unit = 1000 * x, "ms"
     else:
@@ -38,17 +38,17 @@ def seconds(x: float) -> str:
 
 
 def clock(x: float) -> str:
-    """0:07, 12:30, 1:02:03"""
+    """A duration as a clock shows it: 0:07, 12:30, 1:02:03"""
     minutes, rest = divmod(round(x), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def percent(share: float) -> str:
-    """45 %, 0.19 %"""
-    return f"{number(100 * share)} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+def percent(fraction: float) -> str:
+    """A fraction as a percentage: 45 %, 0.19 %"""
+    return f"{number(100 * fraction)} %" if abs(fraction) < 0.0995 else f"{100 * fraction:.0f} %"
 
 
 def _magnitude(x: float) -> int:
-    """Digits before the point, less one: 0 for 3.7, 2 for 498, −3 for 0.0039."""
+    """Decimal exponent after rounding to three digits: 0 for 3.7, 2 for 498, −3 for 0.0039."""
     return int(f"{abs(x):.2e}".partition("e")[2]) if x else 0

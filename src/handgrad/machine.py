@@ -1,4 +1,4 @@
-"""What must be settled about the machine before the first number runs on it."""
+"""Process settings that must be made before torch is imported: CPU instruction set, memory allocator, page size."""
 
 import contextlib
 import ctypes
@@ -6,40 +6,44 @@ import os
 from pathlib import Path
 
 
-def settle() -> None:
-    do_without_amx_in_virtual_machines()
-    keep_freed_memory()
-    ask_for_large_pages()
+def configure_runtime() -> None:
+    """Apply all settings of this module. Call it before importing torch."""
+    disable_amx_in_virtual_machines()
+    keep_buffers_in_heap()
+    enable_huge_pages()
 
 
-def keep_freed_memory() -> None:
-    """A training step asks for the same large buffers again and again. glibc would give each back to the system and get
-    it anew, page by page, at about a tenth of the step's time; told not to, it hands them out again. Whoever has set
-    one of its own variables (MALLOC_…) has decided."""
+def keep_buffers_in_heap() -> None:
+    """Make glibc reuse freed buffers instead of returning them to the system.
+
+    A training step allocates the same large buffers again and again; mapping them anew page by page costs about a tenth
+    of the step's time. No-op if the user set any MALLOC_* variable."""
     if any(name.startswith("MALLOC_") for name in os.environ):
         return
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 1 << 25)  # the largest it takes; what is larger comes and goes, and leaves no holes
+        mallopt(mmap_threshold, 1 << 25)  # glibc's maximum; larger buffers are mapped, so they do not fragment the heap
 
 
-def give_back_freed_memory() -> None:
-    """Let the system have what `keep_freed_memory` has gathered, where low memory counts more than a few milliseconds."""
+def trim_heap() -> None:
+    """Return free heap memory to the system, where peak memory matters more than a few milliseconds."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def ask_for_large_pages() -> None:
-    """torch asks the system for pages of 2 MB instead of 4 kB for its larger tensors if this is set before it makes the
-    first one: a hundredth of the page faults, and products that miss fewer addresses."""
+def enable_huge_pages() -> None:
+    """Make torch request 2 MB pages for large tensors: a hundredth of the page faults, fewer TLB misses in matmuls.
+
+    torch reads the variable before its first allocation."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def do_without_amx_in_virtual_machines() -> None:
-    """Some virtual machines promise AMX and then trap on it, which ends the process at the first bfloat16 product.
-    oneDNN reads this variable once, before its first product; whoever has set it has decided."""
+def disable_amx_in_virtual_machines() -> None:
+    """Make oneDNN avoid AMX in virtual machines: some announce it and then kill the process at the first bfloat16 matmul.
+
+    oneDNN reads the variable once, before its first matmul. No-op if the user set it."""
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text() if cpu.exists() else ""
     if "amx_bf16" in flags and "hypervisor" in flags:

@@ -59,7 +59,7 @@ def test_which_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_is_trained_on_the_spot_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
-    monkeypatch.setattr(cli_explain, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)
     folder = cli_explain._train_on_the_spot()
     assert Run(folder).best().step == 2
     assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]

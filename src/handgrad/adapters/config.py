@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..checks import check_number, check_whole, is_number
+from ..checks import check_integer, check_number, is_number
 from ..errors import HandgradError
 from .patterns import matches, prepare_matches
 
@@ -36,9 +36,9 @@ class LoRAConfig:
                     f"a name or pattern must be a string of at most {MAX_PATTERN_LENGTH:,} characters, not {text!r}"
                 )
         prepare_matches((*self.rank_pattern, *self.alpha_pattern), ())
-        check_whole("rank", self.rank, "the rank of an adapter")
+        check_integer("rank", self.rank, "the rank of an adapter")
         for pattern, rank in self.rank_pattern.items():
-            check_whole("rank", rank, f"the rank for {pattern}")
+            check_integer("rank", rank, f"the rank for {pattern}")
         for what, alpha in [("alpha", self.alpha), *((f"alpha for {p}", x) for p, x in self.alpha_pattern.items())]:
             if alpha is not None:
                 check_number("alpha", alpha, what)

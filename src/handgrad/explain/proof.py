@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..machine import give_back_freed_memory
+from ..machine import trim_heap
 from ..proof.checker import Judge
 from ..proof.oracles import relative_error
 from .session import Look, Session
@@ -156,7 +156,7 @@ class Prover:
             made = self._run(lambda: Judge(still, look.tokens, look.targets, look.trace, own=True, pause=self._pause))
             self._judge = (look.id, made)
             if self.session.size > LARGE:
-                give_back_freed_memory()  # autograd's gradients are as large as the model
+                trim_heap()  # autograd's gradients are as large as the model
         return self._judge[1]
 
     def _against_autograd(self, judge: Judge, look: Look, station: Station) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import adapters
 from ..errors import HandgradError
-from ..machine import give_back_freed_memory
+from ..machine import trim_heap
 from ..model.gpt import GPT
 from ..model.trace import Trace, trace
 from ..text.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ def _keep_within(kept: "OrderedDict[Any, Any]", budget: int) -> None:
         oldest, _ = kept.popitem(last=False)
         del sizes[oldest]
     if len(kept) < before:
-        give_back_freed_memory()
+        trim_heap()
 
 
 def add_adapters(model: GPT, rank: int) -> None:

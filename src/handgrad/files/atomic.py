@@ -1,7 +1,7 @@
-"""Writing files so that a reader finds the old content or the new, never a part of either.
+"""Write files and folders atomically: a reader sees the old content or the new, never a mixture or a part.
 
-Whatever is being written, replaced or deleted bears a name that begins with LEFTOVER until it is complete or gone. A
-process that is killed leaves such names behind and nothing else: `sweep` removes them.
+Everything that is being written, replaced or deleted has a name that starts with LEFTOVER until it is complete or removed.
+A killed process leaves only files with such names, which `sweep` removes.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from typing import BinaryIO
 from ..errors import HandgradError
 
 LEFTOVER = ".handgrad-"
-REPLACED = f"{LEFTOVER}old."  # followed by the name the folder had
-SETTLED = 10  # seconds after which an unlocked leftover of a running process has no owner
+REPLACED = f"{LEFTOVER}old."  # followed by the original name of the folder
+LOCK_GRACE = 10  # seconds: an unlocked leftover of a running process that is older than this has no owner
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -34,14 +34,14 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise before the work begins if its result could not be written."""
+    """Raise if a file cannot be written to `path`, so that this is known before the work starts."""
     try:
-        path = path.resolve()  # a link is followed
+        path = path.resolve()  # follows links
         is_folder = path.is_dir()
     except (OSError, RuntimeError, ValueError):
-        raise HandgradError(f"cannot write {path}: it is a link that leads nowhere, or no file name") from None
+        raise HandgradError(f"cannot write {path}: it is a broken link or not a valid file name") from None
     if is_folder:
-        raise HandgradError(f"cannot write {path}: it is a folder; give the name of a file")
+        raise HandgradError(f"cannot write {path}: it is a folder; give a file name")
     if not path.parent.is_dir():
         raise HandgradError(f"cannot write {path}: the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -49,8 +49,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, follow: bool = True) -> None:
-    """Write a text file atomically. A link is followed and a device or pipe is written into, unless `follow` is False:
-    then the file takes the link's place."""
+    """Write a text file atomically. Links are followed, and devices and pipes written to; with follow=False the file
+    replaces them."""
     if not follow:
         _replace(path, text)
         return
@@ -71,7 +71,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_file(folder: Path) -> Iterator[BinaryIO]:
-    """A file without a name yet, open for writing; gone afterwards, unless `rename_onto` gives it one."""
+    """Open a temporary file in `folder` for writing. It is deleted afterwards, unless `rename_onto` gave it its name."""
     sweep(folder)
     handle, partial = tempfile.mkstemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder)
     try:
@@ -84,7 +84,7 @@ def new_file(folder: Path) -> Iterator[BinaryIO]:
 
 
 def rename_onto(file: BinaryIO, path: Path) -> None:
-    """Flush a file of `new_file` to the disk and give it its name."""
+    """Flush a file from `new_file` to disk and rename it to `path`, replacing what is there."""
     file.flush()
     os.fsync(file.fileno())
     os.replace(file.name, path)
@@ -92,23 +92,26 @@ def rename_onto(file: BinaryIO, path: Path) -> None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str] = (), follow: bool = True) -> None:
-    """Write a folder atomically: `fill` puts its files into an empty one, which then takes the place of the old. Files of
-    the old folder that `fill` does not write are copied over, unless they match a pattern of `stale`. A link to a folder
-    is followed, unless `follow` is False: then the folder takes the link's place."""
+    """Write a folder atomically: `fill` writes the files into an empty folder, which then replaces the old one.
+
+    Files of the old folder that `fill` does not write are copied, unless they match a pattern in `stale`. A link to a folder
+    is followed; with follow=False the folder replaces the link."""
     if not follow and folder.is_symlink():
         folder.unlink()
     folder = folder.resolve()
     if folder == Path.cwd():
-        raise HandgradError(f"{folder} is the folder you are in, which cannot be replaced whole: write from outside it")
+        raise HandgradError(
+            f"{folder} is the current folder, which cannot be replaced: run the command from another folder"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent)
     partial = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder.parent))
     try:
-        with _claimed(partial):
+        with _locked(partial):
             fill(partial)
             for path in partial.iterdir():
                 if path.is_file() and not path.is_symlink():
-                    os.chmod(path, 0o666 & ~_umask())  # some libraries keep what they write to their user
+                    os.chmod(path, 0o666 & ~_umask())  # some libraries write files that only their owner can read
             os.chmod(partial, folder.stat().st_mode & 0o777 if folder.exists() else 0o777 & ~_umask())
             if folder.exists():
                 _copy_others(folder, partial, stale)
@@ -116,7 +119,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
                 if not path.is_symlink() and (path.is_file() or path.is_dir()):
                     sync(path)
             if folder.exists():
-                _swap(partial, folder)  # what was replaced is now in `partial`
+                _swap(partial, folder)  # `partial` is now the old folder
             else:
                 os.rename(partial, folder)
             sync(folder.parent)
@@ -127,37 +130,38 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that a half-deleted one never bears its name."""
-    doomed = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}gone.{os.getpid()}.", dir=folder.parent))
-    os.rename(folder, doomed)  # onto an empty folder
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Delete a folder. It is renamed first, so that no partly deleted folder has its name."""
+    trash = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}gone.{os.getpid()}.", dir=folder.parent))
+    os.rename(folder, trash)  # replaces an empty folder
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def sweep(folder: Path, owned: bool = False) -> None:
-    """Remove what killed processes left in a folder; put a folder back that was moved away and not replaced. `owned`: the
-    caller holds a lock on the folder, so that every leftover is without an owner. Otherwise those in use are spared."""
-    for left in [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(LEFTOVER)]:
-        if not owned and not _abandoned(left):
+    """Remove the leftovers of killed processes in a folder, and restore folders that were renamed but not replaced.
+
+    Leftovers of running processes are spared. With owned=True the caller has locked the folder, so none is in use."""
+    for leftover in [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(LEFTOVER)]:
+        if not owned and not _is_abandoned(leftover):
             continue
-        name, _, number = left.name.removeprefix(REPLACED).rpartition(".")
+        name, _, number = leftover.name.removeprefix(REPLACED).rpartition(".")
         with contextlib.suppress(OSError):
-            if left.name.startswith(REPLACED) and number.isdigit() and not (folder / name).exists():
-                os.rename(left, folder / name)
-            elif left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
+            if leftover.name.startswith(REPLACED) and number.isdigit() and not (folder / name).exists():
+                os.rename(leftover, folder / name)
+            elif leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
 
 
-def _abandoned(path: Path) -> bool:
-    """Whether the process that made a leftover has ended: it holds a lock on it while it works."""
+def _is_abandoned(path: Path) -> bool:
+    """Whether the process that made a leftover has ended: it locks its leftover while it works."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        if _is_running(path) and time.time() - os.fstat(handle).st_mtime < SETTLED:
-            return False  # perhaps it was made just now, and the lock comes next
+        if _is_running(path) and time.time() - os.fstat(handle).st_mtime < LOCK_GRACE:
+            return False  # it may be new, and not locked yet
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:
@@ -167,7 +171,7 @@ def _abandoned(path: Path) -> bool:
 
 
 def _is_running(path: Path) -> bool:
-    """Whether the process that a leftover names is there, or may be."""
+    """Whether the process named in a leftover runs, or may run."""
     number = next((part for part in path.name.split(".") if part.isdigit()), "")
     try:
         os.kill(int(number or os.getpid()), 0)
@@ -179,7 +183,7 @@ def _is_running(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -200,25 +204,25 @@ def _copy_others(old: Path, new: Path, stale: Iterable[str]) -> None:
 
 
 def _swap(new: Path, old: Path) -> None:
-    """Exchange two folders' names in one step, where the system can; else in two, which `sweep` can undo."""
+    """Exchange two folders atomically if the system can, else by renames that `sweep` can undo."""
     if exchange(new, old):
         return
-    away = Path(f"{old.with_name(REPLACED + old.name)}.{os.getpid()}")
-    os.rename(old, away)
+    moved = Path(f"{old.with_name(REPLACED + old.name)}.{os.getpid()}")
+    os.rename(old, moved)
     try:
         os.rename(new, old)
     except OSError:
-        os.rename(away, old)
+        os.rename(moved, old)
         raise
-    os.rename(away, new)
+    os.rename(moved, new)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically. False if this system or file system cannot."""
+    """Exchange two paths atomically. Returns False if the system or file system does not support it."""
     libc = ctypes.CDLL(None, use_errno=True)
     at_cwd, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = os.fsencode(one), os.fsencode(other)
-    with contextlib.suppress(AttributeError):  # a C library without it
+    with contextlib.suppress(AttributeError):  # not in this C library
         if sys.platform == "darwin":
             return bool(libc.renamex_np(*names, swap) == 0)
         return bool(libc.renameat2(at_cwd, names[0], at_cwd, names[1], swap) == 0)

@@ -1,7 +1,7 @@
-"""What a folder that handgrad wrote should hold: the size and SHA-256 of every file, under a digest of the list itself.
+"""The manifest of a folder written by handgrad: size and SHA-256 of every file, and a digest of the manifest itself.
 
-Beside the files it may state facts, such as the step of a checkpoint. Any changed byte of a listed file, or of the list,
-shows. Files that are not listed do not matter; a folder without a manifest comes from elsewhere, and cannot be checked.
+It may also contain facts, such as the step of a checkpoint. Any changed byte of a listed file or of the manifest is
+detected. Files that are not listed are ignored; a folder without a manifest was written by another tool and is not checked.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ FORMAT = 1
 
 
 class DamagedError(HandgradError):
-    """A folder is not what its manifest says."""
+    """A folder does not match its manifest."""
 
 
 def write(folder: Path, **facts: Any) -> None:
-    """List the files of a folder that is being written."""
+    """Write the manifest of a folder: its files and `facts`."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.iterdir())
@@ -33,7 +33,7 @@ def write(folder: Path, **facts: Any) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest, if it is intact. MissingError if there is none."""
+    """Read the manifest. Raises MissingError if there is none, DamagedError if it was changed."""
     try:
         found = read_json(folder / FILE)
     except MissingError:
@@ -42,12 +42,12 @@ def read(folder: Path) -> dict[str, Any]:
         raise DamagedError(str(reason)) from None
     check_digest(found, folder / FILE)
     if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
-        raise DamagedError(f"{folder / FILE} is of another version of handgrad")
+        raise DamagedError(f"{folder / FILE} was written by another version of handgrad")
     return found
 
 
 def check(folder: Path, required: Iterable[str] = (), contents: bool = True) -> dict[str, Any]:
-    """The manifest, if every listed file is as it was written. `contents=False` compares sizes only. Raises DamagedError
+    """Check every listed file and return the manifest. With contents=False only sizes are compared. Raises DamagedError
     for the first difference, MissingError if there is no manifest."""
     found = read(folder)
     for name in required:
@@ -63,13 +63,12 @@ def check(folder: Path, required: Iterable[str] = (), contents: bool = True) -> 
         if same and contents:
             same = _sha256(path) == expected["sha256"]
         if not same:
-            raise DamagedError(f"{path} is not what was written")
+            raise DamagedError(f"{path} has changed since it was written")
     return found
 
 
 def check_present(folder: Path) -> None:
-    """For a folder that a user names: what is listed and still there must be as it was written. A folder without a
-    manifest passes."""
+    """Check the listed files that exist, for a folder given by the user. A folder without a manifest passes."""
     try:
         found = read(folder)
     except MissingError:
@@ -78,20 +77,20 @@ def check_present(folder: Path) -> None:
         path = folder / name
         if path.is_file() and (path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]):
             raise DamagedError(
-                f"{path} is damaged: it is not what handgrad wrote there. Restore it; if it was changed on purpose, delete"
-                f" {FILE} beside it"
+                f"{path} is damaged: it has changed since handgrad wrote it. Restore it; if the change is intended, delete"
+                f" {FILE} in the same folder"
             )
 
 
 def digest(body: dict[str, Any]) -> str:
-    """SHA-256 of a JSON object, however it is laid out."""
+    """SHA-256 of a JSON object, independent of its layout."""
     plain = {name: value for name, value in body.items() if name != "digest"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_digest(body: dict[str, Any], file: Path) -> None:
     if body.get("digest") != digest(body):
-        raise DamagedError(f"{file} is damaged: it is not what was written")
+        raise DamagedError(f"{file} is damaged: it has changed since it was written")
 
 
 def _sha256(path: Path) -> str:

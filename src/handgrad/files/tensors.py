@@ -1,4 +1,4 @@
-"""safetensors files: headers read within limits, tensors mapped into memory."""
+"""safetensors files: headers of bounded size, memory-mapped tensors."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,17 +10,16 @@ from torch import Tensor
 from ..errors import HandgradError, MissingError, shown
 from .reading import MB, open_regular, parse_json
 
-_HEADER_BYTES = 4 * MB  # of a safetensors file: 40,000 tensors
+_HEADER_BYTES = 4 * MB  # maximum size of a header: about 40,000 tensors
 
-
-_STORED = {
+_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of a tensor."""
+    """The header entry of a tensor."""
 
     file: Path
     dtype: torch.dtype
@@ -28,35 +27,37 @@ class Header(NamedTuple):
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """Names, dtypes and shapes of a file's tensors, without the tensors. MissingError if there is no such file."""
+    """The names, dtypes and shapes of the tensors in a file, without their data. Raises MissingError if there is no file."""
     with open_regular(file) as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > _HEADER_BYTES:
-            raise HandgradError(f"{file} cannot be read: its header would have {size:,} bytes")
+            raise HandgradError(
+                f"{file} cannot be read: its header has {size:,} bytes, the maximum is {_HEADER_BYTES:,}"
+            )
         raw = opened.read(size)
     if len(raw) < size:
-        raise HandgradError(f"{file} cannot be read: it ends within its header")
+        raise HandgradError(f"{file} cannot be read: it ends inside its header")
     try:
-        said = parse_json(raw.decode(), file)
+        entries = parse_json(raw.decode(), file)
     except UnicodeDecodeError:
         raise HandgradError(f"{file} cannot be read: its header is not text") from None
     headers = {}
-    for name, facts in said.items() if isinstance(said, dict) else ():
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
         if name == "__metadata__":
             continue
-        dtype, shape = (facts.get("dtype"), facts.get("shape")) if isinstance(facts, dict) else (None, None)
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise HandgradError(f"{file} cannot be read: its header gives no shape for {shown(name)}")
-        if not isinstance(dtype, str) or dtype not in _STORED:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise HandgradError(f"{file}: {shown(name)} is stored as {shown(dtype)}, which is not supported")
-        headers[name] = Header(file, _STORED[dtype], tuple(shape))
+        headers[name] = Header(file, _DTYPES[dtype], tuple(shape))
     return headers
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped into memory."""
+    """The tensors of a file, memory-mapped."""
     try:
-        read_headers(file)  # within limits, and a regular file: the library would wait for a pipe
+        read_headers(file)  # checks limits, and that the library does not block on a pipe
         with safe_open(file, "pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except MissingError:
@@ -66,8 +67,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def missing_weights(file: Path) -> HandgradError:
+    """The error for a missing safetensors file; it names a pickle file next to it, which is not read."""
     unsafe = sorted(other.name for other in file.parent.glob("*.bin"))
     why = "weights are missing"
     if unsafe:
-        why = f"{unsafe[0]} could run code when it is read; convert it to safetensors, with save_pretrained"
+        why = f"{unsafe[0]} is a pickle file, which can run code when read; convert it to safetensors, with save_pretrained"
     return MissingError(f"{file} does not exist: {why}")

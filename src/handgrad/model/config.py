@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from ..checks import check_whole, is_number
+from ..checks import check_integer, is_number
 from ..errors import HandgradError
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
@@ -32,7 +32,7 @@ class GPTConfig:
             value = getattr(self, name)
             if value is None and name in ("d_hidden", "d_rho", "d_head"):
                 continue
-            check_whole(name, value)
+            check_integer(name, value)
         if self.activation not in ACTIVATIONS:
             raise HandgradError(f"unknown activation {self.activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         if self.d_model < 2:

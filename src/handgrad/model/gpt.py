@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError, NonFiniteError, shown
-from ..machine import give_back_freed_memory
+from ..machine import trim_heap
 from ..ops import attention, embedding, loss
 from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .block import Block, Saved
@@ -296,7 +296,7 @@ class GPT(nn.Module):
         value = 0.0
         deltas: list[Tensor] = []
         if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
-            give_back_freed_memory()  # the forward pass frees more than the head can use
+            trim_heap()  # the forward pass frees more than the head can use
         for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
             total, delta_10 = readout(
                 self.transformer.ln_f, self.lm_head, a_10, piece, 1 / n_targets, self._finite, state.record

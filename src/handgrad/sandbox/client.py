@@ -1,9 +1,8 @@
-"""Foreign programs — regular expressions and chat templates from files — run in a child process with limits.
+"""Run untrusted programs (regular expressions and chat templates from files) in a child process with limits.
 
-Both can run for ever or fill the memory, and nothing stops them inside this process. One child, started when it is first
-needed, answers all requests; a request that takes more than its share of processor time or memory ends the child and is
-a HandgradError, and the next request starts another child. The child ends with this process; a forked process starts a
-child of its own.
+Either can run forever or exhaust memory, which cannot be stopped inside this process. One child, started at first use,
+serves all requests. A request that exceeds its CPU time or memory kills the child and raises LimitError; the next request
+starts a new child. The child exits with this process; a forked process starts its own.
 """
 
 import atexit
@@ -24,14 +23,14 @@ from typing import Any
 from ..errors import HandgradError, LimitError
 from . import worker
 
-PATIENCE = 30  # seconds until a child that neither computes nor answers is given up: the machine may be busy
+REPLY_TIMEOUT = 30  # seconds; generous, because the machine may be busy
 
 _lock = threading.RLock()
 _child: "_Child | None" = None
 
 
-class _Ended(Exception):
-    """The child has ended, with this status."""
+class _ChildExited(Exception):
+    """The child has exited. Argument: its status."""
 
 
 class _Child:
@@ -47,39 +46,39 @@ class _Child:
                 program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, bufsize=0
             )
         except OSError as reason:
-            raise HandgradError(f"cannot start {sys.executable} to run a foreign program: {reason.strerror}") from None
+            raise HandgradError(f"cannot start {sys.executable} for the sandbox: {reason.strerror}") from None
 
-    def ask(self, request: bytes) -> Any:
+    def call(self, request: bytes) -> Any:
         assert self._process.stdin is not None
         try:
             data = memoryview(len(request).to_bytes(4, "big") + request)
             while data:
                 data = data[os.write(self._process.stdin.fileno(), data) :]
-            return json.loads(self._answer().decode("utf-8", "surrogatepass"))
+            return json.loads(self._read_reply().decode("utf-8", "surrogatepass"))
         except OSError:
-            raise _Ended(self._process.wait()) from None
+            raise _ChildExited(self._process.wait()) from None
 
-    def _answer(self) -> bytes:
+    def _read_reply(self) -> bytes:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
-        give_up = time.monotonic() + PATIENCE
-        found = bytearray()
-        while len(found) < 4 or len(found) < 4 + int.from_bytes(found[:4], "big"):
-            if not select.select([pipe], [], [], max(0, give_up - time.monotonic()))[0]:
-                raise _Ended(-signal.SIGPROF)
+        deadline = time.monotonic() + REPLY_TIMEOUT
+        reply = bytearray()
+        while len(reply) < 4 or len(reply) < 4 + int.from_bytes(reply[:4], "big"):
+            if not select.select([pipe], [], [], max(0, deadline - time.monotonic()))[0]:
+                raise _ChildExited(-signal.SIGPROF)
             part = os.read(pipe, 1 << 20)
             if not part:
-                raise _Ended(self._process.wait())
-            found += part
-        return bytes(found[4:])
+                raise _ChildExited(self._process.wait())
+            reply += part
+        return bytes(reply[4:])
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._process.kill()
         self._process.wait()
         self._close()
 
-    def forget(self) -> None:
-        """After a fork: it is the child of another process."""
+    def abandon(self) -> None:
+        """Close the pipes without waiting: after a fork the child belongs to the parent process."""
         self._process.returncode = 0
         self._close()
 
@@ -90,43 +89,43 @@ class _Child:
                     pipe.close()
 
 
-def ask(call: str, about: str, **given: Any) -> Any:
-    """What `sandboxed.worker` answers. `about` is what messages call the program that runs there."""
+def call(function: str, label: str, **arguments: Any) -> Any:
+    """Call a function of `worker` in the child. Error messages call the program that runs there `label`."""
     try:
-        request = json.dumps({"call": call, **given}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        request = json.dumps({"function": function, **arguments}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as reason:
-        raise HandgradError(f"{about} cannot be given this: {reason}") from None
+        raise HandgradError(f"{label}: the input cannot be sent to the sandbox: {reason}") from None
     global _child
     with _lock:
         for fresh in (False, True):
             if _child is None:
                 fresh, _child = True, _Child()
             try:
-                return _child.ask(request)
-            except _Ended as reason:
+                return _child.call(request)
+            except _ChildExited as reason:
                 status = reason.args[0]
                 _stop()
                 if status == -signal.SIGPROF:
                     raise LimitError(
-                        f"{about} takes too long: more than {worker.SECONDS:g} s of processor time; make it simpler"
+                        f"{label} takes too long: more than {worker.SECONDS:g} s of CPU time; make it simpler"
                     ) from None
                 if status == worker.NO_MEMORY:
-                    raise LimitError(f"{about} needs more than {worker.MEMORY // 1_000_000} MB of memory") from None
-                if fresh:  # otherwise it may have been killed before this request
-                    raise HandgradError(f"{about} ended the process it ran in (status {status})") from None
+                    raise LimitError(f"{label} needs more than {worker.MEMORY // 1_000_000} MB of memory") from None
+                if fresh:  # otherwise the child may have been killed before this request
+                    raise HandgradError(f"{label} crashed its process (exit status {status})") from None
             except BaseException:
-                _stop()  # an answer to this request must not be taken for the next one's
+                _stop()  # its reply must not be read as that of the next request
                 raise
     raise AssertionError
 
 
 def match(patterns: Sequence[str], names: Sequence[str]) -> list[set[str]]:
-    """For each regular expression the names that it matches, whole or from behind a dot to the end."""
-    called = (
+    """For each regular expression, the names it matches: the complete name or the part after any dot."""
+    label = (
         f"one of {len(patterns)} regular expressions" if len(patterns) > 1 else f"the regular expression {patterns[0]}"
     )
     matched = []
-    for pattern, found in zip(patterns, ask("match", called, patterns=patterns, names=names), strict=True):
+    for pattern, found in zip(patterns, call("match", label, patterns=patterns, names=names), strict=True):
         if isinstance(found, str):
             raise HandgradError(f"{pattern} is not a regular expression: {found}")
         matched.append({names[i] for i in found})
@@ -136,17 +135,17 @@ def match(patterns: Sequence[str], names: Sequence[str]) -> list[set[str]]:
 def _stop() -> None:
     global _child
     if _child is not None:
-        _child.end()
+        _child.stop()
         _child = None
 
 
-def _forked() -> None:
+def _after_fork() -> None:
     global _child, _lock
     _lock = threading.RLock()
     if _child is not None:
-        _child.forget()
+        _child.abandon()
         _child = None
 
 
 atexit.register(_stop)
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_after_fork)

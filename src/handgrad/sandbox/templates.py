@@ -1,7 +1,7 @@
-"""Chat templates inside the child process: a conversation as text, and which parts of it the assistant says.
+"""Chat templates inside the child process: render a conversation, and locate the assistant's text in it.
 
-What the assistant says is found by rendering twice, without any mark in the template: the conversation up to a turn, with
-the opening of the answer, has to be the beginning of the conversation with that turn.
+An assistant turn is located by rendering the messages before it with a generation prompt, and the messages up to and
+including it: the first must be a prefix of the second, and the rest is the assistant's text.
 """
 
 import json
@@ -17,49 +17,46 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Messages = list[dict[str, Any]]
 
 
-class Mistake(Exception):
-    """Line and reason: the source is not a template."""
-
-
-class NotIncremental(Exception):
-    pass
+class TemplateError(Exception):
+    """The source is not a template. Arguments: line number, reason."""
 
 
 class Template:
-    """`special` are the special tokens a template can name; `now` is what its clock shows."""
+    """`special` are the special tokens the template can use; `now` is the time its clock shows."""
 
     def __init__(self, source: str, special: dict[str, str], now: str):
         self.source, self.special, self.now = source, special, datetime.fromisoformat(now)
         try:
             self._template = environment(self.now).from_string(source)
         except jinja2.TemplateSyntaxError as reason:
-            raise Mistake(reason.lineno, str(reason.message)[:2000]) from None
+            raise TemplateError(reason.lineno, str(reason.message)[:2000]) from None
         except MemoryError:
             raise
         except Exception as reason:
-            raise Mistake(1, f"{reason}"[:2000] or type(reason).__name__) from None
+            raise TemplateError(1, f"{reason}"[:2000] or type(reason).__name__) from None
 
-    def render(self, messages: Messages, opening: bool) -> str:
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": opening}
-        return self._template.render(**self.special, **given)
+    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+        return self._template.render(
+            **self.special, messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt
+        )
 
     def segments(self, messages: Messages) -> dict[str, Any]:
-        """{"text": the whole, "cuts": where the text changes between said by the assistant and not}; {"changes": i} if what
-        comes before message i is not the beginning of the whole."""
-        whole = self.render(messages, False)
+        """{"text": the conversation, "cuts": offsets at which the assistant's text begins or ends}, or {"rewritten": i} if
+        the text before message i is not a prefix of the conversation."""
+        full = self.render(messages, False)
         cuts = [0]
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.render(messages[:i], True)
-                after = whole if i + 1 == len(messages) else self.render(messages[: i + 1], False)
-                if not (cuts[-1] <= len(before) and after.startswith(before) and whole.startswith(after)):
-                    return {"changes": i}
+                after = full if i + 1 == len(messages) else self.render(messages[: i + 1], False)
+                if not (cuts[-1] <= len(before) and after.startswith(before) and full.startswith(after)):
+                    return {"rewritten": i}
                 cuts += [len(before), len(after)]
-        return {"text": whole, "cuts": [*cuts[1:], len(whole)]}
+        return {"text": full, "cuts": [*cuts[1:], len(full)]}
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: with this some templates mark what the assistant says. Just its content."""
+    """Render {% generation %} … {% endgeneration %}, which marks the assistant's text in some templates, as its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -69,13 +66,13 @@ class _Generation(Extension):
 
 
 def environment(now: datetime) -> jinja2.Environment:
-    """What templates made for Hugging Face's tokenizers expect to see."""
+    """A sandboxed Jinja environment with the filters and functions that Hugging Face's templates use."""
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = now.strftime
-    return made
+    result = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    result.filters["tojson"] = _to_json
+    result.globals["raise_exception"] = _raise
+    result.globals["strftime_now"] = now.strftime
+    return result
 
 
 def _to_json(
@@ -85,7 +82,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write < and & for web pages."""
+    """JSON as Hugging Face writes it; Jinja's own filter escapes < and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

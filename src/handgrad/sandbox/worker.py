@@ -1,8 +1,8 @@
-"""The child process: reads requests, answers each within limits of processor time and memory, or dies.
+"""The sandboxed child process: answers requests within limits of CPU time and memory, or exits.
 
-Run as `python -I -S worker.py PARENT FOLDER…`: the parent's process id, and folders in which to find jinja2. A message is
-its length in four bytes, then JSON. Time is limited by a timer whose signal ends the process even inside a regular
-expression; memory by the address space, so that a MemoryError ends it with status 3.
+Run as `python -I -S worker.py PARENT FOLDER…`: the parent's process id, and folders to import jinja2 from. A message is its
+length in four bytes, then JSON. A CPU timer kills the process even inside a regular expression; a limit on the address
+space raises MemoryError, which exits with status NO_MEMORY.
 """
 
 import contextlib
@@ -17,69 +17,70 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 1.0  # of processor time for one request, and for each byte of it
-SECONDS_PER_BYTE = 5e-6
-MEMORY = 200_000_000  # bytes above what the process has when it starts, and for each byte of the request
+SECONDS = 1.0  # CPU time of a request
+SECONDS_PER_BYTE = 5e-6  # added for each byte of the request
+MEMORY = 200_000_000  # bytes above what the process uses at its first request
 MEMORY_PER_BYTE = 20
-TEXT = 4_000_000  # bytes of an answer, and for each byte of the request
+TEXT = 4_000_000  # bytes of a reply
 TEXT_PER_BYTE = 8
-NO_MEMORY = 3
-TEMPLATES = 16  # kept compiled
+NO_MEMORY = 3  # exit status
+MAX_TEMPLATES = 16  # compiled templates in memory
 
 _templates: dict[str, Any] = {}
 
 
-def match(given: dict[str, Any]) -> list[list[int] | str]:
-    """For each pattern, the numbers of the names that it matches, whole or from behind a dot to the end; or why it is not
-    a regular expression."""
-    names = given["names"]
-    begins = [[0, *(i + 1 for i, sign in enumerate(name) if sign == ".")] for name in names]
+def match(request: dict[str, Any]) -> list[list[int] | str]:
+    """For each pattern, the indices of the names it matches, or why it is not a regular expression. A pattern must match
+    the complete name or the part after any dot."""
+    names = request["names"]
+    starts = [[0, *(i + 1 for i, c in enumerate(name) if c == ".")] for name in names]
     found: list[list[int] | str] = []
-    for pattern in given["patterns"]:
+    for pattern in request["patterns"]:
         try:
             compiled = re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as reason:
             found.append(str(reason))
             continue
-        found.append([n for n, name in enumerate(names) if any(compiled.fullmatch(name, i) for i in begins[n])])
+        found.append([n for n, name in enumerate(names) if any(compiled.fullmatch(name, i) for i in starts[n])])
     return found
 
 
-def prepare(given: dict[str, Any]) -> Any:
-    """Compile a chat template. None, or the line and the reason why it is not one."""
+def prepare(request: dict[str, Any]) -> Any:
+    """Compile a chat template. Returns None, or the line number and reason of a syntax error."""
     templates = importlib.import_module("templates")
     try:
-        template = templates.Template(given["source"], given["special"], given["now"])
-    except templates.Mistake as reason:
+        template = templates.Template(request["source"], request["special"], request["now"])
+    except templates.TemplateError as reason:
         return reason.args
-    if len(_templates) >= TEMPLATES:
+    if len(_templates) >= MAX_TEMPLATES:
         _templates.clear()
-    _templates[given["key"]] = template
+    _templates[request["key"]] = template
     return None
 
 
-def render(given: dict[str, Any]) -> Any:
-    return _with_template(given, lambda template: template.render(given["messages"], given["opening"]))
+def render(request: dict[str, Any]) -> Any:
+    arguments = request["messages"], request["add_generation_prompt"]
+    return _with_template(request, lambda template: template.render(*arguments))
 
 
-def segments(given: dict[str, Any]) -> Any:
-    return _with_template(given, lambda template: template.segments(given["messages"]))
+def segments(request: dict[str, Any]) -> Any:
+    return _with_template(request, lambda template: template.segments(request["messages"]))
 
 
-def _with_template(given: dict[str, Any], use: Callable[[Any], Any]) -> Any:
-    """{"done": …}, {"fails": why}, or {} if the template has to be prepared first."""
-    template = _templates.get(given["key"])
+def _with_template(request: dict[str, Any], use: Callable[[Any], Any]) -> Any:
+    """{"result": …}, {"error": reason}, or {} if the template must be prepared first."""
+    template = _templates.get(request["key"])
     if template is None:
         return {}
     try:
-        return {"done": use(template)}
+        return {"result": use(template)}
     except MemoryError:
         raise
-    except Exception as reason:  # the template is a foreign program: it can fail in any way
-        return {"fails": f"{reason}"[:2000] or type(reason).__name__}
+    except Exception as reason:  # a template can raise anything
+        return {"error": f"{reason}"[:2000] or type(reason).__name__}
 
 
-CALLS = {f.__name__: f for f in (match, prepare, render, segments)}
+FUNCTIONS = {f.__name__: f for f in (match, prepare, render, segments)}
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     while True:
         while not select.select([0], [], [], 2)[0]:
-            if os.getppid() != parent:  # it is gone, and a copy of it keeps the pipe open
+            if os.getppid() != parent:  # the parent has ended, but a fork of it keeps the pipe open
                 return
         head = _read(4)
         if head is None:
@@ -99,35 +100,35 @@ def main() -> None:
         if raw is None:
             return
         size = len(raw)
-        if "templates" not in sys.modules and raw.startswith(b'{"call": "prepare"'):
-            importlib.import_module("templates")  # jinja2 takes a while: not of the template's time
+        if "templates" not in sys.modules and raw.startswith(b'{"function": "prepare"'):
+            importlib.import_module("templates")  # importing jinja2 must not count as the template's time
         _limit_memory(MEMORY + MEMORY_PER_BYTE * size)
         signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * size)
         try:
             request = json.loads(raw)
             del raw
-            answer = json.dumps(CALLS[request.pop("call")](request), ensure_ascii=False)
-            ready = answer.encode("utf-8", "surrogatepass")
-            del answer, request
+            text = json.dumps(FUNCTIONS[request.pop("function")](request), ensure_ascii=False)
+            reply = text.encode("utf-8", "surrogatepass")
+            del text, request
         except MemoryError:
             os._exit(NO_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if len(ready) > TEXT + TEXT_PER_BYTE * size:
-            ready = b'{"fails": "it writes too much"}'
-        _write(len(ready).to_bytes(4, "big") + ready)
+        if len(reply) > TEXT + TEXT_PER_BYTE * size:
+            reply = b'{"error": "the output is too long"}'
+        _write(len(reply).to_bytes(4, "big") + reply)
 
 
-def _limit_memory(above: int) -> None:
-    with contextlib.suppress(OSError, ValueError):  # where the system has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (_started_with() + above, resource.RLIM_INFINITY))
+def _limit_memory(extra: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (_initial_memory() + extra, resource.RLIM_INFINITY))
 
 
-def _started_with(known: list[int] = []) -> int:  # noqa: B006
-    """Bytes of address space at the first request."""
-    if not known:
+def _initial_memory(measured: list[int] = []) -> int:  # noqa: B006
+    """Bytes of address space at the first request, measured once."""
+    if not measured:
         with open("/proc/self/statm", encoding="ascii") as file:
-            known.append(int(file.read().split()[0]) * resource.getpagesize())
-    return known[0]
+            measured.append(int(file.read().split()[0]) * resource.getpagesize())
+    return measured[0]
 
 
 def _read(count: int) -> bytes | None:

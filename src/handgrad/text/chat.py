@@ -1,7 +1,7 @@
-"""A conversation → the text a model reads, by the model's own chat template, and which parts of it the assistant says.
+"""Chat templates: render a conversation as the text a model reads, and find which parts the assistant wrote.
 
-A template is a Jinja program that comes with the model, and sees what Hugging Face's templates expect to see. It runs in
-a child process with limits of time and memory (`sandbox`); `sandboxed/templates.py` is what runs there.
+A template is a Jinja program that comes with the model. It gets the variables and functions that Hugging Face provides,
+and runs in a child process with time and memory limits (`sandbox/templates.py`).
 """
 
 import hashlib
@@ -12,22 +12,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError, MissingError
-from ..errors import shown as shown
+from ..errors import HandgradError, MissingError, shown
 from ..files import reading
 from ..sandbox import client
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 REMEDY = "give one with --chat-template FILE"
-SOURCE_BYTES = reading.MB  # of a template
-LONGEST = 400  # messages of a conversation to learn from: each turn is found by rendering all before it
+SOURCE_BYTES = reading.MB  # maximum size of a template
+MAX_MESSAGES = 400  # in a training conversation: each assistant turn is found by rendering all messages before it
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """`source` is the program, `special` the special tokens it can name (bos_token, eos_token, …), `name` what errors call
-    it. The clock stands still at `now`: two renderings of one conversation have to agree."""
+    """`source` is the Jinja program, `special` the special tokens it can use (bos_token, eos_token, …), `name` its name in
+    errors. Its clock always shows `now`, so that two renderings of one conversation agree."""
 
     def __init__(
         self,
@@ -44,21 +43,21 @@ class ChatTemplate:
         self._prepare()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The conversation as text; with add_generation_prompt, up to where the assistant begins to speak."""
-        text: str = self._ask("render", messages, opening=add_generation_prompt)
+        """The conversation as text. With add_generation_prompt, the header of an assistant turn follows."""
+        text: str = self._call("render", messages, add_generation_prompt=add_generation_prompt)
         return text
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The conversation as pieces of text, True for those the assistant says, its end of turn included."""
-        if len(messages) > LONGEST:
+        """The conversation as pieces of text; True for those the assistant wrote, including its end of turn."""
+        if len(messages) > MAX_MESSAGES:
             raise HandgradError(
-                f"a conversation of {len(messages):,} messages; {LONGEST} is the limit: divide it into shorter ones"
+                f"a conversation has {len(messages):,} messages; the maximum is {MAX_MESSAGES}: split it into shorter ones"
             )
-        found = self._ask("segments", messages)
-        if "changes" in found:
+        found = self._call("segments", messages)
+        if "rewritten" in found:
             raise HandgradError(
-                f"{self.name} is not incremental: it writes what comes before message {found['changes'] + 1} in another way"
-                " once more follows, so that the assistant's words cannot be told apart; give a template that only adds,"
+                f"{self.name} is not incremental: it renders the text before message {found['rewritten'] + 1} differently"
+                " when more messages follow, so the assistant's text cannot be located; give a template that only appends,"
                 " with --chat-template FILE"
             )
         text, cuts = found["text"], found["cuts"]
@@ -66,45 +65,45 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     def _prepare(self) -> None:
-        mistake = client.ask("prepare", self.name, **self._program)
-        if mistake is not None:
-            raise HandgradError(f"{self.name}, line {mistake[0]}, is not a chat template: {mistake[1]}")
+        syntax_error = client.call("prepare", self.name, **self._program)
+        if syntax_error is not None:
+            raise HandgradError(f"{self.name}, line {syntax_error[0]}, is not a chat template: {syntax_error[1]}")
 
-    def _ask(self, call: str, messages: Sequence[Message], **given: Any) -> Any:
+    def _call(self, function: str, messages: Sequence[Message], **arguments: Any) -> Any:
         check(messages)
-        request = {"key": self._program["key"], "messages": [_joined(m) for m in messages], **given}
-        answer = client.ask(call, self.name, **request)
-        if not answer:  # a new child does not know the template
+        request = {"key": self._program["key"], "messages": [_with_joined_parts(m) for m in messages], **arguments}
+        reply = client.call(function, self.name, **request)
+        if not reply:  # the child was restarted and has not compiled the template
             self._prepare()
-            answer = client.ask(call, self.name, **request)
-        if "fails" in answer:
-            raise HandgradError(f"{self.name} fails for this conversation: {answer['fails']}")
-        return answer["done"]
+            reply = client.call(function, self.name, **request)
+        if "error" in reply:
+            raise HandgradError(f"{self.name} fails for this conversation: {reply['error']}")
+        return reply["result"]
 
 
-def there_is_one(folder: Path) -> bool:
-    """Whether the model in `folder` has a template."""
+def has_template(folder: Path) -> bool:
+    """Whether the model in `folder` has a chat template."""
     return os.path.lexists(folder / "chat_template.jinja") or bool(
         _settings(folder / "tokenizer_config.json").get("chat_template")
     )
 
 
 def find(folder: Path, given: Path | None = None, now: datetime | None = None) -> ChatTemplate:
-    """The template of the model in `folder`, or the one in the file `given`; the special tokens are the model's."""
+    """The chat template in the file `given`, or that of the model in `folder`; special tokens are always the model's."""
     settings = _settings(folder / "tokenizer_config.json")
     special = _special_tokens(_settings(folder / "special_tokens_map.json") | settings)
-    beside = folder / "chat_template.jinja"
-    if given is not None or os.path.lexists(beside):
-        file = given or beside
+    default_file = folder / "chat_template.jinja"
+    if given is not None or os.path.lexists(default_file):
+        file = given or default_file
         return ChatTemplate(reading.read_text(file, SOURCE_BYTES), special, str(file), now)
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
         if found is None:
-            names = ", ".join(map(str, named)) or "no names"
+            names = ", ".join(map(str, named)) or "nothing"
             raise HandgradError(
-                f"{folder / 'tokenizer_config.json'} has chat templates called {names}, none called default: {REMEDY}"
+                f"{folder / 'tokenizer_config.json'} has chat templates named {names}, none named default: {REMEDY}"
             )
     if not isinstance(found, str):
         raise HandgradError(
@@ -115,7 +114,7 @@ def find(folder: Path, given: Path | None = None, now: datetime | None = None) -
 
 
 def check(messages: object) -> None:
-    """That these are messages a template can be given."""
+    """Raise unless these are valid messages for a template."""
     if not isinstance(messages, list | tuple):
         raise HandgradError(f"messages is {shown(messages)}, not a list")
     if not messages:
@@ -127,16 +126,16 @@ def check(messages: object) -> None:
             if field not in message:
                 raise HandgradError(f"message {i} has no {field}: it has {', '.join(message) or 'nothing'}")
         if message["role"] not in ROLES:
-            raise HandgradError(f"message {i} has the role {shown(message['role'])}: it can be {', '.join(ROLES)}")
-        content = _joined(message)["content"]
+            raise HandgradError(f"message {i} has the role {shown(message['role'])}; allowed: {', '.join(ROLES)}")
+        content = _with_joined_parts(message)["content"]
         if not isinstance(content, str):
             raise HandgradError(f"message {i}: its content is {shown(content)}, not a string or a list of text parts")
         if message["role"] == "assistant" and not content and not message.get("tool_calls"):
-            raise HandgradError(f"message {i}: the assistant says nothing, its content is empty")
+            raise HandgradError(f"message {i}: the assistant's content is empty")
 
 
-def _joined(message: Message) -> Message:
-    """The message with its content as one string: it may be given in parts, [{"type": "text", "text": …}, …]."""
+def _with_joined_parts(message: Message) -> Message:
+    """The message with content given as parts, [{"type": "text", "text": …}, …], joined to one string."""
     parts = message["content"]
     if not isinstance(parts, list) or not parts:
         return message
@@ -147,7 +146,7 @@ def _joined(message: Message) -> Message:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Under their names, as in "bos_token": a string, or an object that holds one."""
+    """The entries named *_token: strings, or objects with the string under "content"."""
     found = {}
     for name, token in settings.items():
         text = token.get("content") if isinstance(token, dict) else token

@@ -1,12 +1,12 @@
-"""Files of examples → one record for each example: what a line, a row or an item of a list holds, under our names.
+"""Read the records of fine-tuning files: one per line, table row or list item.
 
-.jsonl and .json hold objects, one on a line or all in one list; .csv, .tsv and .parquet hold rows; a .txt file is one text.
-A record of another tool's is turned into ours:
+.jsonl and .json contain objects, one per line or all in one list; .csv, .tsv and .parquet contain rows; a .txt file is one
+text. Records of other tools are converted:
 
     {"instruction": "…", "input": "…", "output": "…"}                      Alpaca
     {"conversations": [{"from": "human", "value": "…"}, …]}               ShareGPT
 
-What cannot be read takes the place of its record, as a HandgradError, and reading goes on behind it.
+A record that cannot be read is yielded as a HandgradError, and reading continues with the next one.
 """
 
 import csv
@@ -17,51 +17,53 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import HandgradError, printable, shown
-from ..files.reading import BLANKS, MB, open_regular, parse_json, parse_next
+from ..files.reading import MB, WHITESPACE, open_regular, parse_json, parse_next
 from ..formatting import plural
 from . import corpus
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-MARK = b"\xef\xbb\xbf"  # some editors put it before UTF-8 text
-WHOLE = 2000 * MB  # of a file that is one JSON list or one text
-NAMES = ("messages", "prompt", "completion", "text", "instruction", "input", "output", "conversations", "system")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it before UTF-8 text
+MAX_FILE = 2000 * MB  # bytes of a file that is one JSON list or one text
+FIELDS = ("messages", "prompt", "completion", "text", "instruction", "input", "output", "conversations", "system")
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
     "chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 
+_WHITESPACE = re.compile(f"[{WHITESPACE}]*")
 
-_BLANKS = re.compile(f"[{BLANKS}]*")
 
-
-class Place(NamedTuple):
-    """Where something was read; lines are counted from 1."""
+class Location(NamedTuple):
+    """The file and line of a record; lines are counted from 1, rows of .parquet too."""
 
     file: Path
     line: int
 
-    def mistake(self, what: object) -> HandgradError:
-        return HandgradError(f"{self.file}, line {self.line}: {what}")
+    def error(self, message: object) -> HandgradError:
+        return HandgradError(f"{self.file}, line {self.line}: {message}")
 
 
-Read = tuple[Place, Any]  # a record, or the HandgradError that says why there is none
+Entry = tuple[Location, Any]  # a record, or the HandgradError that says why it cannot be read
 
 
 def find(sources: Iterable[str]) -> list[Path]:
-    """Files, folders, patterns, and "-" for standard input → the files; of a folder, those that may hold examples."""
+    """List the files that the given files, folders and patterns name; "-" is standard input. Of a folder, those with one of
+    SUFFIXES."""
     files: list[Path] = []
     for source in sources:
         found = corpus.find([str(corpus.from_stdin()) if source == "-" else source])
         if Path(source).expanduser().is_dir():
             found = [file for file in found if file.suffix in SUFFIXES]
             if not found:
-                raise HandgradError(f"the folder {source} holds no file called {', '.join(f'*{s}' for s in SUFFIXES)}")
+                raise HandgradError(
+                    f"the folder {source} contains no file named {', '.join(f'*{s}' for s in SUFFIXES)}"
+                )
         files += found
     return list(dict.fromkeys(files))
 
 
-def records(files: Iterable[Path], progress: Callable[[int], None] = lambda count: None) -> Iterator[Read]:
-    """What the files hold, in order. `progress` is told how many bytes were read."""
+def records(files: Iterable[Path], progress: Callable[[int], None] = lambda count: None) -> Iterator[Entry]:
+    """Yield the records of the files in order. `progress` gets the number of bytes read."""
     for file in files:
         if file.suffix == ".parquet":
             yield from _parquet(file, progress)
@@ -69,123 +71,124 @@ def records(files: Iterable[Path], progress: Callable[[int], None] = lambda coun
             yield from _rows(file, progress)
         else:
             with open_regular(file) as opened:
-                begin = opened.read(1 << 16).removeprefix(MARK).lstrip()[:1]
-            if begin == b"[" and file.suffix != ".jsonl":
-                yield from _items(file, _whole(file, progress))
-            elif file.suffix == ".txt" and begin != b"{":
-                yield Place(file, 1), {"text": _whole(file, progress)}
+                first = opened.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
+            if first == b"[" and file.suffix != ".jsonl":
+                yield from _items(file, _read_all(file, progress))
+            elif file.suffix == ".txt" and first != b"{":
+                yield Location(file, 1), {"text": _read_all(file, progress)}
             else:
                 yield from _lines(file, progress)
 
 
-def _lines(file: Path, progress: Callable[[int], None]) -> Iterator[Read]:
-    for number, raw in corpus.lines_of(file):
-        place = Place(file, number)
+def _lines(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
+    for number, raw in corpus.read_lines(file):
+        location = Location(file, number)
         try:
-            line = _decoded(raw, file, number)
+            line = _decode(raw, file, number)
             if line.strip():
-                yield place, _parsed(line.rstrip(), place)
-        except HandgradError as mistake:
-            yield place, mistake
+                yield location, _parse(line.rstrip(), location)
+        except HandgradError as error:
+            yield location, error
         progress(len(raw or b""))
 
 
-def _parsed(line: str, place: Place) -> Any:
+def _parse(line: str, location: Location) -> Any:
     try:
-        return parse_json(line, f"{place.file}, line {place.line}")
-    except HandgradError as mistake:
-        if place.file.suffix in (".jsonl", ".json"):
+        return parse_json(line, f"{location.file}, line {location.line}")
+    except HandgradError as error:
+        if location.file.suffix in (".jsonl", ".json"):
             raise
-        raise HandgradError(f"{mistake}; leave out what is not, as in --data 'folder/*.jsonl'") from None
+        raise HandgradError(f"{error}; exclude other files by a pattern, as in --data 'folder/*.jsonl'") from None
 
 
-def _whole(file: Path, progress: Callable[[int], None]) -> str:
+def _read_all(file: Path, progress: Callable[[int], None]) -> str:
     with open_regular(file) as opened:
-        raw = opened.read(WHOLE + 1)
-    if len(raw) > WHOLE:
-        raise HandgradError(f"{file} is larger than {WHOLE // MB:,} MB: divide it, or write one example on each line")
+        raw = opened.read(MAX_FILE + 1)
+    if len(raw) > MAX_FILE:
+        raise HandgradError(f"{file} is larger than {MAX_FILE // MB:,} MB: split it, or write one example per line")
     progress(len(raw))
-    return _decoded(raw, file, 1)
+    return _decode(raw, file, 1)
 
 
-def _items(file: Path, text: str) -> Iterator[Read]:
-    """One after the other, so that the text of the list is in memory, and not all it stands for."""
-    at, line, counted = text.index("[") + 1, 1, 0
+def _items(file: Path, text: str) -> Iterator[Entry]:
+    """Yield the items of a JSON list, parsed one at a time to save memory."""
+    at, line, counted = text.index("[") + 1, 1, 0  # position, its line, position up to which lines are counted
 
-    def here() -> Place:
+    def here() -> Location:
         nonlocal line, counted
         line, counted = line + text.count("\n", counted, at), at
-        return Place(file, line)
+        return Location(file, line)
 
-    at = _after_blanks(text, at)
+    at = _skip_whitespace(text, at)
     while text[at : at + 1] != "]":
-        place = here()
-        value, at = parse_next(text, at, f"{file}, the item of line {place.line}")
-        yield place, value
-        at = _after_blanks(text, at)
+        location = here()
+        value, at = parse_next(text, at, f"{file}, the item on line {location.line}")
+        yield location, value
+        at = _skip_whitespace(text, at)
         if text[at : at + 1] == ",":
-            at = _after_blanks(text, at + 1)
+            at = _skip_whitespace(text, at + 1)
             if text[at : at + 1] == "]":
-                raise here().mistake("an item has to follow the last comma of the list")
+                raise here().error("the list ends with a comma: an item must follow it")
         elif text[at : at + 1] != "]":
-            raise here().mistake("the list needs , or ] here")
-    at = _after_blanks(text, at + 1)
+            raise here().error("expected , or ] after an item of the list")
+    at = _skip_whitespace(text, at + 1)
     if at < len(text):
-        raise here().mistake("something follows the list")
+        raise here().error("unexpected text after the list")
 
 
-def _after_blanks(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
+def _skip_whitespace(text: str, at: int) -> int:
+    found = _WHITESPACE.match(text, at)
     assert found is not None
     return found.end()
 
 
-def _decoded(raw: bytes | None, file: Path, line: int) -> str:
+def _decode(raw: bytes | None, file: Path, line: int) -> str:
     if raw is None:
         raise HandgradError(f"{file}, line {line} {corpus.TOO_LONG}")
     try:
-        return (raw.removeprefix(MARK) if line == 1 else raw).decode()
+        return (raw.removeprefix(BYTE_ORDER_MARK) if line == 1 else raw).decode()
     except UnicodeDecodeError as reason:
         line += reason.object.count(b"\n", 0, reason.start)
         raise HandgradError(f"{file}, line {line} is not UTF-8 text: convert it") from None
 
 
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rows(file: Path, progress: Callable[[int], None]) -> Iterator[Read]:
-    """The first row names the fields. Cells are divided by the comma, semicolon or tab that is most frequent in it."""
+def _rows(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
+    """Yield the rows of .csv or .tsv. The first row names the fields; the separator is the most frequent in it of comma,
+    semicolon and tab."""
 
     def lines() -> Iterator[str]:
-        for number, raw in corpus.lines_of(file):
-            yield _decoded(raw, file, number)
+        for number, raw in corpus.read_lines(file):
+            yield _decode(raw, file, number)
             progress(len(raw or b""))
 
     first = next(lines(), "")
-    csv.field_size_limit(corpus.LONGEST_LINE)
+    csv.field_size_limit(corpus.MAX_LINE)
     rows = csv.reader(lines(), delimiter=max(",;\t", key=first.count), strict=True)
     names: list[str] | None = None
     while True:
-        place = Place(file, rows.line_num + 1)
+        location = Location(file, rows.line_num + 1)
         try:
             cells = next(rows)
         except StopIteration:
             return
         except csv.Error as reason:
-            yield place, place.mistake(f"is no row of a table: {printable(str(reason))}")
+            yield location, location.error(f"not a valid table row: {printable(str(reason))}")
             continue
         if names is None:
             names = [name.strip() for name in cells]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise place.mistake(f"two columns are called {shown(twice)}: rename one of them")
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            if duplicate is not None:
+                raise location.error(f"two columns are named {shown(duplicate)}: rename one of them")
         elif cells and len(cells) != len(names):
-            yield place, place.mistake(f"it has {plural(len(cells), 'cell')}, and the first row {len(names)}")
+            yield location, location.error(f"the row has {plural(len(cells), 'cell')}, the first row has {len(names)}")
         elif cells:
-            yield place, dict(zip(names, cells, strict=True))
+            yield location, dict(zip(names, cells, strict=True))
 
 
-def _parquet(file: Path, progress: Callable[[int], None]) -> Iterator[Read]:
+def _parquet(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -199,55 +202,59 @@ def _parquet(file: Path, progress: Callable[[int], None]) -> Iterator[Read]:
             for batch in table.iter_batches(batch_size=256):
                 for record in batch.to_pylist():
                     number += 1
-                    yield Place(file, number), record
-        except (ValueError, OSError, RuntimeError) as reason:  # pyarrow's errors are of these kinds
+                    yield Location(file, number), record
+        except (ValueError, OSError, RuntimeError) as reason:  # the base classes of pyarrow's errors
             if isinstance(reason, HandgradError):
                 raise
             raise HandgradError(f"{file} is not a parquet file: {printable(str(reason))}") from None
     progress(file.stat().st_size)
 
 
-# ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fields ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def field_names(given: Iterable[str]) -> dict[str, str]:
-    """prompt=question, … → {"prompt": "question", …}: our name, and the data's."""
+    """Parse --field options: prompt=question, … → {"prompt": "question", …}, a known field and its name in the data."""
     names: dict[str, str] = {}
     for pair in given:
-        ours, equals, theirs = pair.partition("=")
-        if not equals or not theirs or ours not in NAMES:
+        field, equals, column = pair.partition("=")
+        if not equals or not column or field not in FIELDS:
             raise HandgradError(
-                f"--field {pair}: give a name of ours and the data's, as prompt=question; ours are {', '.join(NAMES)}"
+                f"--field {pair}: give a known field and its name in the data, as prompt=question; known are"
+                f" {', '.join(FIELDS)}"
             )
-        if ours in names:
-            raise HandgradError(f"--field {pair}: {ours} is {names[ours]} already")
-        names[ours] = theirs
+        if field in names:
+            raise HandgradError(f"--field {pair}: {field} is already mapped to {names[field]}")
+        names[field] = column
     return names
 
 
-def renamed(place: Place, record: Any, names: dict[str, str]) -> Any:
-    """The record under our names. If names are given, it has no other fields."""
+def rename_fields(location: Location, record: Any, names: dict[str, str]) -> Any:
+    """The record with only the fields in `names`, under their known names; unchanged if `names` is empty."""
     if not names or not isinstance(record, dict):
         return record
-    missing = [theirs for theirs in names.values() if theirs not in record]
+    missing = [column for column in names.values() if column not in record]
     if missing:
-        raise place.mistake(f"it has no {missing[0]!r} (--field): it has {', '.join(record) or 'nothing'}")
-    return {ours: record[theirs] for ours, theirs in names.items()}
+        raise location.error(
+            f"the field {missing[0]!r} (--field) is missing; the record has {', '.join(record) or 'no fields'}"
+        )
+    return {field: record[column] for field, column in names.items()}
 
 
-def ours(place: Place, record: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """Alpaca's and ShareGPT's records as messages, or, without a chat template, as prompt and completion."""
+def convert(location: Location, record: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """Convert Alpaca and ShareGPT records to messages, or Alpaca to prompt and completion if `chat` is False. Other records
+    are returned unchanged."""
     has = {name for name, value in record.items() if value is not None}
     if "conversations" in has and not has & {"messages", "prompt", "completion"}:
-        return {"messages": [*_system(record), *_turns(place, record["conversations"])]}
+        return {"messages": [*_system(record), *_turns(location, record["conversations"])]}
     if has >= {"instruction", "output"} and not has & {"messages", "prompt", "completion"}:
         for name in ("instruction", "input", "output"):
             if not isinstance(record.get(name) or "", str):
-                raise place.mistake(f"{name} is {shown(record[name])}, not a string")
-        asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+                raise location.error(f"{name} is {shown(record[name])}, not a string")
+        instruction = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
         if not chat:
-            return {"prompt": f"{asked}\n\n", "completion": record["output"]}
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+            return {"prompt": f"{instruction}\n\n", "completion": record["output"]}
+        turns = [{"role": "user", "content": instruction}, {"role": "assistant", "content": record["output"]}]
         return {"messages": [*_system(record), *turns]}
     return record
 
@@ -256,15 +263,15 @@ def _system(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 
-def _turns(place: Place, turns: Any) -> list[Any]:
+def _turns(location: Location, turns: Any) -> list[Any]:
     if not isinstance(turns, list):
-        raise place.mistake(f"conversations is {shown(turns)}, not a list")
+        raise location.error(f"conversations is {shown(turns)}, not a list")
     messages = []
     for i, turn in enumerate(turns, 1):
         if isinstance(turn, dict) and "from" in turn and "value" in turn:
             role = ROLES.get(str(turn["from"]))
             if role is None:
-                raise place.mistake(f"turn {i} is from {shown(turn['from'])}: it can be {', '.join(ROLES)}")
+                raise location.error(f"turn {i} is from {shown(turn['from'])}; allowed: {', '.join(ROLES)}")
             turn = {"role": role, "content": turn["value"]}
         messages.append(turn)
     return messages

@@ -1,10 +1,10 @@
-"""Text ↔ ids. Every tokenizer is one of the `tokenizers` library, so that its file opens in every other tool.
+"""Text ↔ token ids. Every tokenizer wraps one of the `tokenizers` library, so other tools can open its file.
 
 bytes       256 ids, no training, any text
 chars       one id for each character of the data
-gpt2        GPT-2's own 50,257
-bpe:N       N ids, merged from bytes by what is frequent in the data
-a file      tokenizer.json, or a folder that holds one
+gpt2        GPT-2's vocabulary of 50,257 ids
+bpe:N       byte-pair encoding with N ids, trained on the data
+a path      tokenizer.json, or a folder that contains one
 """
 
 import hashlib
@@ -22,102 +22,106 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from ..errors import HandgradError, printable
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
-from .downloads import get
+from .downloads import fetch
 from .tokenizer_check import check
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-FILE_BYTES = 128 * MB  # of a tokenizer's file
-MOST_IDS = 1 << 24
-UNKNOWN = "\0"  # of character vocabularies; never a character of a text file
-LONGEST = 1 << 18  # characters that the library is given in one piece: it takes some 400 bytes for each
-LONG_WORD = 256  # characters: longer runs of one kind are cut before pairs are counted
-LONG_TEXT = 1 << 18  # characters of such runs that are counted
+EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+FILE_BYTES = 128 * MB  # maximum size of a tokenizer file
+MAX_IDS = 1 << 24
+UNKNOWN = "\0"  # unknown token of character vocabularies; text files never contain it
+MAX_PIECE = 1 << 18  # characters encoded in one call: the library needs about 400 bytes for each
+MAX_WORD = 256  # characters: longer runs of one character class are cut before BPE training
+MAX_RUN_TEXT = 1 << 18  # characters of such runs that BPE training uses
 
-_LINE = re.compile(r"\n(?=\S)")
-_BLANK = re.compile(r"(?<=\S) (?=\S)")
-_LONG_RUN = re.compile(rf"[^\W\d_]{{{LONG_WORD},}}|\d{{{LONG_WORD},}}|(?:[^\w\s]|_){{{LONG_WORD},}}|\s{{{LONG_WORD},}}")
+_LINE_START = re.compile(r"\n(?=\S)")
+_SINGLE_SPACE = re.compile(r"(?<=\S) (?=\S)")
+_LONG_RUN = re.compile(rf"[^\W\d_]{{{MAX_WORD},}}|\d{{{MAX_WORD},}}|(?:[^\w\s]|_){{{MAX_WORD},}}|\s{{{MAX_WORD},}}")
 
 
-class _Table(NamedTuple):
-    """Ids of single characters, by their code points, in order."""
+class _CharacterTable(NamedTuple):
+    """Ids of single characters, sorted by code point."""
 
-    points: np.ndarray
+    code_points: np.ndarray
     ids: np.ndarray
 
 
 class Tokenizer:
-    """Ids below n_vocab; `end` is the id between documents, if there is one. `beside` are the files that came with it:
-    settings, special tokens, chat template."""
+    """All ids are below n_vocab. `end` is the id of the end-of-text token, or None. `extra_files` maps file names to the
+    content of the files next to tokenizer.json: settings, special tokens, chat template."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, beside: dict[str, str] | None = None):
-        inner.no_truncation()  # what a file remembers of somebody's batches is not part of the vocabulary
+    def __init__(self, inner: tokenizers.Tokenizer, extra_files: dict[str, str] | None = None):
+        inner.no_truncation()  # a file may store the truncation and padding of earlier batches
         inner.no_padding()
         self.inner = inner
-        self.beside = beside or {}
+        self.extra_files = extra_files or {}
         vocabulary: dict[str, int] = inner.get_vocab()
-        self.n_vocab: int = 1 + max(vocabulary.values(), default=-1)  # there can be gaps
-        if self.n_vocab > MOST_IDS:
-            raise HandgradError(f"the tokenizer has an id of {self.n_vocab - 1:,}: {MOST_IDS - 1:,} is the limit")
-        self.end: int | None = inner.token_to_id(self._end_word())
-        # Two kinds are a look-up in a table. A tokenizer is one of them if it is, to the letter, what is written here.
-        self._bytes = len(vocabulary) == 256 and inner.to_str() == _byte_table().to_str()
-        self._characters: _Table | None = None
-        short = vocabulary and UNKNOWN not in vocabulary and max(map(len, vocabulary)) == 1
-        if short and inner.to_str() == _character_table(vocabulary).to_str():
+        self.n_vocab: int = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
+        if self.n_vocab > MAX_IDS:
+            raise HandgradError(f"the tokenizer has an id of {self.n_vocab - 1:,}; the maximum is {MAX_IDS - 1:,}")
+        self.end: int | None = inner.token_to_id(self._end_token())
+        # Byte and character tokenizers are encoded by table look-up if their JSON equals that of the ones built here.
+        self._bytes = len(vocabulary) == 256 and inner.to_str() == _byte_tokenizer().to_str()
+        self._characters: _CharacterTable | None = None
+        single_characters = vocabulary and UNKNOWN not in vocabulary and max(map(len, vocabulary)) == 1
+        if single_characters and inner.to_str() == _character_tokenizer(vocabulary).to_str():
             in_order = sorted(vocabulary)
-            points, ids = [ord(c) for c in in_order], [vocabulary[c] for c in in_order]
-            self._characters = _Table(np.array(points), np.array(ids))
+            code_points, ids = [ord(c) for c in in_order], [vocabulary[c] for c in in_order]
+            self._characters = _CharacterTable(np.array(code_points), np.array(ids))
 
-    def _end_word(self) -> str:
-        """What the settings call the end of a text."""
+    def _end_token(self) -> str:
+        """The end-of-text token named in tokenizer_config.json, or the default."""
         try:
-            word = parse_json(self.beside.get("tokenizer_config.json", "{}"), "").get("eos_token") or END
+            token = parse_json(self.extra_files.get("tokenizer_config.json", "{}"), "").get("eos_token") or END
         except (HandgradError, AttributeError):
             return END
-        return str(word.get("content", END) if isinstance(word, dict) else word)
+        return str(token.get("content", END) if isinstance(token, dict) else token)
 
     @property
     def id_type(self) -> "np.dtype[np.unsignedinteger]":
-        """The narrowest type that every id fits into."""
+        """The narrowest integer type that holds every id."""
         return np.dtype("<u2" if self.n_vocab <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens around it."""
         return [int(i) for i in self.encode_batch([text])[0]]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """On all cores. A very long text is encoded in pieces, cut where no token is cut if there is such a place."""
+        """Encode several texts on all cores. Very long texts are encoded in pieces, cut between tokens where possible."""
         for text in texts:
             check_unicode(text, "the text")
         if self._bytes:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
         if self._characters is not None:
             return [self._look_up(text, self._characters) for text in texts]
-        pieces = [list(pieces_of(text)) for text in texts]
-        with _library("the tokenizer cannot encode this text"):
-            encoded = iter(self.inner.encode_batch([p for few in pieces for p in few], add_special_tokens=False))
-        ids = [[np.array(e.ids, np.int64) for e in islice(encoded, len(few))] for few in pieces]
-        return [few[0] if len(few) == 1 else np.concatenate(few) for few in ids]
-
-    def _look_up(self, text: str, known: _Table) -> np.ndarray:
-        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        at = np.minimum(np.searchsorted(known.points, points), len(known.points) - 1)
-        strange = known.points[at] != points
-        if strange.any():
-            raise HandgradError(
-                f"the tokenizer knows {len(known.points)} characters, and {chr(points[strange][0])!r} is not one of them:"
-                " use other text, or train with --tokenizer bytes"
+        pieces = [list(split_long_text(text)) for text in texts]
+        with _library_errors("the tokenizer cannot encode this text"):
+            encoded = iter(
+                self.inner.encode_batch([piece for group in pieces for piece in group], add_special_tokens=False)
             )
-        return known.ids[at]
+        ids = [[np.array(e.ids, np.int64) for e in islice(encoded, len(group))] for group in pieces]
+        return [group[0] if len(group) == 1 else np.concatenate(group) for group in ids]
+
+    def _look_up(self, text: str, table: _CharacterTable) -> np.ndarray:
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        rows = np.minimum(np.searchsorted(table.code_points, code_points), len(table.code_points) - 1)
+        unknown = table.code_points[rows] != code_points
+        if unknown.any():
+            raise HandgradError(
+                f"the tokenizer knows {len(table.code_points)} characters, and {chr(code_points[unknown][0])!r} is not one"
+                " of them: use other text, or train with --tokenizer bytes"
+            )
+        return table.ids[rows]
 
     def decode(self, ids: list[int]) -> str:
-        with _library("the tokenizer cannot decode these ids"):
+        """The text of token ids, special tokens included."""
+        with _library_errors("the tokenizer cannot decode these ids"):
             return str(self.inner.decode(ids, skip_special_tokens=False))
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same ids: of its whole content."""
+        """Hash of the tokenizer: equal fingerprints encode every text to the same ids."""
         other_end = "" if self.end == self.inner.token_to_id(END) else f" {self.end}"
         return hashlib.sha256(f"{self.to_json()}{other_end}".encode()).hexdigest()
 
@@ -125,11 +129,11 @@ class Tokenizer:
         return str(self.inner.to_str())
 
     def write(self, folder: Path) -> None:
-        """tokenizer.json, and what came with it, or what `transformers` wants beside it."""
+        """Write tokenizer.json and the extra files; tokenizer_config.json for `transformers` if it is not among them."""
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
-        for name, text in self.beside.items():
+        for name, text in self.extra_files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        if "tokenizer_config.json" in self.beside:
+        if "tokenizer_config.json" in self.extra_files:
             return
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self.end is not None:
@@ -138,8 +142,9 @@ class Tokenizer:
 
 
 @contextmanager
-def _library(what: str) -> Iterator[None]:
-    """The library raises plain Exception, and PanicException, which is none, where its Rust code panics."""
+def _library_errors(what: str) -> Iterator[None]:
+    """Turn errors of the `tokenizers` library into HandgradError. A panic in its Rust code raises PanicException, which
+    is not a subclass of Exception."""
     try:
         yield
     except HandgradError:
@@ -147,97 +152,101 @@ def _library(what: str) -> Iterator[None]:
     except BaseException as reason:
         if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
             raise
-        raise HandgradError(f"{what}: {printable((str(reason).splitlines() or ['it fails'])[0])}") from None
+        raise HandgradError(f"{what}: {printable((str(reason).splitlines() or ['no reason given'])[0])}") from None
 
 
-def cut_place(text: str, since: int = 0) -> int:
-    """Where a text that goes on can be cut: after the last line break that something other than a blank follows; if there
-    is none and the text is LONGEST, before the last single blank; else at its end. 0: read on. The first `since`
-    characters are known to hold no such line break."""
+def cut_position(text: str, searched: int = 0) -> int:
+    """Where to cut the beginning of a longer text, so that tokens are not cut; 0 if more text is needed first.
+
+    After the last line break that a non-blank character follows. If there is none and the text has MAX_PIECE characters:
+    before the last single space, else at its end. The first `searched` characters contain no such line break."""
     cut = 0
-    for found in _LINE.finditer(text, max(0, since - 1)):
+    for found in _LINE_START.finditer(text, max(0, searched - 1)):
         cut = found.end()
-    if cut or len(text) < LONGEST:
+    if cut or len(text) < MAX_PIECE:
         return cut
-    for found in _BLANK.finditer(text, len(text) // 2):
+    for found in _SINGLE_SPACE.finditer(text, len(text) // 2):
         cut = found.start()
     return cut or len(text)
 
 
-def pieces_of(text: str) -> Iterator[str]:
-    """The text, in pieces of at most LONGEST characters, if it is longer than twice that."""
-    at = 0
-    while len(text) - at > 2 * LONGEST:
-        piece = text[at : at + LONGEST]
-        piece = piece[: cut_place(piece)]
+def split_long_text(text: str) -> Iterator[str]:
+    """Cut a text longer than 2 MAX_PIECE characters into pieces of at most MAX_PIECE, the last of at most twice that."""
+    start = 0
+    while len(text) - start > 2 * MAX_PIECE:
+        piece = text[start : start + MAX_PIECE]
+        piece = piece[: cut_position(piece)]
         yield piece
-        at += len(piece)
-    yield text[at:]
+        start += len(piece)
+    yield text[start:]
 
 
 def make(kind: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer named `kind`; `texts` are read only by those that are made from the data."""
+    """Make a tokenizer of the given kind. `texts` are read only for kinds that are built from data."""
     if kind == "bytes":
-        return _bytes()
+        return Tokenizer(_byte_tokenizer())
     if kind == "chars":
-        return _chars(texts)
+        return _train_chars(texts)
     if kind == "gpt2":
         return gpt2()
     if kind.startswith("bpe:"):
-        return _bpe(kind, texts)
+        return _train_bpe(kind, texts)
     path = Path(kind)
     if path.exists():
         return read(path)
-    raise HandgradError(f"no tokenizer is called {kind!r}: give {KINDS}")
+    raise HandgradError(f"unknown tokenizer {kind!r}: give {KINDS}")
 
 
 def read(path: Path) -> Tokenizer:
-    """From tokenizer.json, or from a folder with it, or with GPT-2's vocab.json and merges.txt."""
-    beside: dict[str, str] = {}
+    """Read tokenizer.json, a folder that contains it, or a folder with GPT-2's vocab.json and merges.txt."""
+    extra_files: dict[str, str] = {}
     if path.is_dir():
-        beside = {n: read_text(path / n) for n in BESIDE if (path / n).exists()}
+        extra_files = {n: read_text(path / n) for n in EXTRA_FILES if (path / n).exists()}
         if (path / "tokenizer.json").exists():
             path = path / "tokenizer.json"
         elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
-            return _from_merges(path / "vocab.json", path / "merges.txt", beside)
+            return _from_merges(path / "vocab.json", path / "merges.txt", extra_files)
         else:
-            raise HandgradError(f"{path} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
+            raise HandgradError(f"{path} contains no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
     text = read_text(path, FILE_BYTES)
     check(parse_json(text, path), path)
-    with _library(f"{path} is not a tokenizer.json"):
-        return Tokenizer(tokenizers.Tokenizer.from_str(text), beside)
+    with _library_errors(f"{path} is not a tokenizer.json"):
+        return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files)
 
 
 def from_json(text: str) -> Tokenizer:
-    """The reverse of `to_json`."""
+    """The inverse of `Tokenizer.to_json`."""
     return Tokenizer(tokenizers.Tokenizer.from_str(text))
 
 
 def gpt2() -> Tokenizer:
-    vocab, merges = get("gpt2-tokenizer")
+    """GPT-2's tokenizer, downloaded at first use."""
+    vocab, merges = fetch("gpt2-tokenizer")
     return _from_merges(vocab, merges)
 
 
-def _from_merges(vocab: Path, merges: Path, beside: dict[str, str] | None = None) -> Tokenizer:
+def _from_merges(vocab: Path, merges: Path, extra_files: dict[str, str] | None = None) -> Tokenizer:
     lines = read_text(merges, FILE_BYTES).split("\n")
     pairs = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
-    with _library(f"{vocab} and {merges} are not a vocabulary"):
+    with _library_errors(f"{vocab} and {merges} are not a vocabulary"):
         model = models.BPE(vocab=read_json(vocab, FILE_BYTES), merges=pairs)
-    return Tokenizer(_with_added(_byte_level(model, special=False), beside or {}, vocab.parent), beside)
+    inner = _byte_level(model)
+    _add_tokens(inner, extra_files or {}, vocab.parent)
+    return Tokenizer(inner, extra_files)
 
 
-def _with_added(inner: tokenizers.Tokenizer, beside: dict[str, str], folder: Path) -> tokenizers.Tokenizer:
-    """With the tokens that stand outside the vocabulary: added_tokens.json, and the settings' added_tokens_decoder. Their
-    ids have to follow on the vocabulary's; GPT-2's own end of a text is inside it."""
+def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder: Path) -> None:
+    """Add the tokens of added_tokens.json and of added_tokens_decoder in tokenizer_config.json. Their ids must follow
+    those of the vocabulary, or be in it, as GPT-2's end-of-text token is."""
     added: dict[int, AddedToken] = {}
     try:
-        for word, i in parse_json(beside.get("added_tokens.json", "{}"), "added_tokens.json").items():
+        for word, i in parse_json(extra_files.get("added_tokens.json", "{}"), "added_tokens.json").items():
             added[int(i)] = AddedToken(word, special=True)
-        settings = parse_json(beside.get("tokenizer_config.json", "{}"), "tokenizer_config.json")
+        settings = parse_json(extra_files.get("tokenizer_config.json", "{}"), "tokenizer_config.json")
         described = settings.get("added_tokens_decoder") or {}
-        for i, what in described.items():
+        for i, entry in described.items():
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
-            added[int(i)] = AddedToken(what["content"], **{f: bool(what.get(f)) for f in flags})
+            added[int(i)] = AddedToken(entry["content"], **{f: bool(entry.get(f)) for f in flags})
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
         raise HandgradError(f"{folder}: the added tokens cannot be read: {reason}") from None
     end = inner.token_to_id(END)
@@ -246,90 +255,82 @@ def _with_added(inner: tokenizers.Tokenizer, beside: dict[str, str], folder: Pat
     for i, token in sorted(added.items()):
         (inner.add_special_tokens if token.special else inner.add_tokens)([token])
         if inner.token_to_id(token.content) != i:
-            raise HandgradError(
-                f"{folder}: {token.content!r} should be id {i}, which does not follow on the vocabulary"
-            )
-    return inner
+            raise HandgradError(f"{folder}: {token.content!r} should have id {i}, which does not follow the vocabulary")
 
 
-def _bytes() -> Tokenizer:
-    return Tokenizer(_byte_table())
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-pair encoding without merges: id i is byte i."""
+    vocabulary = {symbol: i for i, symbol in enumerate(_byte_symbols())}
+    return _byte_level(models.BPE(vocab=vocabulary, merges=[]))
 
 
-def _byte_table() -> tokenizers.Tokenizer:
-    """A byte pair encoding without pairs: id i is byte i."""
-    signs = _signs_of_bytes()
-    return _byte_level(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=[]), special=False)
-
-
-def _chars(texts: Iterable[str]) -> Tokenizer:
+def _train_chars(texts: Iterable[str]) -> Tokenizer:
     seen: set[str] = set()
     for text in texts:
         seen |= set(text)
     if not seen:
-        raise HandgradError("there is no text to take characters from")
+        raise HandgradError("--tokenizer chars needs text, and the data has none")
     if len(seen) > 65_535:
         raise HandgradError(f"the data has {len(seen):,} different characters: use --tokenizer bytes or bpe:N")
     check_unicode("".join(seen), "the text")
-    return Tokenizer(_character_table({c: i for i, c in enumerate(sorted(seen))}))
+    return Tokenizer(_character_tokenizer({c: i for i, c in enumerate(sorted(seen))}))
 
 
-def _character_table(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+def _character_tokenizer(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     return inner
 
 
-def _bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
+def _train_bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
     size = kind.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit()) or not 257 <= int(size[:20]) <= MOST_IDS:
+    if not (size.isascii() and size.isdigit()) or not 257 <= int(size[:20]) <= MAX_IDS:
         raise HandgradError(
-            f"--tokenizer {printable(kind)}: give bpe:N with N of at least 257, 256 bytes and the end of a text, and at"
-            f" most {MOST_IDS:,}"
+            f"--tokenizer {printable(kind)}: give bpe:N with N of at least 257 (256 bytes and the end-of-text"
+            f" token) and at most {MAX_IDS:,}"
         )
-    inner = _byte_level(models.BPE(), special=False)
+    inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=int(size), special_tokens=[END], initial_alphabet=_signs_of_bytes(), show_progress=False
+        vocab_size=int(size), special_tokens=[END], initial_alphabet=_byte_symbols(), show_progress=False
     )
-    with _library("no pairs can be merged from this text"):
-        inner.train_from_iterator(_countable(texts), trainer)
+    with _library_errors("cannot train a BPE tokenizer on this text"):
+        inner.train_from_iterator(_with_bounded_words(texts), trainer)
     return Tokenizer(inner)
 
 
-def _countable(texts: Iterable[str]) -> Iterator[str]:
-    """The texts without words that never end. Counting pairs takes memory and time for every character of every different
-    word: of runs of letters, digits, other signs or blanks longer than LONG_WORD, LONG_TEXT characters are counted, cut
-    into words of that length, and the rest is left out."""
-    counted = 0
+def _with_bounded_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts with very long words cut: BPE training needs memory and time for every character of every distinct
+    word. Runs of letters, digits, whitespace or other characters that are longer than MAX_WORD are cut into words of that
+    length; only the first MAX_RUN_TEXT characters of such runs are used."""
+    used = 0
     for text in texts:
         check_unicode(text, "the text")
-        for piece in pieces_of(text):
-            at = 0
+        for piece in split_long_text(text):
+            start = 0
             for run in _LONG_RUN.finditer(piece):
-                if run.start() > at:
-                    yield piece[at : run.start()]
-                room = min(run.end(), run.start() + LONG_TEXT - counted)
-                yield from (piece[i : min(i + LONG_WORD, room)] for i in range(run.start(), room, LONG_WORD))
-                counted += room - run.start()
-                at = run.end()
-            if at < len(piece):
-                yield piece[at:]
+                if run.start() > start:
+                    yield piece[start : run.start()]
+                stop = min(run.end(), run.start() + MAX_RUN_TEXT - used)
+                yield from (piece[i : min(i + MAX_WORD, stop)] for i in range(run.start(), stop, MAX_WORD))
+                used += stop - run.start()
+                start = run.end()
+            if start < len(piece):
+                yield piece[start:]
 
 
-def _byte_level(model: models.Model, special: bool = True) -> tokenizers.Tokenizer:
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    """A tokenizer that maps text to byte symbols before and after `model`, as GPT-2's does."""
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    if special:
-        inner.add_special_tokens([AddedToken(END, special=True)])
     return inner
 
 
-def _signs_of_bytes() -> list[str]:
-    """The printable sign that stands for each byte in such vocabularies: itself where it is printable, and the signs from
-    256 on, in order, where it is not."""
+def _byte_symbols() -> list[str]:
+    """The printable character for each byte in byte-level vocabularies: the byte's own character if it is printable, else
+    the next code point from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others: Iterator[int] = iter(range(256, 512))
     return [chr(b if b in printable else next(others)) for b in range(256)]

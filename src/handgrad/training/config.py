@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 
 from ..adapters.config import LoRAConfig
 from ..adapters.patterns import split_names
-from ..checks import LIMITS, check_number, check_type, check_whole, flag
+from ..checks import LIMITS, check_integer, check_number, check_type, flag
 from ..errors import HandgradError
 
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
@@ -81,7 +81,7 @@ class TrainOptions:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in LIMITS and value is not None:
-                check = check_whole if isinstance(value, int) and "float" not in str(f.type) else check_number
+                check = check_integer if isinstance(value, int) and "float" not in str(f.type) else check_number
                 check(f.name, value, flag(f.name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:

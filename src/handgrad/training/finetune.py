@@ -13,7 +13,7 @@ from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..model.gpt import GPT
-from ..text import chat, examples
+from ..text import chat, examples, validation_split
 from ..text.examples import Examples, Summary
 from ..text.tokenizer import Tokenizer
 from .config import FinetuneOptions, Recipe
@@ -71,7 +71,7 @@ def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
     """The model's tokenizer, with the chat template used for training."""
     tokenizer = models.tokenizer_of(directory)
     if options.chat_template is not None:
-        tokenizer.beside["chat_template.jinja"] = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.extra_files["chat_template.jinja"] = Path(options.chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -87,7 +87,7 @@ def _examples(
     given = Path(options.chat_template) if options.chat_template is not None else None
     template = None
     folder = models.tokenizer_folder(directory) or directory
-    if given is not None or chat.there_is_one(folder):
+    if given is not None or chat.has_template(folder):
         template = chat.find(folder, given, clock)
 
     def read(sources: tuple[str, ...]) -> tuple[Examples, Summary]:
@@ -103,9 +103,9 @@ def _examples(
     found, summary = read(options.data)
     if options.val_data:
         held = read(options.val_data)[0]
-        summary.shared = examples.shared(found, held)
+        summary.shared = validation_split.count_shared(found, held)
         return found, held, summary
-    training, validation = examples.split(found, options.val_share, options.seed)
+    training, validation = validation_split.split(found, options.val_share, options.seed)
     if validation is None and options.val_share and ranks.first:
         display.say("all lines are equal or share examples: none is held out for validation")
     return training, validation, summary

@@ -161,7 +161,7 @@ def sample(job: Job) -> str:
     """Text that the model generates, with the beginning of the validation data as its prompt."""
     if not job.options.sample_tokens or job.validation is None:
         return ""
-    prompt = job.validation.opening()
+    prompt = job.validation.sample_prompt()
     new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)
     generated = new[0].tolist()
     if job.tokenizer.end in generated:
