@@ -12,7 +12,7 @@ import torch
 import handgrad as hg
 from handgrad.cli.app import main
 from handgrad.files import manifest
-from handgrad.proof.oracles import TOLERANCE as TOLERANCE
+from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are small: a second thread would only wait
 
