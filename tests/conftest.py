@@ -12,17 +12,18 @@ import torch
 import handgrad as hg
 from handgrad.cli.app import main
 from handgrad.files import manifest
-from handgrad.proof.oracles import TOLERANCE as TOLERANCE
+from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are small: a second thread would only wait
 
-# A single op rounds a few times only, whatever the size of its inputs.
+# Largest relative error of a single op, which rounds only a few times, for inputs of any size.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+ATTENTION_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # with large scores
 SCALES = [1e-8, 1e-4, 1.0, 1e3]
 
 
 def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers that `dtype` holds exactly, in float64: the op and its judge read the same."""
+    """Random numbers in float64 that `dtype` represents exactly, so that the op and its reference read the same."""
     return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).double()
 
 

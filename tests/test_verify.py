@@ -1,4 +1,4 @@
-"""The judge itself: it sees mistakes in the product, and its report is fit to read."""
+"""hg.verify detects mistakes in the product, and its report is readable."""
 
 import json
 import math
@@ -15,23 +15,28 @@ from handgrad.model.layers import Head
 from handgrad.model.passes import Pass
 from handgrad.ops import activation, attention, layernorm, linear, lora
 from handgrad.proof.oracles import count_multiply_adds, directional_error, finite_difference, relative_error
-from handgrad.proof.report import Report, judge
+from handgrad.proof.report import Report, run_check
 from handgrad.proof.verify import activation_names, signal_names
 
 MODULE = sys.modules["handgrad.proof.verify"]  # hg.verify itself is the function
 
 
-def red(model: hg.GPT, lengths: list[int]) -> set[str]:
+def failed_checks(model: hg.GPT, lengths: list[int]) -> set[str]:
     tokens, targets = make_batch(model, lengths)
     return {c.id for c in hg.verify(model, tokens, targets, lengths).failed}
 
 
-PATHS = ("gradients in one pass", "gradients, blocks computed again", "gradients for the optimizer inside")
+PATHS = (
+    "gradients, one pass",
+    "gradients, with a recorder",
+    "gradients, recomputed blocks",
+    "gradients, optimizer in backward",
+)
 SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7, 6, 5, 4, 3, "causal", "raw", 2, 1))]
 ORDER = {name: i for i, name in enumerate(SIGNALS)}
 
 
-def first_red_signal(names: set[str]) -> str:
+def first_failed_signal(names: set[str]) -> str:
     return min((n for n in names if n in ORDER), key=ORDER.__getitem__)
 
 
@@ -49,28 +54,28 @@ def first_red_signal(names: set[str]) -> str:
         (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
     ],
 )
-def test_a_broken_formula_is_seen_where_it_is(
+def test_a_broken_formula_fails_first_at_its_own_signal(
     module: object, name: str, broken: object, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, broken)
-    failed = red(make_model(), [9, 4])
-    assert first_red_signal(failed) == first
+    failed = failed_checks(make_model(), [9, 4])
+    assert first_failed_signal(failed) == first
     above = set(SIGNALS[: ORDER[first]])
     assert not above & failed
-    assert any(x.endswith("along u") for x in failed), "finite differences must see it too"
+    assert any(x.endswith("along u") for x in failed), "finite differences must detect it too"
 
 
-def test_a_forgotten_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "grad_b", lambda delta, into: torch.zeros_like(delta[0]))
-    failed = red(make_model(logits_bias=True), [9])
+    failed = failed_checks(make_model(logits_bias=True), [9])
     assert {"lm_head.bias", "transformer.h.0.mlp.c_fc.bias"} <= failed
     assert "transformer.h.0.mlp.c_fc.weight" not in failed
 
 
-def test_a_forgotten_tied_contribution_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Head, "accumulate", lambda self, delta, a, draw: None)
+def test_a_missing_tied_contribution_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Head, "accumulate", lambda self, delta, a, run: None)
     wte = "transformer.wte.weight"
-    failed = red(make_model(), [9])
+    failed = failed_checks(make_model(), [9])
     assert {name for name in failed if not name.startswith("gradients")} == {wte, f"{wte} along u"}
     assert {name for name in failed if name.startswith("gradients")} == set(PATHS)
 
@@ -78,10 +83,10 @@ def test_a_forgotten_tied_contribution_is_seen(monkeypatch: pytest.MonkeyPatch) 
 # ── everything is checked ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("targets_of_adapters", ["all-linear", "h.1.mlp.c_fc", "lm_head"])
-def test_adapters_leave_no_signal_unchecked(targets_of_adapters: str) -> None:
+@pytest.mark.parametrize("adapter_targets", ["all-linear", "h.1.mlp.c_fc", "lm_head"])
+def test_adapters_leave_no_signal_unchecked(adapter_targets: str) -> None:
     model = make_model(n_blocks=2)
-    hg.lora.inject(model, 2, targets=targets_of_adapters)
+    hg.lora.inject(model, 2, targets=adapter_targets)
     report = hg.verify(model, *make_batch(model, [9, 4]), [9, 4])
     assert report.passed, report.summary()
     assert "blocks.0.delta_1" in signal_names(model.config) and len(signal_names(model.config)) == 2 * 12 + 2
@@ -93,30 +98,30 @@ def test_adapters_leave_no_signal_unchecked(targets_of_adapters: str) -> None:
 def test_a_signal_that_was_not_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = MODULE.gradients_of
 
-    def forgetful(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, **options: object):
-        keep = lambda name, x: None if name == "blocks.0.delta_2" else options["record"](name, x)  # noqa: E731
-        return recorded(model, tokens, targets, lengths, **options | {"record": keep})
+    def without_delta_2(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, **options: object):
+        record = lambda name, x: None if name == "blocks.0.delta_2" else options["record"](name, x)  # noqa: E731
+        return recorded(model, tokens, targets, lengths, **options | {"record": record})
 
-    monkeypatch.setattr(MODULE, "gradients_of", forgetful)
+    monkeypatch.setattr(MODULE, "gradients_of", without_delta_2)
     report = hg.verify(make_model(), *make_batch(make_model(), [9]))
     assert not report.passed
     assert [c.id for c in report.failed] == ["blocks.0.delta_2"]
     assert report.missing == ["blocks.0.delta_2 along u"]
 
 
-def test_a_check_that_was_not_made_fails() -> None:
+def test_a_check_that_did_not_run_fails() -> None:
     model = make_model()
     report = hg.verify(model, *make_batch(model, [9]), watch=lambda names: names[1:])
     assert not report.failed and len(report.missing) == 1 and not report.passed
-    assert "1 of" in report.summary() and "were not made: blocks.0.delta_1 along u" in report.summary()
+    assert "1 of" in report.summary() and "did not run: blocks.0.delta_1 along u" in report.summary()
     assert json.loads(report.to_json())["missing"] == report.missing
 
 
-# ── the paths that training takes ───────────────────────────────────────────────────────────────────────────────────
+# ── the code paths of training ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_mistake_with_skipped_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a pass without a recorder skips rows; every recorded signal is right."""
+def test_a_mistake_with_skipped_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a pass with all signals skips no rows; every signal it records is right."""
     right = Attention.backward
 
     def wrong(self: Attention, delta_3: torch.Tensor, saved: object, run: Pass):
@@ -124,18 +129,30 @@ def test_a_mistake_with_skipped_rows_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         return out if run.query_rows is None else out * 1.001
 
     monkeypatch.setattr(Attention, "backward", wrong)
-    assert red(make_model(), [9]) == set(PATHS)
+    assert failed_checks(make_model(), [9]) == set(PATHS)
 
 
-def test_a_mistake_in_pieces_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_changes_the_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Attention.backward
+
+    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, run: Pass):
+        out = right(self, delta_3, saved, run)
+        return out * 1.001 if run.recording and run.query_rows is not None else out
+
+    monkeypatch.setattr(Attention, "backward", wrong)
+    assert failed_checks(make_model(), [9]) == {"gradients, with a recorder"}
+
+
+def test_a_mistake_in_pieces_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = hg.GPT.pieces
 
-    def forgetful(self: hg.GPT, *arguments: object, **options: object) -> list[Piece]:
+    def without_last_targets(self: hg.GPT, *arguments: object, **options: object) -> list[Piece]:
         pieces = right(self, *arguments, **options)
         return pieces if len(pieces) < 2 else [*pieces[:-1], pieces[-1]._replace(targets=pieces[-1].targets * 0)]
 
-    monkeypatch.setattr(hg.GPT, "pieces", forgetful)
-    assert red(make_model(), [9, 4]) == {"gradients in pieces", "gradients in pieces, blocks computed again"}
+    monkeypatch.setattr(hg.GPT, "pieces", without_last_targets)
+    in_pieces = {"gradients, in pieces", "gradients, in pieces, recomputed blocks"}
+    assert failed_checks(make_model(), [9, 4]) == in_pieces
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -168,8 +185,8 @@ def test_the_model_is_not_changed() -> None:
         assert torch.equal(p, value) and torch.equal(p.grad, grad)
 
 
-def test_large_models_shift_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "EACH_BY_ITSELF", 0)
+def test_finite_differences_of_a_large_model_take_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "SMALL_MODEL", 0)
     model = make_model(n_blocks=2)
     report = hg.verify(model, *make_batch(model, [9]))
     assert report.passed
@@ -187,7 +204,7 @@ def test_large_models_shift_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 @pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_sound_models_pass_whatever_their_scale(shape: dict[str, object], spread: float) -> None:
+def test_correct_models_pass_at_every_scale(shape: dict[str, object], spread: float) -> None:
     model = hg.GPT(make_model(**shape).config, dtype=torch.float64, seed=5)
     with torch.no_grad():
         for p in model.parameters():
@@ -196,16 +213,16 @@ def test_sound_models_pass_whatever_their_scale(shape: dict[str, object], spread
     assert report.passed, [(c.id, c.error) for c in report.failed]
 
 
-def test_nothing_to_judge() -> None:
+def test_models_that_cannot_be_verified() -> None:
     model = make_model()
     model.requires_grad_(False)
-    with pytest.raises(hg.HandgradError, match="frozen"):
+    with pytest.raises(hg.HandgradError, match=r"every parameter is frozen.*set requires_grad=True"):
         hg.verify(model, *make_batch(model, [9]))
-    with pytest.raises(hg.HandgradError, match="cannot judge"):
+    with pytest.raises(hg.HandgradError, match=r"cannot verify a model in torch\.float16: convert it to float64"):
         hg.verify(make_model().half(), *make_batch(model, [9]))
 
 
-def test_a_model_too_large_for_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "free_memory", lambda: 1000.0)
     model = make_model()
     with pytest.raises(hg.HandgradError, match="GB are free"):
@@ -223,7 +240,7 @@ def test_oracles() -> None:
     assert count_multiply_adds(lambda: torch.randn(3, 5) @ torch.randn(5, 7)) == 105
 
 
-def test_relative_error_has_no_blind_spot() -> None:
+def test_relative_error_of_wrong_shapes_and_nan_is_infinite() -> None:
     one = torch.ones(3)
     assert relative_error(one, torch.ones(4)) == math.inf
     assert relative_error(torch.tensor([math.nan, 1.0]), torch.ones(2)) == math.inf
@@ -232,13 +249,13 @@ def test_relative_error_has_no_blind_spot() -> None:
 
 
 def test_a_report_that_fails() -> None:
-    def explode() -> float:
+    def fail() -> float:
         raise ValueError("boom")
 
     report = Report("two")
-    report.checks.append(judge("good", "S", "1", "a statement", "exact", 0.0, lambda: 0.0))
-    report.checks.append(judge("bad", "S", "2", "another", "exact", 0.0, explode))
-    report.checks.append(judge("nan", "S", "", "a third", "exact", 1.0, lambda: math.nan))
+    report.checks.append(run_check("good", "S", "1", "a statement", "exact", 0.0, lambda: 0.0))
+    report.checks.append(run_check("bad", "S", "2", "another", "exact", 0.0, fail))
+    report.checks.append(run_check("nan", "S", "", "a third", "exact", 1.0, lambda: math.nan))
     assert [c.id for c in report.failed] == ["bad", "nan"] and not report.passed
     assert "boom" in report["bad"].note
     assert "2 of 3 checks FAILED" in str(report) and "✘" in str(report)
@@ -248,7 +265,7 @@ def test_a_report_that_fails() -> None:
     assert not Report("nothing").passed
 
 
-def test_a_report_that_passes_reads_well() -> None:
+def test_a_report_that_passes() -> None:
     model = make_model()
     report = hg.verify(model, *make_batch(model, [9]))
     text = str(report)

@@ -124,7 +124,7 @@ def test_what_cannot_be_judged_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise hg.HandgradError("judging this model takes too much memory")
 
-    monkeypatch.setattr(module, "Judge", refuse)
+    monkeypatch.setattr(module, "Checker", refuse)
     session = make_session(n_blocks=1)
     prover = Prover(session)
     try:

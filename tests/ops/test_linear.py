@@ -7,6 +7,7 @@ from conftest import ROUNDING, SCALES, rounded
 from handgrad.ops import linear as fast
 from handgrad.paper import linear as plain
 from handgrad.proof.oracles import relative_error
+from handgrad.tolerances import IDENTITY_TOLERANCE
 
 
 @pytest.mark.parametrize(("n", "f_in", "f_out"), [(1, 1, 1), (7, 5, 3), (2, 13, 17)])
@@ -14,16 +15,16 @@ from handgrad.proof.oracles import relative_error
 def test_equal_to_the_paper(n: int, f_in: int, f_out: int, bias: bool) -> None:
     a, w, delta = torch.randn(n, f_in).double(), torch.randn(f_in, f_out).double(), torch.randn(n, f_out).double()
     b = torch.randn(f_out).double() if bias else None
-    assert relative_error(fast.forward(a, w, b), plain.forward(a, w, b)) <= 1e-12
-    assert relative_error(fast.backward(delta, w), plain.delta_prev(delta, w)) <= 1e-12
+    assert relative_error(fast.forward(a, w, b), plain.forward(a, w, b)) <= IDENTITY_TOLERANCE
+    assert relative_error(fast.backward(delta, w), plain.delta_prev(delta, w)) <= IDENTITY_TOLERANCE
     grad_w, grad_b = torch.randn(f_in, f_out).double(), torch.randn(f_out).double()
     expected_w, expected_b = grad_w + plain.grad_w(delta, a), grad_b + plain.grad_b(delta)
-    assert relative_error(fast.grad_w(delta, a, None), plain.grad_w(delta, a)) <= 1e-12
-    assert relative_error(fast.grad_b(delta, None), plain.grad_b(delta)) <= 1e-12
+    assert relative_error(fast.grad_w(delta, a, None), plain.grad_w(delta, a)) <= IDENTITY_TOLERANCE
+    assert relative_error(fast.grad_b(delta, None), plain.grad_b(delta)) <= IDENTITY_TOLERANCE
     fast.grad_w(delta, a, grad_w)
     fast.grad_b(delta, grad_b)
-    assert relative_error(grad_w, expected_w) <= 1e-12
-    assert relative_error(grad_b, expected_b) <= 1e-12
+    assert relative_error(grad_w, expected_w) <= IDENTITY_TOLERANCE
+    assert relative_error(grad_b, expected_b) <= IDENTITY_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -37,6 +38,6 @@ def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
         fast.forward(*narrow[:3]), fast.backward(narrow[3], narrow[1]),
         fast.grad_w(narrow[3], narrow[0], None), fast.grad_b(narrow[3], None),
     ]  # fmt: skip
-    truth = [plain.forward(a, w, b), plain.delta_prev(delta, w), plain.grad_w(delta, a), plain.grad_b(delta)]
-    for x, y in zip(found, truth, strict=True):
+    expected = [plain.forward(a, w, b), plain.delta_prev(delta, w), plain.grad_w(delta, a), plain.grad_b(delta)]
+    for x, y in zip(found, expected, strict=True):
         assert x.dtype == dtype and relative_error(x, y) <= ROUNDING[dtype]

@@ -12,6 +12,7 @@ from ..errors import HandgradError, MissingError
 from ..files.reading import open_regular
 from ..files.tensors import read_tensors
 from ..model.gpt import GPT
+from ..tolerances import merge_tolerance
 from . import peft
 from .injection import adapters_of, remove
 from .merging import Merged
@@ -64,7 +65,7 @@ def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
 def check_same(before: Tensor, after: Tensor, stored: torch.dtype) -> float:
     """The relative change of the logits. Raises if it is larger than rounding of the stored weights explains."""
     difference = ((after - before).abs().max() / before.abs().max()).item()
-    allowed = max(1e-4, 8 * torch.finfo(stored).eps)
+    allowed = merge_tolerance(stored)
     if not difference <= allowed:
         raise HandgradError(
             f"the logits differ by {difference:.1e} (at most {allowed:.1e} is rounding): nothing was written; the model is"

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..machine import trim_heap
-from ..proof.checker import Judge
+from ..proof.checker import Checker
 from ..proof.oracles import relative_error
+from ..tolerances import ENTRY_FLOOR
 from .session import Look, Session
 from .stations import Station
 from .views import LARGE
@@ -47,7 +48,7 @@ class Prover:
         self.session = session
         self._known: OrderedDict[str, Verdict] = OrderedDict()
         self._questions: list[tuple[str, str]] = []  # the newest last
-        self._judge: tuple[str, Judge] | None = None
+        self._judge: tuple[str, Checker] | None = None
         self._news = threading.Condition()
         self._ends = False
         self._thread: threading.Thread | None = None
@@ -148,18 +149,20 @@ class Prover:
             verdict.checks[station.id] = [*verdict.checks[station.id], *more]
             verdict.complete.add(station.id)
 
-    def _judge_for(self, look: Look) -> Judge:
+    def _judge_for(self, look: Look) -> Checker:
         if self._judge is None or self._judge[0] != look.id:
             self._judge = None  # let go of the old one before the new one is made
             with self.session.at(look.version) as model:
                 still = copy.deepcopy(model)  # the judge takes its time; meanwhile others may use the model
-            made = self._run(lambda: Judge(still, look.tokens, look.targets, look.trace, own=True, pause=self._pause))
+            made = self._run(
+                lambda: Checker(still, look.tokens, look.targets, look.trace, in_place=True, pause=self._pause)
+            )
             self._judge = (look.id, made)
             if self.session.size > LARGE:
                 trim_heap()  # autograd's gradients are as large as the model
         return self._judge[1]
 
-    def _against_autograd(self, judge: Judge, look: Look, station: Station) -> list[dict[str, Any]]:
+    def _against_autograd(self, judge: Checker, look: Look, station: Station) -> list[dict[str, Any]]:
         checks = []
 
         def add(what: str, kind: str, error: float, limit: float) -> None:
@@ -186,7 +189,7 @@ class Prover:
             add(what, "identity", error, judge.limit)
         return checks
 
-    def _by_differences(self, judge: Judge, station: Station) -> list[dict[str, Any]]:
+    def _by_differences(self, judge: Checker, station: Station) -> list[dict[str, Any]]:
         checks = []
         signals = [name for name in dict.fromkeys([*station.leaves, station.arrives]) if name and name in judge.errors]
         for name in signals[: 1 if self.session.size > LARGE else None]:
@@ -201,7 +204,7 @@ class Prover:
             for what, error in checks
         ]
 
-    def _identities(self, judge: Judge, station: Station) -> list[tuple[str, float]]:
+    def _identities(self, judge: Checker, station: Station) -> list[tuple[str, float]]:
         """What must hold whatever the numbers are, in float64."""
         ours, config = judge.ours, self.session.model.config
         found = []
@@ -218,7 +221,7 @@ class Prover:
             causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
             # where only one token is seen Δ_causal is nothing but rounding, of what ρ had multiplied
             size = _largest(ours[f"{here}delta_3"]) * _largest(ours[f"{here}v"])
-            found.append(("rows of Δ_causal sum to 0 (26)", _row_sums(causal, 1e-4 * size)))
+            found.append(("rows of Δ_causal sum to 0 (26)", _row_sums(causal, ENTRY_FLOOR * size)))
             found.append(("rows of ρ sum to 1 (14)", _largest(rho.sum(2) - 1)))
             if config.causal:
                 found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
@@ -231,7 +234,7 @@ class Prover:
             found.append(("∂w_tok is the sum of both its uses (R9)", self._tied(judge)))
         return found
 
-    def _tied(self, judge: Judge) -> float:
+    def _tied(self, judge: Checker) -> float:
         """∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. Where it trains, there is no adapter beside the head."""
         ours = judge.ours
         picked = torch.zeros_like(judge.grads["transformer.wte.weight"])
@@ -246,7 +249,7 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _trained(station: Station, judge: Judge) -> list[str]:
+def _trained(station: Station, judge: Checker) -> list[str]:
     return [name for name in dict.fromkeys(n for p in station.parameters for n in p.names) if name in judge.grads]
 
 

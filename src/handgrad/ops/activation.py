@@ -1,7 +1,7 @@
 """Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU, GPT-2's tanh form of GELU (R39)
 and squared ReLU.
 
-On the way back a_8 is needed once more, and made together with Δ_7: g and g' share the expensive part.
+`backward` also returns a_8, which is not stored: g and g' share the expensive part.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 CUBIC = 0.044715
 TWICE = 2 * math.sqrt(2 / math.pi)
-ENTRIES_AT_ONCE = 1 << 18  # so that the many small steps below find their numbers in the cache
+ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
 
 
 def forward(x: Tensor, name: str) -> Tensor:
@@ -24,7 +24,7 @@ def forward(x: Tensor, name: str) -> Tensor:
     if name == "relu2":
         return torch.relu(x).square_()
     if x.dtype == torch.bfloat16:
-        return F.gelu(x, approximate="tanh")  # wide inside; the steps below would each be rounded
+        return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     value = torch.empty_like(x)
     for part, out in zip(_parts(x), _parts(value), strict=True):
         torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
@@ -32,7 +32,7 @@ def forward(x: Tensor, name: str) -> Tensor:
 
 
 def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0; and g(a_{i−1}) once more"""
+    """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0; and g(a_{i−1})"""
     if name == "relu":
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)

@@ -2,9 +2,9 @@
 
     q  (m, h, d_ρ)      k  (n, h, d_ρ)      v  (n, h, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
 
-No n×n matrix is kept: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of keys at a time, for the queries
-that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` tells where
-the packed sequences end and which rows ask: all of them (m = n), or only some.
+No n×n matrix is stored: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of keys at a time, for the queries
+that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` says where
+the packed sequences end and which rows have queries: all of them (m = n), or only some.
 """
 
 import math
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 128  # queries of a tile on the way down
-COLUMNS = 128  # keys of a tile on the way up; all queries after them belong to the tile
-SHARP = 1024.0  # scores beyond this are rounded in float32 by more than exp allows: 1e-4 of every ρ
+ROWS = 128  # queries per tile in the forward pass
+COLUMNS = 128  # keys per tile in the backward pass; all later queries belong to the tile
+FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
 
 
 class Span(NamedTuple):
-    """Neighbouring sequences of one length, and the queries they ask."""
+    """Neighbouring sequences of equal length, and their queries."""
 
     keys: slice  # their rows of k and v
     queries: slice  # their rows of q
     sequences: int
-    positions: list[int] | None  # of the queries in their sequence, ascending; None: every token asks
+    positions: list[int] | None  # of the queries in their sequence, ascending; None: every token is a query
 
     @property
     def length(self) -> int:
@@ -36,15 +36,16 @@ Spans = tuple[Span, ...]
 
 
 def spans_of(lengths: tuple[int, ...], rows: Tensor | None = None) -> Spans:
-    """Sequences packed end to end; with `rows` (ascending), only those rows of the stream ask."""
+    """The spans of sequences packed end to end; with `rows` (ascending), only those rows of the stream are queries."""
     spans: list[Span] = []
     if rows is not None:
-        asked = 0
+        n_queries = 0
         start = 0
         for length, inside in zip(lengths, _rows_of_each(lengths, rows), strict=True):
-            spans.append(Span(slice(start, start + length), slice(asked, asked + len(inside)), 1, inside))
+            queries = slice(n_queries, n_queries + len(inside))
+            spans.append(Span(slice(start, start + length), queries, 1, inside))
             start += length
-            asked += len(inside)
+            n_queries += len(inside)
         return tuple(span for span in spans if span.positions)
     start = i = 0
     while i < len(lengths):
@@ -69,7 +70,7 @@ class Saved(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool) -> tuple[Tensor, Saved]:
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
     a = v.new_empty(len(q), *v.shape[1:])
-    lse = torch.empty(q.shape[:2], dtype=_wide(v.dtype), device=v.device)
+    lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
     for span in spans:
         queries, keys, values = (
             _by_head(x, rows, span) for x, rows in ((q, span.queries), (k, span.keys), (v, span.keys))
@@ -84,12 +85,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool) -> tupl
 
 
 def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, put `into` tensors of their shapes"""
+    """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, written `into` tensors of their shapes"""
     k, a, lse = saved.k, saved.a, saved.lse
     # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
     correction = _correction(delta, a, lse.dtype)
     if sum(span.keys.stop - span.keys.start for span in spans) < len(k):
-        into[1].zero_()  # a sequence that asks nothing sends nothing back to its keys and values
+        into[1].zero_()  # a sequence without queries gives its keys and values no gradient
         into[2].zero_()
     for span in spans:
         grads = _backward_in_tiles(*_operands(delta, saved, correction, span, causal), span.positions, causal)
@@ -99,8 +100,8 @@ def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tupl
 
 
 def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor]:
-    """ρ and Δ_causal of every head over the whole packed stream, (h, n, n), zero between sequences: for looking at.
-    The same tiles as in the backward pass, each as large as a sequence."""
+    """ρ and Δ_causal of every head over the packed stream, (h, n, n), zero between sequences, for inspection. The same
+    tiles as in the backward pass, each as large as a sequence."""
     a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
     correction = _correction(delta, a, lse.dtype)
@@ -123,8 +124,8 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
 def rho_tile(q: Tensor, k: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
     """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to one of the first queries (R1). (g, rows, columns)
 
-    The zeros are put in after the exponential, which is many times slower on −∞; before it, what is not visible is kept
-    from overflowing. A visible score never exceeds its row's log-sum-exp, so that changes nothing else."""
+    The zeros are written after the exponential, which is many times slower on −∞; the clamp before it keeps invisible
+    entries from overflowing. A visible score never exceeds its row's log-sum-exp, so the clamp does not change it."""
     scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=1 / math.sqrt(q.shape[2]))
     if visible is None:
         return scores.exp_()
@@ -150,16 +151,16 @@ def _backward_in_tiles(
     positions: list[int] | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, tokens, width) each, g = sequences × heads. A tile is some keys and all queries that come after the first."""
+    """(g, tokens, width) each, g = sequences × heads. A tile is a range of keys and all queries from its first key on."""
     m, n_keys = q.shape[1], k.shape[1]
     scale = 1 / math.sqrt(q.shape[2])  # Δ_raw = Δ_causal/√d_ρ   (28)
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
-    own = range(m) if positions is None else positions
+    query_positions = range(m) if positions is None else positions
     triangle = _visible(range(min(COLUMNS, n_keys)), min(COLUMNS, n_keys), q) if causal and positions is None else None
     for j in range(0, n_keys, COLUMNS):
         cols = slice(j, min(j + COLUMNS, n_keys))
-        first = bisect_left(own, j) if causal else 0
-        if first == m:  # nobody comes after these keys
+        first = bisect_left(query_positions, j) if causal else 0
+        if first == m:  # no query can see these keys
             grad_k[:, j:], grad_v[:, j:] = 0, 0
             break
         rows = slice(first, m)
@@ -167,7 +168,8 @@ def _backward_in_tiles(
         if triangle is not None:
             visible = triangle[: cols.stop - j, : cols.stop - j]
         elif causal:
-            visible = _visible([p - j for p in own[first : bisect_left(own, cols.stop)]], cols.stop - j, q)
+            inside = query_positions[first : bisect_left(query_positions, cols.stop)]
+            visible = _visible([p - j for p in inside], cols.stop - j, q)
         queries, errors, keys = q[:, rows], delta[:, rows], k[:, cols]
         rho = rho_tile(queries, keys, lse[:, rows], visible)
         grad_v[:, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
@@ -191,10 +193,10 @@ def _forward_by_library(
 def _forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same with matrix products alone: for any device, for d_ρ ≠ d_h, and where only some rows ask."""
+    """The same with matrix products only: for any device, for d_ρ ≠ d_h, and for queries in some rows only."""
     batch, n_heads, m, _ = q.shape
-    wide = _wide(v.dtype)
-    q, k, v = (x.flatten(0, 1).to(wide) for x in (q, k, v))
+    dtype = _at_least_float32(v.dtype)
+    q, k, v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
     out, lse = v.new_empty(len(v), m, v.shape[2]), v.new_empty(len(v), m)
     zero = lse.new_zeros(1, 1, 1)
     for rows, seen, future in _tiles(m, k.shape[1], positions, causal, q.device):
@@ -202,7 +204,7 @@ def _forward_in_tiles(
         if future is not None:
             scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
         lse[:, rows] = torch.logsumexp(scores, 2)
-        rho = torch.softmax(scores, 2) if _sharp(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
+        rho = torch.softmax(scores, 2) if _needs_float64(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
         out[:, rows] = torch.bmm(rho, v[:, :seen])
     return out.view(batch, n_heads, m, -1), lse.view(batch, n_heads, m)
 
@@ -210,7 +212,7 @@ def _forward_in_tiles(
 def _tiles(
     m: int, n_keys: int, positions: list[int] | None, causal: bool, device: torch.device
 ) -> list[tuple[slice, int, Tensor | None]]:
-    """Queries in steps of ROWS: which rows, how many keys they see, and the mask of the last of those columns."""
+    """Queries in groups of ROWS: their rows, the number of keys they see, and the mask of the last of those columns."""
     tiles: list[tuple[slice, int, Tensor | None]] = []
     for i in range(0, m, ROWS):
         rows = slice(i, min(i + ROWS, m))
@@ -227,7 +229,7 @@ def _tiles(
 
 
 def _rows_of_each(lengths: tuple[int, ...], rows: Tensor) -> list[list[int]]:
-    """Positions, inside their own sequence, of the given rows of the packed stream."""
+    """Positions within their sequence of the given rows of the packed stream, one list per sequence."""
     inside: list[list[int]] = []
     start = i = 0
     listed = rows.tolist()
@@ -248,30 +250,30 @@ def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
 
 
 def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, …) → (count · h, T, …), wide; a view where it can be one: the products read it as fast"""
+    """(count · T, h, …) → (count · h, T, …) in this dtype; a view where possible, which the products read as fast"""
     return _by_head(x, rows, span).to(dtype).flatten(0, 1)
 
 
 def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:
-    """True where a column lies after the query's own position"""
+    """True where a column is after the query's position"""
     own = torch.tensor(list(positions), device=device)
     return torch.arange(columns, device=device)[None, :] > own[:, None]
 
 
 def _visible(positions: list[int] | range, columns: int, like: Tensor) -> Tensor:
-    """1 where a column is not after the query's own position, and 0 where it is"""
+    """0 where a column is after the query's position, else 1"""
     return _future(positions, columns, like.device).logical_not_().to(like.dtype)
 
 
 def _operands(
     delta: Tensor, saved: Saved, correction: Tensor, span: Span, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, Δ, Δ ⊖ a and lse of a span, stacked and wide, for the tiles of the backward pass.
+    """q, k, v, Δ, Δ ⊖ a and lse of a span, stacked, for the tiles of the backward pass.
 
-    The tiles compute scores anew and subtract lse. In float32 the two may differ by the rounding of numbers as large as
-    the scores, which the exponential turns into a factor: large scores are computed again in float64."""
+    The tiles recompute the scores and subtract lse. In float32 the two may differ by the rounding of numbers as large as
+    the scores, which the exponential turns into a factor: large scores are recomputed in float64."""
     q, k, v, _, lse = saved
-    dtype = torch.float64 if _sharp(lse[span.queries]) else lse.dtype
+    dtype = torch.float64 if _needs_float64(lse[span.queries]) else lse.dtype
     queries, errors = (_stack(x, span.queries, span, dtype) for x in (q, delta))
     keys, values = (_stack(x, span.keys, span, dtype) for x in (k, v))
     if dtype == lse.dtype:
@@ -282,16 +284,16 @@ def _operands(
     return queries, keys, values, errors, shift, norm
 
 
-def _sharp(lse: Tensor) -> bool:
-    """Whether float32 is too narrow for the scores of these rows."""
-    return lse.dtype == torch.float32 and lse.abs().amax().item() > SHARP
+def _needs_float64(lse: Tensor) -> bool:
+    """Whether float32 rounds the scores of these rows too much."""
+    return lse.dtype == torch.float32 and lse.abs().amax().item() > FLOAT32_SCORES
 
 
 def _correction(delta: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Δ ⊖ a (m, h). It is subtracted from numbers of its own size where softmax saturates, so the products are wide too."""
+    """Δ ⊖ a (m, h), with products in this dtype: where softmax saturates it cancels against numbers of equal size."""
     return (delta.to(dtype) * a).sum(2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Scores and their log-sum-exp are kept at least in float32."""
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and their log-sum-exp."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

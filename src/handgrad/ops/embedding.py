@@ -1,4 +1,4 @@
-"""Section 2, equations 2 and 3: rows picked from the tables of tokens and positions, and scattered back.
+"""Section 2, equations 2 and 3: look up rows of the token and position tables; scatter gradients back into them.
 
 ids, positions  (n)      w_tok  (V, d)      w_pos  (n_context, d)
 """
@@ -13,5 +13,5 @@ def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor) -> Ten
 
 
 def grad_w(delta: Tensor, ids: Tensor, w: Tensor, into: Tensor | None) -> Tensor:
-    """∂w += ohe(ids)ᵗ Δ_1: a row that was picked several times collects every Δ   (3)"""
+    """∂w += ohe(ids)ᵗ Δ_1: a row that was looked up several times gets the sum   (3)"""
     return (torch.zeros_like(w) if into is None else into).index_add_(0, ids, delta)

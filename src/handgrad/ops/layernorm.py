@@ -17,7 +17,7 @@ class Saved(NamedTuple):
 
 def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]:
     """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
-    if a.dtype == torch.bfloat16:  # with narrow gains the library rounds μ and 1/σ to three digits
+    if a.dtype == torch.bfloat16:  # with bfloat16 gains the library rounds μ and 1/σ to three digits
         w, b = w.float(), b.float()
     out, mu, inv_sigma = torch.native_layer_norm(a, w.shape, w, b, eps)
     return out, Saved(a, mu, inv_sigma)
@@ -30,13 +30,13 @@ def normalized(saved: Saved) -> Tensor:
 
 
 def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """ā diag(w) + b~: the output once more, cheaper to compute than to keep   (37)"""
+    """ā diag(w) + b~: the output, cheaper to recompute than to store   (37)"""
     return torch.addcmul(b, a_bar, w)
 
 
 def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
-    g = delta.to(inv_sigma.dtype) * w  # wide: what is left of g can be much smaller than its mean
+    g = delta.to(inv_sigma.dtype) * w  # at least float32: g − mean(g) can be much smaller than g
     along = (g * a_bar).mean(1, keepdim=True)
     g.sub_(g.mean(1, keepdim=True)).addcmul_(a_bar, along, value=-1)
     return g.mul_(inv_sigma).to(delta.dtype)

@@ -3,8 +3,8 @@
     a  (n, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      Δ  (n, f_out)
     h = a d  (n, r)                           g = scale · Δ uᵗ  (n, r)
 
-These are the branch's own terms. The frozen layer beside it still carries its part of Δ (R3). With dropout the branch
-reads ã = mask ∘ a in place of a. With a magnitude (DoRA) what both paths sum to, z, is rescaled column by column:
+These are the terms of the branch; the frozen layer adds its own part of Δ (R3). With dropout the branch reads
+ã = mask ∘ a instead of a. With a magnitude (DoRA) the sum of both paths, z, is rescaled column by column:
 y = z ∘ m/c + b, and every formula here takes Δ ∘ m/c for Δ.
 """
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 def forward(a: Tensor, d: Tensor, u: Tensor, scale: float, into: Tensor) -> Tensor:
-    """a_i += scale · (a d) u, added to what the frozen layer gave; returns h = a d for the backward pass   (43)"""
+    """a_i += scale · (a d) u, added to the frozen layer's output; returns h = a d for the backward pass   (43)"""
     h = torch.mm(a, d)
     into.addmm_(h, u, alpha=scale)
     return h
 
 
 def upstream(delta: Tensor, u: Tensor, scale: float) -> Tensor:
-    """g = scale · Δ uᵗ: the error signal of h, shared by the next two"""
+    """g = scale · Δ uᵗ: the error signal of h, used by `backward` and `grad_d`"""
     return torch.mm(delta, u.t()).mul_(scale)
 
 
 def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> None:
-    """Δ_{i−1} += g dᵗ   (44), times the dropout mask, if there is one"""
+    """Δ_{i−1} += g dᵗ   (44), times the dropout mask if given"""
     if mask is None:
         into.addmm_(g, d.t())
     else:
@@ -47,7 +47,7 @@ def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tenso
 
 
 def mask(like: Tensor, dropout: float, seed: int) -> Tensor:
-    """0 with probability `dropout`, else 1/(1 − dropout), so that the mean stays; the same for the same seed"""
+    """0 with probability `dropout`, else 1/(1 − dropout), which preserves the mean; determined by the seed"""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.empty_like(like).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
 
@@ -60,6 +60,6 @@ def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
 
 def grad_m(delta: Tensor, z: Tensor, c: Tensor, into: Tensor | None) -> Tensor:
     """∂m += Σ_tok Δ ∘ z / c   (f_out)"""
-    wide = delta.float() if delta.dtype == torch.bfloat16 else delta  # or every product would be rounded
+    wide = delta.float() if delta.dtype == torch.bfloat16 else delta  # bfloat16 would round every product
     grad = torch.linalg.vecdot(wide, z.to(wide.dtype), dim=0).div_(c).to(delta.dtype)
     return grad if into is None else into.add_(grad)

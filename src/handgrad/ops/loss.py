@@ -1,7 +1,7 @@
-"""Section 1: softmax with cross-entropy, and Δ_12 = y_pred − y_gt. Ignored targets and 1/(number of targets) live here
-and nowhere else.
+"""Section 1: softmax with cross-entropy, and Δ_12 = y_pred − y_gt. Ignored targets and 1/(number of targets) are handled
+here only.
 
-    a_12  logits  (n, V)      targets  (n), all of them ids: rows without a target never come here
+    a_12  logits  (n, V)      targets  (n), all of them ids: the caller removes rows without a target
 """
 
 import torch
@@ -11,7 +11,7 @@ NO_TARGET = -100
 
 
 def rows_with_target(targets: Tensor) -> Tensor:
-    """The indices of the rows that have a target. (n) → (m)"""
+    """Indices of the rows that have a target. (n) → (m)"""
     return torch.nonzero(targets != NO_TARGET).squeeze(1)
 
 
@@ -22,7 +22,7 @@ def forward(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Σ_t ℓ(t), and Δ_12 = weight · (y_pred − y_gt), which takes the place of the logits: (n, V) exists only once"""
+    """Σ_t ℓ(t), and Δ_12 = weight · (y_pred − y_gt), computed in place of the logits: (n, V) exists only once"""
     wide = _wide(logits)
     target = targets[:, None]
     # log Σ exp = max − log(largest probability): one exponential per entry serves the loss and Δ
@@ -34,5 +34,5 @@ def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[T
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """At least float32: in bfloat16 a probability would have three digits."""
+    """In at least float32: in bfloat16 a probability would have three digits."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

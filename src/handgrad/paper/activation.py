@@ -1,4 +1,4 @@
-"""Activation: a_8 = g(a_7), Δ_7 = Δ_8 ∘ g'(a_7) (Table 2). The paper leaves g open; GPT-2 uses the tanh form (R39)."""
+"""Activation: a_8 = g(a_7), Δ_7 = Δ_8 ∘ g'(a_7) (Table 2). The paper does not specify g; GPT-2 uses the tanh form (R39)."""
 
 import math
 

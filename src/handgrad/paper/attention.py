@@ -18,7 +18,7 @@ from .notation import row_dot, softmax, sum_tokens, tilde_columns
 
 
 class Head(NamedTuple):
-    """The parameters of one head. b_k changes nothing (19) and may be left out."""
+    """The parameters of one head. b_k has no effect (19) and may be None."""
 
     w_q: Tensor
     b_q: Tensor
@@ -52,7 +52,7 @@ class Backward(NamedTuple):
 
 
 def scale(raw: Tensor, d_rho: int) -> Tensor:
-    """ρ_scaled = ρ_raw / √d_ρ, with the d_ρ of this head; the backward pass divides in the same way"""
+    """ρ_scaled = ρ_raw / √d_ρ, with the d_ρ of this head; the backward pass divides by it too"""
     return raw / math.sqrt(d_rho)  # (12), (28)
 
 
@@ -88,7 +88,7 @@ def backward(delta: Tensor, a: Tensor, head: Head, saved: Forward) -> Backward:
     grad_w_v = (rho @ a).t() @ delta  # (23)
     grad_b_v = sum_tokens(delta)  # (24), by (21)
 
-    # attention weights: softmax, mask, scale. The mask's own zeros are already in ρ, so Δ_scaled = Δ_causal (R2).
+    # attention weights: softmax, mask, scale. ρ is already 0 where the mask is, so Δ_scaled = Δ_causal (R2).
     delta_rho = delta @ v.t()
     d_causal = delta_causal(delta_rho, rho)  # (25)
     delta_scaled = d_causal  # (27)
@@ -129,12 +129,12 @@ def forward_heads(a: Tensor, heads: list[Head], causal: bool = True) -> ManyForw
 
 
 def slice_heads(delta: Tensor, heads: list[Head]) -> list[Tensor]:
-    """Δ_i cut into the columns of each head, Δ_i^h ∈ (n_T, d_h)"""
+    """Δ_i split into the columns of each head, Δ_i^h ∈ (n_T, d_h)"""
     return list(torch.split(delta, [head.w_v.shape[1] for head in heads], 1))
 
 
 def backward_heads(delta: Tensor, a: Tensor, heads: list[Head], saved: ManyForward) -> ManyBackward:
     """Δ_{i−1} = Σ_h Δ^h_{i−1}"""
     slices = slice_heads(delta, heads)
-    backs = [backward(d, a, head, kept) for d, head, kept in zip(slices, heads, saved.heads, strict=True)]
+    backs = [backward(d, a, head, f) for d, head, f in zip(slices, heads, saved.heads, strict=True)]
     return ManyBackward(backs, torch.stack([back.delta for back in backs]).sum(0))  # (35)

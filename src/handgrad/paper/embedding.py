@@ -15,10 +15,10 @@ def forward(ids: Tensor, w_emb: Tensor) -> Tensor:
 
 
 def grad_w(delta: Tensor, ids: Tensor, n_rows: int) -> Tensor:
-    """∂w_emb = ohe(a_{i−1})ᵗ Δ_i ∈ (n_V, d): a token that occurs twice collects both rows of Δ_i."""
+    """∂w_emb = ohe(a_{i−1})ᵗ Δ_i ∈ (n_V, d): a token that occurs twice gets the sum of both rows of Δ_i."""
     return ohe(ids, n_rows, delta.dtype).t() @ delta  # (3)
 
 
 def delta_one_hot(delta: Tensor, w_emb: Tensor) -> Tensor:
-    """Δ_{i−1} = Δ_i w_embᵗ ∈ (n_T, n_V): the error signal of the one-hot input, were it allowed to vary."""
+    """Δ_{i−1} = Δ_i w_embᵗ ∈ (n_T, n_V): the error signal of the one-hot input, if it were continuous."""
     return delta @ w_emb.t()

@@ -1,8 +1,8 @@
-"""The box at the end of Section 3: one more token, with the keys and values of the earlier ones kept.
+"""The box at the end of Section 3: append one token, with the keys and values of the earlier ones cached.
 
     k_cache  (n_T, d_ρ)      v_cache  (n_T, d_h)      a_next  (d)  the new token's row of a_{i−1}
 
-Each layer's cached rows stay valid because a causal network never lets a later token change an earlier row (R33).
+Each layer's cached rows stay valid because in a causal network a later token never changes an earlier row (R33).
 """
 
 from typing import NamedTuple
@@ -26,12 +26,12 @@ class Step(NamedTuple):
 
 
 def empty(head: Head) -> Cache:
-    """No tokens yet."""
+    """The cache before the first token."""
     return Cache(head.w_k.new_zeros(0, head.w_k.shape[1]), head.w_v.new_zeros(0, head.w_v.shape[1]))
 
 
 def append(a_next: Tensor, head: Head, cache: Cache) -> Step:
-    """Only q, k and v of the new token are computed: n(d_ρ + d_h) multiply-adds instead of n²(d_ρ + d_h)."""
+    """Compute only q, k and v of the new token: n(d_ρ + d_h) multiply-adds instead of n²(d_ρ + d_h)."""
     q = a_next @ head.w_q + head.b_q
     k = a_next @ head.w_k + (0 if head.b_k is None else head.b_k)
     v = a_next @ head.w_v + head.b_v

@@ -2,7 +2,7 @@
 
     a_{i−1}  (n_T, d)      w, b  (d)      μ, σ  (n_T)      ā  (n_T, d)
 
-The paper has no ε (R8). With σ = √(var + ε) used both in ā and in 1/σ, its equation 40 stays exact for every ε.
+The paper has no ε (R8). With σ = √(var + ε) used both in ā and in 1/σ, its equation 40 is exact for every ε.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def delta_prev(delta: Tensor, a_bar: Tensor, sigma: Tensor, w: Tensor) -> Tensor
 
 
 def grad_w(delta: Tensor, a_bar: Tensor) -> Tensor:
-    """∂w = diag(āᵗ Δ_i): the diagonal alone, which is Σ_tok ā ∘ Δ_i"""
+    """∂w = diag(āᵗ Δ_i): only the diagonal, which is Σ_tok ā ∘ Δ_i"""
     return sum_tokens(a_bar * delta)  # (41)
 
 

@@ -2,9 +2,9 @@
 
     a_{i−1}  (n_T, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      scale  one number
 
-The paper's factor α is called `scale` here: written α with "usually α = r" it would multiply the branch by r, whereas
-the common convention is scale = α/r (or α/√r), with which α = r means a factor of 1 (R11).
-These are the formulas of the branch alone. Beside a frozen layer both paths carry the error signal (R3): see
+The paper's factor α is called `scale` here: with its "usually α = r" it would multiply the branch by r, whereas in the
+common convention scale = α/r (or α/√r), so that α = r means a factor of 1 (R11).
+These are the formulas of the branch only. With a frozen layer, both paths carry the error signal (R3): see
 `transformer.py`, where Δ_11 = Δ_12 w_11ᵗ + scale Δ_12 (d u)ᵗ.
 """
 
@@ -31,13 +31,13 @@ def grad_u(delta: Tensor, a: Tensor, d: Tensor, scale: float) -> Tensor:
     return scale * (a @ d).t() @ delta  # (46)
 
 
-# Beyond the paper, in its manner: what the branch reads may be thinned out (dropout), and what the frozen layer and the
-# branch sum to, z, may get a magnitude of its own for each column (DoRA): a_i = z diag(m/c) + b~.
+# Not in the paper, in its notation: dropout on the input of the branch, and DoRA, which gives each column of z, the sum
+# of frozen layer and branch, a trained magnitude: a_i = z diag(m/c) + b~.
 
 
-def delta_prev_dropped(delta: Tensor, d: Tensor, u: Tensor, scale: float, kept: Tensor) -> Tensor:
-    """The branch reads kept ∘ a_{i−1}, so Δ_{i−1} = kept ∘ scale · Δ_i (d u)ᵗ"""
-    return kept * (scale * delta @ (d @ u).t())
+def delta_prev_dropped(delta: Tensor, d: Tensor, u: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """The branch reads mask ∘ a_{i−1}, so Δ_{i−1} = mask ∘ scale · Δ_i (d u)ᵗ"""
+    return mask * (scale * delta @ (d @ u).t())
 
 
 def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:

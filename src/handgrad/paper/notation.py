@@ -8,7 +8,7 @@ from torch import Tensor
 def ohe(ids: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """One-hot rows: row t holds a single 1, in column ids[t]. Ids count from 0 (R10). (n_T,) → (n_T, n)"""
     if ids.is_floating_point() or ((ids < 0) | (ids >= n)).any():
-        raise IndexError(f"ids must be whole numbers from 0 to {n - 1}")
+        raise IndexError(f"ids must be integers from 0 to {n - 1}")
     return F.one_hot(ids, n).to(dtype)
 
 
@@ -38,6 +38,6 @@ def sum_tokens(a: Tensor) -> Tensor:
 
 
 def softmax(s: Tensor) -> Tensor:
-    """Row-wise softmax, shifted by each row's maximum, which changes nothing (54) and cannot overflow."""
+    """Row-wise softmax, shifted by each row's maximum, which does not change it (54) and prevents overflow."""
     e = torch.exp(s - s.max(1, keepdim=True).values)
     return e / e.sum(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Section 7: the minimal transformer. `forward` is Table 2 read downwards, `backward` is Table 2 read upwards with
-the gradients of Table 3, for any number of blocks: a block's a_10 is the next block's a_1, and its Δ_10 is the next
-block's Δ_1.
+"""Section 7: the minimal transformer. `forward` is Table 2 from top to bottom, `backward` is Table 2 from bottom to
+top with the gradients of Table 3, for any number of blocks: a block's a_10 is the next block's a_1, and its Δ_10 is the
+next block's Δ_1.
 
     a_0 ids → a_1 embeddings → [ a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
                                → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9 ]
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank adapter beside the logits layer, or its gradients."""
+    """A low-rank adapter on the logits layer, or its gradients."""
 
     d_11: Tensor  # (d, r)
     u_11: Tensor  # (r, n_vocab)
@@ -110,11 +110,11 @@ class Backward(NamedTuple):
 
 
 def add(*branches: Tensor) -> Tensor:
-    """A skip connection: the stream plus what a branch computed; backwards, the sum of what the branches send."""
+    """A skip connection: the stream plus the output of a branch; in the backward pass, the sum of their error signals."""
     return torch.stack(branches).sum(0)
 
 
-# ── Table 2, downwards ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── Table 2, forward ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def forward_block(a_1: Tensor, p: Block, o: Options) -> BlockForward:
@@ -133,7 +133,7 @@ def forward_block(a_1: Tensor, p: Block, o: Options) -> BlockForward:
 
 
 def forward_logits(a_11: Tensor, p: Network) -> Tensor:
-    """a_12 = a_11 w_11 + b_11~ (+ scale a_11 d_11 u_11): the logits, with the adapter beside the frozen layer if any"""
+    """a_12 = a_11 w_11 + b_11~ (+ scale a_11 d_11 u_11): the logits, with the adapter if there is one"""
     a_12 = linear.forward(a_11, head_weight(p), p.b_11)
     if p.adapter is not None:
         a_12 = a_12 + lora.forward(a_11, *p.adapter)  # (43)
@@ -141,7 +141,7 @@ def forward_logits(a_11: Tensor, p: Network) -> Tensor:
 
 
 def head_weight(p: Network) -> Tensor:
-    """w_11, which in a tied network is w_tokᵗ. (d, n_vocab)"""
+    """w_11, or w_tokᵗ in a tied network. (d, n_vocab)"""
     return p.w_tok.t() if p.w_11 is None else p.w_11
 
 
@@ -162,7 +162,7 @@ def forward(a_0: Tensor, p: Network, o: Options) -> Forward:
     return Forward(a_0, a_1, blocks, norm_10, a_11, a_12, softmax(a_12))
 
 
-# ── Table 2, upwards, with Table 3 ──────────────────────────────────────────────────────────────────────────────────
+# ── Table 2, backward, with Table 3 ─────────────────────────────────────────────────────────────────────────────────
 
 
 def backward_block(delta_10: Tensor, p: Block, f: BlockForward, o: Options) -> tuple[BlockBackward, Block]:
@@ -195,7 +195,7 @@ def backward_block(delta_10: Tensor, p: Block, f: BlockForward, o: Options) -> t
 
 
 def delta_before_logits(delta_12: Tensor, p: Network) -> Tensor:
-    """Δ_11 = Δ_12 w_11ᵗ (+ scale Δ_12 (d_11 u_11)ᵗ): frozen is not blocked, so the first term is always there (R3)"""
+    """Δ_11 = Δ_12 w_11ᵗ (+ scale Δ_12 (d_11 u_11)ᵗ): the first term is there even if w_11 is frozen (R3)"""
     delta_11 = linear.delta_prev(delta_12, head_weight(p))
     if p.adapter is not None:
         delta_11 = delta_11 + lora.delta_prev(delta_12, *p.adapter)  # (44)

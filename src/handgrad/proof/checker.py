@@ -1,4 +1,4 @@
-"""The verdict name by name, for whoever shows single results. Its tools are those of `verify`, autograd among them."""
+"""`Checker`: the checks of `verify` one name at a time, for a page that shows single results."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,20 +7,30 @@ import torch
 from torch import Tensor
 
 from ..model.gpt import GPT
-from .oracles import TOLERANCE, directional_error, relative_error
+from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
+from .oracles import directional_error, relative_error
 from .paths import gradients_of
-from .reference import Twin, made_wide, wide_copy
-from .verify import check_judgeable, difference_steps, largest, loss_of, norm_error
+from .reference import ReferenceModel, float64_copy, in_float64
+from .verify import (
+    check_verifiable,
+    concatenate,
+    difference_steps,
+    entry_floor,
+    largest_norm,
+    loss_error,
+    loss_of,
+    norm_error,
+)
 
 
-class Judge:
-    """One model on one batch, judged name by name: for whoever shows single verdicts.
+class Checker:
+    """Check one model on one batch. The constructor runs autograd for everything at once, in float64; finite differences
+    run on request.
 
-    Autograd judges everything at once, in float64; kept are the relative errors, by the trace's names of activations and
-    signals and the model's names of parameters. Finite differences are taken when they are asked for.
-
-    `computed` is what the model has computed in its own dtype; its errors are in `rounding`. With `own` the model is the
-    judge's to change, and no copy is made. `pause` is called again and again on the way, and may take its time.
+    errors     relative errors, by the trace's names of activations and signals and the model's names of parameters
+    rounding   errors of `computed`, the tensors that the model computed in its own dtype
+    in_place   convert the model itself to float64 instead of a copy
+    pause      called before every intermediate; it may block
     """
 
     def __init__(
@@ -31,12 +41,12 @@ class Judge:
         computed: Mapping[str, Tensor] | None = None,
         *,
         seed: int = 0,
-        own: bool = False,
+        in_place: bool = False,
         pause: Callable[[], None] = lambda: None,
     ):
-        check_judgeable(model)
-        dtype = model.transformer.wte.weight.dtype
-        wide = made_wide(model) if own else wide_copy(model)
+        check_verifiable(model)
+        dtype = model.dtype
+        wide = in_float64(model) if in_place else float64_copy(model)
         self.ours: dict[str, Tensor] = {}
 
         def record(name: str, value: Tensor) -> None:
@@ -44,46 +54,43 @@ class Judge:
             self.ours[name] = value
 
         self.loss, self.grads = gradients_of(wide, tokens, targets, None, record=record, all_signals=True)
-        self._twin = Twin(wide, tokens, targets, None)
-        self._twin.pause = pause
-        truth = self._twin.run()
+        self._reference = ReferenceModel(wide, tokens, targets, None)
+        self._reference.pause = pause
+        expected = self._reference.differentiate()
         self.limit = TOLERANCE[torch.float64]
         self.rounding_limit = TOLERANCE[dtype]
         self.steps, self.difference_limit = difference_steps(model.config)
-        self._generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
-        self._floors = (
-            1e-3 * max(x.norm().item() for name, x in self.ours.items() if name in truth.deltas),
-            1e-3 * max(x.norm().item() for x in self.grads.values()),
-        )
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+        self._signal_floor = DIFFERENCE_FLOOR * largest_norm(x for n, x in self.ours.items() if n in expected.deltas)
+        self._grad_floor = DIFFERENCE_FLOOR * largest_norm(self.grads.values())
         self.errors: dict[str, float] = {}
         self.rounding: dict[str, float] = {}
-        floor, widest = 1e-4 * largest(truth.deltas), 1e-2 * max(x.norm().item() for x in truth.deltas.values())
-        for name, signal in truth.deltas.items():
+        floor, norm_floor = entry_floor(expected.deltas), NORM_FLOOR * largest_norm(expected.deltas.values())
+        for name, signal in expected.deltas.items():
             self.errors[name] = relative_error(self.ours[name], signal, floor) if name in self.ours else math.inf
             if computed is not None and name in computed:
-                self.rounding[name] = float(norm_error(computed[name], signal, widest)())  # type: ignore[arg-type]
-        for name, value in truth.values.items():
+                self.rounding[name] = norm_error(computed[name], signal, norm_floor)
+        for name, value in expected.values.items():
             if (a := name.replace("delta_", "a_")) in self.ours:
                 self.errors[a] = relative_error(self.ours[a], value)
-        floor = 1e-4 * largest(truth.grads)
+        floor = entry_floor(expected.grads)
         for name, grad in self.grads.items():
-            self.errors[name] = relative_error(grad, truth.grads[name], floor)
-        self.errors["loss"] = abs(self.loss - truth.loss) / max(abs(truth.loss), 1e-3)
+            self.errors[name] = relative_error(grad, expected.grads[name], floor)
+        self.errors["loss"] = loss_error(self.loss, expected)
 
     def difference(self, signal: str) -> float:
-        """The error of a signal along a random direction, by finite differences of the loss."""
+        """Error of a signal by finite differences of the loss along a random direction."""
         at, claimed = torch.zeros_like(self.ours[signal]), self.ours[signal]
-        f = lambda x: self._twin.nudged(signal, x)  # noqa: E731
-        return directional_error(f, at, claimed, self._generator, self._floors[0], self.steps)
+        f = lambda x: self._reference.loss_with(signal, x)  # noqa: E731
+        return directional_error(f, at, claimed, self._generator, self._signal_floor, self.steps)
 
     def difference_of(self, names: Sequence[str]) -> float:
-        """The same for some parameters together."""
-        parameters = dict(self._twin.model.named_parameters())
+        """Error of several parameters' gradients together, by finite differences along a random direction."""
+        parameters = dict(self._reference.model.named_parameters())
         members = [parameters[name] for name in names]
-        at = torch.cat([p.detach().reshape(-1) for p in members])
-        claimed = torch.cat([self.grads[name].reshape(-1) for name in names])
-        f = loss_of(members, self._twin.unchanged)
+        at, claimed = concatenate(members), concatenate([self.grads[name] for name in names])
+        f = loss_of(members, self._reference.plain_loss)
         try:
-            return directional_error(f, at, claimed, self._generator, self._floors[1], self.steps)
+            return directional_error(f, at, claimed, self._generator, self._grad_floor, self.steps)
         finally:
-            f(at)  # puts the parameters back
+            f(at)  # restores the parameters

@@ -1,4 +1,4 @@
-"""The oracles: autograd, finite differences and a counter of operations, with the tolerances of all checks.
+"""The oracles: autograd, finite differences and a counter of operations.
 
 Autograd appears here and in `reference.py`, nowhere else in the package.
 """
@@ -11,29 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-# Largest relative error of a gradient or an error signal, by the dtype in which it was computed.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+from ..tolerances import FINITE_DIFFERENCE_TOLERANCE
 
 
-FINITE_DIFFERENCE_TOLERANCE = 1e-6
-
-
-def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """max|ours − truth| / max(max|truth|, floor). Not a number anywhere, or another shape, is an infinite error."""
-    if ours.shape != truth.shape:
+def relative_error(ours: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """max|ours − expected| / max(max|expected|, floor); infinite if any entry is NaN or the shapes differ."""
+    if ours.shape != expected.shape:
         return math.inf
-    if truth.numel() == 0:
+    if expected.numel() == 0:
         return 0.0
-    ours, truth = ours.detach().double(), truth.detach().double()
-    difference = (ours - truth).abs().max().item()
-    scale = max(truth.abs().max().item(), floor)
+    ours, expected = ours.detach().double(), expected.detach().double()
+    difference = (ours - expected).abs().max().item()
+    scale = max(expected.abs().max().item(), floor)
     if math.isnan(difference):
         return math.inf
     return difference if scale == 0 else difference / scale
 
 
 def differentiate(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> tuple[Tensor, ...]:
-    """∂(upstream · f(inputs))/∂inputs by torch's automatic differentiation; `upstream` is Δ_i, or 1 for a scalar f."""
+    """∂(upstream · f(inputs))/∂inputs by reverse-mode autograd; `upstream` is Δ_i, or 1 for a scalar f."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = f(*leaves)
@@ -43,25 +39,25 @@ def differentiate(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | 
 
 
 def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor:
-    """df for a given dx, by torch's forward-mode differentiation."""
+    """df for a given dx, by forward-mode autograd."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about a compiler it loads on the way
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised inside torch.func.jvp
         df: Tensor = torch.func.jvp(f, (x.detach(),), (dx,))[1]
     return df
 
 
 def finite_difference(f: Callable[[Tensor], float], x: Tensor, direction: Tensor, step: float = 1e-3) -> float:
-    """d f(x + s·direction)/ds at s = 0: central differences of fourth order allow a large s and little rounding"""
+    """d f(x + s·direction)/ds at s = 0. Fourth-order central differences allow a large step, hence little rounding."""
     values = [f(x + k * step * direction) for k in (1, -1, 2, -2)]
     return (8 * (values[0] - values[1]) - (values[2] - values[3])) / (12 * step)
 
 
 def direction_near(grad: Tensor, generator: torch.Generator) -> Tensor:
-    """A random direction of length about 1, but not orthogonal to `grad`: the derivative along it would be noise."""
-    noise = torch.randn(grad.shape, generator=generator, dtype=grad.dtype, device=grad.device)
-    noise /= noise.norm()
+    """A random direction plus the direction of `grad`: along an orthogonal one the derivative would be mere rounding."""
+    direction = torch.randn(grad.shape, generator=generator, dtype=grad.dtype, device=grad.device)
+    direction /= direction.norm()
     size = grad.norm().item()
-    return noise if size == 0 else noise + grad / size
+    return direction if size == 0 else direction + grad / size
 
 
 def directional_error(
@@ -77,7 +73,7 @@ def directional_error(
     claimed = (grad * u).sum().item()
     scale = max(grad.norm().item(), floor) or 1.0
     best = math.inf
-    for step in steps:  # the right step depends on how sharply f bends; a wrong gradient agrees with none
+    for step in steps:  # the best step depends on the curvature of f; a wrong gradient agrees with no step
         error = abs(claimed - finite_difference(f, x, u, step)) / scale
         best = min(best, math.inf if math.isnan(error) else error)
         if best < FINITE_DIFFERENCE_TOLERANCE / 10:
@@ -86,7 +82,7 @@ def directional_error(
 
 
 def count_multiply_adds(f: Callable[[], object]) -> int:
-    """How many multiply-adds the matrix products inside f perform (torch's counter gives two FLOP for each)."""
+    """Number of multiply-adds in the matrix products of f (torch's counter reports two FLOP for each)."""
     with FlopCounterMode(display=False) as counter:
         f()
     return int(counter.get_total_flops()) // 2

@@ -1,4 +1,4 @@
-"""The reference model: the same network written with torch's own functions, differentiated by autograd."""
+"""The reference model: the same network in torch's own functions, differentiated by autograd."""
 
 import copy
 import math
@@ -25,17 +25,19 @@ def options_of(config: GPTConfig) -> Options:
 
 
 def network_of(model: GPT) -> Network:
-    """The model's parameters as the paper writes them, head by head. Slices and sums of the model's own tensors."""
+    """The model's parameters in the paper's form, head by head: views and sums of the model's tensors."""
 
-    def biased(layer: Affine) -> tuple[Tensor, Tensor | None]:
-        return layer.effective_weight(), layer.plain().bias
+    def weight_and_bias(layer: Affine) -> tuple[Tensor, Tensor]:
+        bias = layer.plain().bias
+        if bias is None:
+            raise HandgradError("cannot verify a block whose linear layers have no bias: give every Linear a bias")
+        return layer.effective_weight(), bias
 
-    def heads(weight: Tensor, bias: Tensor | None) -> list[Head]:
+    def heads(layer: Affine) -> list[Head]:
         h, d_rho, d_h = model.config.n_heads, model.config.query_width, model.config.value_width
         widths = [h * d_rho, h * d_rho, h * d_h]
+        weight, bias = weight_and_bias(layer)
         w = [x.chunk(h, 1) for x in torch.split(weight, widths, 1)]
-        if bias is None:
-            raise HandgradError("the attention layer has no bias to judge")
         if model.config.key_bias:
             b = [x.chunk(h) for x in torch.split(bias, widths)]
         else:
@@ -46,22 +48,22 @@ def network_of(model: GPT) -> Network:
     t = model.transformer
     blocks = []
     for block in model.blocks:
-        w_3, b_3 = biased(block.attn.c_proj)
-        w_6, b_6 = biased(block.mlp.c_fc)
-        w_8, b_8 = biased(block.mlp.c_proj)
-        assert b_3 is not None and b_6 is not None and b_8 is not None
+        w_3, b_3 = weight_and_bias(block.attn.c_proj)
+        w_6, b_6 = weight_and_bias(block.mlp.c_fc)
+        w_8, b_8 = weight_and_bias(block.mlp.c_proj)
         blocks.append(
             Block(
-                block.ln_1.weight, block.ln_1.bias, heads(*biased(block.attn.c_attn)), w_3, b_3,
+                block.ln_1.weight, block.ln_1.bias, heads(block.attn.c_attn), w_3, b_3,
                 block.ln_2.weight, block.ln_2.bias, w_6, b_6, w_8, b_8,
             )
         )  # fmt: skip
-    plain_tied = model.config.tied and not model.lm_head.adapted
-    w_11, b_11 = biased(model.lm_head)
-    return Network(t.wte.weight, t.wpe.weight, blocks, t.ln_f.weight, t.ln_f.bias, None if plain_tied else w_11, b_11)
+    tied = model.config.tied and not model.lm_head.adapted
+    w_11 = None if tied else model.lm_head.effective_weight()
+    b_11 = model.lm_head.plain().bias
+    return Network(t.wte.weight, t.wpe.weight, blocks, t.ln_f.weight, t.ln_f.bias, w_11, b_11)
 
 
-Station = Callable[[str, Tensor], Tensor]
+Hook = Callable[[str, Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -71,50 +73,52 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def twin(p: Network, o: Options, ids: Tensor, targets: Tensor, station: Station) -> Tensor:
-    """The same network for one sequence, written with torch's own functions: the sum of the losses over the targets.
-    Every intermediate passes through `station` under the name of its Δ, to be watched or nudged."""
+def reference_loss(p: Network, o: Options, ids: Tensor, targets: Tensor, hook: Hook) -> Tensor:
+    """The loss of one sequence, summed over its targets, with torch's own functions. Every intermediate is replaced by
+    hook(name of its Δ, intermediate), which may record or change it."""
     n = len(ids)
     future = torch.ones(n, n, dtype=torch.bool, device=ids.device).triu(1)
     a = F.embedding(ids, p.w_tok) + p.w_pos[:n]
     for i, block in enumerate(p.blocks):
 
-        def stop(name: str, x: Tensor, i: int = i) -> Tensor:
-            return station(f"blocks.{i}.delta_{name}", x)
+        def at(name: str, x: Tensor, i: int = i) -> Tensor:
+            return hook(f"blocks.{i}.delta_{name}", x)
 
-        a_1 = stop("1", a)
-        a_2 = stop("2", F.layer_norm(a_1, block.w_1.shape, block.w_1, block.b_1, o.eps))
+        a_1 = at("1", a)
+        a_2 = at("2", F.layer_norm(a_1, block.w_1.shape, block.w_1, block.b_1, o.eps))
         q = [a_2 @ head.w_q + head.b_q for head in block.heads]
         k = [a_2 @ head.w_k + (0 if head.b_k is None else head.b_k) for head in block.heads]
         v = [a_2 @ head.w_v + head.b_v for head in block.heads]
-        raw = stop("raw", torch.stack([x @ y.T for x, y in zip(q, k, strict=True)]))
-        scaled = stop("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
+        raw = at("raw", torch.stack([x @ y.T for x, y in zip(q, k, strict=True)]))
+        scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
         rho = F.softmax(scaled.masked_fill(future, -math.inf) if o.causal else scaled, -1)
-        a_3 = stop("3", torch.cat([r @ x for r, x in zip(rho, v, strict=True)], 1))
-        a_4 = stop("4", a_3 @ block.w_3 + block.b_3)
-        a_5 = stop("5", a_1 + a_4)
-        a_6 = stop("6", F.layer_norm(a_5, block.w_5.shape, block.w_5, block.b_5, o.eps))
-        a_7 = stop("7", a_6 @ block.w_6 + block.b_6)
-        a_8 = stop("8", ACTIVATIONS[o.g](a_7))
-        a_9 = stop("9", a_8 @ block.w_8 + block.b_8)
-        a = stop("10", a_5 + a_9)
-    a_11 = station("delta_11", F.layer_norm(a, p.w_10.shape, p.w_10, p.b_10, o.eps))
+        a_3 = at("3", torch.cat([r @ x for r, x in zip(rho, v, strict=True)], 1))
+        a_4 = at("4", a_3 @ block.w_3 + block.b_3)
+        a_5 = at("5", a_1 + a_4)
+        a_6 = at("6", F.layer_norm(a_5, block.w_5.shape, block.w_5, block.b_5, o.eps))
+        a_7 = at("7", a_6 @ block.w_6 + block.b_6)
+        a_8 = at("8", ACTIVATIONS[o.g](a_7))
+        a_9 = at("9", a_8 @ block.w_8 + block.b_8)
+        a = at("10", a_5 + a_9)
+    a_11 = hook("delta_11", F.layer_norm(a, p.w_10.shape, p.w_10, p.b_10, o.eps))
     logits = a_11 @ (p.w_tok.T if p.w_11 is None else p.w_11)
     if p.adapter is not None:
         logits = logits + p.adapter.scale * (a_11 @ p.adapter.d_11 @ p.adapter.u_11)
-    a_12 = station("delta_12", logits if p.b_11 is None else logits + p.b_11)
+    a_12 = hook("delta_12", logits if p.b_11 is None else logits + p.b_11)
     return F.cross_entropy(a_12, targets, reduction="sum")  # torch ignores −100 too
 
 
-class Truth(NamedTuple):
+class Reference(NamedTuple):
+    """What the reference model and autograd compute."""
+
     loss: float
-    values: dict[str, Tensor]  # by the name of their Δ
+    values: dict[str, Tensor]  # activations, by the name of their Δ
     deltas: dict[str, Tensor]
-    grads: dict[str, Tensor]  # by the name of the parameter
+    grads: dict[str, Tensor]  # by parameter name
 
 
-def network_truth(p: Network, o: Options, ids: Tensor, targets: Tensor) -> tuple[Truth, Network]:
-    """Autograd's verdict on a network written as in the paper: values and Δ by name, and the gradients as a Network."""
+def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> tuple[Reference, Network]:
+    """Autograd on a network in the paper's form: values and Δ by name, and the gradients as a Network."""
     flat, shape = tree_flatten(p)
     leaves = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) else x for x in flat]
     seen: dict[str, Tensor] = {}
@@ -124,18 +128,18 @@ def network_truth(p: Network, o: Options, ids: Tensor, targets: Tensor) -> tuple
         return x
 
     with torch.enable_grad():
-        loss = twin(tree_unflatten(leaves, shape), o, ids, targets, visit)
+        loss = reference_loss(tree_unflatten(leaves, shape), o, ids, targets, visit)
         parameters = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [*seen.values(), *parameters]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
     found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
     values = {name: x.detach() for name, x in seen.items()}
-    truth = Truth(loss.item(), values, {name: next(found) for name in seen}, {})
-    return truth, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
+    reference = Reference(loss.item(), values, {name: next(found) for name in seen}, {})
+    return reference, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
 
 
-class Twin:
-    """The model's twin over a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
+class ReferenceModel:
+    """The reference for a model on a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
 
     def __init__(self, model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None):
         self.model = model
@@ -147,21 +151,21 @@ class Twin:
         self.pause: Callable[[], None] = lambda: None
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
-        """The mean loss; `visit(start, name, x)` sees each station of the sequence that begins in row `start`."""
+        """The mean loss. `visit(start, name, x)` replaces each intermediate of the sequence that begins in row `start`."""
         network, options = network_of(self.model), options_of(self.model.config)
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
             rows = slice(start, start + n)
 
-            def station(name: str, x: Tensor, start: int = start) -> Tensor:
+            def hook(name: str, x: Tensor, start: int = start) -> Tensor:
                 self.pause()
                 return visit(start, name, x)
 
-            total = total + twin(network, options, self.ids[rows], self.targets[rows], station)
+            total = total + reference_loss(network, options, self.ids[rows], self.targets[rows], hook)
         return total / self.n_targets
 
-    def run(self) -> Truth:
-        """Autograd's verdict on the whole batch."""
+    def differentiate(self) -> Reference:
+        """Every value, Δ and gradient of the batch."""
         seen: dict[str, list[Tensor]] = {}
 
         def visit(start: int, name: str, x: Tensor) -> Tensor:
@@ -171,7 +175,7 @@ class Twin:
         parameters = dict(self.model.named_parameters())
         frozen = [p for p in parameters.values() if not p.requires_grad]
         for p in frozen:
-            p.requires_grad_(True)  # so that every station is on the graph
+            p.requires_grad_(True)  # so that every intermediate is on the graph
         with torch.enable_grad():
             loss = self.loss(visit)
             flat = [x for parts in seen.values() for x in parts]
@@ -182,10 +186,10 @@ class Twin:
         found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
         values = {name: self._assemble(parts) for name, parts in seen.items()}
         deltas = {name: self._assemble([next(found) for _ in parts]) for name, parts in seen.items()}
-        return Truth(loss.item(), values, deltas, {name: next(found) for name in parameters})
+        return Reference(loss.item(), values, deltas, {name: next(found) for name in parameters})
 
-    def nudged(self, name: str, change: Tensor) -> float:
-        """The loss with `change` added to the station of that name; no name, no change."""
+    def loss_with(self, name: str, change: Tensor) -> float:
+        """The loss with `change` added to the intermediate of that name; an empty name changes nothing."""
 
         def visit(start: int, here: str, x: Tensor) -> Tensor:
             if here != name:
@@ -196,28 +200,29 @@ class Twin:
         with torch.no_grad():
             return self.loss(visit).item()
 
-    def unchanged(self) -> float:
-        return self.nudged("", self.ids)
+    def plain_loss(self) -> float:
+        return self.loss_with("", self.ids)
 
     def _assemble(self, parts: list[Tensor]) -> Tensor:
-        """One sequence after the other: rows below each other, maps between tokens along the diagonal."""
+        """Join the sequences: rows (n, d) are concatenated, maps (h, n, n) are put on the diagonal of one map."""
         parts = [x.detach() for x in parts]
         if parts[0].ndim == 2:
             return torch.cat(parts)
         n = sum(self.lengths)
-        whole = parts[0].new_zeros(parts[0].shape[0], n, n)
+        joined = parts[0].new_zeros(parts[0].shape[0], n, n)
         for start, x in zip(self.starts, parts, strict=True):
             rows = slice(start, start + x.shape[-1])
-            whole[:, rows, rows] = x
-        return whole
+            joined[:, rows, rows] = x
+        return joined
 
 
-def wide_copy(model: GPT) -> GPT:
-    """The model in float64, without dropout, to be judged."""
-    return made_wide(copy.deepcopy(model))
+def float64_copy(model: GPT) -> GPT:
+    """A copy of the model in float64, without dropout."""
+    return in_float64(copy.deepcopy(model))
 
 
-def made_wide(model: GPT) -> GPT:
+def in_float64(model: GPT) -> GPT:
+    """Convert the model itself to float64, switch dropout off, and hold DoRA's column norms constant."""
     model = model.double().eval()
     for adapter in adapters_of(model).values():
         if adapter.magnitude is not None:
@@ -226,6 +231,6 @@ def made_wide(model: GPT) -> GPT:
 
 
 def _hold_norms(layer: LoRA) -> None:
-    """DoRA's column norms count as constants: they stay where they are while finite differences nudge a factor."""
+    """DoRA treats its column norms as constants: keep them fixed while finite differences change a factor."""
     norms = layer.column_norms()
     layer.column_norms = lambda: norms  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The report: what was checked, by which oracle, with what error. Prints as a table, shows in a notebook, writes JSON."""
+"""The report of a verification: each check with its oracle, error and tolerance, as a table, HTML or JSON."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from ..formatting import percent
 
 @dataclass(frozen=True)
 class Result:
-    """One check and what came out of it."""
+    """One check and its measured error."""
 
     id: str
     section: str
@@ -31,10 +31,11 @@ class Result:
     seconds: float = 0.0
 
 
-def judge(
+def run_check(
     id: str, section: str, equation: str, statement: str, oracle: str, tolerance: float, measure: Callable[[], object]
 ) -> Result:
-    """Run one measurement. It returns an error, or an error and a note; raising counts as failing, with the reason."""
+    """Run `measure`, which returns an error or (error, note), and compare with the tolerance. An exception is a failure
+    with the exception as its note."""
     start = time.perf_counter()
     note = ""
     try:
@@ -50,11 +51,11 @@ def judge(
 
 @dataclass
 class Report:
-    """The results, in order. Prints as a table, shows as HTML in a notebook, writes itself as JSON."""
+    """Results in order. Prints as a table, displays as HTML in a notebook, and converts to JSON."""
 
     title: str
     checks: list[Result] = field(default_factory=list)
-    expected: Sequence[str] = ()  # ids of checks without which the report is incomplete
+    expected: Sequence[str] = ()  # ids of the checks that must be present
 
     @property
     def failed(self) -> list[Result]:
@@ -62,8 +63,8 @@ class Report:
 
     @property
     def missing(self) -> list[str]:
-        made = {c.id for c in self.checks}
-        return [id for id in self.expected if id not in made]
+        present = {c.id for c in self.checks}
+        return [id for id in self.expected if id not in present]
 
     @property
     def passed(self) -> bool:
@@ -92,7 +93,7 @@ class Report:
         def plain(c: Result) -> dict[str, object]:
             row = asdict(c)
             if not math.isfinite(c.error):
-                row["error"] = None  # JSON has no infinity; `passed` is false and `note` has the reason
+                row["error"] = None  # JSON has no infinity; `passed` is false and `note` gives the reason
             return row
 
         counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed), "missing": self.missing}
@@ -104,7 +105,7 @@ class Report:
         if self.failed:
             return f"{len(self.failed)} of {n} checks FAILED in {self.seconds:.1f} s: {_names([c.id for c in self.failed])}"
         if self.missing:
-            return f"FAILED: {len(self.missing)} of {len(self.expected)} checks were not made: {_names(self.missing)}"
+            return f"FAILED: {len(self.missing)} of {len(self.expected)} checks did not run: {_names(self.missing)}"
         what = "the only check" if n == 1 else f"all {n} checks"
         return f"{what} passed in {self.seconds:.1f} s; the closest came to {percent(worst)} of its tolerance"
 
@@ -118,9 +119,9 @@ class Report:
                 section = c.section
                 yield Text(f"\n{section}", style="bold magenta")
             colour = "green" if c.passed else "bold red"
-            # a misprint is shown by its measured errors, a failure by its reason; otherwise the statement says it all
-            told = c.note and (not c.passed or c.note.startswith("printed"))
-            statement = Text(f"{c.note} — {c.statement}" if told else c.statement)
+            # a misprint shows its measured errors, a failure its reason, everything else the statement alone
+            show_note = c.note and (not c.passed or c.note.startswith("printed"))
+            statement = Text(f"{c.note} — {c.statement}" if show_note else c.statement)
             cells: dict[str, Text | str] = {
                 "": Text("✔" if c.passed else "✘", style=colour),
                 "check": Text(c.id, style="" if c.passed else colour),
@@ -174,8 +175,8 @@ def _number(x: float) -> str:
 
 
 def _columns(checks: list[Result], width: int) -> tuple[dict[str, int], int]:
-    """Columns that fit, with their widths: what does not fit is left out whole, the least needed first; never a cut
-    number. And the room for the statement; 0: it goes below."""
+    """Widths of the columns that fit, and the width left for the statement (0: it goes below the row). The least important
+    columns are dropped until the rest fits; a number is never truncated."""
     sizes = {
         "": 1,
         "check": max((len(c.id) for c in checks), default=5),

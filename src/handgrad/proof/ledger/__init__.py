@@ -1,8 +1,9 @@
 """The ledger: one check for every equation, number and claim of the paper, and one for every misprint that matters;
 and, in `beyond`, checks of the layers that the paper does not have.
 
-Each other file is a section of the paper. A check draws its own shapes and values, computes with `paper/` (or `plan`), and
-compares with an oracle of `verify`. `run` is what `handgrad verify` calls.
+Each other file is a section of the paper; a check generates random shapes and values, computes with `paper/` (or `plan`) and
+compares with an oracle. `run` executes the checks, `select` finds them by id, and `CHECKS` lists them. The ledger uses
+autograd through `oracles` and `reference` only, and knows nothing of training or files.
 """
 
 from . import (

@@ -1,18 +1,19 @@
-"""What a check is: a function that draws its own random shapes and values, and returns the error it measured.
+"""The registry of checks. A check is a function that takes random inputs and returns the error it measured:
 
     @check("E-ln-dw", 6, "41", AUTOGRAD)
-    def gradient_of_the_gain(lab: Lab) -> float:
+    def gradient_of_the_gain(rng: RandomInputs) -> float:
         '''∂w = diag(āᵗ Δ_i) ∈ (d)'''          the docstring is the statement
         …
-        return relative_error(ours, truth)      or (error, "a note with what was measured")
+        return relative_error(ours, expected)   or (error, "a note with measured values")
 
-A property that must NOT hold (a misprint, a broken symmetry) is measured through `unless`.
+A property that must NOT hold (a misprint, a broken symmetry) is measured with `shortfall`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,15 @@ from torch import Tensor
 from ...errors import HandgradError
 from ...paper.attention import Head
 from ...paper.transformer import Adapter, Block, Network
-from ..report import Report, Result, judge
+from ...tolerances import (
+    FINITE_DIFFERENCE_TOLERANCE,
+    GRADIENT_FLOOR,
+    IDENTITY_TOLERANCE,
+    MONTE_CARLO_TOLERANCE,
+    TOLERANCE,
+)
+from ..oracles import differentiate, directional_error, relative_error
+from ..report import Report, run_check
 
 SECTIONS = {
     1: "1 · Data and loss",
@@ -38,26 +47,25 @@ SECTIONS = {
     12: "A · Matrix identities",
     13: "B · Softmax",
     14: "Invariants derived here",
-    15: "Errata: printed against right",
+    15: "Errata: printed form against corrected form",
     16: "Beyond the paper",
 }
 BEYOND = 16  # layers of handgrad's own; their ids begin with L-
 
 # oracle → its name in the report and the default tolerance
-AUTOGRAD = ("autograd", 1e-10)
-DIFFERENCES = ("finite diff.", 1e-6)
-IDENTITY = ("identity", 1e-12)
+AUTOGRAD = ("autograd", TOLERANCE[torch.float64])
+IDENTITY = ("identity", IDENTITY_TOLERANCE)
 EXACT = ("exact", 0.0)
 COUNTED = ("op count", 0.0)
-SAMPLED = ("Monte Carlo", 0.05)
+SAMPLED = ("Monte Carlo", MONTE_CARLO_TOLERANCE)
 Oracle = tuple[str, float]
 
 Outcome = float | tuple[float, str]
 T = TypeVar("T")
 
 
-class Lab:
-    """Random material for one check. The same seed and key give the same draw, whatever else runs."""
+class RandomInputs:
+    """Random sizes, tensors and networks for one check. They depend on the seed and the key alone."""
 
     def __init__(self, seed: int, key: str, shared: dict[str, Any]):
         self.seed = seed
@@ -65,7 +73,7 @@ class Lab:
         self._shared = shared
 
     def size(self, low: int, high: int) -> int:
-        """A whole number from low to high, both included."""
+        """A random integer from low to high, inclusive."""
         return int(torch.randint(low, high + 1, (), generator=self.generator))
 
     def matrix(self, *shape: int) -> Tensor:
@@ -80,7 +88,7 @@ class Lab:
         return torch.eye(n, dtype=torch.float64)[torch.randperm(n, generator=self.generator)]
 
     def head(self, d: int, d_rho: int, d_h: int) -> Head:
-        """A head whose attention weights are neither flat nor saturated."""
+        """A head whose attention weights are neither uniform nor saturated."""
         s = 1 / math.sqrt(d)
         return Head(
             w_q=self.matrix(d, d_rho) * s, b_q=self.matrix(d_rho), w_k=self.matrix(d, d_rho) * s,
@@ -88,7 +96,7 @@ class Lab:
         )  # fmt: skip
 
     def block(self, d: int, heads: list[tuple[int, int]], hidden: int) -> Block:
-        """`heads` lists (d_ρ, d_h) for each head; Σ d_h need not be d."""
+        """`heads` lists (d_ρ, d_h) of each head; Σ d_h need not be d."""
         width = sum(d_h for _, d_h in heads)
         return Block(
             w_1=1 + 0.3 * self.matrix(d), b_1=0.3 * self.matrix(d), heads=[self.head(d, *h) for h in heads],
@@ -108,7 +116,7 @@ class Lab:
         tied: bool = False,
         rank: int = 0,
     ) -> Network:
-        """A minimal transformer with random parameters; `rank` > 0 puts an adapter beside the logits layer."""
+        """A minimal transformer with random parameters; `rank` > 0 adds an adapter to the logits layer."""
         s = 1 / math.sqrt(d)
         return Network(
             w_tok=self.matrix(n_vocab, d), w_pos=self.matrix(n_context, d),
@@ -118,31 +126,46 @@ class Lab:
             adapter=Adapter(self.matrix(d, rank) * s, self.matrix(rank, n_vocab), 0.7) if rank else None,
         )  # fmt: skip
 
-    def shared(self, key: str, make: Callable[["Lab"], T]) -> T:
-        """Something several checks look at, made once a run, by a lab of its own."""
+    def shared(self, key: str, make: Callable[["RandomInputs"], T]) -> T:
+        """An input of several checks, made once per run from the seed and this key."""
         if key not in self._shared:
-            self._shared[key] = make(Lab(self.seed, key, self._shared))
+            self._shared[key] = make(RandomInputs(self.seed, key, self._shared))
         made: T = self._shared[key]
         return made
 
 
-def unless(measured: float, at_least: float) -> float:
-    """0 if `measured` is at least that large, otherwise by how much it falls short: the error of a negative claim."""
+def shortfall(measured: float, at_least: float) -> float:
+    """How far `measured` is below `at_least`, or 0: the error of the claim that something is large, or differs."""
     return max(0.0, at_least - measured) if not math.isnan(measured) else math.inf
 
 
 def mismatch(*pairs: tuple[object, object]) -> float:
-    """How many of the pairs (found, expected) are not exactly equal."""
+    """Number of pairs (found, expected) that are not exactly equal."""
     return float(sum(found != expected for found, expected in pairs))
 
 
-def refuses(kind: type[Exception], f: Callable[[], object]) -> bool:
-    """Whether f raises this exception: what must not be possible is checked by trying it."""
+def raises(kind: type[Exception] | tuple[type[Exception], ...], f: Callable[[], object]) -> bool:
+    """Whether f raises this exception."""
     try:
         f()
     except kind:
         return True
     return False
+
+
+def disagreement(
+    f: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, delta: Tensor | float, rng: RandomInputs, floor: float = 0.0
+) -> float:
+    """The second, independent oracle for grad = ∂(Δ·f(x))/∂x: 0 if finite differences agree with it, else infinity."""
+    error = directional_error(lambda x: (f(x) * delta).sum().item(), x, grad, rng.generator, floor)
+    return 0.0 if error < FINITE_DIFFERENCE_TOLERANCE else math.inf
+
+
+def gradient_error(ours: Tensor, f: Callable[[Tensor], Tensor], x: Tensor, delta: Tensor, rng: RandomInputs) -> float:
+    """The error of ours against autograd's ∂(Δ·f(x))/∂x; infinite if finite differences disagree."""
+    floor = GRADIENT_FLOOR
+    disagrees = disagreement(f, x, ours, delta, rng, floor)
+    return max(disagrees, relative_error(ours, differentiate(f, x, upstream=delta)[0], floor))
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,7 @@ class Check:
     statement: str
     oracle: str
     tolerance: float
-    measure: Callable[[Lab], Outcome]
+    measure: Callable[[RandomInputs], Outcome]
 
 
 CHECKS: dict[str, Check] = {}
@@ -161,25 +184,24 @@ Watch = Callable[[Sequence[Check]], Iterable[Check]]
 
 
 def check(
-    id: str, section: int, equation: str, oracle: Oracle, tolerance: float | None = None, statement: str = ""
-) -> Callable[[Callable[[Lab], Outcome]], Callable[[Lab], Outcome]]:
-    """Enter a function into the ledger under its id. `equation` is the paper's number, or "" where it has none; the
-    statement is the function's docstring unless given."""
+    id: str, section: int, equation: str, oracle: Oracle, statement: str = ""
+) -> Callable[[Callable[[RandomInputs], Outcome]], Callable[[RandomInputs], Outcome]]:
+    """Register a function under its id. `equation` is the paper's number, or "" if it has none; the statement defaults to
+    the function's docstring."""
 
-    def enter(measure: Callable[[Lab], Outcome]) -> Callable[[Lab], Outcome]:
+    def register(measure: Callable[[RandomInputs], Outcome]) -> Callable[[RandomInputs], Outcome]:
         if id in CHECKS:
-            raise AssertionError(f"two checks are called {id}")
-        words = " ".join((statement or measure.__doc__ or "").split())
-        limit = oracle[1] if tolerance is None else tolerance
-        CHECKS[id] = Check(id, section, equation, words, oracle[0], limit, measure)
+            raise AssertionError(f"two checks have the id {id}: rename one")
+        text = " ".join((statement or measure.__doc__ or "").split())
+        CHECKS[id] = Check(id, section, equation, text, *oracle, measure)
         return measure
 
-    return enter
+    return register
 
 
 def select(only: str | None) -> list[Check]:
     """The checks in the order of the paper; `only` is an id, a pattern such as 'T2-*', or several with commas."""
-    # stable: within a section as the files give them; errata by their number
+    # a stable sort: within a section in the order of the file, errata by their number
     ordered = sorted(CHECKS.values(), key=lambda c: (c.section, int(c.id[1:]) if c.id[1:].isdigit() else 0))
     if only is None:
         return ordered
@@ -196,25 +218,22 @@ def run(seed: int, only: str | None = None, watch: Watch = iter) -> Report:
     chosen = select(only)
     report = Report(_title(chosen, seed))
     for c in watch(chosen):
-        lab = Lab(seed, c.id, shared)
-        report.checks.append(_judge(c, lab))
+        measure = partial(c.measure, RandomInputs(seed, c.id, shared))
+        with torch.no_grad():
+            result = run_check(c.id, SECTIONS[c.section], c.equation, c.statement, c.oracle, c.tolerance, measure)
+        report.checks.append(result)
     return report
 
 
 def _title(chosen: list[Check], seed: int) -> str:
-    """The paper's checks and those beyond it, counted apart."""
+    """Counts the paper's checks and those beyond it separately."""
     beyond = sum(c.section == BEYOND for c in chosen)
     counts = f": {len(chosen) - beyond} of the paper, {beyond} beyond it" if beyond else ""
     return f"The paper, checked line by line{counts} (seed {seed})"
 
 
-def _judge(c: Check, lab: Lab) -> Result:
-    with torch.no_grad():
-        return judge(c.id, SECTIONS[c.section], c.equation, c.statement, c.oracle, c.tolerance, lambda: c.measure(lab))
-
-
 def _mix(seed: int, key: str) -> int:
-    """A generator seed for this key: FNV-1a, because Python's own hash of a string changes from run to run."""
+    """Hash seed and key into a generator seed, by FNV-1a: Python's own hash of a string changes from run to run."""
     h = 0xCBF29CE484222325 ^ seed
     for byte in key.encode():
         h = ((h ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF

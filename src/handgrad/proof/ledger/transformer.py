@@ -1,7 +1,7 @@
-"""Section 7: the minimal transformer. Every row of Table 2 and of Table 3, over several networks at once.
+"""Section 7: the minimal transformer. Every row of Table 2 and of Table 3, on several networks at once.
 
 The networks differ in activation, ε, widths of the heads (d_ρ ≠ d_h, different from head to head, Σ d_h ≠ d), number
-of blocks, tied or untied head, and an adapter beside the logits layer. A row's error is the largest over all of them.
+of blocks, tied or untied head, and an adapter on the logits layer. A row's error is the largest over all networks.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from ...paper import loss, transformer
 from ...paper.attention import Head
 from ...paper.transformer import Backward, Block, Forward, Network, Options
 from ...plan.parameters import linear_shapes, parameters
+from ...tolerances import FINITE_DIFFERENCE_TOLERANCE
 from ..oracles import directional_error, relative_error
-from ..reference import Truth, network_truth, twin
-from .check import AUTOGRAD, EXACT, IDENTITY, Lab, check, mismatch, unless
+from ..reference import Reference, network_reference, reference_loss
+from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch, shortfall
 
 TABLE_2, TABLE_3 = 9, 10
 
 
 class Case(NamedTuple):
-    """A network, what the paper's formulas make of it, and what autograd says."""
+    """A network, the results of the paper's formulas, and those of the reference."""
 
     p: Network
     o: Options
@@ -30,15 +31,15 @@ class Case(NamedTuple):
     targets: Tensor
     f: Forward
     b: Backward
-    truth: Truth
+    expected: Reference
     grads: Network
 
 
-def cases(lab: Lab) -> list[Case]:
-    return lab.shared("minimal transformers", _draw)
+def cases(rng: RandomInputs) -> list[Case]:
+    return rng.shared("minimal transformers", _inputs)
 
 
-def _draw(lab: Lab) -> list[Case]:
+def _inputs(rng: RandomInputs) -> list[Case]:
     made = []
     for g, eps, heads, n_blocks, tied, rank in (
         ("relu", 1e-5, [(3, 4), (3, 4)], 1, False, 0),
@@ -46,21 +47,21 @@ def _draw(lab: Lab) -> list[Case]:
         ("gelu_tanh", 1e-5, [(2, 3), (4, 4), (1, 6)], 3, False, 0),  # Σ d_h = 13 ≠ d
         ("gelu_tanh", 1e-5, [(4, 4), (4, 4)], 2, True, 0),
     ):
-        n, n_vocab = lab.size(4, 7), lab.size(8, 11)
-        p = lab.network(n_vocab, n + 2, 8, heads, n_blocks, tied, rank)
+        n, n_vocab = rng.size(4, 7), rng.size(8, 11)
+        p = rng.network(n_vocab, n + 2, 8, heads, n_blocks, tied, rank)
         o = Options(g, eps)
-        ids = lab.ids(n, n_vocab)
+        ids = rng.ids(n, n_vocab)
         targets = loss.next_tokens(ids)
         f = transformer.forward(ids, p, o)
         b = transformer.backward(targets, p, f, o)
-        truth, grads = network_truth(p, o, ids, targets)
-        made.append(Case(p, o, ids, targets, f, b, truth, grads))
+        expected, grads = network_reference(p, o, ids, targets)
+        made.append(Case(p, o, ids, targets, f, b, expected, grads))
     return made
 
 
 # ── Table 2 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_DOWN = {
+_FORWARD = {
     1: "a_1 = ohe(a_0) w_tok + ohe(1:n_T) w_pos ∈ (n_T, d)",
     2: "a_2 = ā_1 diag(w_1) + b_1~ ∈ (n_T, d)",
     3: "a_3 = MHA a_2 ∈ (n_T, Σd_h)",
@@ -74,75 +75,75 @@ _DOWN = {
     11: "a_11 = ā_10 diag(w_10) + b_10~ ∈ (n_T, d)",
     12: "a_12 = a_11 w_11 + b_11~ (+ scale a_11 d_11 u_11) ∈ (n_T, n_vocab), the logits",
 }
-_UP = {
+_BACKWARD = {
     12: "Δ_12 = y_pred − y_gt, one-hot; the row without a target is 0",
     11: "Δ_11 = Δ_12 w_11ᵗ (+ scale Δ_12 (d_11 u_11)ᵗ with an adapter)",
-    10: "Δ_10 = LN-back(10)(Δ_11); below another block it is that block's Δ_1",
-    9: "Δ_9 = Δ_10: the skip connection hands it on unchanged",
+    10: "Δ_10 = LN-back(10)(Δ_11); if another block follows, that block's Δ_1",
+    9: "Δ_9 = Δ_10: the skip connection passes it unchanged",
     8: "Δ_8 = Δ_10 w_8ᵗ",
     7: "Δ_7 = Δ_8 ∘ g'(a_7)",
     6: "Δ_6 = Δ_7 w_6ᵗ",
     5: "Δ_5 = Δ_10 + LN-back(5)(Δ_6)",
-    4: "Δ_4 = Δ_5: the skip connection hands it on unchanged",
-    3: "Δ_3 = Δ_5 w_3ᵗ, then cut into heads",
+    4: "Δ_4 = Δ_5: the skip connection passes it unchanged",
+    3: "Δ_3 = Δ_5 w_3ᵗ, then split into heads",
     2: "Δ_2 = Σ_h (ρᵗ Δ_3^h w_vᵗ + Δ_raw k w_qᵗ + Δ_rawᵗ q w_kᵗ)",
-    1: "Δ_1 = Δ_5 + LN-back(1)(Δ_2), and below it the one-hot input's Δ_1 w_tokᵗ",
+    1: "Δ_1 = Δ_5 + LN-back(1)(Δ_2), and the error signal of the one-hot input, Δ_1 w_tokᵗ",
 }
 
 
-def _worst(case: Case, ours: Forward | Backward, name: str, truth: dict[str, Tensor], number: int) -> float:
+def _worst(case: Case, ours: Forward | Backward, name: str, expected: dict[str, Tensor], number: int) -> float:
     """The largest error of a_number or delta_number over the blocks of one network."""
     if number > 10:
-        return relative_error(getattr(ours, f"{name}_{number}"), truth[f"delta_{number}"])
+        return relative_error(getattr(ours, f"{name}_{number}"), expected[f"delta_{number}"])
     return max(
-        relative_error(getattr(block, f"{name}_{number}"), truth[f"blocks.{i}.delta_{number}"])
+        relative_error(getattr(block, f"{name}_{number}"), expected[f"blocks.{i}.delta_{number}"])
         for i, block in enumerate(ours.blocks)
     )
 
 
-def _enter_table_2() -> None:
-    for number, statement in _DOWN.items():
+def _add_table_2() -> None:
+    for number, statement in _FORWARD.items():
 
-        def forward(lab: Lab, number: int = number) -> float:
-            return max(_worst(c, c.f, "a", c.truth.values, number) for c in cases(lab))
+        def forward(rng: RandomInputs, number: int = number) -> float:
+            return max(_worst(c, c.f, "a", c.expected.values, number) for c in cases(rng))
 
         check(f"T2-a{number}", TABLE_2, "Table 2", IDENTITY, statement=statement)(forward)
         if number == 12:
-            _enter_softmax()
-    for number, statement in _UP.items():
+            _add_softmax()
+    for number, statement in _BACKWARD.items():
 
-        def backward(lab: Lab, number: int = number) -> float:
-            worst = max(_worst(c, c.b, "delta", c.truth.deltas, number) for c in cases(lab))
-            if number == 1:  # one step further, to the one-hot input
-                below = [(c.b.delta_0, c.truth.deltas["blocks.0.delta_1"] @ c.p.w_tok.t()) for c in cases(lab)]
-                worst = max(worst, *(relative_error(x, y) for x, y in below))
+        def backward(rng: RandomInputs, number: int = number) -> float:
+            worst = max(_worst(c, c.b, "delta", c.expected.deltas, number) for c in cases(rng))
+            if number == 1:  # also Δ of the one-hot input
+                one_hot = [(c.b.delta_0, c.expected.deltas["blocks.0.delta_1"] @ c.p.w_tok.t()) for c in cases(rng)]
+                worst = max(worst, *(relative_error(x, y) for x, y in one_hot))
             return worst
 
         check(f"T2-D{number}", TABLE_2, "Table 2", AUTOGRAD, statement=statement)(backward)
 
 
-def _enter_softmax() -> None:
+def _add_softmax() -> None:
     @check("T2-soft", TABLE_2, "Table 2", IDENTITY)
-    def softmax(lab: Lab) -> float:
+    def softmax(rng: RandomInputs) -> float:
         """y_pred = softmax a_12 ∈ (n_T, n_vocab), each row a distribution"""
         worst = 0.0
-        for c in cases(lab):
-            worst = max(worst, relative_error(c.f.y_pred, c.truth.values["delta_12"].softmax(1)))
-            worst = max(worst, (c.f.y_pred.sum(1) - 1).abs().max().item(), unless(c.f.y_pred.min().item(), 0.0))
+        for c in cases(rng):
+            worst = max(worst, relative_error(c.f.y_pred, c.expected.values["delta_12"].softmax(1)))
+            worst = max(worst, (c.f.y_pred.sum(1) - 1).abs().max().item(), shortfall(c.f.y_pred.min().item(), 0.0))
         return worst
 
 
 @check("T2-a0", TABLE_2, "Table 2", EXACT)
-def ids(lab: Lab) -> float:
-    """a_0 ∈ ℕ^{n_T}: whole numbers below n_vocab, which the network keeps as they are"""
+def ids(rng: RandomInputs) -> float:
+    """a_0 ∈ ℕ^{n_T}: integers below n_vocab, which the network does not change"""
     wrong = 0.0
-    for c in cases(lab):
+    for c in cases(rng):
         wrong += mismatch((c.f.a_0.tolist(), c.ids.tolist()), (c.f.a_0.is_floating_point(), False))
         wrong += float(((c.ids < 0) | (c.ids >= len(c.p.w_tok))).sum())
     return wrong
 
 
-_enter_table_2()
+_add_table_2()
 
 # ── Table 3 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +178,7 @@ _GRADIENTS = [
 
 
 def printed_size(symbol: str) -> int:
-    """Our own count of a parameter of the paper's network, r = 16."""
+    """The number of entries that `plan` counts for a parameter of the paper's network, r = 16."""
     config = preset("paper")
     f_in, f_out = linear_shapes(config)["lm_head"]
     sizes = {p.symbol: p.count for p in parameters(config)} | {"d_11": f_in * 16, "u_11": 16 * f_out}
@@ -185,7 +186,7 @@ def printed_size(symbol: str) -> int:
 
 
 def of_network(p: Network, symbol: str) -> list[Tensor]:
-    """Every tensor of that symbol: one of a network, or one for each block, or one for each head of each block."""
+    """All tensors of that symbol: one for the network, or one per block, or one per head of each block."""
     if symbol in ("d_11", "u_11"):
         return [] if p.adapter is None else [getattr(p.adapter, symbol)]
     if symbol in Network._fields:
@@ -198,41 +199,41 @@ def of_network(p: Network, symbol: str) -> list[Tensor]:
 
 
 def _loss_as_function_of(c: Case, symbol: str, which: int) -> Callable[[Tensor], float]:
-    """The independent twin's loss when one tensor takes another value."""
+    """The reference loss as a function of one tensor."""
     target = of_network(c.p, symbol)[which]
 
     def f(x: Tensor) -> float:
         before = target.clone()
         target.copy_(x)
-        total = twin(c.p, c.o, c.ids, c.targets, lambda name, value: value).item()
+        total = reference_loss(c.p, c.o, c.ids, c.targets, lambda name, value: value).item()
         target.copy_(before)
-        return total
+        return float(total)
 
     return f
 
 
-def _enter_table_3() -> None:
+def _add_table_3() -> None:
     for id, symbol, size, statement in _GRADIENTS:
 
-        def gradient(lab: Lab, symbol: str = symbol, size: int = size) -> tuple[float, str]:
+        def gradient(rng: RandomInputs, symbol: str = symbol, size: int = size) -> tuple[float, str]:
             worst, seen = 0.0, 0
-            for c in cases(lab):
-                ours, truth = of_network(c.b.grads, symbol), of_network(c.grads, symbol)
-                scale = of_network(c.grads, "b_q") if symbol == "b_k" else truth  # the truth about b_k is 0
-                for x, y, z in zip(ours, truth, scale, strict=True):
+            for c in cases(rng):
+                ours, expected = of_network(c.b.grads, symbol), of_network(c.grads, symbol)
+                scale = of_network(c.grads, "b_q") if symbol == "b_k" else expected  # the expected about b_k is 0
+                for x, y, z in zip(ours, expected, scale, strict=True):
                     worst = max(worst, relative_error(x, y, floor=z.abs().max().item()))
                     seen += 1
-            # an independent second judge, on the smooth network that has the symbol
-            c = next(c for c in reversed(cases(lab)) if of_network(c.p, symbol))
+            # finite differences as a second oracle, on a smooth network that has the symbol
+            c = next(c for c in reversed(cases(rng)) if of_network(c.p, symbol))
             x = of_network(c.p, symbol)[0]
             f = _loss_as_function_of(c, symbol, 0)
             floor = of_network(c.grads, "b_q" if symbol == "b_k" else symbol)[0].norm().item()
-            differences = directional_error(f, x.clone(), of_network(c.b.grads, symbol)[0], lab.generator, floor)
-            disagree = 0.0 if differences < 1e-6 else differences
-            count = mismatch((printed_size(symbol), size)) + unless(seen, 1)
+            differences = directional_error(f, x.clone(), of_network(c.b.grads, symbol)[0], rng.generator, floor)
+            disagree = 0.0 if differences < FINITE_DIFFERENCE_TOLERANCE else differences
+            count = mismatch((printed_size(symbol), size)) + shortfall(seen, 1)
             return worst + disagree + count, f"finite differences: {differences:.0e}; {size:,} entries"
 
         check(id, TABLE_3, "Table 3", AUTOGRAD, statement=statement)(gradient)
 
 
-_enter_table_3()
+_add_table_3()
