@@ -18,7 +18,7 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.ops import attention
-from handgrad.plan.step import make_plan
+from handgrad.plan.estimate import make_plan
 from handgrad.plan.timing import predict
 
 from . import SCENARIOS

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import handgrad as hg
 from conftest import handgrad, make_model
 from handgrad import formatting
-from handgrad.cli import app, explain
+from handgrad.cli import app, console, explain
 from handgrad.display import plan
 from handgrad.text import tokenizer
 
@@ -72,7 +72,7 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "out", Console(emoji=False, width=width))
+    monkeypatch.setattr(console, "out", Console(emoji=False, width=width))
     done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
     lines = done.stdout.splitlines()
     names = lines[1].split()
@@ -90,7 +90,7 @@ def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> None:
-    monkeypatch.setattr(app, "out", Console(width=width))
+    monkeypatch.setattr(console, "out", Console(width=width))
     done = invoke("plan", "--rank", 16, "--targets", "paper")
     assert "85,120,849" in done.stdout and "38,597,376" in done.stdout and "GFLOP" in done.stdout
     assert all(len(line) <= width for line in done.stdout.splitlines()) and "…" not in done.stdout
@@ -100,7 +100,7 @@ def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "out", Console(emoji=False, width=160))
+    monkeypatch.setattr(console, "out", Console(emoji=False, width=160))
     (row,) = [line for line in handgrad("verify", "--only", "R1").stdout.splitlines() if "R1" in line]
     assert "printed" in row and "right" in row
 
@@ -145,7 +145,7 @@ def broken_model(folder: Path) -> str:
         (["verify", "--only", "R1,nope"], "no check matches 'nope'"),
         (["verify", "--json", "."], "it is a folder"),
         (["verify", "--model", "NAN"], "NaN or infinity in transformer.wte.weight"),
-        (["verify", "--model", "nano", "--only", "R1"], "--only chooses among the paper's checks"),
+        (["verify", "--model", "nano", "--only", "R1"], "--only selects the paper's checks"),
         (["verify", "--only", "R1", "--json", "no/such/folder/r.json"], "does not exist"),
         (["plan", "--model", "gpt5"], "'gpt5' is neither a preset"),
         (["plan", "--d-model", "10", "--n-heads", "3"], "a width of 10 cannot be shared by 3 heads"),
@@ -320,8 +320,8 @@ def test_a_run_of_finetune_is_planned_and_verified_alike(place: Path, no_timing:
         assert plan["targets"] == ["c_attn", "lm_head"]
     assert invoke("verify", "--model", "runs/ft").exit_code == 0
     done = invoke("plan", "--model", "runs/ft", "--rank", 4)
-    assert "is an adapter, and the plan is that of training it" in str(done.exception)
-    assert "--n-blocks goes with presets" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
+    assert "is an adapter, and the plan is for training it" in str(done.exception)
+    assert "--n-blocks needs a preset" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
     same = invoke("finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn", "--targets", "lm_head",
                   "--out", "runs/two", *TINY)  # fmt: skip
     assert same.exit_code == 0 and f"{adapters:,} beside them train" in same.output

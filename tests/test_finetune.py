@@ -337,7 +337,9 @@ def test_other_data_for_validation_is_noticed_on_resuming(place: Path) -> None:
 
 def test_a_merge_that_changes_the_logits_writes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handgrad("finetune", "--model", "base", "--data", "data.jsonl", "--out", "run", *QUICK).exit_code == 0
-    monkeypatch.setattr("handgrad.adapters.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
+    monkeypatch.setattr(
+        "handgrad.adapters.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double()
+    )
     done = handgrad("merge", "run", "--out", "merged")
     assert "the logits differ by" in str(done.exception) and not (place / "merged").exists()
 

@@ -44,6 +44,6 @@ def test_without_a_network_training_needs_data(tmp_path: Path) -> None:
 
 def test_the_list(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "handgrad", "get"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "shakespeare" in done.stdout and "kept in" in done.stdout
+    assert done.returncode == 0 and "shakespeare" in done.stdout and "cache: " in done.stdout
     done = subprocess.run([sys.executable, "-m", "handgrad", "get", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "there is shakespeare" in done.stderr

@@ -9,9 +9,10 @@ import torch
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad.adapters.patterns import split_names
+from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
+from handgrad.plan.memory import saved_per_token
 from handgrad.plan.parameters import lora_targets, parameters, target_ranks
-from handgrad.plan.step import make_plan, saved_per_token
 from handgrad.plan.timing import Peak, best_of, predict
 from handgrad.proof.oracles import count_multiply_adds
 from handgrad.training.config import FinetuneOptions

@@ -394,8 +394,8 @@ def test_the_commands_from_python(made: Path, place: Path, capsys: pytest.Captur
     )
     tuned = hg.finetune(first.folder, [made / "examples.jsonl"], rank=2, steps=2, targets="c_attn,c_fc", out="tuned")
     assert "examples to train on" in capsys.readouterr().out
-    assert tuned.place == Path("tuned/adapter") and hg.load(tuned.place).adapter.rank == 2
-    with pytest.raises(hg.HandgradError, match=r"there is no option 'stepps'; there are .*steps"):
+    assert tuned.path == Path("tuned/adapter") and hg.load(tuned.path).adapter.rank == 2
+    with pytest.raises(hg.HandgradError, match=r"unknown option 'stepps'; available: .*steps"):
         hg.train(made / "text.txt", stepps=5)
     with pytest.raises(hg.HandgradError, match="exists already"):
         hg.train(made / "text.txt", out="python")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .display.progress import Lines, Silent
 from .errors import HandgradError, shown
-from .training.config import SHAPE, FinetuneOptions, TrainOptions
+from .training.config import SHAPE, FinetuneOptions, TrainOptions, is_list
 from .training.distributed import Ranks
 from .training.finetune import prepare as prepare_finetuning
 from .training.lifecycle import Prepare, Request, Result, execute
@@ -59,7 +59,7 @@ def finetune(
     others    as in `hg.train`; options such as rank=16, targets="c_attn,c_fc", epochs=3
 
     result = hg.finetune("path/to/gpt2", "examples.jsonl", rank=8)
-    result.place                    the adapter's folder
+    result.path                     the adapter's folder
     """
     return _run(FinetuneOptions, prepare_finetuning, data, model, out, resume, quiet, options)
 
@@ -82,10 +82,10 @@ def _run(
     known = set(types) - {"shape", "clock"} | set(SHAPE)
     for name in options:
         if name not in known:
-            raise HandgradError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+            raise HandgradError(f"unknown option {name!r}; available: {', '.join(sorted(known))}")
     shape = {name: options.pop(name) for name in SHAPE if name in options}
     given: dict[str, Any] = {
-        name: _several(value) if types[name] == tuple[str, ...] else value for name, value in options.items()
+        name: _several(value) if is_list(types[name]) else value for name, value in options.items()
     }
     if shape:
         given["shape"] = tuple(sorted(shape.items()))

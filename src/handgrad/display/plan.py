@@ -7,46 +7,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .. import adapters
-from ..adapters import peft
-from ..errors import HandgradError
-from ..formats.models import Found
 from ..formatting import percent, plural, seconds, size
-from ..model.config import preset
+from ..plan.estimate import Plan
 from ..plan.parameters import parameters
-from ..plan.step import Plan, make_plan
 from ..plan.timing import predict
-from ..training.job import Job
-
-
-def plan_of(found: Found, changes: dict[str, Any], rank: int, targets: tuple[str, ...], **step: Any) -> Plan:
-    """The plan for a model as a user names it: a preset with changes, a model directory, or an adapter as it is."""
-    if found.is_preset:
-        return make_plan(preset(found.name, **changes), rank=rank, targets=targets, **step)
-    if changes:
-        raise HandgradError(
-            f"{found.name} has its shape already: --{next(iter(changes)).replace('_', '-')} goes with presets"
-        )
-    if found.folder is not None and adapters.is_adapter(found.folder):
-        if rank or targets:
-            raise HandgradError(
-                f"{found.name} is an adapter, and the plan is that of training it: leave out --rank and --targets"
-            )
-        ranks, extra = peft.ranks_of(found.folder)
-        return make_plan(found.config, ranks=ranks, extra=extra, **step)
-    return make_plan(found.config, rank=rank, targets=targets, **step)
-
-
-def plan_of_job(job: Job) -> Plan:
-    """The plan for a run that is ready to go; of uneven examples, with their mean length."""
-    factors = {id(p) for adapter in adapters.adapters_of(job.model).values() for p in (adapter.down, adapter.up)}
-    extra = sum(p.numel() for p in job.model.parameters() if p.requires_grad and id(p) not in factors)
-    tokens = job.training.size(0, job.batch, False)[0] // job.batch
-    ranks = job.adapter_ranks or None
-    return make_plan(
-        job.model.config, job.batch, max(1, tokens), job.options.dtype, recompute=job.options.recompute,
-        update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0,
-    )  # fmt: skip
 
 
 def to_json(plan: Plan) -> str:

@@ -13,8 +13,9 @@ import torch
 from .. import adapters, optim
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from .estimate import Plan, make_plan
+from .memory import BYTES, tokens_per_piece
 from .parameters import target_of
-from .step import BYTES, Plan, make_plan, walked_together
 
 LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; beyond them the matmul rate alone has to serve
 FEW, MANY = 256, 8192  # sizes of vocabulary that are timed
@@ -30,7 +31,7 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     """Seconds of a step: its gradients, piece by piece, and one update of AdamW with the gradient's norm."""
     c = plan.config
     trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}
-    piece = walked_together(plan.batch, plan.tokens)
+    piece = tokens_per_piece(plan.batch, plan.tokens)
     largest = replace(c, n_blocks=2, n_vocab=min(MANY, c.n_vocab))
     trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
     if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
@@ -63,7 +64,7 @@ class _Trial:
             if apart:
                 of["attn.c_attn"] = max(apart)
             adapters.inject(self.model, max(of.values()), targets=tuple(of), rank_pattern=of)
-        piece = walked_together(plan.batch, plan.tokens)
+        piece = tokens_per_piece(plan.batch, plan.tokens)
         self.tokens = torch.randint(n_vocab, (piece // plan.tokens, plan.tokens))
         self.recompute = plan.recompute
         self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
