@@ -414,8 +414,8 @@ def test_the_report(tmp_path: Path, width: int) -> None:
     flat = " ".join(text.split())
     for part in (
         "from lines: 1 messages, 1 prompt and completion, 2 text",
-        "1 text longer than the context, divided into several examples",
-        "1 left out, with nothing to learn inside the context; the first is",
+        "1 text longer than the context, split into several examples",
+        "1 skipped, with nothing to learn inside the context; first:",
         "d.jsonl:3",
         "«To the naïve façade.⏎ <|im_end|>⏎»",
         "«Indeed<|im_end|>⏎»",
@@ -450,7 +450,7 @@ def test_all_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     found, summary = read([file], skip_bad=True)
     assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 10
     assert learned(found, 5)[1][0] == f"the last{END}"
-    assert "12 lines left out, not usable" in shown((found, summary), 80)
+    assert "12 invalid lines skipped" in shown((found, summary), 80)
 
 
 def test_lines_the_tokenizer_cannot_encode_are_bad_lines(tmp_path: Path) -> None:
@@ -592,7 +592,7 @@ def test_equal_examples_are_counted_and_stay_on_one_side(tmp_path: Path) -> None
     assert summary.examples == 200 and summary.distinct == 10
     text = " ".join(shown((found, summary), 100).split())
     assert "190 examples equal to an earlier one" in text
-    assert "hardly any distinct examples, 10 of 200" in text
+    assert "Only 10 of 200 examples are distinct" in text
     for seed in range(5):
         training, validation = examples.split(found, 0.1, seed)
         assert validation is not None and (training.per_epoch, validation.per_epoch) == (180, 20)

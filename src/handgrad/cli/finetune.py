@@ -9,7 +9,7 @@ OPTIONS: Options = {
     "Data": {
         "data": "Files (.jsonl, .json, .csv, .parquet, .txt), folders, glob patterns, or - for standard input;"
         " repeatable. A record has prompt and completion, or messages, or text, or Alpaca's or ShareGPT's fields.",
-        "field": "Field name used by the data, as in prompt=question; repeatable.",
+        "field": "The data's name for a field, as in prompt=question; repeatable.",
         "skip_bad": "Skip invalid records instead of stopping.",
         "val_data": "Examples to validate on. [default: a share of --data]",
         "val_share": "Fraction of the examples, chosen by --seed, used for validation.",
@@ -38,7 +38,7 @@ OPTIONS: Options = {
         "minutes": "Time budget in minutes; the schedule follows wall-clock time.",
     },
     "Optimization": {
-        "batch_examples": "Examples per step; split into micro-batches that fit.",
+        "batch_examples": "Examples per step; split into micro-batches as needed.",
         "lr": "Peak learning rate. [default: 0.0005, with --full 0.00005]",
         "min_lr": "Final learning rate. [default: 0]",
         "warmup": "Steps of linear warm-up. [default: 20, at most a tenth of the run]",

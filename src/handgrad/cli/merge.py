@@ -20,8 +20,8 @@ def merge(
 ) -> None:
     """Merge an adapter into the weights of its base model, or remove it again.
 
-    The logits before and after are compared, with the weights rounded as stored; if they differ, nothing is written. A
-    tied head with an adapter becomes a separate matrix; the embedding does not change.
+    The logits before and after are compared, with the weights rounded as stored; if they differ by more than
+    rounding, nothing is written. A tied head with an adapter becomes a separate matrix; the embedding does not change.
 
       handgrad merge runs/mine --out merged
       handgrad merge runs/mine --model merged --undo --out original

@@ -24,12 +24,13 @@ MODEL = (
     f"A preset ({', '.join(PRESETS)}), a model directory, a run folder (its best checkpoint), an adapter, or a name on the"
     " hub. A preset's bare name is the preset; ./NAME is the folder."
 )
+PRESET = "[default: the preset's]"
 MODEL_SHAPE = {
-    "n_blocks": "Number of blocks. [default: the preset's]",
-    "d_model": "Width of the residual stream. [default: the preset's]",
-    "n_heads": "Number of attention heads. [default: the preset's]",
-    "n_context": "Context length in tokens. [default: the preset's]",
-    "d_hidden": "Width of the feed-forward layer. [default: the preset's]",
+    "n_blocks": f"Number of blocks. {PRESET}",
+    "d_model": f"Width of the residual stream. {PRESET}",
+    "n_heads": f"Number of attention heads. {PRESET}",
+    "n_context": f"Context length in tokens. {PRESET}",
+    "d_hidden": f"Width of the feed-forward layer. {PRESET}",
 }
 COMMON_OPTIMIZATION = {
     "schedule": f"Learning-rate schedule: {', '.join(SCHEDULES)}.",

@@ -6,7 +6,7 @@ import typer
 
 from . import console
 from .console import JsonOption
-from .options import MODEL, MODEL_SHAPE
+from .options import MODEL, MODEL_SHAPE, PRESET
 
 
 def plan(
@@ -27,14 +27,19 @@ def plan(
     n_blocks: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_blocks"])] = None,
     d_model: Annotated[int | None, typer.Option(help=MODEL_SHAPE["d_model"])] = None,
     n_heads: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_heads"])] = None,
-    n_vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary. [default: the preset's]")] = None,
+    n_vocab: Annotated[int | None, typer.Option(help=f"Size of the vocabulary. {PRESET}")] = None,
     n_context: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_context"])] = None,
     d_hidden: Annotated[int | None, typer.Option(help=MODEL_SHAPE["d_hidden"])] = None,
     tied: Annotated[
-        bool | None, typer.Option("--tied/--untied", help="Shared token embedding and logits weight, or separate ones.")
+        bool | None,
+        typer.Option(
+            "--tied/--untied",
+            help=f"Logits weight shared with the embedding, or separate. {PRESET}",
+        ),
     ] = None,
     logits_bias: Annotated[
-        bool | None, typer.Option("--logits-bias/--no-logits-bias", help="Bias of the logits.")
+        bool | None,
+        typer.Option("--logits-bias/--no-logits-bias", help=f"Logits with or without a bias. {PRESET}"),
     ] = None,
     recompute: Annotated[
         str, typer.Option(help="Activations to recompute in the backward pass: none, or blocks.")
@@ -59,6 +64,7 @@ def plan(
     from ..display import plan as display
     from ..formats.models import find_model
     from ..plan.estimate import plan_model
+    from ..plan.timing import forecast
 
     console.check_json_target(json_file)
     changes = {
@@ -72,5 +78,5 @@ def plan(
         batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
-        for table in display.tables(planned, model, console.out.width):
+        for table in display.tables(planned, forecast(planned), model, console.out.width):
             console.out.print(table)

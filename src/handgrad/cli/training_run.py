@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 from ..display.plan import step_table
 from ..display.progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
+from ..formatting import loss as loss_text
 from ..formatting import plural, seconds
-from ..plan.timing import predict
+from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
 from ..training.job import Job
@@ -59,9 +60,12 @@ def _print_dry_run(job: Job, display: Lines) -> None:
     for line in describe(job):
         display.say(line)
     plan = plan_job(job)
-    console.out.print(step_table(plan, console.out.width))
+    predicted = forecast(plan)
+    console.out.print(step_table(plan, predicted, console.out.width))
     if job.recipe.steps is not None:
-        total = f"{plural(job.recipe.steps, 'step')} would take about {seconds(job.recipe.steps * predict(plan))}"
+        total = (
+            f"{plural(job.recipe.steps, 'step')} would take about {seconds(job.recipe.steps * predicted.step_seconds)}"
+        )
         display.say(f"dry run, nothing was trained: {total}, without evaluations")
 
 
@@ -69,11 +73,11 @@ def _print_result(result: Result) -> None:
     job, outcome = result.job, result.outcome
     steps = plural(outcome.step, "step")
     if outcome.finished:
-        loss = f", validation loss {outcome.val_loss:.4f}" if outcome.val_loss is not None else ""
+        loss = f", validation loss {loss_text(outcome.val_loss)}" if outcome.val_loss is not None else ""
         if outcome.val_loss is None and math.isfinite(outcome.loss):
-            loss = f", loss {outcome.loss:.4f}"
+            loss = f", loss {loss_text(outcome.loss)}"
         if outcome.val_loss is not None and job.best < outcome.val_loss:
-            loss += f", best {job.best:.4f}"
+            loss += f", best {loss_text(job.best)}"
         early = ", because the validation loss no longer fell" if outcome.early else ""
         console.say(f"finished after {steps}{early}{loss}")
     else:
@@ -86,8 +90,8 @@ def _print_result(result: Result) -> None:
         console.out.rule(style="dim")
     if result.base_was_better:
         console.err.print(
-            f"The model was better before training: its validation loss was {job.initial:.4f}, the best since is"
-            f" {job.best:.4f}. The best trained step was saved; try a smaller --lr, fewer steps or more data.",
+            f"The model was better before training: its validation loss was {loss_text(job.initial)}, the best since is"
+            f" {loss_text(job.best)}. The best trained step was saved; try a smaller --lr, fewer steps or more data.",
             style="bold yellow", highlight=False,
         )  # fmt: skip
     what = "adapter" if job.model.adapter is not None else "model"

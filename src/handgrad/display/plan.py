@@ -1,16 +1,15 @@
-"""The plan of a training step, as tables and as JSON."""
+"""A plan as tables and as JSON."""
 
 import json
-import resource
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from ..formatting import percent, plural, seconds, size
+from ..formatting import flop, percent, plural, seconds, size
 from ..plan.estimate import Plan
 from ..plan.parameters import parameters
-from ..plan.timing import predict
+from ..plan.timing import Forecast
 
 
 def to_json(plan: Plan) -> str:
@@ -24,8 +23,9 @@ def to_json(plan: Plan) -> str:
     return json.dumps({"config": vars(c), **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
 
 
-def tables(plan: Plan, name: str, width: int) -> list[Table]:
-    return [_parameters(plan, name, width), step_table(plan, width)]
+def tables(plan: Plan, forecast: Forecast, name: str, width: int) -> list[Table]:
+    """Two tables, at most `width` columns wide: the parameters of the model, and the cost of a step."""
+    return [_parameters(plan, name, width), step_table(plan, forecast, width)]
 
 
 def _parameters(plan: Plan, name: str, width: int) -> Table:
@@ -33,7 +33,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
     for column in ("layer", "symbol"):
         table.add_column(column, no_wrap=True)
-    named = width >= 88  # on a narrow terminal the numbers come first
+    named = width >= 88  # a narrow terminal has no room for names
     if named:
         table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=True)
@@ -57,43 +57,39 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     return table
 
 
-def step_table(plan: Plan, width: int) -> Table:
+def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
+    """FLOP, bytes and seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {plan.dtype}"
     table.add_column("quantity", no_wrap=True, min_width=20)
     table.add_column("amount", justify="right", no_wrap=True, min_width=14)
     if width >= 72:
-        table.add_column("what it is", style="dim")
+        table.add_column("meaning", style="dim")
 
     def row(*cells: str, **options: Any) -> None:
         table.add_row(*cells[: len(table.columns)], **options)
 
-    what = f"rank {plan.rank} beside {', '.join(plan.targets)}" if plan.rank else "all of them"
+    what = f"rank {plan.rank} on {', '.join(plan.targets)}" if plan.rank else "all weights"
     row(
         "trainable parameters",
         f"{plan.trainable:,}",
         f"{percent(plan.trainable / plan.total)} of {plan.total:,}: {what}",
     )
-    row("forward", _flop(plan.forward_flop), "matrix products, two operations per multiply-add")
-    row("backward", _flop(plan.backward_flop), "error signals and gradients", end_section=True)
+    row("forward", flop(plan.forward_flop), "matrix products; a multiply-add counts as two")
+    row("backward", flop(plan.backward_flop), "error signals and gradients", end_section=True)
     row("weights", size(plan.bytes_weights), "")
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
-    row("saved activations", size(plan.bytes_saved), "kept by the blocks for the backward pass")
-    row("temporary buffers", size(plan.bytes_passing), "logits of some rows, a block's backward pass")
-    row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "the sum of these")
-    process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before anything large is made
-    row("process at its peak", size(plan.bytes_peak + process),
-        f"with {size(process)} for Python and its libraries: what train shows as memory", end_section=True)  # fmt: skip
+    row("saved activations", size(plan.bytes_saved), "for the backward pass")
+    row("temporary buffers", size(plan.bytes_passing), "of the logits, or a block's backward pass")
+    row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
+    row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
+        f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip
     row(
-        "a step takes about",
-        seconds(predict(plan)),
-        "extrapolated from shorter steps, timed just now",
+        "time of a step",
+        seconds(forecast.step_seconds),
+        "extrapolated from smaller steps timed now",
         end_section=True,
     )
-    row("KV cache per token", size(plan.bytes_cache_per_token), "while generating")
+    row("KV cache per token", size(plan.bytes_cache_per_token), "for generation")
     return table
-
-
-def _flop(count: float) -> str:
-    return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"
