@@ -1,4 +1,4 @@
-"""The cases that contenders compete on: whole training steps, described before any model exists."""
+"""The cases that contenders compete on, described before any model exists."""
 
 import os
 import shutil

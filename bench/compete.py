@@ -122,7 +122,7 @@ def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -
 
 
 def show_peak(scenario: str, case_name: str, contender: str, size: str) -> None:
-    """Print the peak bytes of a step above weights and optimizer state. Runs in a process of its own."""
+    """Print the peak bytes of a step above weights and optimizer state. Runs in a separate process."""
     # no model exists yet: a case only describes its contenders
     case = next(case for case in CASES[scenario](SIZES[size]) if case.name == case_name)
     recipe = SIZES[size].recipe

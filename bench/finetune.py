@@ -98,7 +98,7 @@ def read(folder: Path, size: Size) -> examples.Examples:
 
 def peer(path: str, size_name: str) -> None:
     """Fine-tune with transformers + peft and print the figures. Micro-batches of MICRO examples, each padded to its
-    longest as by its trainer, are accumulated to the same step. Runs in a process of its own."""
+    longest as by its trainer, are accumulated to the same step. Runs in a separate process."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

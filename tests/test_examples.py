@@ -416,12 +416,12 @@ def test_the_report(tmp_path: Path, width: int) -> None:
         "from lines: 1 messages, 1 prompt and completion, 2 text",
         "1 text longer than the context, split into several examples",
         "1 skipped, with nothing to learn inside the context; first:",
-        "d.jsonl:3",
         "«To the naïve façade.⏎ <|im_end|>⏎»",
         "«Indeed<|im_end|>⏎»",
         "<|im_start|>user⏎ Oh<|im_end|>⏎",
     ):
         assert part in flat, part
+    assert "d.jsonl:3" in "".join(text.split()), "a long path is folded anywhere"
     assert "█" in text and text.count("«") == 2
 
 

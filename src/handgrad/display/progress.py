@@ -47,11 +47,11 @@ class Lines:
 
     def show(self, record: dict[str, Any]) -> None:
         if "val_loss" in record:
-            self.say(f"step {record['step']:>7,}  validation loss {loss(record['val_loss'])}")
+            self.say(f"step {record['step']:>6,}  validation loss {loss(record['val_loss'])}")
         else:
             self.say(
-                f"step {record['step']:>7,}  loss {loss(record['loss'])}  lr {number(record['lr']):<7}"
-                f"  grad norm {_or_dash(number, record['grad_norm']):<5}  {count(record['tokens_per_second'])} tokens/s"
+                f"step {record['step']:>6,}  loss {loss(record['loss'])}  lr {number(record['lr']):<8}"
+                f"  grad norm {_or_dash(number, record['grad_norm']):<6}  {count(record['tokens_per_second'])} tok/s"
                 f"  {_or_dash(percent, record.get('mfu'))} of matmul peak  {size(record['memory'])}"
             )
 
