@@ -1,4 +1,4 @@
-# Everything is set up in .venv by the targets themselves. Try: make demo, make test
+# Every target sets up .venv as needed. Start with: make demo, make test
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,31 +11,31 @@ demo: $(VENV)/.ready
 	$(BIN)/handgrad verify
 	$(BIN)/handgrad train --steps 1200
 
-adapt: $(VENV)/.ready  # Shakespeare, then Python's own sources through an adapter with 2 % of the parameters
+adapt: $(VENV)/.ready  # pre-train on Shakespeare, then fine-tune an adapter (2 % of the parameters) on Python's sources
 	rm -rf build/adapt && mkdir -p build/adapt
 	$(BIN)/handgrad train --tokenizer bytes --steps 1200 --out build/adapt/shakespeare
 	$(BIN)/python -c 'import pathlib, os; print("".join(p.read_text() for p in sorted(pathlib.Path(os.__file__).parent.glob("[a-f]*.py"))))' > build/adapt/python.txt
 	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
 		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
 
-# One process for each core and one thread in each. A worker that is done takes over tests of the others.
+# One process per core, one thread each; idle workers take over tests of others.
 test: lint browser
-	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before all
+	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-# The page of handgrad explain is tested in a real browser: the system's Chromium, or Debian's where it may be installed.
+# The explain page is tested in a real browser: an installed Chromium, or Debian's if it can be installed.
 browser:
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null 2>&1 && exit 0; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-	  echo "installing Chromium for the tests of the page"; \
+	  echo "installing Chromium for the tests of the explain page"; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null && exit 0; \
 	fi; \
-	if [ "$$CI" = true ]; then echo "CI=true and there is no Chromium: install it (apt-get install chromium)"; exit 1; fi; \
+	if [ "$$CI" = true ]; then echo "CI=true but Chromium is missing: install it (apt-get install chromium)"; exit 1; fi; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"; \
-	echo "There is no Chromium here: the tests of the explain page in a real browser are LEFT OUT."; \
+	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
-long: $(VENV)/.ready-for-tests  # proofs that take minutes each: changed bytes, and kills at system calls
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: corrupted files, and kills at system calls
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 || exit 1; done; done

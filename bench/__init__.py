@@ -1,25 +1,27 @@
-"""Side-by-side measurements against the peers: `handgrad bench`, or `python -m bench`.
+"""Side-by-side benchmarks against other libraries: `handgrad bench`, or `python -m bench`.
 
-Every scenario lets its contenders take turns in one run and keeps the minimum and the median of several rounds; only
-ratios mean anything on a noisy machine, and none on a busy one. Losses and gradients are compared before anything is
-timed, so that no wrong answer is timed. Peak memory is measured in a separate process for each contender.
+The contenders of a scenario run in turns, and the minimum and median of several rounds are reported. Only ratios are
+meaningful on a noisy machine, and none on a busy one. Losses and gradients are compared before anything is timed. Peak
+memory is measured in a separate process per contender.
 
-    sizes.py       full, --quick, --tiny: how large every scenario is
-    peers.py       the contenders: ours, eager autograd, torch.compile, transformers + peft, the bare matrix products
-    measure.py     turns, peak memory, the machine's load
-    scenarios.py   train, memory, lora, sft, attention, products
-    finetune.py    the command finetune and the same by transformers + peft
+    sizes.py       full, --quick, --tiny: sizes of every scenario
+    peers.py       the contenders: ours, eager autograd, torch.compile, transformers + peft, the matmuls alone
+    measure.py     interleaved timing, peak memory, the machine's load
+    cases.py       models and batches of train, memory, lora, sft
+    compete.py     compares, times and measures the contenders of a case
+    scenarios.py   all scenarios; attention and products
+    finetune.py    the command finetune, and the same by transformers + peft
     explain.py     the page of handgrad explain in a browser
     picture.py     the plot
 """
 
 SCENARIOS = {
-    "train": "A whole training step: loss, all gradients, AdamW.",
-    "memory": "Peak memory of a whole step, above weights and optimizer state.",
-    "lora": "Adapters of rank 16 beside every matrix of every block.",
-    "sft": "LoRA on uneven, prompt-masked examples: packed by handgrad, padded by the peer.",
-    "finetune": "The command finetune on uneven lines of JSON: whole processes, memory included.",
-    "attention": "The backward pass of attention alone, against the library's kernel.",
-    "products": "Every matrix product of a layer as ops/linear.py writes it, and turned around: (bᵗ aᵗ)ᵗ.",
+    "train": "A training step: loss, all gradients, AdamW.",
+    "memory": "Peak memory of a step, above weights and optimizer state.",
+    "lora": "A step with LoRA adapters of rank 16 on every matrix of every block.",
+    "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
+    "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
+    "attention": "The backward pass of attention alone, against torch's kernel.",
+    "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Needs no torch, so that help comes at once."""
+    """Parse the options, without importing torch."""
     width = min(80, shutil.get_terminal_size().columns)
     lines = (
         textwrap.fill(f"{name:<18}{text}", width, initial_indent="  ", subsequent_indent=20 * " ")
@@ -44,19 +44,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(
         prog="handgrad bench",
-        description="Speed and memory side by side with the peers, in one run.",
+        description="Speed and memory side by side with other libraries, in one run.",
         epilog="\n".join(["scenarios:", *lines]),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20, width=width),
     )
-    parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help="what to measure (default: all)")
+    parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help="scenario to measure (default: all)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller sizes, a few minutes")
     size.add_argument(
         "--tiny", dest="size", action="store_const", const="tiny",
-        help="tiny models, one round, seconds: shows that every scenario runs; its figures mean nothing",
+        help="tiny models, one round, seconds: only shows that every scenario runs",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="every figure and the machine's load; - is stdout")
-    parser.add_argument("--plot", metavar="FILE", help="SVG of the ratios, and of how time and memory grow")
+    parser.add_argument("--json", metavar="FILE", help="JSON file for all figures and the machine's load; - is stdout")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="SVG file for a plot of ratios, and of time and memory over tokens"
+    )
     parser.set_defaults(size="full")
     options = parser.parse_args(arguments)
     for name in options.scenario:
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     chosen = list(dict.fromkeys(options.scenario)) or [
         name for name in SCENARIOS if name != "explain" or browser() is not None
     ]
-    out = Console(stderr=options.json == "-")  # stdout is the JSON's then
+    out = Console(stderr=options.json == "-")  # stdout is reserved for JSON
     if not out.is_terminal:
         out.width = 140
     warn(machine)
@@ -92,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
         show(found, size.name, machine, out)
         rows += found
     if not options.scenario and "explain" not in chosen:
-        err.print("explain is left out: there is no Chromium here", style="red", highlight=False)
+        err.print("explain was skipped: Chromium is not installed", style="red", highlight=False)
     if options.json == "-":
         sys.stdout.write(as_json(rows, machine, size) + "\n")
     elif options.json:
@@ -103,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def warn(machine: "Machine") -> None:
-    """First, and once more below the figures."""
+    """Print the machine's warning: before the figures, and again below them."""
     if machine.warning:
         err.print(machine.warning, style="bold white on red", highlight=False)
 
@@ -118,22 +120,22 @@ COLUMNS: dict[str, Callable[["Row"], str]] = {
     "best": lambda r: seconds(r.seconds),
     "median": lambda r: seconds(r.median),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
-    "of bound": lambda r: number(r.of_bound, "{:.0%}"),
+    "of matmul peak": lambda r: number(r.mfu, "{:.0%}"),
     "predicted": lambda r: seconds(r.predicted_seconds),
     "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
     "of peer's": lambda r: number(r.memory_ratio, "{:.2f}"),
     "predicted ": lambda r: f"{r.predicted_memory / 1e6:,.0f} MB" if r.memory and r.predicted_memory else "",
 }
-DISPENSABLE = ("median", "predicted", "predicted ", "of bound")  # in this order, where the terminal is narrow
+OPTIONAL = ("median", "predicted", "predicted ", "of matmul peak")  # hidden in this order on a narrow terminal
 
 
 def show(rows: list["Row"], size: str, machine: "Machine", out: Console) -> None:
-    """One table a scenario, without columns that have no figures or no room."""
+    """Print a table of a scenario, without empty columns and those that do not fit."""
     scenario = rows[0].scenario
     filled = {name: cells for name, f in COLUMNS.items() if any(cells := [f(row) for row in rows])}
     table = layout(rows, filled)
     hidden = []
-    for name in DISPENSABLE:
+    for name in OPTIONAL:
         if Measurement.get(out, out.options.update(max_width=1000), table).maximum > out.width and name in filled:
             del filled[name]
             hidden.append(name.strip())
@@ -142,20 +144,22 @@ def show(rows: list["Row"], size: str, machine: "Machine", out: Console) -> None
     out.print(table)
     notes = [row.note for row in rows if row.note]
     if scenario == "train":
-        notes.append("ratio: eager autograd's best whole step ÷ this one's")
-        if "of bound" in filled:
-            notes.append("of bound: the bare matrix products' best ÷ this one's loss and gradients, without AdamW")
+        notes.append("ratio: best step of eager autograd ÷ best step of this one")
+        if "of matmul peak" in filled:
+            notes.append(
+                "of matmul peak: best time of the matmuls alone ÷ best time of loss and gradients, without AdamW"
+            )
     if hidden:
-        notes.append(f"no room for {', '.join(dict.fromkeys(hidden))}: --json has every figure")
+        notes.append(f"hidden columns: {', '.join(dict.fromkeys(hidden))}; --json has all figures")
     errors = [row.gradient_error for row in rows if not math.isnan(row.gradient_error)]
     if errors:
         notes.append(f"results compared before timing: largest relative error {max(errors):.1e}")
     if size == "tiny":
-        notes.append("tiny: these figures show that the scenario runs, and nothing else")
+        notes.append("tiny: these figures only show that the scenario runs")
     for note in dict.fromkeys([*notes, machine.state]):
         out.print(note, style="dim", highlight=False)
     if machine.busy:
-        out.print("busy machine: not for publication", style="bold red", highlight=False)
+        out.print("busy machine: do not publish", style="bold red", highlight=False)
 
 
 def layout(rows: list["Row"], filled: dict[str, list[str]]) -> Table:

@@ -1,6 +1,5 @@
-"""How long the page of handgrad explain takes. Starts the command in a separate process and opens its page in Chromium:
-seconds from the start of the command to the first view, then to a full station, for each kind of station and a change of
-the sentence; the process's peak memory; and eight clients at once, each with another sentence."""
+"""Waiting times of the page of handgrad explain in Chromium: from the start of the command to the first view, for every
+kind of station, after a change of the sentence, and with eight clients at once; and the server's peak memory."""
 
 import http.client
 import json
@@ -15,7 +14,7 @@ from urllib.parse import urlencode
 
 from handgrad.errors import HandgradError
 
-Found = tuple[str, float, int]  # what took so many seconds, and the process's peak memory, or 0
+Found = tuple[str, float, int]  # what was timed, its seconds, peak memory of the process or 0
 WORDS = (
     "The quick brown fox jumps over the lazy dog and then it sits down in the shade of an old tree to think about all that"
     " it has seen on its long way through the woods where nobody had ever told it what to do or whom to ask when the night"
@@ -28,7 +27,7 @@ def browser() -> str | None:
 
 
 def measure(model: str, words: int) -> tuple[int, list[Found]]:
-    """The tokens of the sentence, and every waiting time."""
+    """The number of tokens of the sentence, and all waiting times."""
     if browser() is None:
         raise HandgradError("explain is measured in a real browser: install Chromium (apt-get install chromium)")
     text = " ".join(WORDS.split()[:words])

@@ -1,5 +1,5 @@
-"""`handgrad finetune` as a user runs it, against transformers + peft doing the same: the same model, the same lines of
-JSON in the same order, the same initial factors, AdamW and clipping. Each in a separate process."""
+"""The command `handgrad finetune` against the same fine-tuning by transformers + peft: the same model, examples and order,
+initial factors, AdamW and clipping. Each runs in its own process."""
 
 import itertools
 import json
@@ -27,21 +27,22 @@ ROOT = Path(__file__).parent.parent
 
 
 def prepare(folder: Path, size: Size) -> None:
-    """A model with random weights, its vocabulary, and uneven examples: stretches of text whose lengths are spread as
-    those of instructions are, the first eighth of each as its prompt. A tiny one reads bytes and needs no download."""
+    """Write a random model with its tokenizer, an initial adapter, and examples: pieces of text with lengths like those of
+    instruction data, the first eighth of each as its prompt. The tiny size uses bytes and needs no download."""
     if size.model.n_vocab == FULL.model.n_vocab:
-        words, text, per_token = tokenizer.make("gpt2", []), fetch("shakespeare")[0].read_text(), 3  # characters, about
+        # about 3 characters per token
+        made, text, per_token = tokenizer.make("gpt2", []), fetch("shakespeare")[0].read_text(), 3
     else:
-        words, text, per_token = tokenizer.make("bytes", []), (ROOT / "LICENSE").read_text(), 1
+        made, text, per_token = tokenizer.make("bytes", []), (ROOT / "LICENSE").read_text(), 1
     hg.save(hg.GPT(size.model, seed=0), folder / "base")
-    words.write(folder / "base")
-    draw = random.Random(0)
+    made.write(folder / "base")
+    rng = random.Random(0)
     shortest = max(12, 20 * size.longest // 900)
     with open(folder / "data.jsonl", "w") as file:
         for _ in range(size.finetune[0]):
-            tokens = draw.lognormvariate(4.9, 0.85) * size.longest / 900
+            tokens = rng.lognormvariate(4.9, 0.85) * size.longest / 900
             length = per_token * int(min(size.longest, max(shortest, tokens)))
-            at = draw.randrange(len(text) - length)
+            at = rng.randrange(len(text) - length)
             cut = at + max(min(30, length // 2), length // 8)
             file.write(json.dumps({"prompt": text[at:cut], "completion": text[cut : at + length]}) + "\n")
     model = hg.load(folder / "base")
@@ -50,7 +51,7 @@ def prepare(folder: Path, size: Size) -> None:
 
 
 def ours(folder: Path, size: Size) -> dict[str, Any]:
-    """Every step's loss and seconds, and the highest point of the process's memory."""
+    """Run `handgrad finetune`; return the loss and seconds of every step, and the process's peak memory."""
     count, steps = size.finetune
     options = {
         "model": folder / "base", "data": folder / "data.jsonl", "out": folder / "run", "steps": steps, "rank": RANK,
@@ -74,6 +75,7 @@ def ours(folder: Path, size: Size) -> dict[str, Any]:
 
 
 def theirs(folder: Path, size: Size) -> dict[str, Any]:
+    """Run transformers + peft; return the same."""
     code = f"from bench.finetune import peer; peer({str(folder)!r}, {size.name!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
@@ -83,24 +85,24 @@ def theirs(folder: Path, size: Size) -> dict[str, Any]:
 
 
 def last_line(text: str) -> str:
-    """The reason, of a process that failed."""
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
+    """The error message of a process that failed."""
+    return (text.strip().splitlines() or ["no error message"])[-1]
 
 
 def read(folder: Path, size: Size) -> examples.Examples:
     return examples.read([folder / "data.jsonl"], tokenizer.read(folder / "base"), size.model.n_context)[0]
 
 
-def peer(place: str, size_name: str) -> None:
-    """Run in a separate process: batches of MICRO examples padded to the longest of each, as its trainer makes them,
-    accumulated to the same step."""
+def peer(path: str, size_name: str) -> None:
+    """Fine-tune with transformers + peft and print the figures. Micro-batches of MICRO examples, each padded to its
+    longest as by its trainer, are accumulated to the same step. Runs in a separate process."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    folder, size = Path(place), SIZES[size_name]
+    folder, size = Path(path), SIZES[size_name]
     (count, steps), data = size.finetune, read(folder, size)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="sdpa")
-    network = PeftModel.from_pretrained(base, folder / "start", is_trainable=True).eval()  # its dropout is not ours
+    network = PeftModel.from_pretrained(base, folder / "start", is_trainable=True).eval()  # without dropout
     trained = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     losses, seconds = [], []
@@ -126,7 +128,7 @@ def peer(place: str, size_name: str) -> None:
 
 
 def side_by_side(size: Size) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Both, after their losses were found equal, and how many tokens a step has."""
+    """Figures of both and the tokens of a step; raises if their losses differ."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder, size)

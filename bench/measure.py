@@ -1,4 +1,4 @@
-"""Taking turns, peak memory, and whether the machine is quiet enough for either to mean anything."""
+"""Interleaved timing, peak memory, and the load of the machine."""
 
 import gc
 import os
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-BUSY = 0.3  # load per core above which a measurement is not to be believed
+BUSY = 0.3  # load per core above which measurements are unreliable
+Watch = Callable[[Iterable[int]], Iterable[int]]  # may wrap the rounds in a progress bar
 
 
 @dataclass(frozen=True)
 class Machine:
-    """As it was when the measurement began; later its load is our own."""
+    """The machine before the measurement, which adds its own load."""
 
-    load: float  # processes that were running or waiting, mean of the last minute
+    load: float  # 1-minute load average
     cores: int
     threads: int
     torch: str
@@ -37,12 +38,12 @@ class Machine:
 
     @property
     def warning(self) -> str:
-        """Empty on a quiet machine."""
+        """A warning if the machine is busy, else \"\"."""
         if not self.busy:
             return ""
         return (
-            f"THE MACHINE IS BUSY: load {self.load:.2f} on {self.cores} cores, above {BUSY} per core. A ratio from a busy"
-            " machine flatters us and is not published: wait until it is quiet and measure again."
+            f"THE MACHINE IS BUSY: load {self.load:.2f} on {self.cores} cores, above {BUSY} per core. Ratios from a"
+            " busy machine are biased in our favour: do not publish them; wait until it is idle and measure again."
         )
 
 
@@ -64,10 +65,10 @@ class Timing:
 def take_turns(
     contenders: dict[str, Callable[[], object]],
     rounds: int,
-    watch: Callable[[Iterable[int]], Iterable[int]] = iter,
+    watch: Watch = iter,
     in_a_row: int = 1,
 ) -> dict[str, Timing]:
-    """One warm-up each, then in each round every contender once; short ones several times in a row, each time counted."""
+    """Time contenders in turns: one warm-up each, then every contender in every round, `in_a_row` times if it is short."""
     timings = {name: Timing() for name in contenders}
     for run in contenders.values():
         run()
@@ -82,12 +83,12 @@ def take_turns(
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
+    """Resident memory of this process, in bytes."""
     return _status("VmRSS")
 
 
 def peak_during(run: Callable[[], object]) -> int:
-    """Bytes at the highest point of `run`."""
+    """Peak resident memory during `run`, in bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     run()

@@ -1,4 +1,4 @@
-"""The contenders. Each starts from the same weights and does the same work: loss, all gradients, AdamW."""
+"""The contenders. All start from the same weights and do the same work: loss, all gradients, AdamW."""
 
 import math
 from collections.abc import Callable
@@ -24,20 +24,20 @@ LR = 1e-5
 
 class Contender(Protocol):
     def gradients(self) -> float:
-        """Loss and all gradients, into fresh `.grad`; the loss."""
+        """Compute all gradients into a fresh `.grad`; return the loss."""
 
     def update(self) -> None:
         """One optimizer step."""
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """By handgrad's names and in its orientation."""
+        """Gradients by handgrad's names, in its orientation."""
 
     def lasting_bytes(self) -> int:
-        """Of weights and optimizer state."""
+        """Bytes of weights and optimizer state."""
 
 
 def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
-    """Weights and optimizer state."""
+    """Bytes of weights and optimizer state."""
     state = [x for o in set(optimizers) for entry in o.state.values() for x in entry.values() if isinstance(x, Tensor)]
     return sum(x.numel() * x.element_size() for x in [*network.parameters(), *state])
 
@@ -50,7 +50,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Hand:
-    """handgrad as it comes."""
+    """handgrad with default settings."""
 
     def __init__(
         self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, recompute: str = "none"
@@ -73,7 +73,7 @@ class Hand:
 
 
 class HandInBackward(Hand):
-    """The optimizer inside the backward pass, blocks computed again: the leanest way."""
+    """handgrad with the least memory: blocks recomputed, the optimizer inside the backward pass."""
 
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
         self.model, self.batch = model, (tokens, targets, lengths)
@@ -90,7 +90,7 @@ class HandInBackward(Hand):
 
 
 class Loop(Hand):
-    """The same step as `handgrad train` takes it: batch, gradients, norm, clipping, update, and what is logged."""
+    """A step of `handgrad train`: batch, gradients, norm, clipping, update, and logging."""
 
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
         super().__init__(model, tokens, targets)
@@ -118,7 +118,7 @@ class Loop(Hand):
 
 
 class EagerGPT(nn.Module):
-    """The usual way to write it: fused attention kernel, fused projections, tied head, autograd."""
+    """GPT-2 as usually written in PyTorch: fused attention kernel, fused projections, tied head, autograd."""
 
     def __init__(self, model: hg.GPT):
         super().__init__()
@@ -164,7 +164,7 @@ class EagerBlock(nn.Module):
 
 
 def oriented(name: str, tensor: Tensor) -> Tensor:
-    """GPT-2's (f_in, f_out) ↔ nn.Linear's (f_out, f_in); embeddings stay."""
+    """Transpose between GPT-2's (f_in, f_out) and nn.Linear's (f_out, f_in); embeddings are the same."""
     return tensor.t() if tensor.ndim == 2 and ".h." in name else tensor
 
 
@@ -198,7 +198,7 @@ TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 def with_adapters(model: hg.GPT) -> hg.GPT:
-    """Rank 16 beside every matrix of every block, all else frozen; both factors random, so that both have gradients."""
+    """Add adapters of rank 16 to every matrix of every block; both factors are random, so that both have gradients."""
     hg.lora.inject(model, RANK)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -209,7 +209,7 @@ def with_adapters(model: hg.GPT) -> hg.GPT:
 
 
 class Peft:
-    """transformers' GPT-2 with peft's LoRA, batches padded on the right as its trainer would."""
+    """transformers' GPT-2 with peft's LoRA; batches are padded on the right, as by its trainer."""
 
     def __init__(
         self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, batch: int = 8
@@ -271,7 +271,7 @@ class Peft:
 
 
 def padded(tokens: Tensor, targets: Tensor, lengths: list[int], batch: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Batches of so many examples, padded to the longest of each."""
+    """Split into batches of `batch` examples, each padded to its longest."""
     ids, answers = tokens.split(lengths), targets.split(lengths)
     batches = []
     for i in range(0, len(lengths), batch):
@@ -284,16 +284,16 @@ def padded(tokens: Tensor, targets: Tensor, lengths: list[int], batch: int) -> l
     return batches
 
 
-# ── the bound ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the matmuls alone ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class BareProducts:
-    """The matrix products that a step consists of, alone: nothing between them, results into buffers that exist already."""
+class MatmulsOnly:
+    """The matrix products of a step and nothing else, into preallocated buffers: a bound on its speed."""
 
     def __init__(self, model: hg.GPT, tokens: Tensor, tune: bool = True):
         c = model.config
         self.model, self.n, self.t = model, tokens.numel(), tokens.shape[1]
-        n = min(self.n, max(1024, self.t))  # a larger batch is walked in pieces by everybody who is wise
+        n = min(self.n, max(1024, self.t))  # larger batches are split into micro-batches
         self.times = self.n // n
         d, hidden, g = c.d_model, c.hidden_width, n // self.t * c.n_heads
         make = torch.randn

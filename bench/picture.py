@@ -1,7 +1,9 @@
-"""The plot: for each case, how much faster than the reference and how much of its memory, and how both grow with the
-number of tokens; written as SVG by hand."""
+"""The plot, as SVG: for each case its speed and memory relative to the reference, and how both grow with the number of
+tokens."""
 
 from html import escape
+
+from handgrad.formatting import number
 
 from .measure import Machine
 from .scenarios import Row
@@ -11,8 +13,8 @@ COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
 
 
 def draw(rows: list[Row], machine: Machine) -> str:
-    """Bars of speed ratios and of memory ratios, with a line at 1, the reference; then the growth of time and memory;
-    then the load of the machine at the start."""
+    """Bars of speed and memory ratios with a line at 1, the reference; curves of time and memory over tokens; the load of
+    the machine."""
     ours = {(r.scenario, r.case): r for r in reversed(rows)}  # the first contender of each case
     speed = [
         (f"{r.case} · vs {_reference(rows, r)}", r.ratio) for r in rows if r is ours[r.scenario, r.case] and r.ratio > 0
@@ -41,7 +43,7 @@ def draw(rows: list[Row], machine: Machine) -> str:
     parts.append(f'<text x="10" y="{y}">{escape(machine.state)}</text>')
     if machine.busy:
         y += 18
-        parts.append(f'<text class="h" x="10" y="{y}" style="fill:#c00">busy machine: not for publication</text>')
+        parts.append(f'<text class="h" x="10" y="{y}" style="fill:#c00">busy machine: do not publish</text>')
     style = "text{font:12px system-ui,sans-serif;fill:#222}.h{font-weight:600;font-size:13px}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" width="{WIDTH}" role="img">'
     return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
@@ -70,7 +72,7 @@ def _bars(parts: list[str], y: int, title: str, bars: list[tuple[str, float]], c
 
 
 def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, list[tuple[int, float]]]) -> int:
-    """Lines over the number of tokens, both axes from zero: a straight line is linear growth."""
+    """Curves over the number of tokens; both axes start at zero."""
     height, right = 190, WIDTH - 170
     most = max(x for curve in curves.values() for x, _ in curve)
     top = max(value for curve in curves.values() for _, value in curve)
@@ -78,7 +80,7 @@ def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, l
     y += 16
     floor = y + height
     parts.append(f'<path d="M60 {y}V{floor}H{right}" fill="none" stroke="#888"/>')
-    parts.append(f'<text x="54" y="{y + 10}" text-anchor="end">{top:.3g}</text>')
+    parts.append(f'<text x="54" y="{y + 10}" text-anchor="end">{number(top)}</text>')
     parts.append(f'<text x="54" y="{floor}" text-anchor="end">0 {unit}</text>')
     ends = []
     for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
@@ -89,7 +91,7 @@ def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, l
         ends.append((points[-1][1], points[-1][0], name, colour))
     lowest = -100.0
     for py, px, name, colour in sorted(ends):
-        lowest = max(py, lowest + 15)  # names do not lie on each other
+        lowest = max(py, lowest + 15)  # labels must not overlap
         parts.append(f'<text x="{px + 8:.1f}" y="{lowest + 4:.1f}" style="fill:{colour}">{escape(name)}</text>')
     for x in sorted({x for curve in curves.values() for x, _ in curve}):
         px = 60 + x / most * (right - 60)

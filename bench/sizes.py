@@ -1,4 +1,4 @@
-"""How large every scenario is: the published sizes, --quick, and --tiny, which runs all of them in seconds."""
+"""Sizes of every scenario: the published ones, --quick, and --tiny, which runs in seconds."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,28 @@ import handgrad as hg
 
 @dataclass(frozen=True)
 class Size:
+    """The sizes of all scenarios."""
+
     name: str
     label: str  # of the model
     model: hg.GPTConfig
     recipe: hg.GPTConfig  # a small model on characters: nanoGPT's recipe for the CPU
     recipe_batch: tuple[int, int]  # sequences, tokens of each
     train: tuple[tuple[int, int], ...]
-    compiled: tuple[tuple[int, int], ...]  # those of `train` that torch.compile takes part in
+    compiled: tuple[tuple[int, int], ...]  # entries of `train` that include torch.compile
     compile_recipe: bool
-    loop: tuple[int, int]  # the one of `train` that the training loop takes part in
+    loop: tuple[int, int]  # entry of `train` that includes the training loop
     step: tuple[int, int]  # lora and memory
     examples: int  # sft
-    longest: int  # tokens of an example of sft and finetune
-    finetune: tuple[int, int]  # examples of a step, steps
+    longest: int  # tokens of the longest example of sft and finetune
+    finetune: tuple[int, int]  # examples per step, steps
     attention: tuple[int, ...]  # tokens
     products: tuple[str, ...]  # layers
     product_tokens: int
-    peaks: tuple[str, ...]  # scenarios that measure memory, each contender in a separate process
-    explain: tuple[str, int]  # model and words of the sentence
-    rounds: int  # at most
-    measure_seconds: float  # for each of the machine's rates
+    peaks: tuple[str, ...]  # scenarios that measure memory
+    explain: tuple[str, int]  # model, words of the sentence
+    rounds: int  # maximum
+    measure_seconds: float  # budget of each time prediction
 
 
 GPT2 = hg.preset("gpt2")
@@ -71,7 +73,7 @@ QUICK = Size(
     attention=(128, 512, 1024),
     products=("c_fc", "head"),
     product_tokens=1024,
-    peaks=("memory", "lora", "sft"),  # for train, a process for each would take longer than all else
+    peaks=("memory", "lora", "sft"),  # train would take longer than everything else
     explain=("nano", 10),
     rounds=40,
     measure_seconds=0.5,
@@ -79,7 +81,7 @@ QUICK = Size(
 TINY = Size(
     name="tiny",
     label="tiny GPT-2",
-    # 1,024 tokens of 512 ids: small enough for seconds, large enough that a step's memory is seen above a page or two
+    # 1,024 tokens of 512 ids: fast, but large enough for a step's memory to be measurable
     model=hg.preset("gpt2", n_vocab=512, n_context=256, d_model=32, n_heads=2, n_blocks=2),
     recipe=hg.preset("nano", n_vocab=65, n_context=16, d_model=16, n_heads=2, n_blocks=1),
     recipe_batch=(2, 16),

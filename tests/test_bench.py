@@ -1,5 +1,5 @@
-"""Every scenario of handgrad bench at its tiny size, peers included: it runs, compares before it times, and says how busy
-the machine was. The figures themselves mean nothing here."""
+"""Every scenario of handgrad bench at its tiny size, peers included: it runs, compares results before timing, and reports
+the load of the machine. The figures themselves are not tested."""
 
 import json
 import math
@@ -17,13 +17,13 @@ from bench.sizes import SIZES, TINY
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
-    "train": {"handgrad", "eager autograd", "handgrad train", "bare products"},
-    "memory": {"handgrad", "eager autograd", "handgrad, lean"},
+    "train": {"handgrad", "eager autograd", "handgrad train", "matmuls only"},
+    "memory": {"handgrad", "eager autograd", "handgrad, least memory"},
     "lora": {"handgrad", "transformers + peft"},
     "sft": {"handgrad", "transformers + peft"},
     "finetune": {"handgrad finetune", "transformers + peft"},
     "attention": {"handgrad", "library kernel"},
-    "products": {"as written", "turned around"},
+    "products": {"as written", "transposed"},
 }
 WITH_MEMORY = {"memory", "lora", "finetune"}
 
@@ -31,7 +31,7 @@ WITH_MEMORY = {"memory", "lora", "finetune"}
 def bench(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> tuple[dict[str, Any], str]:
-    """The JSON on stdout, and what was shown beside it."""
+    """The JSON on stdout, and the text on stderr."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes it starts
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     __main__.main([*arguments, "--tiny", "--json", "-"])
@@ -41,7 +41,7 @@ def bench(
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_a_scenario_runs_and_compares(
+def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
@@ -54,7 +54,7 @@ def test_a_scenario_runs_and_compares(
     for case in {row["case"] for row in rows}:
         ours, reference = [row for row in rows if row["case"] == case][:2]
         assert reference["ratio"] == 1
-        if name != "finetune":  # which compares the losses of whole processes
+        if name != "finetune":  # finetune compares losses instead
             assert ours["gradient_error"] < 1e-4 and reference["gradient_error"] == 0
     if name in ("train", "memory", "lora"):
         assert all(row["predicted_seconds"] > 0 for row in rows if row["contender"] == "handgrad")
@@ -67,8 +67,8 @@ def test_a_scenario_runs_and_compares(
     assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
 
 
-@pytest.mark.skipif(explain.browser() is None, reason="there is no Chromium: bench explain was LEFT OUT")
-def test_the_page_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
+def test_explain_page_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = bench(capsys, monkeypatch, "explain")[0]["rows"]
     assert {"start to the first view", "another sentence", "more until a station was proven"} <= {
         row["case"] for row in rows
@@ -84,7 +84,7 @@ def test_every_scenario_is_tested_and_described() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from handgrad.ops import attention
 
     right = attention.backward
@@ -100,7 +100,7 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.59, False), (0.61, True)])
-def test_a_busy_machine_is_named(
+def test_busy_machine_is_reported(
     load: float, busy: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
@@ -109,11 +109,11 @@ def test_a_busy_machine_is_named(
     found, shown = bench(capsys, monkeypatch, "attention")
     assert found["machine"]["load"] == load and found["machine"]["busy"] is busy
     assert f"load {load:.2f} on 2 cores at the start" in shown
-    assert ("A ratio from a busy machine flatters us and is not published" in shown) is busy
+    assert ("Ratios from a busy machine are biased in our favour: do not publish them" in shown) is busy
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_a_table_fits_its_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_fits_the_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         scenarios.Row(
             "train", "GPT-2 124M, 4×1024", name, 4096, 12.3, 12.4, 1.38, 1e-7, 11.1, 0.9, 10**9, 0.21, 9.9, 10**9
@@ -127,8 +127,8 @@ def test_a_table_fits_its_terminal(width: int, capsys: pytest.CaptureFixture[str
         assert sum(figure in line for line in lines) == len(rows), figure
 
 
-def test_the_command_writes_where_it_is_called(tmp_path: Path) -> None:
-    """The real command, from another folder: relative paths are the caller's."""
+def test_json_path_is_relative_to_the_working_directory(tmp_path: Path) -> None:
+    """Runs the real command from another folder."""
     done = subprocess.run(
         [sys.executable, "-m", "handgrad", "bench", "attention", "--tiny", "--json", "figures.json"],
         capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -143,14 +143,14 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         __main__.main([option])
-    said = capsys.readouterr().out
+    shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(name in said for name in (*SCENARIOS, "--quick", "--tiny", "--json", "--plot"))
-    assert max(map(len, said.splitlines())) <= 80
+    assert all(name in shown for name in (*SCENARIOS, "--quick", "--tiny", "--json", "--plot"))
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nonsense"], "unknown scenario 'nonsense'; choose from train, memory, lora"),
         (["attention", "--quick", "--tiny"], "not allowed with"),
@@ -158,8 +158,8 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         (["attention", "--tiny", "--plot", "."], "it is a folder"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         __main__.main(arguments)
     shown = capsys.readouterr()
-    assert ended.value.code and says in shown.err and shown.out == ""
+    assert ended.value.code and message in shown.err and shown.out == ""

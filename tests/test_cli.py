@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own."""
+"""The command line: output, help, errors, and which model each command uses."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import handgrad as hg
 from conftest import handgrad, make_model
 from handgrad import formatting
-from handgrad.cli import app, explain
-from handgrad.display import plan
+from handgrad.cli import app, console, explain
+from handgrad.plan import timing
 from handgrad.text import tokenizer
 
 
@@ -61,19 +61,19 @@ def test_verify_a_model_directory(tmp_path: Path) -> None:
 def test_plan() -> None:
     done = handgrad("plan", "--model", "nano")
     assert done.returncode == 0
-    for count in ("198,272", "834,304", "a step takes about", "process at its peak", "quantity", "amount"):
+    for count in ("198,272", "834,304", "time of a step", "process at the peak", "quantity", "amount"):
         assert count in done.stdout
     assert " MB" in done.stdout and "MiB" not in done.stdout
 
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "predict", lambda plan: 1.0)
+    monkeypatch.setattr(timing, "predict", lambda plan: 1.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "out", Console(emoji=False, width=width))
+def test_verify_table_is_not_truncated(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "out", Console(emoji=False, width=width))
     done = handgrad("verify", "--only", "E-ln-*,P-softmax-shift,T2-D1,R*")
     lines = done.stdout.splitlines()
     names = lines[1].split()
@@ -90,23 +90,23 @@ def test_no_number_and_no_sentence_is_ever_cut(width: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_the_tables_of_a_plan_fit(width: int, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> None:
-    monkeypatch.setattr(app, "out", Console(width=width))
+def test_plan_tables_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, no_timing: None) -> None:
+    monkeypatch.setattr(console, "out", Console(width=width))
     done = invoke("plan", "--rank", 16, "--targets", "paper")
     assert "85,120,849" in done.stdout and "38,597,376" in done.stdout and "GFLOP" in done.stdout
     assert all(len(line) <= width for line in done.stdout.splitlines()) and "…" not in done.stdout
     if width >= 80:
         words = " ".join(done.stdout.split())
-        assert "what it is" in words and "two operations per multiply-add" in words.replace("  ", " ")
+        assert "meaning" in words and "a multiply-add counts as two" in words.replace("  ", " ")
 
 
-def test_a_misprint_shows_both_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "out", Console(emoji=False, width=160))
+def test_verify_shows_both_errors_of_a_misprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "out", Console(emoji=False, width=160))
     (row,) = [line for line in handgrad("verify", "--only", "R1").stdout.splitlines() if "R1" in line]
     assert "printed" in row and "right" in row
 
 
-MISTAKES_IN_CONFIG = [
+BAD_CONFIGS = [
     ("[]", "must contain a JSON object"),
     (
         '{"model_type": "gpt2", "n_positions": null, "vocab_size": 9, "n_embd": 4, "n_head": 2, "n_layer": 1}',
@@ -122,8 +122,8 @@ MISTAKES_IN_CONFIG = [
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), MISTAKES_IN_CONFIG)
-def test_mistakes_in_a_model_directory(text: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), BAD_CONFIGS)
+def test_bad_config_json_is_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     for command in ("verify", "plan"):
         done = handgrad(command, "--model", str(tmp_path))
@@ -146,7 +146,7 @@ def broken_model(folder: Path) -> str:
         (["verify", "--only", "R1,nope"], "no check matches 'nope'"),
         (["verify", "--json", "."], "it is a folder"),
         (["verify", "--model", "NAN"], "NaN or infinity in transformer.wte.weight"),
-        (["verify", "--model", "nano", "--only", "R1"], "--only chooses among the paper's checks"),
+        (["verify", "--model", "nano", "--only", "R1"], "--only selects the paper's checks"),
         (["verify", "--only", "R1", "--json", "no/such/folder/r.json"], "does not exist"),
         (["plan", "--model", "gpt5"], "'gpt5' is neither a preset"),
         (["plan", "--d-model", "10", "--n-heads", "3"], "a width of 10 cannot be shared by 3 heads"),
@@ -156,7 +156,7 @@ def broken_model(folder: Path) -> str:
         (["generate", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     arguments = [broken_model(tmp_path) if x == "NAN" else x for x in arguments]
     done = handgrad(*arguments)
     assert done.returncode == 1
@@ -188,15 +188,15 @@ print(json.dumps({"texts": texts, "modules": list(sys.modules)}))
 
 
 @pytest.fixture(scope="module")
-def helped() -> dict[str, Any]:
-    """The help of every command at three widths, and what was imported for it."""
+def help_texts() -> dict[str, Any]:
+    """The help of every command at three widths, and the modules imported for it."""
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_help_does_not_wait_for_torch(helped: dict[str, Any]) -> None:
+def test_help_does_not_import_torch(help_texts: dict[str, Any]) -> None:
     heavy = {
         "torch",
         "numpy",
@@ -207,19 +207,19 @@ def test_help_does_not_wait_for_torch(helped: dict[str, Any]) -> None:
         "handgrad.model.gpt",
         "handgrad.training.loop",
     }
-    assert not heavy & set(helped["modules"])
+    assert not heavy & set(help_texts["modules"])
 
 
-def test_help_fits_and_cuts_nothing(helped: dict[str, Any]) -> None:
-    for key, text in helped["texts"].items():
+def test_help_fits_the_terminal_and_is_not_truncated(help_texts: dict[str, Any]) -> None:
+    for key, text in help_texts["texts"].items():
         name, _, width = key.partition(" ")
         assert text.startswith(f"Usage: handgrad {name}".rstrip()), key
         assert max(len(line) for line in text.splitlines()) <= min(int(width), 100), key
         assert not re.search(r"\w…|<\w+>|\bNone\b|\de-0\d|\[default: \]", text), key
     for name in ("plan", "train", "finetune"):  # the same words at every width, in the same order
-        one, *others = ([*helped["texts"][f"{name} {width}"].split()] for width in (200, 80, 60))
+        one, *others = ([*help_texts["texts"][f"{name} {width}"].split()] for width in (200, 80, 60))
         assert all(sorted(one) == sorted(other) for other in others), name
-    plan, tune = (" ".join(helped["texts"][f"{name} 80"].split()) for name in ("plan", "finetune"))
+    plan, tune = (" ".join(help_texts["texts"][f"{name} 80"].split()) for name in ("plan", "finetune"))
     assert "--rank N" in plan and "--rank N" in tune and "--targets TEXT" in plan and "--targets TEXT" in tune
     assert "[default: 0.0005, with --full 0.00005]" in tune
 
@@ -227,7 +227,7 @@ def test_help_fits_and_cuts_nothing(helped: dict[str, Any]) -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, os, handgrad as hg; assert 'torch' not in sys.modules, 'eager'; assert 'GPT' in dir(hg)\n"
-        "assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1', 'settled before torch is imported'\n"
+        "assert os.environ['THP_MEM_ALLOC_ENABLE'] == '1', 'set before torch is imported'\n"
         "import handgrad.model.trace as module, handgrad.proof.verify, inspect\n"
         "assert module.trace is hg.trace and module.Trace is hg.Trace\n"
         "assert list(inspect.signature(hg.generate).parameters)[:2] == ['model', 'tokens']\n"
@@ -245,22 +245,22 @@ def test_importing_the_package_does_not_import_torch() -> None:
 
 
 def invoke(*arguments: object) -> Any:
-    """In this process, which spares the seconds it takes to start one."""
+    """Run a command in this process, which is faster than starting one."""
     return CliRunner().invoke(app.app, [str(x) for x in arguments])
 
 
-def with_words(folder: str, seed: int = 0) -> None:
-    hg.save(hg.GPT(hg.preset("nano", n_blocks=1, d_model=8, n_heads=2), seed=seed), folder)
-    tokenizer.make("bytes", []).write(Path(folder))
+def write_tiny_model(path: str, seed: int = 0) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_blocks=1, d_model=8, n_heads=2), seed=seed), path)
+    tokenizer.make("bytes", []).write(Path(path))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with text, a model called nano, and an adapter of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     Path("text.txt").write_text("ten green bottles hanging on the wall\n" * 100)
-    with_words("nano")
+    write_tiny_model("nano")
     return tmp_path
 
 
@@ -268,13 +268,13 @@ TINY = ["--data", "text.txt", "--steps", 2, "--sample-tokens", 0, "--eval-batche
 ONE_BLOCK = 8 * 256 + 8 * 64 + 12 * 64 + 13 * 8 + 2 * 8  # of the model in the folder
 
 
-def test_a_folder_does_not_hide_a_preset(place: Path, no_timing: None) -> None:
+def test_preset_takes_precedence_over_a_folder(folder: Path, no_timing: None) -> None:
     note = "nano is the preset here; for the folder of that name write ./nano"
     done = invoke("train", *TINY, "--n-blocks", 1, "--out", "a")
     assert done.exit_code == 0 and note in done.output and "239,488 parameters" in done.output
     done = invoke("train", *TINY, "--model", "./nano", "--out", "b")
     assert done.exit_code == 0 and note not in done.output and f"{ONE_BLOCK:,} parameters" in done.output
-    for given, count in (("nano", 834_304), ("./nano", ONE_BLOCK), ("nano/", ONE_BLOCK), (place / "nano", ONE_BLOCK)):
+    for given, count in (("nano", 834_304), ("./nano", ONE_BLOCK), ("nano/", ONE_BLOCK), (folder / "nano", ONE_BLOCK)):
         done = invoke("plan", "--model", given, "--json", "-")
         assert json.loads(done.stdout)["total"] == count
         assert (note in done.stderr) == (given == "nano")
@@ -294,7 +294,7 @@ def test_a_folder_does_not_hide_a_preset(place: Path, no_timing: None) -> None:
     assert "write ./nano" in explain.choose("nano")[3]
 
 
-def test_what_is_no_model_is_said_alike(place: Path) -> None:
+def test_unknown_model_has_the_same_message_everywhere(folder: Path) -> None:
     for command in (
         ["verify", "--model", "gpt5"],
         ["plan", "--model", "gpt5"],
@@ -309,7 +309,7 @@ def test_what_is_no_model_is_said_alike(place: Path) -> None:
         assert "'gpt5' is neither a preset (paper, gpt2" in str(done.exception), command
 
 
-def test_a_run_of_finetune_is_planned_and_verified_alike(place: Path, no_timing: None) -> None:
+def test_plan_and_verify_a_run_of_finetune(folder: Path, no_timing: None) -> None:
     done = invoke(
         "finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn,lm_head", "--out", "runs/ft", *TINY
     )
@@ -321,35 +321,35 @@ def test_a_run_of_finetune_is_planned_and_verified_alike(place: Path, no_timing:
         assert plan["targets"] == ["c_attn", "lm_head"]
     assert invoke("verify", "--model", "runs/ft").exit_code == 0
     done = invoke("plan", "--model", "runs/ft", "--rank", 4)
-    assert "is an adapter, and the plan is that of training it" in str(done.exception)
-    assert "--n-blocks goes with presets" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
+    assert "is an adapter, and the plan is for training it" in str(done.exception)
+    assert "--n-blocks needs a preset" in str(invoke("plan", "--model", "runs/ft", "--n-blocks", 4).exception)
     same = invoke("finetune", "--model", "./nano", "--rank", 2, "--targets", "c_attn", "--targets", "lm_head",
                   "--out", "runs/two", *TINY)  # fmt: skip
-    assert same.exit_code == 0 and f"{adapters:,} beside them train" in same.output
+    assert same.exit_code == 0 and f"{adapters:,} trainable in the adapter" in same.output
 
 
-def test_generate_takes_the_newest_run(place: Path) -> None:
+def test_generate_uses_the_newest_run(folder: Path) -> None:
     done = invoke("generate", "--tokens", 2)
     assert "there is no run with a checkpoint in runs/" in str(done.exception)
     assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/one").exit_code == 0
     done = invoke("generate", "--tokens", 2, "--prompt", "a\\n", "--seed", 1)
     assert done.exit_code == 0 and "from runs/one/checkpoints/step-00000002" in done.stderr
-    assert done.stdout.startswith("a\\n"), "the prompt is taken as it is"
+    assert done.stdout.startswith("a\\n"), "the prompt is used as given"
     assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/two").exit_code == 0
     os.utime("runs/one/run.json", (1, 1))
     assert "from runs/two" in invoke("generate", "--tokens", 2).stderr
 
 
-# ── numbers for people ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── number formatting ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_numbers_are_for_people(place: Path) -> None:
+def test_printed_numbers_are_rounded(folder: Path) -> None:
     done = invoke(
         "train", *TINY[:3], 1, *TINY[4:], "--model", "./nano", "--out", "a", "--lr", 0.00390625, "--log-every", 1
     )
     assert done.exit_code == 0, done.exception
     assert "training: 1 step of" in done.output and "1 block of" in done.output
-    assert "AdamW at 0.00391," in done.output and "0.00390625" not in done.output
+    assert "AdamW, lr 0.00391," in done.output and "0.00390625" not in done.output
     assert "of matmul peak" in done.output and re.search(r"\d MB", done.output)
     (record,) = [r for r in map(json.loads, Path("a/metrics.jsonl").read_text().splitlines()) if "loss" in r]
     assert 0 < record["mfu"] <= 1
@@ -357,8 +357,8 @@ def test_numbers_are_for_people(place: Path) -> None:
     assert "1 step in" in page and "1 steps" not in page and "of matmul peak" in page and "0.00390625" not in page
 
 
-def test_a_share_of_the_peak_counts_what_fine_tuning_computes(place: Path) -> None:
-    """Uneven examples, prompts that are not learned, frozen weights: never above 100 %."""
+def test_mfu_of_fine_tuning_counts_only_computed_flop(folder: Path) -> None:
+    """Examples of different lengths, prompts without targets, frozen weights: MFU stays at most 1."""
     lines = [{"prompt": "ten green bottles " * (i % 3), "completion": " fall"} for i in range(12)]
     Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = invoke(
@@ -381,7 +381,7 @@ def test_a_share_of_the_peak_counts_what_fine_tuning_computes(place: Path) -> No
     assert len(records) == 4 and all(0 < r["mfu"] <= 1 for r in records)
 
 
-def test_a_stop_at_infinity_suggests_a_smaller_learning_rate(place: Path) -> None:
+def test_nonfinite_loss_suggests_a_smaller_learning_rate(folder: Path) -> None:
     done = invoke("train", *TINY[:2], "--steps", 30, "--model", "./nano", "--lr", 1e30, "--clip", 0, "--out", "a")
     assert isinstance(done.exception, hg.NonFiniteError)
     assert "try a smaller learning rate than 1e30 (--lr)" in str(done.exception)
@@ -418,6 +418,11 @@ def test_a_stop_at_infinity_suggests_a_smaller_learning_rate(place: Path) -> Non
         (formatting.percent(0.45), "45 %"),
         (formatting.percent(0.0019), "0.19 %"),
         (formatting.percent(1), "100 %"),
+        (formatting.loss(1.40137), "1.4014"),
+        (formatting.count(12345.6), "12,346"),
+        (formatting.flop(129_300_000), "129 MFLOP"),
+        (formatting.flop(999_600_000), "1.00 GFLOP"),
+        (formatting.flop(1_314_000_000_000), "1,314 GFLOP"),
     ],
 )
 def test_units(shown: str, expected: str) -> None:

@@ -1,7 +1,7 @@
-"""Every example in the README, the documentation and --help runs, and prints what the page says it prints.
+"""Every example in the README, the documentation and --help runs and prints what the page shows.
 
-A page is one script: its shell and Python blocks run in their order, in one folder that holds what they mention, at tiny
-size. Commands in running text are parsed. Benchmarks have tests of their own and are parsed here.
+The shell and Python blocks of a page run in order, in one folder with the files they mention, at tiny size. Commands in
+running text and benchmarks are only parsed.
 """
 
 import ast
@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from handgrad.cli.app import app
-from handgrad.display import plan
 from handgrad.model import config
+from handgrad.plan import timing
 from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -35,13 +35,13 @@ QUICK = ["--steps", "2", "--eval-batches", "1", "--sample-tokens", "4"]
 
 
 def words_of(line: str) -> list[str]:
-    """As bash hands them to a command: quotes and $'…' resolved, remarks removed."""
+    """The words that bash passes to a command: quotes and $'…' resolved, comments removed."""
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
 
 
 def commands_in(block: str) -> list[list[str]]:
-    """The arguments of every handgrad command of a shell block; what stands before it, a pipe or torchrun, is left out."""
+    """The arguments of every handgrad command in a shell block, without a preceding pipe or torchrun."""
     found = []
     for line in block.replace("\\\n", " ").splitlines():
         if match := re.match(r"(?:.*\| |torchrun [^#]*-m |\$\(BIN\)/)?handgrad (.*)", line.strip()):
@@ -61,35 +61,34 @@ def check_parses(arguments: list[str]) -> None:
     name, *rest = arguments
     assert name in COMMANDS, f"there is no command {name}"
     COMMANDS[name].make_context(name, list(rest))
-    assert not any("\\n" in word for word in rest), f"{rest}: bash hands over a backslash; write $'…'"
+    assert not any("\\n" in word for word in rest), f"{rest}: bash passes a backslash; write $'…'"
 
 
 class Folder:
-    """Where the commands of a page run; what they take as given is made when it is first mentioned."""
+    """The folder in which the commands of a page run. Models and runs are created when first mentioned."""
 
-    def __init__(self, place: Path):
-        self.place = place
+    def __init__(self, path: Path):
         text = "ROMEO: Once\n" + "".join(
             f"{n} green bottles hanging on wall {n * 7919 % 1013}, and {n % 7} fall\n" for n in range(2000)
         )
         for name in ("book.txt", "corpus.txt", "notes/a.txt", "cache/material/shakespeare/input.txt"):
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(text)
-        (place / "logs").mkdir()
-        (place / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(text)
+        (path / "logs").mkdir()
+        (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
-        (place / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (place / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
-        hg.save(hg.GPT(hg.preset("nano", **TINY)), place / "path/to/gpt2")
-        tokenizer.make("bytes", []).write(place / "path/to/gpt2")
+        (path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (path / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
+        hg.save(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
+        tokenizer.make("bytes", []).write(path / "path/to/gpt2")
 
     def run(self, *arguments: str) -> str:
-        """A command as written, made small: fewer steps, a file instead of a server."""
+        """Run a command, scaled down: fewer steps, a file instead of a server."""
         words = self._small(list(arguments))
         for made in self._after(words, "--out") if "--resume" not in words else ():
             shutil.rmtree(made, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch:
-            if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two check real counts
+            if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two need the real sizes
                 for name in ("gpt2", "nano"):
                     patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
             done = CliRunner().invoke(app, words, input="more bottles\n" * 500)
@@ -138,14 +137,14 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    monkeypatch.setattr(plan, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
+    monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return Folder(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_a_page_runs_as_printed(page: Path, folder: Folder) -> None:
+def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
     blocks = re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}
     for i, (language, code) in enumerate(blocks):
@@ -170,7 +169,7 @@ def test_a_page_runs_as_printed(page: Path, folder: Folder) -> None:
 
 
 def check_outline(code: str, module: str) -> None:
-    """A sketch of a module, with ... for bodies, names what the module has: fields and parameters are compared."""
+    """Compare the fields and parameters in an outline, with ... for bodies, with those of the module."""
     real = importlib.import_module(f"handgrad.{module.replace('/', '.')}")
     for node in ast.parse(code).body:
         if isinstance(node, ast.ClassDef):
@@ -180,7 +179,7 @@ def check_outline(code: str, module: str) -> None:
             assert [a.arg for a in node.args.args] == list(inspect.signature(getattr(real, node.name)).parameters)
 
 
-def test_an_outline_that_is_wrong_is_seen() -> None:
+def test_wrong_outline_fails() -> None:
     with pytest.raises(AssertionError):
         check_outline("def grad_b(delta, a, into): ...", "ops/layernorm")
     with pytest.raises(AssertionError):
@@ -188,7 +187,7 @@ def test_an_outline_that_is_wrong_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_examples_of_help_run(name: str, folder: Folder) -> None:
+def test_help_examples_run(name: str, folder: Folder) -> None:
     found = examples_of_help(name)
     assert found, f"handgrad {name} --help has no example"
     for arguments in found:
@@ -200,7 +199,7 @@ def test_the_examples_of_help_run(name: str, folder: Folder) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Makefile"], ids=lambda p: p.name)
 def test_commands_in_running_text_exist(page: Path) -> None:
-    """A mention may leave out what a command needs; what it names has to be there."""
+    """A mention may omit required options, but every command and option in it must exist."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     if page.name == "Makefile":
         for arguments in commands_in(text):
@@ -214,7 +213,7 @@ def test_commands_in_running_text_exist(page: Path) -> None:
             assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: handgrad {line}"
 
 
-def test_the_reader_of_commands_can_see() -> None:
+def test_commands_are_found_and_checked() -> None:
     assert commands_in("cat x | handgrad train --data - # no\ntorchrun -n 2 -m handgrad get\n") == [
         ["train", "--data", "-"],
         ["get"],
@@ -229,7 +228,7 @@ def test_the_reader_of_commands_can_see() -> None:
 
 
 def test_help_lists_the_counts_of_the_paper() -> None:
-    """Each count that plan --help names comes out of the command beside it."""
+    """Each count in plan --help is the output of the command next to it."""
     text = " ".join(help_of("plan").split())
     for arguments, key in zip(
         examples_of_help("plan"), ("total", "total", "total", "trainable", "trainable"), strict=True

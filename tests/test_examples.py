@@ -193,14 +193,14 @@ def test_the_report(tmp_path: Path, width: int) -> None:
     flat = " ".join(text.split())
     for part in (
         "from lines: 1 messages, 1 prompt and completion, 2 text",
-        "1 text longer than the context, divided into several examples",
-        "1 left out, with nothing to learn inside the context; the first is",
-        "d.jsonl:3",
+        "1 text longer than the context, split into several examples",
+        "1 skipped, with nothing to learn inside the context; first:",
         "«To the naïve façade.⏎ <|im_end|>⏎»",
         "«Indeed<|im_end|>⏎»",
         "<|im_start|>user⏎ Oh<|im_end|>⏎",
     ):
         assert part in flat, part
+    assert "d.jsonl:3" in "".join(text.split()), "a long path is folded anywhere"
     assert "█" in text and text.count("«") == 2
 
 
@@ -229,7 +229,7 @@ def test_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     found, summary = read([file], skip_bad=True)
     assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 10
     assert learned(found, 5)[1][0] == f"the last{END}"
-    assert "12 lines left out, not usable" in shown((found, summary), 80)
+    assert "12 invalid lines skipped" in shown((found, summary), 80)
 
 
 def test_lines_that_cannot_be_encoded_are_bad_lines(tmp_path: Path) -> None:

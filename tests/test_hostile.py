@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 import handgrad as hg
 from conftest import save_as_others
 from handgrad.adapters import merged_files
-from handgrad.cli.training import _read_config
 from handgrad.files import manifest
 from handgrad.formats import checkpoint
 from handgrad.text import chat
 from handgrad.text.chat import ChatTemplate
 from handgrad.training.config import TrainOptions
+from handgrad.training.option_file import read_option_file
 from hostile import MEGABYTES, SECONDS, Case, Runner
 
 SHAPE = hg.preset("nano", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_blocks=2)
@@ -246,12 +246,12 @@ def options(name: str, text: str) -> Make:
 
 
 def read_options(name: str) -> Callable[[Path], object]:
-    return lambda folder: _read_config(folder / name, TrainOptions)
+    return lambda folder: read_option_file(folder / name, TrainOptions)
 
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)) + "lr: *a40\n"
 OPTIONS = [
-    Case("a billion laughs", options("c.yaml", LAUGHS), read_options("c.yaml"), "refers to another line"),
+    Case("a billion laughs", options("c.yaml", LAUGHS), read_options("c.yaml"), "has an alias"),
     Case("nested YAML", options("c.yaml", "[" * 30_000), read_options("c.yaml"), "cannot be read"),
     Case("nested TOML", options("c.toml", "a = " + "[" * 30_000), read_options("c.toml"), "cannot be read"),
     Case("digits in YAML", options("c.yaml", f"steps: {DIGITS}"), read_options("c.yaml"), "cannot be read"),

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 import handgrad as hg
 from conftest import group, handgrad
 from handgrad import optim
-from handgrad.cli.training import _read_config
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
 from handgrad.training.distributed import Ranks
 from handgrad.training.job import Job
 from handgrad.training.loop import evaluate, take_step
+from handgrad.training.option_file import read_option_file
 from handgrad.training.pretrain import prepare
 from handgrad.training.run import Run
 
@@ -228,13 +228,13 @@ def test_a_config_file_and_flags_that_win(text: Path, tmp_path: Path) -> None:
 
 def config_of(tmp_path: Path, name: str, text: str) -> dict:
     (tmp_path / name).write_text(text)
-    return _read_config(tmp_path / name, TrainOptions)
+    return read_option_file(tmp_path / name, TrainOptions)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepps = 3", "there is no option 'stepps'"),
+        ("stepps = 3", "unknown option 'stepps'"),
         ('lr = "abc"', "c.toml: --lr must be a number, not 'abc'"),
         ("lr = true", "--lr must be a number"),
         ("steps = 1.5", "--steps must be an integer"),

@@ -1,4 +1,4 @@
-"""`hg.train` and `hg.finetune`: the commands of the same names, from Python."""
+"""`hg.train` and `hg.finetune`: the commands `handgrad train` and `handgrad finetune` as Python functions."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .display.progress import Lines, Silent
 from .errors import HandgradError, shown
-from .training.config import SHAPE, FinetuneOptions, TrainOptions
+from .training.config import SHAPE, FinetuneOptions, TrainOptions, is_list
 from .training.distributed import Ranks
 from .training.finetune import prepare as prepare_finetuning
 from .training.lifecycle import Prepare, Request, Result, execute
@@ -30,12 +30,12 @@ def train(
 ) -> Result:
     """Train a model on text, as `handgrad train` does.
 
-    data      text files, folders or patterns; tiny Shakespeare unless given
-    model     a preset's name, or the folder of a model to continue from
-    out       folder of the run; the next free one in runs/ unless given
-    resume    create the run in `out`, or continue it if it is there
+    data      text files, folders or glob patterns; default: tiny Shakespeare
+    model     a preset's name, or the folder of a model to start from
+    out       run folder; default: the next free name in runs/
+    resume    continue the run in `out`, or start it if there is none
     quiet     print nothing
-    options   every option of the command by its name, as in steps=500, lr=1e-3, n_blocks=2
+    options   all other options of the command by name, as in steps=500, lr=1e-3, n_blocks=2
 
     result = hg.train("book.txt", steps=200)
     result.model, result.folder, result.val_loss
@@ -54,12 +54,12 @@ def finetune(
 ) -> Result:
     """Fine-tune a model on examples, as `handgrad finetune` does: adapters, or with full=True all weights.
 
-    model     a model directory, the folder of a run, an adapter, or a name on the hub
-    data      files with examples, folders or patterns
-    others    as in `hg.train`; options such as rank=16, targets="c_attn,c_fc", epochs=3
+    model     a model directory, a run folder, an adapter, or a name on the hub
+    data      files with examples, folders or glob patterns
+    others    as in `hg.train`; also options such as rank=16, targets="c_attn,c_fc", epochs=3
 
     result = hg.finetune("path/to/gpt2", "examples.jsonl", rank=8)
-    result.place                    the adapter's folder
+    result.path                     the adapter's folder
     """
     return _run(FinetuneOptions, prepare_finetuning, data, model, out, resume, quiet, options)
 
@@ -82,14 +82,14 @@ def _run(
     known = set(types) - {"shape", "clock"} | set(SHAPE)
     for name in options:
         if name not in known:
-            raise HandgradError(f"there is no option {name!r}; there are {', '.join(sorted(known))}")
+            raise HandgradError(f"unknown option {name!r}; available: {', '.join(sorted(known))}")
     shape = {name: options.pop(name) for name in SHAPE if name in options}
     given: dict[str, Any] = {
-        name: _several(value) if types[name] == tuple[str, ...] else value for name, value in options.items()
+        name: _strings(value) if is_list(types[name]) else value for name, value in options.items()
     }
     if shape:
         given["shape"] = tuple(sorted(shape.items()))
-    if sources := _several(data):
+    if sources := _strings(data):
         given["data"] = sources
     if str(model) != kind.model:
         given["model"] = str(model)
@@ -103,8 +103,8 @@ def _run(
         ranks.shutdown()
 
 
-def _several(value: Sources) -> tuple[str, ...]:
-    """One text or path stands for a list of one."""
+def _strings(value: Sources) -> tuple[str, ...]:
+    """A tuple of strings from one path or several."""
     items = [value] if isinstance(value, str | Path) else list(value)
     for item in items:
         if not isinstance(item, str | Path):

@@ -37,6 +37,22 @@ def seconds(x: float) -> str:
     return f"{x:,.{min(2, max(0, 2 - _magnitude(x)))}f} {unit}"
 
 
+def loss(x: float) -> str:
+    """Four decimals: 1.4014"""
+    return f"{x:.4f}"
+
+
+def count(x: float) -> str:
+    """Rounded to an integer: 12,346"""
+    return f"{x:,.0f}"
+
+
+def flop(n: float) -> str:
+    """Floating-point operations: 129 MFLOP, 1.31 GFLOP"""
+    n, unit = (n / 1e9, "GFLOP") if n >= 999.5e6 else (n / 1e6, "MFLOP")
+    return f"{n:,.{max(0, 2 - _magnitude(n))}f} {unit}"
+
+
 def clock(x: float) -> str:
     """A duration as a clock shows it: 0:07, 12:30, 1:02:03"""
     minutes, rest = divmod(round(x), 60)

@@ -1,52 +1,15 @@
-"""The plan of a training step, as tables and as JSON."""
+"""A plan as tables and as JSON."""
 
 import json
-import resource
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from .. import adapters
-from ..adapters import peft
-from ..errors import HandgradError
-from ..formats.models import Found
-from ..formatting import percent, plural, seconds, size
-from ..model.config import preset
+from ..formatting import flop, percent, plural, seconds, size
+from ..plan.estimate import Plan
 from ..plan.parameters import parameters
-from ..plan.step import Plan, make_plan
-from ..plan.timing import predict
-from ..training.job import Job
-
-
-def plan_of(found: Found, changes: dict[str, Any], rank: int, targets: tuple[str, ...], **step: Any) -> Plan:
-    """The plan for a model as a user names it: a preset with changes, a model directory, or an adapter as it is."""
-    if found.is_preset:
-        return make_plan(preset(found.name, **changes), rank=rank, targets=targets, **step)
-    if changes:
-        raise HandgradError(
-            f"{found.name} has its shape already: --{next(iter(changes)).replace('_', '-')} goes with presets"
-        )
-    if found.folder is not None and adapters.is_adapter(found.folder):
-        if rank or targets:
-            raise HandgradError(
-                f"{found.name} is an adapter, and the plan is that of training it: leave out --rank and --targets"
-            )
-        ranks, extra = peft.ranks_of(found.folder)
-        return make_plan(found.config, ranks=ranks, extra=extra, **step)
-    return make_plan(found.config, rank=rank, targets=targets, **step)
-
-
-def plan_of_job(job: Job) -> Plan:
-    """The plan for a run that is ready to go; of uneven examples, with their mean length."""
-    factors = {id(p) for adapter in adapters.adapters_of(job.model).values() for p in (adapter.down, adapter.up)}
-    extra = sum(p.numel() for p in job.model.parameters() if p.requires_grad and id(p) not in factors)
-    tokens = job.training.size(0, job.batch, False)[0] // job.batch
-    ranks = job.adapter_ranks or None
-    return make_plan(
-        job.model.config, job.batch, max(1, tokens), job.options.dtype, recompute=job.options.recompute,
-        update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0,
-    )  # fmt: skip
+from ..plan.timing import Forecast
 
 
 def to_json(plan: Plan) -> str:
@@ -60,8 +23,9 @@ def to_json(plan: Plan) -> str:
     return json.dumps({"config": vars(c), **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
 
 
-def tables(plan: Plan, name: str, width: int) -> list[Table]:
-    return [_parameters(plan, name, width), step_table(plan, width)]
+def tables(plan: Plan, forecast: Forecast, name: str, width: int) -> list[Table]:
+    """Two tables, at most `width` columns wide: the parameters of the model, and the cost of a step."""
+    return [_parameters(plan, name, width), step_table(plan, forecast, width)]
 
 
 def _parameters(plan: Plan, name: str, width: int) -> Table:
@@ -69,7 +33,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
     for column in ("layer", "symbol"):
         table.add_column(column, no_wrap=True)
-    named = width >= 88  # on a narrow terminal the numbers come first
+    named = width >= 88  # a narrow terminal has no room for names
     if named:
         table.add_column("name in the file", no_wrap=True)
     table.add_column("shape", justify="right", no_wrap=True)
@@ -93,43 +57,39 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     return table
 
 
-def step_table(plan: Plan, width: int) -> Table:
+def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
+    """FLOP, bytes and seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {plan.dtype}"
     table.add_column("quantity", no_wrap=True, min_width=20)
     table.add_column("amount", justify="right", no_wrap=True, min_width=14)
     if width >= 72:
-        table.add_column("what it is", style="dim")
+        table.add_column("meaning", style="dim")
 
     def row(*cells: str, **options: Any) -> None:
         table.add_row(*cells[: len(table.columns)], **options)
 
-    what = f"rank {plan.rank} beside {', '.join(plan.targets)}" if plan.rank else "all of them"
+    what = f"rank {plan.rank} on {', '.join(plan.targets)}" if plan.rank else "all weights"
     row(
         "trainable parameters",
         f"{plan.trainable:,}",
         f"{percent(plan.trainable / plan.total)} of {plan.total:,}: {what}",
     )
-    row("forward", _flop(plan.forward_flop), "matrix products, two operations per multiply-add")
-    row("backward", _flop(plan.backward_flop), "error signals and gradients", end_section=True)
+    row("forward", flop(plan.forward_flop), "matrix products; a multiply-add counts as two")
+    row("backward", flop(plan.backward_flop), "error signals and gradients", end_section=True)
     row("weights", size(plan.bytes_weights), "")
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
-    row("saved activations", size(plan.bytes_saved), "kept by the blocks for the backward pass")
-    row("temporary buffers", size(plan.bytes_passing), "logits of some rows, a block's backward pass")
-    row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "the sum of these")
-    process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # before anything large is made
-    row("process at its peak", size(plan.bytes_peak + process),
-        f"with {size(process)} for Python and its libraries: what train shows as memory", end_section=True)  # fmt: skip
+    row("saved activations", size(plan.bytes_saved), "for the backward pass")
+    row("temporary buffers", size(plan.bytes_passing), "of the logits, or a block's backward pass")
+    row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
+    row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
+        f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip
     row(
-        "a step takes about",
-        seconds(predict(plan)),
-        "extrapolated from shorter steps, timed just now",
+        "time of a step",
+        seconds(forecast.step_seconds),
+        "extrapolated from smaller steps timed now",
         end_section=True,
     )
-    row("KV cache per token", size(plan.bytes_cache_per_token), "while generating")
+    row("KV cache per token", size(plan.bytes_cache_per_token), "for generation")
     return table
-
-
-def _flop(count: float) -> str:
-    return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"

@@ -1,4 +1,4 @@
-"""How a run is shown: live on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live panel on a terminal, plain lines elsewhere."""
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import adapters
-from ..formatting import clock, number, percent, plural, size
+from ..formatting import clock, count, loss, number, percent, plural, size
 from ..text.examples import Examples, Summary
 from ..text.tokenizer import Tokenizer
 from ..training.job import Job
@@ -24,7 +24,7 @@ TICKS = "▁▂▃▄▅▆▇█"
 
 
 class Lines:
-    """One line for each thing that happened: for logs."""
+    """Prints one line per event, for logs and pipes."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -47,12 +47,12 @@ class Lines:
 
     def show(self, record: dict[str, Any]) -> None:
         if "val_loss" in record:
-            self.say(f"step {record['step']:>7,}  validation loss {record['val_loss']:.4f}")
+            self.say(f"step {record['step']:>6,}  validation loss {loss(record['val_loss'])}")
         else:
             self.say(
-                f"step {record['step']:>7,}  loss {record['loss']:.4f}  lr {number(record['lr'])}"
-                f"  |∂| {_number(record['grad_norm'], '.3f')}  {record['tokens_per_second']:,.0f} tokens/s"
-                f"  {_percent(record.get('mfu'))} of matmul peak  {size(record['memory'])}"
+                f"step {record['step']:>6,}  loss {loss(record['loss'])}  lr {number(record['lr']):<8}"
+                f"  grad norm {_or_dash(number, record['grad_norm']):<6}  {count(record['tokens_per_second'])} tok/s"
+                f"  {_or_dash(percent, record.get('mfu'))} of matmul peak  {size(record['memory'])}"
             )
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class Lines:
 
 
 class Silent(Lines):
-    """For every process but the first."""
+    """Prints nothing: for all processes but the first."""
 
     def say(self, text: str) -> None:
         pass
@@ -70,7 +70,7 @@ class Silent(Lines):
 
 
 class Board(Lines):
-    """A table that changes in place, with a small curve of the loss."""
+    """A live panel: the latest metrics, a curve of the loss, the latest sample."""
 
     def __init__(self, console: Console):
         super().__init__(console)
@@ -130,23 +130,22 @@ class Board(Lines):
             facts.add_column(style="dim", no_wrap=True)
             facts.add_column(no_wrap=True, min_width=9)
         of = f" of {job.recipe.steps:,}" if job.recipe.steps else ""
-        best = min((loss for _, loss in self.evaluations), default=None)
+        best = min((val_loss for _, val_loss in self.evaluations), default=None)
         cells = [
             ("step", f"{r.get('step', job.step):,}{of}"),
-            ("loss", _number(r.get("loss"), ".4f")),
-            ("validation", _number(self.evaluations[-1][1] if self.evaluations else None, ".4f")),
+            ("loss", _or_dash(loss, r.get("loss"))),
+            ("validation", _or_dash(loss, self.evaluations[-1][1] if self.evaluations else None)),
             ("learning rate", number(r["lr"]) if r else "–"),
-            ("gradient norm", _number(r.get("grad_norm"), ".3f")),
-            ("best", _number(best, ".4f")),
-            ("tokens/s", _number(r.get("tokens_per_second"), ",.0f")),
-            ("of matmul peak", _percent(r.get("mfu"))),
+            ("gradient norm", _or_dash(number, r.get("grad_norm"))),
+            ("best", _or_dash(loss, best)),
+            ("tokens/s", _or_dash(count, r.get("tokens_per_second"))),
+            ("of matmul peak", _or_dash(percent, r.get("mfu"))),
             ("peak memory", size(r["memory"]) if r else "–"),
         ]
         for i in range(0, 9, 3):
             facts.add_row(*(part for cell in cells[i : i + 3] for part in cell))
         width = max(10, self.console.width - 6)
-        ahead = self._left()
-        left = f"time left {clock(ahead) if ahead is not None else '–'}"
+        left = f"time left {_or_dash(clock, self._seconds_left())}"
         curve = Text(sparkline(self.losses, width), style="dark_orange3")
         parts: list[Table | Text] = [facts, curve, Text(left, style="dim")]
         if self.sample:
@@ -154,30 +153,31 @@ class Board(Lines):
             parts.append(Text(shown[: 2 * width], style="italic", overflow="ellipsis"))
         return Panel(Group(*parts), title="training", box=box.ROUNDED, border_style="dim")
 
-    def _left(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         assert self.job is not None
         done = self.job.progress
         return (1 - done) / done * self.job.seconds if done > 0 else None
 
 
 def describe(job: Job) -> list[str]:
+    """Two lines about a job: its model, and how it is trained."""
     o, r, m = job.options, job.recipe, job.model.config
     parameters = list(job.model.parameters())
-    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     until = plural(r.steps, "step") if r.steps else plural(r.minutes or 0, "minute")
-    part = f"; {trained:,} of them train ({percent(trained / count)})" if trained < count else ""
+    part = f"; {trained:,} of them trainable ({percent(trained / total)})" if trained < total else ""
     if job.adapter_ranks:
-        count -= sum(p.numel() for adapter in adapters.adapters_of(job.model).values() for p in adapter.factors())
-        part = f"; {trained:,} beside them train ({percent(trained / count)})"
+        total -= sum(p.numel() for adapter in adapters.adapters_of(job.model).values() for p in adapter.factors())
+        part = f"; {trained:,} trainable in the adapter ({percent(trained / total)})"
     shape = f"{plural(m.n_blocks, 'block')} of width {m.d_model:,}, context {m.n_context:,}"
     return [
-        f"model: {plural(count, 'parameter')}, {shape}{part}",
-        f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer} at {number(r.lr)}, {o.dtype}",
+        f"model: {plural(total, 'parameter')}, {shape}{part}",
+        f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer}, lr {number(r.lr)}, {o.dtype}",
     ]
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as a row of small bars, averaged into as many as fit."""
+    """The values as a row of small bars, averaged so that at most `width` remain."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
@@ -186,15 +186,11 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(TICKS[round((v - low) / (high - low) * 7) if high > low else 0] for v in means)
 
 
-def _number(x: float | None, form: str) -> str:
-    return "–" if x is None else format(x, form)
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.0f} %"
+def _or_dash(form: Callable[[float], str], x: float | None) -> str:
+    return "–" if x is None else form(x)
 
 
 def watch(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
-    """A progress bar on stderr around a sequence, gone when it is done."""
+    """Wrap a sequence in a progress bar on stderr that disappears at the end; no bar if stderr is not a terminal."""
     err = Console(stderr=True, emoji=False)
     return lambda sequence: track(sequence, what, console=err, transient=True) if err.is_terminal else sequence

@@ -1,4 +1,4 @@
-"""Every parameter of a model and of its adapters, counted from the configuration alone."""
+"""The parameters of a model and of its adapters, counted from the configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from ..model.gpt import GPT
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model."""
+    """A tensor of the model."""
 
     layer: str  # "embedding", "block", "final norm" or "logits"
-    symbol: str  # the paper's
-    name: str  # Hugging Face's; inside a block without the block's number
+    symbol: str  # in the paper
+    name: str  # in Hugging Face's files; in a block without its prefix transformer.h.N
     shape: tuple[int, ...]
 
     @property
@@ -26,7 +26,7 @@ class Parameter:
 
 
 def parameters(config: GPTConfig) -> list[Parameter]:
-    """Every tensor, with one block standing for all; the three parts of the fused c_attn are listed one by one."""
+    """All tensors, those of a block listed once; the fused c_attn is listed as q, k and v."""
     c, d = config, config.d_model
     queries, values, hidden = c.n_heads * c.query_width, c.n_heads * c.value_width, c.hidden_width
     rows = [
@@ -64,7 +64,7 @@ _BLOCK_TARGETS = ("c_attn", "q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_pro
 
 
 LORA_TARGETS = {
-    "all-linear": ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),  # the block's matrices as the files hold them
+    "all-linear": ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),  # the matrices of a block, as stored
     "paper": (
         "q",
         "k",
@@ -73,12 +73,12 @@ LORA_TARGETS = {
         "mlp.c_fc",
         "mlp.c_proj",
         "lm_head",
-    ),  # Section 7: a pair for each of q, k, v
+    ),  # Section 7 has separate adapters for q, k and v
 }
 
 
 def linear_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
-    """(f_in, f_out) of everything an adapter can stand beside."""
+    """(f_in, f_out) of every layer that can have an adapter."""
     c, d = config, config.d_model
     queries, values = c.n_heads * c.query_width, c.n_heads * c.value_width
     return {
@@ -94,31 +94,31 @@ def linear_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 
 def lora_targets(targets: str) -> tuple[str, ...]:
-    """'all-linear', 'paper', or names with commas."""
+    """The layers named by "all-linear", "paper" or a comma-separated list."""
     chosen = LORA_TARGETS.get(targets) or tuple(dict.fromkeys(t.strip() for t in targets.split(",") if t.strip()))
     known = (*_BLOCK_TARGETS, "lm_head")
     for name in chosen:
         if name not in known:
             options = ", ".join((*LORA_TARGETS, *known))
-            raise HandgradError(f"no linear layer is called {name!r}; choose from {options}")
+            raise HandgradError(f"unknown linear layer {name!r}; available: {options}")
     if not chosen:
-        raise HandgradError("no target for the adapters: give all-linear, paper, or names with commas")
+        raise HandgradError("no target for the adapters: give all-linear, paper, or comma-separated names")
     if "c_attn" in chosen and {"q", "k", "v"} & set(chosen):
-        raise HandgradError("c_attn is q, k and v together: name either it or them")
+        raise HandgradError("c_attn is q, k and v together: name c_attn or its parts, not both")
     return chosen
 
 
 def lora_parameters(config: GPTConfig, rank: int, targets: tuple[str, ...]) -> int:
-    """r (f_in + f_out) for each target, in every block; the logits layer once"""
+    """Number of parameters: r (f_in + f_out) for each target, in every block; lm_head once"""
     shapes = linear_shapes(config)
     return sum(rank * sum(shapes[t]) * (1 if t == "lm_head" else config.n_blocks) for t in targets)
 
 
-Ranks = Mapping[str, int]  # rank of the adapter by the name of its layer; empty: all weights train
+Ranks = Mapping[str, int]  # rank of the adapter by layer name; empty: all weights train
 
 
 def target_ranks(config: GPTConfig, rank: int, targets: str | Sequence[str]) -> Ranks:
-    """The layers that `targets` names, as in `lora.choose`; or as the paper counts, with adapters for q, k and v apart."""
+    """The rank for every layer that `targets` names, as in `lora.choose`, or with separate adapters for q, k and v."""
     names = split_names([targets] if isinstance(targets, str) else targets)
     if {"paper", "q", "k", "v"} & set(names):
         chosen = lora_targets(",".join(names))
@@ -128,11 +128,11 @@ def target_ranks(config: GPTConfig, rank: int, targets: str | Sequence[str]) -> 
 
 
 def block_of(name: str) -> int | None:
-    """The number of the block that a layer belongs to."""
+    """The index of the block that contains a layer; None outside the blocks."""
     parts = name.split(".")
     return int(parts[2]) if parts[1:2] == ["h"] else None
 
 
 def target_of(name: str) -> str:
-    """transformer.h.3.attn.c_attn → c_attn, transformer.h.3.mlp.c_fc → mlp.c_fc: a key of `linear_shapes`"""
+    """The key of a layer in `linear_shapes`: transformer.h.3.attn.c_attn → c_attn, transformer.h.3.mlp.c_fc → mlp.c_fc"""
     return name.partition(".h.")[2].partition(".")[2].replace("attn.c_attn", "c_attn") or name

@@ -1,8 +1,10 @@
-"""Seconds of a training step before it runs: the shape at hand with one and two blocks is timed on this machine, and the
-rest of the blocks and of the vocabulary is extrapolated. So dtype, attention, passes over memory and the fixed cost of
-every call are in the figure as they are here. And the rate of bare matrix products, for the share of it that a run reaches.
+"""Predict the seconds of a training step, and measure the machine's matmul rate.
+
+Steps of the same shape with one and two blocks and a small vocabulary are timed on this machine, and extrapolated to all
+blocks and the full vocabulary. This accounts for the dtype, attention, memory traffic and the overhead of every call.
 """
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,39 +15,57 @@ import torch
 from .. import adapters, optim
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from .estimate import Plan, make_plan
+from .memory import BYTES, tokens_per_piece
 from .parameters import target_of
-from .step import BYTES, Plan, make_plan, walked_together
 
-LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; beyond them the matmul rate alone has to serve
-FEW, MANY = 256, 8192  # sizes of vocabulary that are timed
+LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; a larger one is predicted from the matmul rate alone
+FEW, MANY = 256, 8192  # vocabulary sizes of the trial steps
 
 
 @dataclass(frozen=True)
 class Times:
+    """Seconds of the two parts of a step."""
+
     gradients: float
     update: float
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan cannot count, measured on this machine."""
+
+    step_seconds: float
+    runtime_bytes: int  # memory of the process before the step: Python and its libraries
+
+
+def forecast(plan: Plan) -> Forecast:
+    """Predict the seconds of a step. The process's memory is read first: trial steps raise its peak."""
+    runtime_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Forecast(predict(plan), runtime_bytes)
+
+
 def predict(plan: Plan, budget: float = 1.5) -> float:
-    """Seconds of a step: its gradients, piece by piece, and one update of AdamW with the gradient's norm."""
+    """Seconds of a step: the gradients of every micro-batch, the gradient's norm and one AdamW update. Trial steps run for
+    about `budget` seconds."""
     c = plan.config
     trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}
-    piece = walked_together(plan.batch, plan.tokens)
+    piece = tokens_per_piece(plan.batch, plan.tokens)
     largest = replace(c, n_blocks=2, n_vocab=min(MANY, c.n_vocab))
     trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
     if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     steps = {trial: _Trial(plan, *trial) for trial in trials}
-    found = _alternate(steps, budget)
-    blocks, words = (1, min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))
+    found = _best_times(steps, budget)
+    small, large = (1, min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))
 
     def extrapolate(get: Callable[[Times], float]) -> float:
-        one = get(found[blocks])
+        one = get(found[small])
         total = one
         if c.n_blocks > 1:
-            total += (c.n_blocks - 1) * max(0.0, get(found[2, blocks[1]]) - one)
+            total += (c.n_blocks - 1) * max(0.0, get(found[2, small[1]]) - one)
         if c.n_vocab > FEW:
-            total += (c.n_vocab - FEW) / (words[1] - FEW) * max(0.0, get(found[words]) - one)
+            total += (c.n_vocab - FEW) / (large[1] - FEW) * max(0.0, get(found[large]) - one)
         return total
 
     pieces = -(-plan.batch * plan.tokens // piece)
@@ -53,17 +73,17 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
 
 
 class _Trial:
-    """A step of the same shape with few blocks and few words."""
+    """A training step of the planned shape, with fewer blocks and a smaller vocabulary."""
 
     def __init__(self, plan: Plan, n_blocks: int, n_vocab: int):
         self.model = GPT(replace(plan.config, n_blocks=n_blocks, n_vocab=n_vocab), dtype=getattr(torch, plan.dtype))
         if plan.ranks:
             of = {target_of(name).replace("c_attn", "attn.c_attn"): rank for name, rank in plan.ranks.items()}
-            apart = [of.pop(name) for name in ("q", "k", "v") if name in of]
-            if apart:
-                of["attn.c_attn"] = max(apart)
+            separate = [of.pop(name) for name in ("q", "k", "v") if name in of]
+            if separate:  # a model has one fused adapter for q, k and v
+                of["attn.c_attn"] = max(separate)
             adapters.inject(self.model, max(of.values()), targets=tuple(of), rank_pattern=of)
-        piece = walked_together(plan.batch, plan.tokens)
+        piece = tokens_per_piece(plan.batch, plan.tokens)
         self.tokens = torch.randint(n_vocab, (piece // plan.tokens, plan.tokens))
         self.recompute = plan.recompute
         self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
@@ -78,8 +98,8 @@ class _Trial:
         return Times(between - start, time.perf_counter() - between)
 
 
-def _alternate(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tuple[int, int], Times]:
-    """The best of several rounds; in each all take turns. The first round warms up."""
+def _best_times(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tuple[int, int], Times]:
+    """Best times over several interleaved rounds; the first round is a warm-up."""
     best: dict[tuple[int, int], Times] = {}
     end, rounds = time.perf_counter() + budget, 0
     while rounds < 2 or (time.perf_counter() < end and rounds < 200):
@@ -92,13 +112,13 @@ def _alternate(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tupl
     return best
 
 
-# ── the rate of matrix products ─────────────────────────────────────────────────────────────────────────────────────
+# ── matmul rate ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
 
 
 def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
-    """FLOP per second of bare products: the best of several shapes that fill the machine."""
+    """FLOP per second of matrix products alone: the best over large shapes."""
     if dtype not in BYTES:
         raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
     best = 0.0
@@ -110,14 +130,13 @@ def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
 
 
 class Peak:
-    """The highest rate of matrix products known on this machine: measured when first asked for, and raised by any step
-    that is faster, so that a share of it is never above 1."""
+    """The machine's peak matmul rate: measured at first use, and raised by any faster step, so that MFU is at most 1."""
 
     def __init__(self, dtype: str):
         self.dtype, self.rate = dtype, 0.0
 
-    def share(self, done: float, seconds: float) -> float:
-        """Model FLOP utilization (MFU): of what the products could have reached in this time, what the step did."""
+    def mfu(self, done: float, seconds: float) -> float:
+        """Model FLOP utilization (MFU): `done` FLOP divided by what the peak rate allows in `seconds`."""
         if done <= 0 or seconds <= 0:
             return 0.0
         self.rate = max(self.rate or matmul_rate(self.dtype), done / seconds)
@@ -125,7 +144,7 @@ class Peak:
 
 
 def best_of(run: Callable[[], object], seconds: float) -> float:
-    """The shortest time of a call, over about so many seconds."""
+    """Shortest time of a call, repeated for about `seconds`."""
     run()
     best, end = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < end:

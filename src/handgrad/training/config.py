@@ -103,6 +103,11 @@ class TrainOptions:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
+def is_list(hint: object) -> bool:
+    """Whether an option of this type takes several values."""
+    return hint == tuple[str, ...]
+
+
 def _name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 

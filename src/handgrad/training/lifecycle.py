@@ -55,12 +55,12 @@ class Result:
     folder: Path
     job: Job
     outcome: Outcome
-    place: Path  # of the model or the adapter
+    path: Path  # of the model or the adapter
     text: str  # a sample of the model, or ""
 
     @property
     def val_loss(self) -> float | None:
-        """Of the model or adapter in `place`."""
+        """Of the model or adapter in `path`."""
         return self.job.best if math.isfinite(self.job.best) else None
 
     @property
@@ -125,8 +125,8 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                 display = tensorboard.WithTensorBoard(display, run.folder)
             display.begin(job)
             outcome = train(job, run, ranks, display)
-        place = Path(ranks.broadcast(lambda: str(conclude(job, run))))
-        return Result(run.folder, job, outcome, place, sample(job) if ranks.first else "")
+        path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
+        return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
     finally:
         display.end()
         if ranks.first:
@@ -294,7 +294,7 @@ def conclude(job: Job, run: Run) -> Path:
     best = run.best().folder
     if not job.options.exports_result:
         return best
-    place = run.folder / ("model" if job.model.adapter is None else "adapter")
+    path = run.folder / ("model" if job.model.adapter is None else "adapter")
 
     def fill(partial: Path) -> None:
         for file in best.iterdir():
@@ -302,5 +302,5 @@ def conclude(job: Job, run: Run) -> Path:
                 shutil.copyfile(file, partial / file.name)
         manifest.write(partial)
 
-    write_folder(place, fill, follow=False)
-    return place
+    write_folder(path, fill, follow=False)
+    return path

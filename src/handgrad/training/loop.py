@@ -54,7 +54,7 @@ class Interval:
         return {
             "step": job.step, "loss": sum(self.losses) / len(self.losses), "lr": self.lr, "grad_norm": self.norm,
             "tokens_per_second": (job.tokens - self.tokens) / seconds,
-            "mfu": job.peak.share(self.flop, seconds) if job.peak else None,
+            "mfu": job.peak.mfu(self.flop, seconds) if job.peak else None,
             "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
         }  # fmt: skip
 

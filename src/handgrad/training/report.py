@@ -1,10 +1,10 @@
-"""report.html of a run: one file without any outside parts, with the curves, the configuration and what the model wrote."""
+"""report.html of a run: one self-contained page with curves, samples and the configuration."""
 
 from html import escape
 from math import log10
 from typing import Any
 
-from ..formatting import number, plural, seconds, size
+from ..formatting import count, loss, number, percent, plural, seconds, size
 from .run import Run
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
@@ -29,7 +29,7 @@ table{border-collapse:collapse;font-size:.9rem}td{padding:2px 16px 2px 0;vertica
 
 
 def report(run: Run) -> str:
-    """The page."""
+    """The HTML page."""
     records = run.records()
     steps = [r for r in records if "loss" in r]
     evaluations = [r for r in records if "val_loss" in r]
@@ -37,7 +37,7 @@ def report(run: Run) -> str:
     charts = [
         ("Loss", {"training": _curve(steps, "loss"), "validation": _curve(evaluations, "val_loss")}, False),
         ("Learning rate", {"learning rate": _curve(steps, "lr")}, False),
-        ("Norm of the gradient, layer by layer (log scale)", _by_layer(steps), True),
+        ("Gradient norm by layer (log scale)", _by_layer(steps), True),
         ("Throughput, tokens per second", {"tokens per second": _curve(steps, "tokens_per_second")}, False),
     ]
     body = [
@@ -51,7 +51,7 @@ def report(run: Run) -> str:
             body.append(f"<h2>{escape(title)}</h2>{chart(drawn, log)}")
     samples = [r for r in evaluations if r.get("sample")]
     if samples:
-        body.append("<h2>What it wrote</h2>")
+        body.append("<h2>Samples</h2>")
         every = max(1, len(samples) // 6)
         chosen = samples[::every]
         if chosen[-1] is not samples[-1]:
@@ -89,9 +89,9 @@ def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str
     if evaluations:
         trained = [r for r in evaluations if r["step"] > 0] or evaluations
         best = min(trained, key=lambda r: r["val_loss"])
-        text += f" Best validation loss {best['val_loss']:.4f}, after {plural(best['step'], 'step')}."
+        text += f" Best validation loss {loss(best['val_loss'])}, after {plural(best['step'], 'step')}."
         if evaluations[0]["step"] == 0 and evaluations[0]["val_loss"] < best["val_loss"]:
-            text += f" The model was better before training: {evaluations[0]['val_loss']:.4f}."
+            text += f" The model was better before training: {loss(evaluations[0]['val_loss'])}."
     return text
 
 
@@ -99,19 +99,19 @@ def _facts(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> st
     if not steps:
         return ""
     last = steps[-1]
-    cells = [("training loss", f"{last['loss']:.4f}")]
+    cells = [("training loss", loss(last["loss"]))]
     if evaluations:
-        cells.append(("validation loss", f"{evaluations[-1]['val_loss']:.4f}"))
+        cells.append(("validation loss", loss(evaluations[-1]["val_loss"])))
     cells += [
-        ("tokens per second", f"{last['tokens'] / last['seconds']:,.0f}"),
-        ("of matmul peak", f"{100 * sum(r.get('mfu') or 0 for r in steps) / len(steps):.0f} %"),
+        ("tokens per second", count(last["tokens"] / last["seconds"])),
+        ("of matmul peak", percent(sum(r.get("mfu") or 0 for r in steps) / len(steps))),
         ("peak memory", size(last["memory"])),
     ]
     return '<div class="facts">' + "".join(f"<div><b>{v}</b><span>{k}</span></div>" for k, v in cells) + "</div>"
 
 
 def chart(curves: dict[str, Curve], log: bool = False) -> str:
-    """Lines over the steps, with an axis that names its ends and its middle."""
+    """An SVG line chart over steps, with labels at both ends and the middle of each axis."""
     flat = [(x, log10(y) if log else y) for curve in curves.values() for x, y in curve]
     left, right = min(x for x, _ in flat), max(x for x, _ in flat)
     low, high = min(y for _, y in flat), max(y for _, y in flat)
@@ -131,7 +131,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
         if right > left or share == 0.5:
             parts.append(
                 f'<text x="{LEFT + wide * share:.0f}" y="{HEIGHT - 8}" text-anchor="{anchor}">'
-                f"{left + share * (right - left):,.0f}</text>"
+                f"{count(left + share * (right - left))}</text>"
             )
     key = []
     for i, (name, curve) in enumerate(curves.items()):
@@ -151,7 +151,7 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, list) and value and isinstance(value[0], list):
-        return ", ".join(" ".join(map(_value, pair)) for pair in value)  # fields of the shape
+        return ", ".join(" ".join(map(_value, pair)) for pair in value)  # the shape: names and values
     if isinstance(value, list):
         return ", ".join(_value(v) for v in value) or "–"
     return number(value) if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""TensorBoard events beside what a display shows. The package is optional."""
+"""Write TensorBoard events. The package tensorboard is optional."""
 
 import importlib.util
 from pathlib import Path
@@ -9,12 +9,13 @@ from .job import Display
 
 
 def check_installed() -> None:
+    """Raise if tensorboard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise HandgradError("--tensorboard needs the package tensorboard: pip install tensorboard")
 
 
 class WithTensorBoard:
-    """A display that writes every record as TensorBoard events as well."""
+    """A display that also writes every record as TensorBoard events."""
 
     def __init__(self, display: Display, folder: Path):
         from torch.utils.tensorboard import SummaryWriter

@@ -7,7 +7,7 @@ from ...model.config import PRESETS, preset
 from ...model.gpt import GPT
 from ...paper import attention, layernorm, lora, loss, transformer
 from ...paper.transformer import Backward
-from ...plan.step import make_plan
+from ...plan.estimate import make_plan
 from ..oracles import relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch, shortfall
 from .transformer import cases

@@ -5,8 +5,8 @@ import torch
 from ...model.config import GPTConfig, preset
 from ...model.gpt import GPT
 from ...paper import transformer
+from ...plan.estimate import make_plan
 from ...plan.parameters import linear_shapes, lora_parameters, lora_targets
-from ...plan.step import make_plan
 from ..oracles import relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch
 from .transformer import cases

@@ -1,0 +1,44 @@
+"""The terminal: standard output, standard error, and `--json`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..files.atomic import check_writable, write_text
+
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
+
+JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="JSON output file, or - for stdout.")]
+
+
+def say(text: str) -> None:
+    """Print plain text: no wrapping, markup or highlighting."""
+    out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def note(text: str) -> None:
+    """Print a remark to stderr; nothing if it is empty."""
+    if text:
+        err.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+def check_json_target(target: str | None) -> None:
+    """Raise if `--json` names a file that cannot be written."""
+    if target is not None and target != "-":
+        check_writable(Path(target))
+
+
+def write_json(text: str, target: str | None) -> bool:
+    """Write JSON to a file or to stdout. Returns False if `--json` was not given."""
+    if target is None:
+        return False
+    if target == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        write_text(Path(target), text + "\n")
+        err.print(f"wrote {target}", highlight=False)
+    return True

@@ -1,0 +1,82 @@
+"""`handgrad plan`"""
+
+from typing import Annotated
+
+import typer
+
+from . import console
+from .console import JsonOption
+from .options import MODEL, MODEL_SHAPE, PRESET
+
+
+def plan(
+    model: Annotated[str, typer.Option(help=MODEL)] = "paper",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence. [default: the model's context]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Data type: float64, float32 or bfloat16.")] = "float32",
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the adapters. [default: 0, train all weights]")] = 0,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers with adapters, as in handgrad finetune; also q, k and v, and paper, the layers that Section 7"
+            " counts. Separate names with commas, or repeat the option. [default: all-linear]"
+        ),
+    ] = None,
+    n_blocks: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_blocks"])] = None,
+    d_model: Annotated[int | None, typer.Option(help=MODEL_SHAPE["d_model"])] = None,
+    n_heads: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_heads"])] = None,
+    n_vocab: Annotated[int | None, typer.Option(help=f"Size of the vocabulary. {PRESET}")] = None,
+    n_context: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_context"])] = None,
+    d_hidden: Annotated[int | None, typer.Option(help=MODEL_SHAPE["d_hidden"])] = None,
+    tied: Annotated[
+        bool | None,
+        typer.Option(
+            "--tied/--untied",
+            help=f"Logits weight shared with the embedding, or separate. {PRESET}",
+        ),
+    ] = None,
+    logits_bias: Annotated[
+        bool | None,
+        typer.Option("--logits-bias/--no-logits-bias", help=f"Logits with or without a bias. {PRESET}"),
+    ] = None,
+    recompute: Annotated[
+        str, typer.Option(help="Activations to recompute in the backward pass: none, or blocks.")
+    ] = "none",
+    update_inside: Annotated[
+        bool, typer.Option("--update-inside", help="Update each layer inside the backward pass.")
+    ] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Count parameters, operations and bytes of a training step before it runs, and predict its time and memory.
+
+    For an adapter, or a run of handgrad finetune, it plans the training of that adapter.
+
+    The counts of the paper's Section 7 and Table 3:
+
+      handgrad plan --model paper                   # 85,120,849; one block 7,087,872, logits 38,647,633
+      handgrad plan --model paper --n-blocks 12     # 163,087,441
+      handgrad plan --model gpt2                    # 124,439,808
+      handgrad plan --rank 16 --targets lm_head     # 816,400 trainable
+      handgrad plan --n-blocks 12 --rank 16 --targets paper     # 3,470,608 trainable
+    """
+    from ..display import plan as display
+    from ..formats.models import find_model
+    from ..plan.estimate import plan_model
+    from ..plan.timing import forecast
+
+    console.check_json_target(json_file)
+    changes = {
+        "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
+        "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
+    }  # fmt: skip
+    found = find_model(model)
+    console.note(found.note)
+    planned = plan_model(
+        found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
+        batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
+    )  # fmt: skip
+    if not console.write_json(display.to_json(planned), json_file):
+        for table in display.tables(planned, forecast(planned), model, console.out.width):
+            console.out.print(table)

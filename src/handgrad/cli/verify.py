@@ -1,0 +1,71 @@
+"""`handgrad verify`"""
+
+import secrets
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import HandgradError
+from . import console
+from .console import JsonOption
+from .options import MODEL
+
+if TYPE_CHECKING:
+    from ..proof.report import Report
+
+
+def verify(
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of shapes and values. [default: random]")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Checks to run: E-ln-dx, 'T2-*', R1,R2 … [default: all]")
+    ] = None,
+    json_file: JsonOption = None,
+    model: Annotated[str | None, typer.Option(help=f"{MODEL} [default: none, check the paper]")] = None,
+) -> None:
+    """Prove every equation, number and claim of the paper on this machine.
+
+    Runs one check for each line of the paper's ledger and one for each misprint that matters, on random shapes and
+    values. With --model it checks every error signal and every parameter gradient of that model instead, against
+    autograd and against finite differences.
+
+    Exit status 1 if any check fails.
+
+      handgrad verify
+      handgrad verify --only 'E-ln-*,R8' --seed 5
+      handgrad verify --model nano
+    """
+    seed = secrets.randbelow(1_000_000) if seed is None else seed
+    console.check_json_target(json_file)
+    if model is not None and only is not None:
+        raise HandgradError("--only selects the paper's checks; with --model every check runs: leave out --only")
+    report = _verify_paper(seed, only) if model is None else _verify_model(model, seed)
+    if not console.write_json(report.to_json(), json_file):
+        console.out.print(report)
+    elif not report.passed:
+        console.err.print(report.summary(), style="bold red", highlight=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _verify_paper(seed: int, only: str | None) -> "Report":
+    import torch
+
+    from ..display.progress import watch
+    from ..proof import ledger
+
+    torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
+    return ledger.run(seed, only, watch("checking"))
+
+
+def _verify_model(name: str, seed: int) -> "Report":
+    from ..display.progress import watch
+    from ..formats.models import find_model, open_folder
+    from ..model.gpt import GPT
+    from ..proof.random_batch import verify_on_random_batch
+
+    found = find_model(name)
+    console.note(found.note)
+    model = GPT(found.config, seed=seed) if found.folder is None else open_folder(found.folder)
+    report = verify_on_random_batch(model, seed, watch("finite differences"))
+    report.title = f"{name}: {report.title} (seed {seed})"
+    return report

@@ -1,0 +1,146 @@
+"""The plan of a training step: its parameters, FLOP and bytes, computed from the model's configuration.
+
+Parameter counts are exact. FLOP are those of the matrix products, two per multiply-add. Bytes are those of the tensors
+that exist at the peak of a step. `timing.py` predicts seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import adapters
+from ..adapters import peft
+from ..errors import HandgradError
+from ..formats.models import Found
+from ..model.config import GPTConfig, preset
+from .flop import Work, flop
+from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary
+from .parameters import Ranks, linear_shapes, parameters, target_of, target_ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost of one training step on `batch` sequences of `tokens` tokens."""
+
+    config: GPTConfig
+    batch: int
+    tokens: int
+    dtype: str
+    rank: int  # largest rank of an adapter; 0: all weights train
+    targets: tuple[str, ...]
+    recompute: str
+
+    # parameters
+    per_block: int
+    embedding: int
+    final_norm: int
+    logits: int
+    total: int
+    adapters: int
+    trainable: int
+
+    # floating-point operations of one step
+    forward_flop: int
+    backward_flop: int
+
+    # bytes
+    bytes_weights: int
+    bytes_gradients: int
+    bytes_optimizer: int
+    bytes_saved: int  # activations saved for the backward pass
+    bytes_passing: int  # temporary buffers
+    bytes_cache_per_token: int
+
+    ranks: Ranks = field(default_factory=dict, repr=False)
+
+    @property
+    def bytes_peak(self) -> int:
+        """Bytes of all tensors at the peak of a step."""
+        lasting = self.bytes_weights + self.bytes_gradients + self.bytes_optimizer
+        return lasting + self.bytes_saved + self.bytes_passing
+
+
+def make_plan(
+    config: GPTConfig,
+    batch: int = 1,
+    tokens: int | None = None,
+    dtype: str = "float32",
+    rank: int = 0,
+    targets: str | Sequence[str] = (),
+    recompute: str = "none",
+    update_inside: bool = False,
+    *,
+    ranks: Ranks | None = None,
+    extra: int = 0,
+) -> Plan:
+    """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
+
+    recompute       as in `GPT.loss_and_grads`
+    update_inside   each layer is updated inside the backward pass, and its gradients freed
+    ranks           rank by layer of an existing adapter, instead of rank and targets
+    extra           its trainable parameters besides the factors: magnitudes, modules_to_save
+    """
+    tokens = config.n_context if tokens is None else tokens
+    if dtype not in BYTES:
+        raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
+    if recompute not in ("none", "blocks"):
+        raise HandgradError(f"--recompute must be none or blocks, not {recompute!r}")
+    if batch < 1 or tokens < 1 or rank < 0:
+        raise HandgradError(
+            f"batch and tokens must be at least 1 and rank at least 0, not {batch}, {tokens} and {rank}"
+        )
+    if tokens > config.n_context:
+        raise HandgradError(f"{tokens} tokens do not fit into a context of {config.n_context}")
+    if targets and not rank:
+        raise HandgradError("targets need adapters: give a rank of at least 1 too")
+    if ranks is None:
+        ranks = target_ranks(config, rank, targets or "all-linear") if rank else {}
+
+    sizes = parameters(config)
+    of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
+    total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
+    shapes = linear_shapes(config)
+    n_adapters = sum(r * sum(shapes[target_of(name)]) for name, r in ranks.items()) + extra
+    trainable = n_adapters if ranks else total
+    size = BYTES[dtype]
+    forward, backward = flop(config, Work.of([tokens] * batch, config.causal), ranks, recompute)
+
+    return Plan(
+        config, batch, tokens, dtype, max(ranks.values(), default=0), tuple(dict.fromkeys(map(target_of, ranks))),
+        recompute,
+        per_block=of["block"],
+        embedding=of["embedding"],
+        final_norm=of["final norm"],
+        logits=of.get("logits", 0),
+        total=total,
+        adapters=n_adapters,
+        trainable=trainable,
+        forward_flop=forward,
+        backward_flop=backward,
+        bytes_weights=size * (total + n_adapters),
+        bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
+        bytes_optimizer=2 * size * trainable,
+        bytes_saved=size * saved(config, batch, tokens, recompute),
+        bytes_passing=size * temporary(config, batch, tokens, not ranks or "lm_head" in ranks)
+        + min(WORKSPACE, size * config.n_vocab * config.d_model),
+        bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
+        ranks=ranks,
+    )  # fmt: skip
+
+
+def plan_model(found: Found, changes: dict[str, Any], rank: int, targets: Sequence[str], **step: Any) -> Plan:
+    """Plan a step of the model that a user named: a preset with `changes`, a model directory, or an existing adapter.
+    `step` holds the other arguments of `make_plan`."""
+    if found.is_preset:
+        return make_plan(preset(found.name, **changes), rank=rank, targets=targets, **step)
+    if changes:
+        option = "--" + next(iter(changes)).replace("_", "-")
+        raise HandgradError(f"{option} needs a preset, and {found.name} is a folder with a fixed shape: leave it out")
+    if found.folder is not None and adapters.is_adapter(found.folder):
+        if rank or targets:
+            raise HandgradError(
+                f"{found.name} is an adapter, and the plan is for training it: leave out --rank and --targets"
+            )
+        ranks, extra = peft.ranks_of(found.folder)
+        return make_plan(found.config, ranks=ranks, extra=extra, **step)
+    return make_plan(found.config, rank=rank, targets=targets, **step)
