@@ -1,5 +1,7 @@
 """Numbers as people read them, in messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
 
+import math
+
 
 def plural(n: float, noun: str, several: str | None = None) -> str:
     """1 step, 2,000 steps, 0.5 epochs"""
@@ -52,3 +54,20 @@ def percent(share: float) -> str:
 def _magnitude(x: float) -> int:
     """Digits before the point, less one: 0 for 3.7, 2 for 498, −3 for 0.0039."""
     return int(f"{abs(x):.2e}".partition("e")[2]) if x else 0
+
+
+def typeset(x: float) -> str:
+    """Three significant digits as in a formula: 0.0039, −7, 12,300, 1.50·10⁻⁷"""
+    if x == 0 or not math.isfinite(x):
+        return "0" if x == 0 else str(x)
+    if x < 0:
+        return f"−{typeset(-x)}"
+    if 1e-3 <= x < 1e5:
+        return f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
+    mantissa, exponent = f"{x:.2e}".split("e")
+    return f"{mantissa}·10" + "".join("⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".index(c)] for c in str(int(exponent)))
+
+
+def subscript(i: int) -> str:
+    """₀, ₁₂"""
+    return "".join("₀₁₂₃₄₅₆₇₈₉"[int(c)] for c in str(i))

@@ -82,7 +82,7 @@ def explain(
     server = Server(session, port)
     out.print(f"{name}, {note}", highlight=False, markup=False)
     out.print(f"{server.url}   Ctrl-C ends it", highlight=False, soft_wrap=True)
-    Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
+    Thread(target=session.sentence, args=[session.text], daemon=True).start()  # ready when the browser is
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
     with suppress(KeyboardInterrupt):  # the way to end it
