@@ -46,8 +46,8 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_explain, "_train_on_the_spot", lambda: run_folder(tmp_path / "spot"))
-    assert "on the spot" in choose(None)[3]
+    monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "small"))
+    assert "trained for 400 steps" in choose(None)[3]
     run_folder(tmp_path / "runs" / "mine")
     (tmp_path / "runs" / "begun").mkdir()
     (tmp_path / "runs" / "begun" / "run.json").write_text("{}")  # newer, but without a checkpoint
@@ -62,11 +62,11 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
     monkeypatch.setattr(cli_explain, "cache_folder", lambda: tmp_path)
-    folder = cli_explain._train_on_the_spot()
+    folder = cli_explain._train_small_model()
     assert Run(folder).best().step == 2
     assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]
     before = (folder / "run.json").stat().st_mtime_ns
-    assert cli_explain._train_on_the_spot() == folder and (folder / "run.json").stat().st_mtime_ns == before
+    assert cli_explain._train_small_model() == folder and (folder / "run.json").stat().st_mtime_ns == before
 
 
 def test_mistakes(tmp_path: Path) -> None:
