@@ -142,5 +142,6 @@ def about_lens(label: str, first: str, probability: float, target: str | None, s
     return f"{text}. The target {quote(target)} has probability {typeset(share)}."
 
 
-def about_swaps(label: str, other: str, change: float) -> str:
-    return f"To first order, replacing {quote(label)} by {quote(other)} would change the loss by {typeset(change)}."
+def about_swaps(labels: Sequence[str], t: int, other: str, change: float) -> str:
+    replacement = f"{quote(other)} instead of {_at(labels, t)}"
+    return f"The best single replacement, to first order: {replacement} would change the loss by {typeset(change)}."

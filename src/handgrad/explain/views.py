@@ -213,7 +213,7 @@ def _swaps(
     caption = "No other token would lower the loss."
     if improvable:
         t = min(improvable, key=lambda t: rows[t]["swaps"][0]["change"])
-        caption = captions.about_swaps(labels[t], rows[t]["swaps"][0]["word"], rows[t]["swaps"][0]["change"])
+        caption = captions.about_swaps(labels, t, rows[t]["swaps"][0]["word"], rows[t]["swaps"][0]["change"])
     made = _map(delta_0, "delta", "delta_0", station, caption, limit)
     return {"maps": [made], "swaps": rows, "swaps_caption": caption}
 

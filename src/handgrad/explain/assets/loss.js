@@ -7,7 +7,7 @@ import { number, percent, visible } from "./format.js";
 
 // Station a_0: the tokens, and the replacements that would lower the loss.
 export function tokenTable(state, view) {
-  const rows = view.swaps.map((s, t) => el("tr", {}, el("td", { class: "figure" }, t + 1), el("td", {}, el("b", {}, visible(state.overview.tokens[t].label))), el("td", { class: "figure" }, s.id), el("td", {}, s.swaps.map((x) => `${visible(x.word)} ${number(x.change, 2)}`).join("   "))));
+  const rows = view.swaps.map((s, t) => el("tr", {}, el("td", { class: "figure" }, t + 1), el("td", {}, el("b", {}, visible(state.overview.tokens[t].label))), el("td", { class: "figure" }, s.id), el("td", {}, s.swaps.map((x) => `‘${visible(x.word)}’ ${number(x.change, 2)}`).join(" · ") || "none")));
   const head = el("tr", {}, ["position", "token", "id", "replacements that would lower the loss most, to first order"].map((t) => el("th", { scope: "col" }, t)));
   return el("section", { class: "card", "aria-label": "Tokens" }, el("h3", {}, "The sentence as token ids"), el("p", { class: "caption" }, view.swaps_caption), el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Tokens and possible replacements" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
 }

@@ -16,7 +16,7 @@ const state = { table: null, overview: null, proofs: null, view: "station", stat
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let pending = 0; // open requests
 
-// ── progress and status ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── progress and status ────────────────────────────────────────────────────────────────────────────────────────────
 
 async function busy(promise) {
   pending++;
@@ -35,7 +35,7 @@ function setStatus(text, problem = false) {
   status.className = problem ? "problem" : "";
 }
 
-// ── the current view ──────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the current view ───────────────────────────────────────────────────────────────────────────────────────────────
 
 // All stops in order: every station forward, then every station backward.
 function allStops() {
@@ -135,7 +135,7 @@ const actions = {
   },
 };
 
-// ── the sentence ────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 // Show the sentence that `request` returns, unless another one was requested meanwhile.
 async function load(request, discard = false) {
@@ -213,7 +213,7 @@ function drawTokens() {
   if (before !== undefined) strip.querySelector(`[data-token="${before}"]`)?.focus({ preventScroll: true });
 }
 
-// ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── start ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";

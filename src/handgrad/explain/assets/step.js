@@ -108,13 +108,13 @@ const rateKey = (power) => String(Number((10 ** power).toPrecision(3)));
 function outcome(last) {
   const expected = last.predicted - last.loss, got = last.measured - last.loss;
   const share = expected ? got / expected : 0;
-  const result = share > 0.9 && share < 1.1 ? "as predicted" : got > 0 ? "it rose, so the step was too large" : `${percent(Math.max(0, share))} of the prediction, because the loss is curved`;
+  const result = share > 0.9 && share < 1.1 ? "This is as predicted" : got > 0 ? "The loss rose: the step was too large" : `That is ${percent(Math.max(0, share))} of the prediction, because the loss is curved`;
   const fact = (id, label, value) => el("div", {}, el("b", { id, "data-value": value }, number(value, 5)), el("span", {}, label));
   return el(
     "section",
     { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite" },
     el("div", { class: "facts" }, fact("loss-before", "loss before", last.loss), fact("loss-predicted", "predicted to first order", last.predicted), fact("loss-measured", "measured", last.measured)),
-    el("p", { class: "caption" }, `The step changed the loss by ${number(got)}; the gradient predicted ${number(expected)}: ${result}.`),
+    el("p", { class: "caption" }, `The step changed the loss by ${number(got)}; the gradient predicted ${number(expected)}. ${result}.`),
   );
 }
 

@@ -50,9 +50,9 @@ export function seenTour() {
 
 function show(aside, state, visit) {
   const [title, text, where] = STOPS[at];
-  const place = { ...where };
-  if (place.station === "last block a_6") place.station = `blocks.${state.table.blocks - 1}.a_6`;
-  visit(place).then(() => {
+  const target = { ...where };
+  if (target.station === "last block a_6") target.station = `blocks.${state.table.blocks - 1}.a_6`;
+  visit(target).then(() => {
     // on a narrow page the box covers the lower half: scroll what it describes to the top
     if (matchMedia("(max-width: 860px)").matches) document.querySelector(at === 0 ? ".top" : at === 1 ? "#map" : "#main").scrollIntoView();
   });
