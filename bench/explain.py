@@ -73,9 +73,9 @@ def browse(url: str, began: float, found: list[Found]) -> int:
         found += report(page, stations, "after the proof")
         started = time.perf_counter()
         page.fill("#sentence", " ".join(reversed(page.input_value("#sentence").split())))
-        before = page.locator("#view-station").get_attribute("data-look")
+        before = page.locator("#view-station").get_attribute("data-sentence")
         page.keyboard.press("Enter")
-        page.wait_for_selector(f"#view-station:not([data-look='{before}'])")
+        page.wait_for_selector(f"#view-station:not([data-sentence='{before}'])")
         found.append(("another sentence", time.perf_counter() - started, 0))
         chromium.close()
     return tokens

@@ -1,4 +1,4 @@
-"""Photograph the page of handgrad explain: part of `make images`. Uses the model in runs/, or trains the small one first."""
+"""Take the screenshots of handgrad explain, for `make images`. Uses the newest run in runs/, or trains the small model."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from handgrad.explain.session import Session
 
 HERE = Path(__file__).parent
 SIZE = {"width": 1180, "height": 800}
-# name, where, theme, what to bring into view
+# file name, address, theme, element to scroll to
 SHOTS = [
     ("explain-map", "station/blocks.1.a_6/backward?token=33", "light", None),
     ("explain-station", "station/blocks.2.a_10/backward?token=33", "dark", ".maps"),
@@ -22,8 +22,8 @@ SHOTS = [
 
 
 def main() -> None:
-    network, words, name, note = choose(None)
-    session = Session(network, words, name, note, TEXT)
+    network, tokenizer, name, note = choose(None)
+    session = Session(network, tokenizer, name, note, TEXT)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     with Server(session) as url, sync_playwright() as playwright:

@@ -1,5 +1,7 @@
 """Format numbers for messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
 
+import math
+
 
 def plural(n: float, noun: str, plural_noun: str | None = None) -> str:
     """A count with its noun: 1 step, 2,000 steps, 0.5 epochs"""
@@ -68,3 +70,20 @@ def percent(fraction: float) -> str:
 def _magnitude(x: float) -> int:
     """Decimal exponent after rounding to three digits: 0 for 3.7, 2 for 498, −3 for 0.0039."""
     return int(f"{abs(x):.2e}".partition("e")[2]) if x else 0
+
+
+def typeset(x: float) -> str:
+    """Three significant digits as in a formula: 0.0039, −7, 12,300, 1.50·10⁻⁷"""
+    if x == 0 or not math.isfinite(x):
+        return "0" if x == 0 else str(x)
+    if x < 0:
+        return f"−{typeset(-x)}"
+    if 1e-3 <= x < 1e5:
+        return f"{x:.3g}" if x < 1000 else f"{x:,.0f}"
+    mantissa, exponent = f"{x:.2e}".split("e")
+    return f"{mantissa}·10" + "".join("⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".index(c)] for c in str(int(exponent)))
+
+
+def subscript(i: int) -> str:
+    """₀, ₁₂"""
+    return "".join("₀₁₂₃₄₅₆₇₈₉"[int(c)] for c in str(i))

@@ -1,4 +1,4 @@
-"""The command: which model it takes, what it writes, what it says to mistakes."""
+"""The command: which model it chooses, what it writes, how it reports mistakes."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from looking import TEXT, make_session
+from tiny_session import TEXT, make_session
 from typer.testing import CliRunner
 
 import handgrad as hg
@@ -19,10 +19,10 @@ from handgrad.explain.server import Server
 from handgrad.training.run import Run
 
 
-def model_directory(folder: Path, words: bool = True, **shape: object) -> Path:
+def model_directory(folder: Path, with_tokenizer: bool = True, **shape: object) -> Path:
     session = make_session(n_blocks=1, **shape)  # type: ignore[arg-type]
     hg.save(session.model, folder)
-    if words:
+    if with_tokenizer:
         session.tokenizer.write(folder)
     return folder
 
@@ -44,34 +44,36 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "page.html" in capsys.readouterr().out
 
 
-def test_which_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_explain, "_train_on_the_spot", lambda: run_folder(tmp_path / "spot"))
-    assert "on the spot" in choose(None)[3]
+    monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "small"))
+    assert "trained for 400 steps" in choose(None)[3]
     run_folder(tmp_path / "runs" / "mine")
     (tmp_path / "runs" / "begun").mkdir()
-    (tmp_path / "runs" / "begun" / "run.json").write_text("{}")  # newer, but nothing is in it yet
-    network, words, name, note = choose(None)
-    assert name == "mine" and note == "trained in runs/mine" and words.n_vocab == 256 and network.config.n_blocks == 1
+    (tmp_path / "runs" / "begun" / "run.json").write_text("{}")  # newer, but without a checkpoint
+    network, tokenizer, name, note = choose(None)
+    assert (
+        name == "mine" and note == "trained in runs/mine" and tokenizer.n_vocab == 256 and network.config.n_blocks == 1
+    )
     assert choose("nano")[3].startswith("random weights")
-    assert choose(str(model_directory(tmp_path / "bytes", words=False)))[1].encode("a") == [97]
+    assert choose(str(model_directory(tmp_path / "bytes", with_tokenizer=False)))[1].encode("a") == [97]
 
 
-def test_a_model_is_trained_on_the_spot_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_explain, "STEPS", 2)
     monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)
-    folder = cli_explain._train_on_the_spot()
+    folder = cli_explain._train_small_model()
     assert Run(folder).best().step == 2
     assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]
     before = (folder / "run.json").stat().st_mtime_ns
-    assert cli_explain._train_on_the_spot() == folder and (folder / "run.json").stat().st_mtime_ns == before
+    assert cli_explain._train_small_model() == folder and (folder / "run.json").stat().st_mtime_ns == before
 
 
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="neither a preset"):
         choose("gpt5")
     with pytest.raises(hg.HandgradError, match=r"put its\s+tokenizer.json there"):
-        choose(str(model_directory(tmp_path / "odd", words=False, n_vocab=300)))
+        choose(str(model_directory(tmp_path / "odd", with_tokenizer=False, n_vocab=300)))
     folder = str(model_directory(tmp_path / "model"))
     with pytest.raises(hg.HandgradError, match="does not exist"):
         explain(model=folder, html=tmp_path / "no" / "page.html")
@@ -82,7 +84,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
-def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
+def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     folder = model_directory(tmp_path / "model")
     command = [sys.executable, "-m", "handgrad", "explain", "--model", str(folder), "--text", TEXT, "--no-open"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -99,13 +101,13 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_a_server_can_be_begun_and_ended_twice() -> None:
+def test_a_server_can_be_started_and_stopped_twice() -> None:
     for _ in range(2):
         with Server(make_session(n_blocks=1)) as url, urllib.request.urlopen(url) as page:
             assert page.status == 200
 
 
-def test_help_names_it() -> None:
+def test_help_lists_every_option() -> None:
     done = CliRunner().invoke(app, ["explain", "--help"])
     assert done.exit_code == 0
     for option in ("--model", "--text", "--html", "--lora", "--port", "--no-open"):

@@ -1,29 +1,29 @@
-"""The badge: green for what is right, red for what is broken, at the station where it is broken."""
+"""The checks of every station: all pass for correct formulas; a broken formula fails at its own station."""
 
 import pytest
 import torch
-from looking import TEXT, make_session
+from tiny_session import TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain import proof as module
-from handgrad.explain.proof import Prover, Verdict
+from handgrad.explain.proof import CheckResults, Prover
 from handgrad.explain.session import Session
 from handgrad.model.layers import QueryKeyValue
 from handgrad.ops import activation, attention, embedding, layernorm, linear, lora, loss
 from handgrad.text import tokenizer
 
 
-def verdict_on(session: Session, differences: bool = True) -> Verdict:
-    prover, verdict = Prover(session), Verdict()
+def check_all(session: Session, differences: bool = True) -> CheckResults:
+    prover, results = Prover(session), CheckResults()
     for station in session.stations:
-        prover.answer_now(session.look(TEXT), verdict, station, differences)
-    return verdict
+        prover.check_now(session.sentence(TEXT), results, station, differences)
+    return results
 
 
-def red(verdict: Verdict, kind: str | None = None) -> set[str]:
+def failed_stations(results: CheckResults, kind: str | None = None) -> set[str]:
     return {
         id
-        for id, checks in verdict.checks.items()
+        for id, checks in results.checks.items()
         if any(not c["passed"] and (kind is None or c["kind"] == kind) for c in checks)
     }
 
@@ -33,17 +33,17 @@ def red(verdict: Verdict, kind: str | None = None) -> set[str]:
     [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
      {"activation": "relu", "n_blocks": 1}, {"activation": "relu2", "n_blocks": 1}],
 )  # fmt: skip
-def test_every_station_of_a_sound_model_is_proven(shape: dict[str, object]) -> None:
-    verdict = verdict_on(make_session(**shape))  # type: ignore[arg-type]
-    assert red(verdict) == set()
-    kinds = {c["kind"] for checks in verdict.checks.values() for c in checks}
+def test_every_station_passes(shape: dict[str, object]) -> None:
+    results = check_all(make_session(**shape))  # type: ignore[arg-type]
+    assert failed_stations(results) == set()
+    kinds = {c["kind"] for checks in results.checks.values() for c in checks}
     assert kinds == {"twin", "autograd", "differences", "identity", "rounding"}
-    assert all(len(checks) >= 2 for id, checks in verdict.checks.items() if id != "a_0")
-    said = " ".join(c["what"] for checks in verdict.checks.values() for c in checks)
-    for identity in ("rows of Δ_causal sum to 0", "rows of Δ₁₂ sum to 0", "rows of ρ sum to 1"):
-        assert identity in said
+    assert all(len(checks) >= 2 for id, checks in results.checks.items() if id != "a_0")
+    quantities = " ".join(c["what"] for checks in results.checks.values() for c in checks)
+    for identity in ("each row of Δ_causal sums to 0", "each row of Δ₁₂ sums to 0", "each row of ρ sums to 1"):
+        assert identity in quantities
     if not shape:
-        assert "∂b_k is 0" in said and "sum of both its uses" in said
+        assert "∂b_k is 0" in quantities and "sum of the gradients of both uses" in quantities
 
 
 def without_second_mean(
@@ -73,30 +73,30 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_a_broken_formula_turns_its_badge_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, function, wrong, expected = BREAKAGES[name]
-    monkeypatch.setattr(room, function, wrong)
-    verdict = verdict_on(make_session())
-    assert expected <= red(verdict)
+def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module_, function, wrong, expected = BREAKAGES[name]
+    monkeypatch.setattr(module_, function, wrong)
+    results = check_all(make_session())
+    assert expected <= failed_stations(results)
     for id in expected:
-        failed = {c["kind"] for c in verdict.checks[id] if not c["passed"]}
+        failed = {c["kind"] for c in results.checks[id] if not c["passed"]}
         assert {"autograd", "differences"} & failed
-    if "gradient of b" in name:  # what arrives is right, so nothing else is touched
+    if "gradient of b" in name:  # all error signals stay correct
         assert all(
-            not c["what"].endswith(("arrives", "leaves"))
-            for cs in verdict.checks.values()
+            not c["what"].endswith(("incoming", "outgoing"))
+            for cs in results.checks.values()
             for c in cs
             if not c["passed"]
         )
 
 
-def test_identities_notice_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identities_alone_detect_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, draw: int | None) -> None:
         self.weight.grad = a.t() @ delta
         self.bias.grad = delta.sum(0) + 1e-3  # type: ignore[union-attr]
 
     monkeypatch.setattr(QueryKeyValue, "accumulate", with_rounding)
-    assert "blocks.0.a_3" in red(verdict_on(make_session(), differences=False), "identity")
+    assert "blocks.0.a_3" in failed_stations(check_all(make_session(), differences=False), "identity")
 
 
 def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,46 +104,46 @@ def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch)
     session = make_session(lora=2)
     with torch.no_grad():
         session.model.blocks[0].mlp.c_fc.up += 0.1  # type: ignore[union-attr]
-    assert "blocks.0.a_7" in red(verdict_on(session, differences=False))
+    assert "blocks.0.a_7" in failed_stations(check_all(session, differences=False))
 
 
-def test_answers_come_from_the_background() -> None:
+def test_results_come_from_the_background_thread() -> None:
     session = make_session(n_blocks=1)
-    look = session.look(TEXT)
+    sentence = session.sentence(TEXT)
     prover = Prover(session)
     try:
-        answer = prover.ask(look, session.by_id["blocks.0.a_3"], 60.0)
+        answer = prover.request(sentence, session.by_id["blocks.0.a_3"], 60.0)
         assert answer["state"] == "done" and answer["passed"] is True
-        everything = prover.ask(look, None, 60.0)
+        everything = prover.request(sentence, None, 60.0)
         assert all(x == {"passed": True, "state": "done"} for x in everything.values())
     finally:
         prover.stop()
 
 
-def test_what_cannot_be_judged_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_check_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise hg.HandgradError("judging this model takes too much memory")
+        raise hg.HandgradError("checking this model takes too much memory")
 
     monkeypatch.setattr(module, "Checker", refuse)
     session = make_session(n_blocks=1)
     prover = Prover(session)
     try:
-        answer = prover.ask(session.look(TEXT), session.by_id["a_11"], 60.0)
+        answer = prover.request(session.sentence(TEXT), session.by_id["a_11"], 60.0)
         assert answer["passed"] is None and "too much memory" in answer["problem"] and answer["state"] == "done"
     finally:
         prover.stop()
 
 
-def test_the_judge_puts_everything_back() -> None:
+def test_checks_leave_the_model_unchanged() -> None:
     session = make_session()
-    look = session.look(TEXT)
+    sentence = session.sentence(TEXT)
     before = {name: p.clone() for name, p in session.model.named_parameters()}
-    verdict_on(session)
+    check_all(session)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in session.model.named_parameters())
-    assert session.look(TEXT) is look
+    assert session.sentence(TEXT) is sentence
 
 
-def test_every_kind_of_adapter_is_proven() -> None:
+def test_every_kind_of_adapter_passes() -> None:
     model = make_session().model
     hg.lora.inject(model, 2, targets=("all-linear", "lm_head"), dora=True, dropout=0.3)
     with torch.no_grad():
@@ -151,15 +151,15 @@ def test_every_kind_of_adapter_is_proven() -> None:
             if p.requires_grad:
                 p.add_(0.1 * torch.randn(p.shape))
     session = Session(model, tokenizer.make("bytes", ()), "adapted", "for a test", TEXT)
-    assert not red(verdict_on(session))
+    assert not failed_stations(check_all(session))
     shown = {parameter.symbol for station in session.stations for parameter in station.parameters}
     assert {"d_2", "u_6", "m_8", "m_11", "d_11"} <= shown
 
 
 @pytest.mark.parametrize("text", ["Hi", "\n\n", "aaa"])
-def test_short_sentences_are_proven_too(text: str) -> None:
+def test_short_sentences_pass(text: str) -> None:
     session = make_session()
-    prover, verdict = Prover(session), Verdict()
+    prover, results = Prover(session), CheckResults()
     for station in session.stations:
-        prover.answer_now(session.look(text), verdict, station, True)
-    assert not red(verdict)
+        prover.check_now(session.sentence(text), results, station, True)
+    assert not failed_stations(results)

@@ -1,4 +1,4 @@
-"""The server as a stranger meets it: what it answers, and what it turns away."""
+"""The web server: what it serves and what it rejects."""
 
 import contextlib
 import http.client
@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from looking import TEXT, make_session
+from tiny_session import TEXT, make_session
 
 from handgrad.errors import HandgradError
-from handgrad.explain.server import ASSETS, MOST_CONNECTIONS, Server
+from handgrad.explain.server import ASSETS, MAX_CONNECTIONS, Server
 
 JSON = {"Content-Type": "application/json"}
 
@@ -46,7 +46,7 @@ def sentence(server: Server, text: str = TEXT) -> dict[str, Any]:
     return found
 
 
-def test_the_page_and_its_parts(server: Server) -> None:
+def test_the_page_and_its_assets(server: Server) -> None:
     status, page, headers = call(server, "GET", "/")
     assert status == 200 and "handgrad" in page
     assert headers["content-security-policy"].startswith("default-src 'self'")
@@ -57,7 +57,7 @@ def test_the_page_and_its_parts(server: Server) -> None:
         assert "innerHTML" not in text and "eval(" not in text
 
 
-def test_a_walk_through_the_answers(server: Server) -> None:
+def test_every_request(server: Server) -> None:
     id = sentence(server)["id"]
     for path, about in [
         ("table", {}), ("overview", {}), ("station", {"station": "blocks.0.a_6"}), ("head", {"block": 0, "head": 1}),
@@ -100,7 +100,7 @@ def test_a_walk_through_the_answers(server: Server) -> None:
         ("DELETE", "/api/table", None, {**JSON, "Content-Length": "0"}, 405),
     ],
 )
-def test_what_is_turned_away(
+def test_rejected_requests(
     server: Server, method: str, path: str, body: Any, headers: dict[str, str] | None, status: int
 ) -> None:
     found, answer, _ = call(server, method, path, body, headers)
@@ -108,7 +108,7 @@ def test_what_is_turned_away(
     assert "Traceback" not in str(answer) and answer
 
 
-def test_wrong_questions_get_an_answer(server: Server) -> None:
+def test_invalid_parameters_get_an_error_message(server: Server) -> None:
     id = sentence(server)["id"]
     for about in [
         "station?station=nonsense", "head?block=9&head=0", "head?block=0&head=-1", "lens?station=a_0",
@@ -124,7 +124,7 @@ def test_html_in_a_sentence_is_text(server: Server) -> None:
     assert "".join(t["label"] for t in found["tokens"]) == '<img src=x onerror="alert(1)">'
 
 
-def test_eight_at_once(server: Server) -> None:
+def test_eight_clients_at_once(server: Server) -> None:
     problems: list[object] = []
 
     def client(i: int) -> None:
@@ -156,7 +156,7 @@ def test_it_listens_on_loopback_only(server: Server) -> None:
     assert server._socket.getsockname()[0] == "127.0.0.1"
 
 
-# ── a client that does not keep to the rules ────────────────────────────────────────────────────────────────────────
+# ── misbehaving clients ────────────────────────────────────────────────────────────────────────
 
 
 def connect(server: Server, *parts: bytes) -> socket.socket:
@@ -174,7 +174,7 @@ HEAD = b"POST /api/sentence HTTP/1.1\r\nHost: localhost\r\nContent-Type: applica
     [HEAD, HEAD + b"Content-Length: 10\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n"],
     ids=["post", "post with a length", "get"],
 )
-def test_a_body_without_a_length_is_turned_away_unread(server: Server, head: bytes) -> None:
+def test_a_body_without_a_length_is_rejected_unread(server: Server, head: bytes) -> None:
     client = connect(server, head + b"Transfer-Encoding: chunked\r\n\r\n")
     sent = 0
     try:
@@ -196,18 +196,18 @@ def test_a_get_has_no_body(server: Server) -> None:
 
 
 @pytest.mark.parametrize("parts", [[], [b"GET / HT"], [HEAD], [HEAD + b"Content-Length: 50\r\n\r\n", b'{"te']], ids=str)
-def test_a_request_that_does_not_arrive_ends_its_connection(
+def test_an_incomplete_request_closes_its_connection(
     server: Server, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.5)
+    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.5)
     client = connect(server, *parts)
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(100) == b""
     client.close()
 
 
-def test_a_request_that_trickles_in_ends_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.5)
+def test_a_slow_request_closes_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.5)
     client = connect(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n")
     with pytest.raises(OSError):
         for i in range(600):
@@ -216,14 +216,14 @@ def test_a_request_that_trickles_in_ends_its_connection(server: Server, monkeypa
     client.close()
 
 
-def test_an_answer_that_takes_long_is_not_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.explain.server.ARRIVAL", 0.05)
+def test_a_slow_response_is_not_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.05)
     monkeypatch.setattr("handgrad.explain.views.table", lambda session: time.sleep(1) or {"late": True})
     assert call(server, "GET", "/api/table")[1] == {"late": True}
 
 
-def test_connections_are_bounded(server: Server) -> None:
-    idle = [connect(server) for _ in range(MOST_CONNECTIONS + 20)]
+def test_connections_are_limited(server: Server) -> None:
+    idle = [connect(server) for _ in range(MAX_CONNECTIONS + 20)]
     closed = 0
     for client in idle[-10:]:
         try:
@@ -240,10 +240,10 @@ def test_connections_are_bounded(server: Server) -> None:
         except OSError:
             time.sleep(0.1)
     else:
-        pytest.fail("it does not recover")
+        pytest.fail("the server does not recover")
 
 
 @pytest.mark.parametrize("body", ["[" * 60_000, '{"text": ' * 7_000, '{"text": "a", "version": ' + "9" * 5_000 + "}"])
-def test_json_that_could_hurt_gets_an_answer(server: Server, body: str) -> None:
+def test_malicious_json_gets_an_error_message(server: Server, body: str) -> None:
     status, answer, _ = call(server, "POST", "/api/sentence", body.encode())
     assert status in (400, 422) and answer["error"]

@@ -1,4 +1,4 @@
-"""The command explain: which model, then the page on this machine or in a file."""
+"""The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
 import webbrowser
 from contextlib import suppress
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ..model.gpt import GPT
     from ..text.tokenizer import Tokenizer
 
-STEPS = 400  # of the model that is trained on the spot
+STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
-SMALL = 5_000_000  # parameters; below, a second thread would only wait
+SMALL = 5_000_000  # parameters; below, a second thread does not help
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -31,11 +31,11 @@ def explain(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"{MODEL} A preset has random weights. [default: the newest run in runs/, else a small model trained"
-            " on the spot]"
+            help=f"{MODEL} A preset has random weights. [default: the newest run in runs/, or else a small model that is"
+            " trained first]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help=f"The first sentence. [default: {TEXT}]")] = None,
+    text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT}]")] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
@@ -48,10 +48,10 @@ def explain(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Local port. [default: any free port]")] = 0,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the browser.")] = True,
 ) -> None:
-    """Watch backpropagation happen: a page that walks a sentence down the forward pass and its error up the backward pass.
+    """Watch backpropagation: a page that shows a forward and a backward pass of a real model, layer by layer.
 
-    Every number is the model's own, every formula stands beside its data, and every station is proven on that very
-    sentence, against autograd and finite differences. Only this machine can reach the page.
+    Every layer is shown with its formulas, the numbers of your sentence, and a check of the formulas on this sentence
+    against autograd and finite differences. Only this machine can open the page.
 
       handgrad explain --model nano --text "Once upon a time" --html page.html
       handgrad explain --model runs/mine --no-open
@@ -62,43 +62,43 @@ def explain(
         check_writable(html)
     from ..explain.session import Session, add_adapters
 
-    network, words, name, note = choose(model)
+    network, tokenizer, name, note = choose(model)
     if lora:
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
     if sum(p.numel() for p in network.parameters()) < SMALL:
         torch.set_num_threads(1)
-    session = Session(network, words, name, note, text or TEXT)
-    session.encode(session.text)  # a sentence that cannot be shown is said now
+    session = Session(network, tokenizer, name, note, text or TEXT)
+    session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..display.progress import watch
         from ..explain.export import export
 
-        write_text(html, export(session, session.text, watch("proving")))
+        write_text(html, export(session, session.text, watch("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
     from ..explain.server import Server
 
     server = Server(session, port)
     out.print(f"{name}, {note}", highlight=False, markup=False)
-    out.print(f"{server.url}   Ctrl-C ends it", highlight=False, soft_wrap=True)
-    Thread(target=session.look, args=[session.text], daemon=True).start()  # ready when the browser is
+    out.print(f"{server.url}   Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
+    Thread(target=session.sentence, args=[session.text], daemon=True).start()  # ready when the browser opens
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
-    with suppress(KeyboardInterrupt):  # the way to end it
+    with suppress(KeyboardInterrupt):  # the normal way to stop
         server.run()
 
 
 def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
-    """The model, its tokenizer, what it is called and where it comes from."""
+    """Return the model, its tokenizer, its name, and a note on where its weights come from."""
     from ..formats.models import find_model, open_folder
     from ..formats.run_folder import model_folder, newest_run
     from ..model.gpt import GPT
 
     if name is None and newest_run(with_checkpoint=True) is None:
-        folder = model_folder(_train_on_the_spot())
+        folder = model_folder(_train_small_model())
         network = open_folder(folder)
-        return network, _tokenizer(folder, network), "nano", f"trained on the spot, {plural(STEPS, 'step')}"
+        return network, _tokenizer(folder, network), "nano", f"trained for {plural(STEPS, 'step')}"
     found = find_model(name)
     if found.folder is None:
         network = GPT(found.config)
@@ -114,24 +114,24 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
 
 
 def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
-    """The one beside the model; else the one its vocabulary gives away."""
+    """Return the tokenizer of the model folder, or else the one that fits the size of the vocabulary."""
     from ..formats.models import tokenizer_folder
     from ..text import tokenizer
 
-    if folder is not None and (place := tokenizer_folder(folder)) is not None:
-        return tokenizer.read(place)
+    if folder is not None and (found := tokenizer_folder(folder)) is not None:
+        return tokenizer.read(found)
     if network.config.n_vocab == 256:
         return tokenizer.make("bytes", ())
     if network.config.n_vocab == 50257:
         return tokenizer.gpt2()
     raise HandgradError(
-        f"{folder} holds no tokenizer, and {network.config.n_vocab:,} ids are neither bytes nor GPT-2's: put its"
-        " tokenizer.json there"
+        f"{folder} has no tokenizer, and its vocabulary of {network.config.n_vocab:,} is neither bytes (256) nor GPT-2's"
+        " (50,257): put its tokenizer.json there"
     )
 
 
-def _train_on_the_spot() -> Path:
-    """The small model of `make demo`, trained for a short while; kept for the next time."""
+def _train_small_model() -> Path:
+    """Train the small model of `make demo` for a short time and cache it; return its run folder."""
     from ..display.progress import Board, Lines
     from ..formats.run_folder import RUNS
     from ..training.distributed import Ranks
@@ -145,7 +145,7 @@ def _train_on_the_spot() -> Path:
         return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
     if trained is None:
-        display.say(f"no run in {RUNS}/: training a small model first, {STEPS} steps, kept in {folder}")
+        display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()
     try:

@@ -1,11 +1,17 @@
-"""`handgrad explain`: one pass down and up through a real model, station by station, in the browser.
+"""`handgrad explain`: a page in the browser that shows one forward and one backward pass of a real model, layer by layer.
 
-stations.py   the table that is walked: formulas, equation numbers, words, tensors, parameters, source
-session.py    a model and its sentences: traces, versions of the weights, all of it bounded
-views.py      what the page is told about a trace: maps, numbers, attention, the loss, the lens
-words.py      the sentence under a picture, computed from what is in it
-pictures.py   matrices made small enough to draw
-steps.py      a step of the optimizer, predicted and measured
-proof.py      the judge's verdict, station by station, in the background
-server.py     the page on this machine;  export.py: the same in one file
+Import `Session` (a model and its traced sentences) from session.py, `Server` (the page on this machine) from server.py
+and `export` (the page as one file) from export.py. Nothing here trains, chooses or saves a model: that is for the command
+line; and nothing here differentiates: gradients come from the model, checks from the room proof.
+
+stations.py   the list of stations, one per layer        formulas.py   their formulas    sources.py   their source code
+session.py    traced sentences and versions of the weights, within a memory limit
+views.py      the data of the overview and of a station; attention_view.py, lens_view.py and values.py: of an attention
+              head, of the lens, of single cells
+captions.py   the sentence under each picture            pictures.py   matrices reduced to a size that can be drawn
+steps.py      one optimizer step, predicted and measured
+proof.py      the checks of every station, computed in the background
+server.py     the web server                             export.py     the same page as one file
+assets/       the page: page.js starts it; network_map.js, station.js, attention.js, lens.js, loss.js, proof.js,
+              gradient_flow.js, step.js and tour.js draw its parts; heatmap.js draws every matrix
 """

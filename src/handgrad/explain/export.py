@@ -1,5 +1,5 @@
-"""The page as one file: the same assets and, in place of the server, its answers as data. It opens from a disk or a mail,
-asks nobody for anything, and shows one sentence."""
+"""The page as one file: the same assets, with the server's answers for one sentence embedded as data. The file opens
+from disk or from an e-mail and makes no requests."""
 
 import base64
 import hashlib
@@ -9,24 +9,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import HandgradError
-from . import views
-from .proof import Prover, Verdict
-from .server import ASSETS, asset, plain
-from .session import Look, Session
+from ..formatting import size
+from . import attention_view, lens_view, views
+from .proof import CheckResults, Prover
+from .server import ASSETS, asset, nonfinite_to_null
+from .session import Session, TracedSentence
 from .steps import take_step
 
-MOST_BYTES = 8_000_000
-COLUMNS = 128  # cells of a picture across
+MAX_BYTES = 8_000_000
+COLUMNS = 128  # most columns of a picture
 RATES = (0.001, 0.01, 0.1)
-STEPS = 12  # at each rate
+STEPS = 12  # precomputed at each rate
 Watch = Callable[[Sequence[str]], Iterable[str]]
 
 
 def export(session: Session, text: str, watch: Watch = iter) -> str:
-    """The whole page on this sentence. `watch` may wrap the stations as they are proven."""
-    look = session.look(text)
-    island = {"table": views.table(session), **answers(session, look, watch)}
-    data = json.dumps(_short(plain(island)), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    """Return the page for this sentence as HTML. `watch` may wrap the iteration over stations to show progress."""
+    sentence = session.sentence(text)
+    embedded = {"table": views.table(session), **answers(session, sentence, watch)}
+    data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     style, script = asset("style.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
@@ -35,48 +38,47 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     page = re.sub(r"<link[^>]*style\.css[^>]*>", lambda _: head, page)
-    body = f'<script type="application/json" id="island">{data}</script>\n<script type="module">{script}</script>'
+    body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
     page = re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
-    if len(page.encode()) > MOST_BYTES:
-        size = len(page.encode()) / 1e6
+    if len(page.encode()) > MAX_BYTES:
         raise HandgradError(
-            f"the file would have {size:.1f} MB, and {MOST_BYTES / 1e6:.0f} MB is the limit: use a shorter sentence or a"
-            " smaller model"
+            f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a shorter sentence"
+            " or a smaller model"
         )
     return page
 
 
-def answers(session: Session, look: Look, watch: Watch = iter) -> dict[str, Any]:
-    """What the server would answer, by the question as the page asks it."""
-    found: dict[str, Any] = {"overview": views.overview(session, look)}
+def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
+    """Return all answers of the server, by the request as assets/api.js makes it."""
+    found: dict[str, Any] = {"overview": views.overview(session, sentence)}
     for station in session.stations:
-        found[f"station?station={station.id}"] = views.at_station(session, look, station, COLUMNS)
+        found[f"station?station={station.id}"] = views.at_station(session, sentence, station, COLUMNS)
         if station.stream:
-            found[f"lens?station={station.id}"] = views.lens(session, look, station)
+            found[f"lens?station={station.id}"] = lens_view.lens(session, sentence, station)
     config = session.model.config
     for block in range(config.n_blocks):
         for head in range(config.n_heads):
-            found[f"head?block={block}&head={head}"] = views.at_head(session, look, block, head)
-    found |= _proofs(session, look, watch)
-    found["steps"] = _steps(session, look)
+            found[f"head?block={block}&head={head}"] = attention_view.at_head(session, sentence, block, head)
+    found |= _proofs(session, sentence, watch)
+    found["steps"] = _steps(session, sentence)
     return found
 
 
-def _proofs(session: Session, look: Look, watch: Watch) -> dict[str, Any]:
-    """Autograd's verdict on everything; finite differences where the model is small."""
-    prover, verdict = Prover(session), Verdict()
+def _proofs(session: Session, sentence: TracedSentence, watch: Watch) -> dict[str, Any]:
+    """Check every station against autograd and, if the model is small, against finite differences."""
+    prover, results = Prover(session), CheckResults()
     for id in watch([station.id for station in session.stations]):
-        prover.answer_now(look, verdict, session.by_id[id], differences=session.size <= views.LARGE)
-    found: dict[str, Any] = {f"proof?station={s.id}": prover.verdict(verdict, s.id) for s in session.stations}
-    found["proofs"] = {s.id: prover.verdict(verdict, s.id, brief=True) for s in session.stations}
+        prover.check_now(sentence, results, session.by_id[id], differences=session.size <= views.LARGE)
+    found: dict[str, Any] = {f"proof?station={s.id}": prover.report(results, s.id) for s in session.stations}
+    found["proofs"] = {s.id: prover.report(results, s.id, brief=True) for s in session.stations}
     return found
 
 
-def _steps(session: Session, look: Look) -> dict[str, Any]:
-    """Steps at some rates, taken beforehand."""
+def _steps(session: Session, sentence: TracedSentence) -> dict[str, Any]:
+    """Take the steps that the file shows, at each learning rate."""
     found: dict[str, Any] = {}
     for rate in RATES:
-        here, taken = look, []
+        here, taken = sentence, []
         for _ in range(STEPS if session.size <= views.LARGE else 2):
             try:
                 taken.append(take_step(session, here, rate, "SGD"))
@@ -84,20 +86,20 @@ def _steps(session: Session, look: Look) -> dict[str, Any]:
                 taken.append({"error": str(reason)})
                 break
             here = session.find(taken[-1]["id"])
-        found[f"{rate:g}"] = taken
+        found[f"{rate:g}"] = taken  # the key that assets/step.js looks up
     return found
 
 
 def bundle() -> str:
-    """The modules in one script, each in a room of its own: an import becomes a look into the room of the other."""
+    """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
     parts = []
     for name in ASSETS:
         if name.endswith(".js"):
             code = asset(name)
-            given = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
+            exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
             code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', r"const \1 = \2Module;", code, flags=re.M)
             code = re.sub(r"^export ", "", code, flags=re.M)
-            parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(given)} }};\n}})();")
+            parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
 
 
@@ -105,12 +107,12 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _short(x: Any) -> Any:
-    """Six significant digits are enough to read."""
+def _rounded(x: Any) -> Any:
+    """Round floats to six significant digits, which keeps the file small."""
     if isinstance(x, float):
         return float(f"{x:.6g}")
     if isinstance(x, dict):
-        return {key: _short(value) for key, value in x.items()}
+        return {key: _rounded(value) for key, value in x.items()}
     if isinstance(x, list):
-        return [_short(value) for value in x]
+        return [_rounded(value) for value in x]
     return x

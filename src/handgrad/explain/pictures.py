@@ -1,4 +1,4 @@
-"""Matrices made small enough to draw: cells of neighbouring entries, each shown by its largest, in 255 steps of colour."""
+"""Reduce matrices to a size that can be drawn: each cell shows the largest of neighbouring entries, in 255 colour steps."""
 
 import base64
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 128, 256  # cells of a picture at most
+ROWS, COLUMNS = 128, 256  # most cells of a picture
 
 
 def picture(
@@ -15,20 +15,21 @@ def picture(
     rows: tuple[int, int] | None = None,
     columns: tuple[int, int] | None = None,
     limit: int = COLUMNS,
-    whole_range: bool = False,
+    full_range: bool = False,
 ) -> dict[str, Any]:
-    """What the page needs to draw a part of a matrix. A cell stands for `pool` entries and has the value of the one that
-    is furthest from 0. Colour saturates at `scale`, which a few far outliers do not set unless `whole_range` says so."""
+    """Return what the page needs to draw a part of a matrix. A cell covers `pool` entries and has the value of the one
+    furthest from 0. Colours saturate at `scale`: the largest value with `full_range`, else a limit that ignores a few
+    outliers."""
     x = x[None] if x.ndim == 1 else x
     r0, r1 = rows or (0, x.shape[0])
     c0, c1 = columns or (0, x.shape[1])
     part = x[r0:r1, c0:c1]
-    high, pool_rows = _furthest(part, ROWS)
-    cells, pool_columns = _furthest(high.t(), limit)
+    pooled, pool_rows = _pool(part, ROWS)
+    cells, pool_columns = _pool(pooled.t(), limit)
     cells = cells.t().double()
     largest = cells.abs().max().item()
     usual = torch.quantile(cells.abs().flatten()[: 1 << 20], 0.995).item()
-    scale = largest if whole_range else max(usual, largest / 30)
+    scale = largest if full_range else max(usual, largest / 30)
     quantised = (cells * (127 / scale if scale else 0)).round().clamp(-127, 127).to(torch.int8)
     return {
         "shape": list(x.shape), "rows": [r0, r1], "columns": [c0, c1], "cells": list(cells.shape),
@@ -37,8 +38,9 @@ def picture(
     }  # fmt: skip
 
 
-def _furthest(x: Tensor, limit: int) -> tuple[Tensor, int]:
-    """At most `limit` rows, each the entries furthest from 0 of some neighbouring rows; and how many those are."""
+def _pool(x: Tensor, limit: int) -> tuple[Tensor, int]:
+    """Reduce x to at most `limit` rows by taking, over groups of neighbouring rows, the entry furthest from 0. Returns the
+    rows and the size of a group."""
     size = math.ceil(len(x) / limit)
     if size <= 1:
         return x, 1
@@ -50,7 +52,7 @@ def _furthest(x: Tensor, limit: int) -> tuple[Tensor, int]:
 
 
 def statistics(x: Tensor) -> dict[str, float]:
-    """Of all entries. Sums in float64."""
+    """Return norm, mean, spread, minimum and maximum of all entries, computed in float64."""
     wide = x.double()
     return {
         "norm": wide.norm().item(), "mean": wide.mean().item(), "spread": wide.std(correction=0).item(),

@@ -1,7 +1,7 @@
-"""The proof behind every number: the judge's verdict for each station on this very sentence, made in the background.
+"""The checks of every station on the current sentence, computed in a background thread.
 
-First autograd and the identities for all stations at once, then finite differences station by station: for a small model
-all of them, for a large one those somebody looks at. The newest question is answered first.
+Autograd and the identities are checked for all stations at once, then finite differences station by station: all stations
+of a small model, the stations being viewed of a large one. The newest request is served first.
 """
 
 import contextlib
@@ -18,77 +18,79 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from ..formatting import subscript
 from ..machine import trim_heap
 from ..proof.checker import Checker
 from ..proof.oracles import relative_error
 from ..tolerances import ENTRY_FLOOR
-from .session import Look, Session
+from .session import Session, TracedSentence
 from .stations import Station
 from .views import LARGE
 
-KEPT = 32  # verdicts on whole sentences; small: numbers only
-QUIET, BREATH = 1.0, 0.25  # seconds without a reader before a judgement begins, and before it goes on
-MOST_AT_ONCE = 20_000_000  # parameters moved together; finite differences hold them several times over
-WAITING = 64  # older questions that wait, of small models; whoever still wants to know asks again
+MAX_RESULTS = 32  # sentences whose results are cached; they are small
+IDLE_BEFORE_START, IDLE_BEFORE_RESUME = 1.0, 0.25  # seconds without a request
+MAX_DIFFERENCE_PARAMETERS = 20_000_000  # finite differences hold several copies
+MAX_QUEUE = 64  # pending checks of small models; the page repeats requests that were dropped
 
 
-class Verdict:
-    """All that is known about one look so far."""
+class CheckResults:
+    """The results for one sentence so far."""
 
     def __init__(self) -> None:
         self.checks: dict[str, list[dict[str, Any]]] = {}  # by station
-        self.complete: set[str] = set()  # stations whose finite differences are taken too
+        self.complete: set[str] = set()  # stations that need no more checks
         self.problem = ""
 
 
 class Prover:
-    """Answers at once with what is known, and finds out the rest."""
+    """Returns the results so far and computes the missing ones in the background."""
 
     def __init__(self, session: Session):
         self.session = session
-        self._known: OrderedDict[str, Verdict] = OrderedDict()
-        self._questions: list[tuple[str, str]] = []  # the newest last
-        self._judge: tuple[str, Checker] | None = None
-        self._news = threading.Condition()
-        self._ends = False
+        self._known: OrderedDict[str, CheckResults] = OrderedDict()
+        self._queue: list[tuple[str, str]] = []  # sentence id and station id, newest last
+        self._checker: tuple[str, Checker] | None = None
+        self._changed = threading.Condition()
+        self._stopping = False
         self._thread: threading.Thread | None = None
-        self._run: Callable[..., Any] = lambda f, *arguments: f(*arguments)
+        self._on_worker: Callable[..., Any] = lambda f, *arguments: f(*arguments)
 
-    def ask(self, look: Look, station: Station | None, patience: float = 0.0) -> dict[str, Any]:
-        """The verdict on one station, or on all; if it is not there yet, wait a little, and say that it is being made."""
-        with self._news:
-            verdict = self._known.setdefault(look.id, Verdict())
-            self._known.move_to_end(look.id)
-            while len(self._known) > KEPT:
+    def request(self, sentence: TracedSentence, station: Station | None, wait: float = 0.0) -> dict[str, Any]:
+        """Return the results of one station, or of all in brief. Missing ones are queued and awaited for `wait` seconds."""
+        with self._changed:
+            results = self._known.setdefault(sentence.id, CheckResults())
+            self._known.move_to_end(sentence.id)
+            while len(self._known) > MAX_RESULTS:
                 self._known.popitem(last=False)
             wanted = [station.id] if station else [s.id for s in self.session.stations]
             if self.session.size > LARGE and station is None:
-                wanted = wanted[:1]  # of a large model the first is enough to have autograd's verdict on all
-            missing = [id for id in wanted if id not in verdict.complete]
-            if missing and not verdict.problem:
-                self._questions = [q for q in self._questions if q not in {(look.id, id) for id in missing}]
-                self._questions += [(look.id, id) for id in reversed(missing)]
-                waiting = len(missing) + (0 if self.session.size > LARGE else WAITING)
-                del self._questions[:-waiting]
+                wanted = wanted[:1]  # one station is enough to get autograd's checks for all
+            missing = [id for id in wanted if id not in results.complete]
+            if missing and not results.problem:
+                self._queue = [q for q in self._queue if q not in {(sentence.id, id) for id in missing}]
+                self._queue += [(sentence.id, id) for id in reversed(missing)]
+                waiting = len(missing) + (0 if self.session.size > LARGE else MAX_QUEUE)
+                del self._queue[:-waiting]
                 self._start()
-                self._news.notify_all()
-                self._news.wait_for(lambda: all(id in verdict.complete for id in missing) or verdict.problem, patience)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: all(id in results.complete for id in missing) or results.problem, wait)
             if station is not None:
-                return self.verdict(verdict, station.id)
-            return {id: self.verdict(verdict, id, brief=True) for id in (s.id for s in self.session.stations)}
+                return self.report(results, station.id)
+            return {id: self.report(results, id, brief=True) for id in (s.id for s in self.session.stations)}
 
-    def verdict(self, verdict: Verdict, id: str, brief: bool = False) -> dict[str, Any]:
-        checks = verdict.checks.get(id, [])
+    def report(self, results: CheckResults, id: str, brief: bool = False) -> dict[str, Any]:
+        """Return the results of one station as the page shows them."""
+        checks = results.checks.get(id, [])
         passed = all(c["passed"] for c in checks) if checks else None
-        state = "measuring" if id not in verdict.complete and not verdict.problem else "done"
+        state = "measuring" if id not in results.complete and not results.problem else "done"
         if brief:
             return {"passed": passed, "state": state}
-        return {"passed": passed, "state": state, "problem": verdict.problem, "checks": checks}
+        return {"passed": passed, "state": state, "problem": results.problem, "checks": checks}
 
     def stop(self) -> None:
-        with self._news:
-            self._ends = True
-            self._news.notify_all()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
@@ -100,161 +102,181 @@ class Prover:
             self._thread.start()
 
     def _work(self) -> None:
-        with ThreadPoolExecutor(1, "judge", _step_back) as judge:
-            self._run = lambda f, *arguments: judge.submit(f, *arguments).result()
-            self._answer_questions()
+        with ThreadPoolExecutor(1, "checker", _lower_priority) as worker:
+            self._on_worker = lambda f, *arguments: worker.submit(f, *arguments).result()
+            self._run_queue()
 
-    def _answer_questions(self) -> None:
+    def _run_queue(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: bool(self._questions) or self._ends)
-                if self._ends:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._stopping)
+                if self._stopping:
                     return
-                id, station = self._questions.pop()
-                verdict = self._known.get(id)
-            if verdict is None or station in verdict.complete or verdict.problem:
+                id, station = self._queue.pop()
+                results = self._known.get(id)
+            if results is None or station in results.complete or results.problem:
                 continue
-            if not self._quiet():
-                with self._news:
-                    self._questions.append((id, station))
-                    self._news.wait(0.2)
+            if not self._may_start():
+                with self._changed:
+                    self._queue.append((id, station))
+                    self._changed.wait(0.2)
                 continue
             try:
-                self.answer_now(self.session.find(id), verdict, self.session.by_id[station])
-            except Exception as reason:  # whatever it is, the page has to say it instead of waiting for ever
-                verdict.problem = f"{reason}".splitlines()[0] if isinstance(reason, HandgradError) else repr(reason)
-            with self._news:
-                self._news.notify_all()
+                self.check_now(self.session.find(id), results, self.session.by_id[station])
+            except Exception as reason:  # the page must report it instead of waiting forever
+                results.problem = f"{reason}".splitlines()[0] if isinstance(reason, HandgradError) else repr(reason)
+            with self._changed:
+                self._changed.notify_all()
 
-    def _quiet(self) -> bool:
-        """A large model is judged when nobody is waiting for a page."""
-        return self.session.size <= LARGE or self.session.quiet(QUIET)
+    def _may_start(self) -> bool:
+        """Return whether to start a check. Checks of a large model wait until the page is idle."""
+        return self.session.size <= LARGE or self.session.idle_for(IDLE_BEFORE_START)
 
-    def _pause(self) -> None:
-        """Once begun, it is done with between two readings."""
-        while self.session.size > LARGE and not self.session.quiet(BREATH) and not self._ends:
+    def _wait_until_idle(self) -> None:
+        """Let requests go first, in the middle of a check of a large model."""
+        while self.session.size > LARGE and not self.session.idle_for(IDLE_BEFORE_RESUME) and not self._stopping:
             time.sleep(0.02)
-        if self._ends:
-            raise HandgradError("the page was closed before this was proven")
+        if self._stopping:
+            raise HandgradError("the server stopped before the checks were complete")
 
-    def answer_now(self, look: Look, verdict: Verdict, station: Station, differences: bool = True) -> None:
-        judge = self._judge_for(look)
-        if not verdict.checks:
-            found = {s.id: self._against_autograd(judge, look, s) for s in self.session.stations}
-            with self._news:
-                verdict.checks = found
-                self._news.notify_all()
-        more = self._run(self._by_differences, judge, station) if differences else []
-        with self._news:
-            verdict.checks[station.id] = [*verdict.checks[station.id], *more]
-            verdict.complete.add(station.id)
+    def check_now(
+        self, sentence: TracedSentence, results: CheckResults, station: Station, differences: bool = True
+    ) -> None:
+        """Add the results of one station; the first call adds autograd's for all stations."""
+        checker = self._checker_for(sentence)
+        if not results.checks:
+            checks = {s.id: self._compare_with_autograd(checker, sentence, s) for s in self.session.stations}
+            with self._changed:
+                results.checks = checks
+                self._changed.notify_all()
+        more = self._on_worker(self._compare_with_differences, checker, station) if differences else []
+        with self._changed:
+            results.checks[station.id] = [*results.checks[station.id], *more]
+            results.complete.add(station.id)
 
-    def _judge_for(self, look: Look) -> Checker:
-        if self._judge is None or self._judge[0] != look.id:
-            self._judge = None  # let go of the old one before the new one is made
-            with self.session.at(look.version) as model:
-                still = copy.deepcopy(model)  # the judge takes its time; meanwhile others may use the model
-            made = self._run(
-                lambda: Checker(still, look.tokens, look.targets, look.trace, in_place=True, pause=self._pause)
+    def _checker_for(self, sentence: TracedSentence) -> Checker:
+        if self._checker is None or self._checker[0] != sentence.id:
+            self._checker = None  # free the old one before the new one is made
+            with self.session.model_at(sentence.version) as model:
+                frozen = copy.deepcopy(model)  # checking takes long; meanwhile others use the model
+            made = self._on_worker(
+                lambda: Checker(
+                    frozen,
+                    sentence.tokens,
+                    sentence.targets,
+                    sentence.trace,
+                    in_place=True,
+                    pause=self._wait_until_idle,
+                )
             )
-            self._judge = (look.id, made)
+            self._checker = (sentence.id, made)
             if self.session.size > LARGE:
-                trim_heap()  # autograd's gradients are as large as the model
-        return self._judge[1]
+                trim_heap()  # autograd held as many gradients as the model has parameters
+        return self._checker[1]
 
-    def _against_autograd(self, judge: Checker, look: Look, station: Station) -> list[dict[str, Any]]:
+    def _compare_with_autograd(
+        self, checker: Checker, sentence: TracedSentence, station: Station
+    ) -> list[dict[str, Any]]:
         checks = []
 
         def add(what: str, kind: str, error: float, limit: float) -> None:
             checks.append({"what": what, "kind": kind, "error": error, "limit": limit, "passed": bool(error <= limit)})
 
         if station.id == "a_0":
-            text = self.session.tokenizer.decode(look.ids)
-            add("the tokens spell the sentence again", "identity", float(text != look.text), 0.0)
+            text = self.session.tokenizer.decode(sentence.ids)
+            add("decoding the tokens gives the sentence", "identity", float(text != sentence.text), 0.0)
             return checks
         if station.id == "loss":
-            add("loss", "twin", judge.errors["loss"], judge.limit)
-        elif station.a in judge.errors:
-            add(f"{_short(station.a)}", "twin", judge.errors[station.a], judge.limit)
-        for name in dict.fromkeys([station.arrives, *station.leaves]):
-            if name is not None and name in judge.errors:
-                way = "arrives" if name == station.arrives else "leaves"
-                add(f"{_short(name)}, which {way}", "autograd", judge.errors[name], judge.limit)
-        for name in _trained(station, judge):
-            add(f"gradient of {name.removeprefix('transformer.')}", "autograd", judge.errors[name], judge.limit)
-        if station.arrives in judge.rounding:
-            add(f"{_short(station.arrives)} as the model computed it", "rounding",
-                judge.rounding[station.arrives], judge.rounding_limit)  # fmt: skip
-        for what, error in self._identities(judge, station):
-            add(what, "identity", error, judge.limit)
+            add("loss", "twin", checker.errors["loss"], checker.limit)
+        elif station.a in checker.errors:
+            add(f"{_symbol(station.a)}", "twin", checker.errors[station.a], checker.limit)
+        for name in dict.fromkeys([station.incoming, *station.outgoing]):
+            if name is not None and name in checker.errors:
+                way = "incoming" if name == station.incoming else "outgoing"
+                add(f"{_symbol(name)}, {way}", "autograd", checker.errors[name], checker.limit)
+        for name in _trained_names(station, checker):
+            add(f"gradient of {name.removeprefix('transformer.')}", "autograd", checker.errors[name], checker.limit)
+        if station.incoming in checker.rounding:
+            add(f"{_symbol(station.incoming)} as the model computed it", "rounding",
+                checker.rounding[station.incoming], checker.rounding_limit)  # fmt: skip
+        for what, error in self._identities(checker, station):
+            add(what, "identity", error, checker.limit)
         return checks
 
-    def _by_differences(self, judge: Checker, station: Station) -> list[dict[str, Any]]:
+    def _compare_with_differences(self, checker: Checker, station: Station) -> list[dict[str, Any]]:
         checks = []
-        signals = [name for name in dict.fromkeys([*station.leaves, station.arrives]) if name and name in judge.errors]
+        signals = [
+            name for name in dict.fromkeys([*station.outgoing, station.incoming]) if name and name in checker.errors
+        ]
         for name in signals[: 1 if self.session.size > LARGE else None]:
-            error = judge.difference(name)
-            checks.append((f"{_short(name)} along a random direction", error))
-        names = _trained(station, judge)
-        if names and sum(judge.grads[name].numel() for name in names) <= MOST_AT_ONCE:
-            checks.append(("the gradients here along a random direction", judge.difference_of(names)))
-        limit = judge.difference_limit
+            error = checker.difference(name)
+            checks.append((f"{_symbol(name)} along a random direction", error))
+        names = _trained_names(station, checker)
+        if names and sum(checker.grads[name].numel() for name in names) <= MAX_DIFFERENCE_PARAMETERS:
+            checks.append(("all gradients here along a random direction", checker.difference_of(names)))
+        limit = checker.difference_limit
         return [
             {"what": what, "kind": "differences", "error": error, "limit": limit, "passed": bool(error <= limit)}
             for what, error in checks
         ]
 
-    def _identities(self, judge: Checker, station: Station) -> list[tuple[str, float]]:
-        """What must hold whatever the numbers are, in float64."""
-        ours, config = judge.ours, self.session.model.config
+    def _identities(self, checker: Checker, station: Station) -> list[tuple[str, float]]:
+        """Return the identities that hold for any numbers, with their errors in float64."""
+        ours, config = checker.ours, self.session.model.config
         found = []
-        if station.arrives is not None and config.causal:
-            found.append(("the row of the last token, which has no target, is 0", _largest(ours[station.arrives][-1])))
-        if station.stream and station.arrives is not None:
-            found.append((f"rows of {_short(station.arrives)} sum to 0", _row_sums(ours[station.arrives])))
+        if station.incoming is not None and config.causal:
+            found.append(
+                ("the last row is 0, because the last token has no target", _largest(ours[station.incoming][-1]))
+            )
+        if station.stream and station.incoming is not None:
+            found.append(
+                (f"each row of {_symbol(station.incoming)} sums to 0", _largest_row_sum(ours[station.incoming]))
+            )
         if station.index in (2, 6, 11):
-            found.append((f"rows of {_short(station.leaves[0])} sum to 0", _row_sums(ours[station.leaves[0]])))
+            found.append(
+                (f"each row of {_symbol(station.outgoing[0])} sums to 0", _largest_row_sum(ours[station.outgoing[0]]))
+            )
         if station.id in ("a_12", "loss"):
-            found.append(("rows of Δ₁₂ sum to 0", _row_sums(ours["delta_12"])))
+            found.append(("each row of Δ₁₂ sums to 0", _largest_row_sum(ours["delta_12"])))
         if station.index == 3:
             here = f"blocks.{station.block}."
             causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
-            # where only one token is seen Δ_causal is nothing but rounding, of what ρ had multiplied
+            # a row that sees only one token is 0 up to the rounding of what ρ was multiplied with
             size = _largest(ours[f"{here}delta_3"]) * _largest(ours[f"{here}v"])
-            found.append(("rows of Δ_causal sum to 0 (26)", _row_sums(causal, ENTRY_FLOOR * size)))
-            found.append(("rows of ρ sum to 1 (14)", _largest(rho.sum(2) - 1)))
+            found.append(("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)))
+            found.append(("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)))
             if config.causal:
                 found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
             name = next((n for p in station.parameters if p.symbol == "b_k" for n in p.names), "")
-            if name in judge.grads:
+            if name in checker.grads:
                 keys = next(p for p in station.parameters if p.symbol == "b_k")
                 assert keys.columns is not None
-                found.append(("∂b_k is 0 (29)", _largest(judge.grads[name][slice(*keys.columns)])))
-        if station.id in ("a_1", "a_12") and config.tied and "transformer.wte.weight" in judge.grads:
-            found.append(("∂w_tok is the sum of both its uses (R9)", self._tied(judge)))
+                found.append(("∂b_k is 0 (29)", _largest(checker.grads[name][slice(*keys.columns)])))
+        if station.id in ("a_1", "a_12") and config.tied and "transformer.wte.weight" in checker.grads:
+            found.append(("∂w_tok is the sum of the gradients of both uses (R9)", self._tied_gradient_error(checker)))
         return found
 
-    def _tied(self, judge: Checker) -> float:
-        """∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. Where it trains, there is no adapter beside the head."""
-        ours = judge.ours
-        picked = torch.zeros_like(judge.grads["transformer.wte.weight"])
+    def _tied_gradient_error(self, checker: Checker) -> float:
+        """Relative error of ∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. A trained table implies a head without an adapter."""
+        ours = checker.ours
+        picked = torch.zeros_like(checker.grads["transformer.wte.weight"])
         picked.index_add_(0, ours["a_0"], ours["blocks.0.delta_1"])
         picked.addmm_(ours["delta_12"].t(), ours["a_11"])
-        return relative_error(judge.grads["transformer.wte.weight"], picked)
+        return relative_error(checker.grads["transformer.wte.weight"], picked)
 
 
-def _step_back() -> None:
-    """For the thread that judges: whoever is waiting for a page comes first."""
+def _lower_priority() -> None:
+    """Lower the priority of the checking thread, so that requests are answered first."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _trained(station: Station, judge: Checker) -> list[str]:
-    return [name for name in dict.fromkeys(n for p in station.parameters for n in p.names) if name in judge.grads]
+def _trained_names(station: Station, checker: Checker) -> list[str]:
+    return [name for name in dict.fromkeys(n for p in station.parameters for n in p.names) if name in checker.grads]
 
 
-def _row_sums(x: Tensor, least: float = 0.0) -> float:
-    """The largest sum of a row, measured against the size of the largest row, or against `least`."""
+def _largest_row_sum(x: Tensor, least: float = 0.0) -> float:
+    """Return the largest |row sum|, relative to the largest sum of |entries| of a row or to `least`."""
     return (x.sum(-1).abs().max() / x.abs().sum(-1).max().clamp(min=max(least, 1e-300))).item()
 
 
@@ -262,9 +284,9 @@ def _largest(x: Tensor) -> float:
     return x.abs().max().item()
 
 
-def _short(name: str | None) -> str:
+def _symbol(name: str | None) -> str:
     """blocks.0.delta_5 → Δ₅"""
     last = (name or "").rpartition(".")[2]
     kind, _, index = last.partition("_")
-    low = "".join("₀₁₂₃₄₅₆₇₈₉"[int(c)] for c in index) if index.isdigit() else f"_{index}"
+    low = subscript(int(index)) if index.isdigit() else f"_{index}"
     return ("Δ" if kind == "delta" else kind) + low

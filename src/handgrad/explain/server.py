@@ -1,8 +1,8 @@
-"""The page on this machine: loopback only, for this machine's own browser only.
+"""The web server of the page: on 127.0.0.1 only, for browsers on this machine only.
 
-A page from elsewhere that the browser has open could try to reach us. So the Host must be ours, whoever changes something
-must come from our own page, and nothing is served but the few assets and the answers below. A request is bounded in size
-and in the time it takes to arrive, and connections in number.
+A page from elsewhere that is open in the same browser could try to reach this server. So the Host must be ours, requests
+that change something must come from our own page, and only the assets and the answers below are served. Requests are
+limited in size and in the time they take to arrive, connections in number.
 """
 
 import asyncio
@@ -26,62 +26,70 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import HandgradError
-from . import views
+from . import attention_view, lens_view, values, views
 from .proof import Prover
-from .session import Forgotten, Session
+from .session import ExpiredError, Session
 from .stations import Station
 from .steps import take_step
 
-ASSETS = {
+ASSETS = {  # a module comes after those it imports, as export.bundle() needs them
     "style.css": "text/css",
-    "data.js": "text/javascript",
-    "drawing.js": "text/javascript",
-    "map.js": "text/javascript",
+    "api.js": "text/javascript",
+    "format.js": "text/javascript",
+    "dom.js": "text/javascript",
+    "colours.js": "text/javascript",
+    "heatmap.js": "text/javascript",
+    "network_map.js": "text/javascript",
+    "proof.js": "text/javascript",
+    "attention.js": "text/javascript",
+    "bars.js": "text/javascript",
+    "lens.js": "text/javascript",
+    "loss.js": "text/javascript",
     "station.js": "text/javascript",
-    "flow.js": "text/javascript",
+    "gradient_flow.js": "text/javascript",
     "step.js": "text/javascript",
     "tour.js": "text/javascript",
     "page.js": "text/javascript",
 }
-MOST_BODY = 64_000  # bytes of a request; a sentence of 4,000 needs at most six times that in JSON
+MAX_BODY_BYTES = 64_000  # a sentence of 4,000 bytes needs at most six times that in JSON
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-PATIENCE = 1.5  # seconds a question about a proof waits for the answer
-MOST_HEADERS = 16_384  # bytes
-MOST_CONNECTIONS = 128
-ARRIVAL = 10.0  # seconds a request may take to arrive, body and all, and a client to take any of the answer
-IDLE = 5  # seconds a connection stays open between two requests
+PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
+MAX_HEADER_BYTES = 16_384
+MAX_CONNECTIONS = 128
+REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive, and for a client to read some more of the response
+KEEP_ALIVE = 5  # seconds that a connection stays open between requests
 
 
 def asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-class Sentence(BaseModel):
+class SentenceRequest(BaseModel):
     text: str
     version: int = 0
 
 
-class Step(BaseModel):
+class StepRequest(BaseModel):
     id: str
     lr: float = Field(allow_inf_nan=False)
     optimizer: str = "SGD"
 
 
-class Answer(Response):
+class JSONAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(plain(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return json.dumps(nonfinite_to_null(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def plain(x: Any) -> Any:
-    """JSON has no infinity and no NaN: they are null."""
+def nonfinite_to_null(x: Any) -> Any:
+    """Replace infinity and NaN, which JSON does not have, by null."""
     if isinstance(x, float):
         return x if math.isfinite(x) else None
     if isinstance(x, dict):
-        return {key: plain(value) for key, value in x.items()}
+        return {key: nonfinite_to_null(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return [plain(value) for value in x]
+        return [nonfinite_to_null(value) for value in x]
     return x
 
 
@@ -91,11 +99,11 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     Next = Callable[[Request], Awaitable[Response]]
 
     @app.middleware("http")
-    async def guard(request: Request, go_on: Next) -> Response:
-        refused = refusal(request)
-        response = Answer({"error": refused[1]}, refused[0]) if refused else await go_on(request)
-        if refused:
-            response.headers["Connection"] = "close"  # a body that was not read would be taken for the next request
+    async def guard(request: Request, call_next: Next) -> Response:
+        rejected = rejection(request)
+        response = JSONAnswer({"error": rejected[1]}, rejected[0]) if rejected else await call_next(request)
+        if rejected:
+            response.headers["Connection"] = "close"  # else the unread body would be parsed as the next request
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
@@ -105,39 +113,39 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.exception_handler(HandgradError)
     async def mistake(request: Request, reason: HandgradError) -> Response:
-        return Answer({"error": str(reason)}, 410 if isinstance(reason, Forgotten) else 400)
+        return JSONAnswer({"error": str(reason)}, 410 if isinstance(reason, ExpiredError) else 400)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, reason: RequestValidationError) -> Response:
         where = ".".join(str(x) for x in reason.errors()[0]["loc"])
-        return Answer({"error": f"the request is not understood: {where}: {reason.errors()[0]['msg']}"}, 422)
+        return JSONAnswer({"error": f"invalid request: {where}: {reason.errors()[0]['msg']}"}, 422)
 
     @app.exception_handler(HTTPException)
     async def absent(request: Request, reason: HTTPException) -> Response:
-        return Answer({"error": str(reason.detail)}, reason.status_code)
+        return JSONAnswer({"error": str(reason.detail)}, reason.status_code)
 
     def pair(text: str) -> tuple[int, int]:
         try:
             low, high = (int(x) for x in text.split(":"))
         except ValueError:
-            raise HandgradError(f"a range is written from:to, not {text[:40]!r}") from None
+            raise HandgradError(f"invalid range {text[:40]!r}: write from:to, for example 0:16") from None
         return low, high
 
     async def compute(f: Callable[..., Any], *arguments: Any) -> Any:
-        """On the one thread that computes: two at once would only take the cores and the memory from each other."""
+        """Run on the only compute thread: two at once would compete for cores and memory."""
         return await asyncio.get_running_loop().run_in_executor(worker, f, *arguments)
 
-    async def read(f: Callable[[], Any]) -> Response:
-        """For somebody who waits for it."""
-        session.readers += 1
+    async def respond(f: Callable[[], Any]) -> Response:
+        """Compute a response, counted as an open request, so that the prover waits."""
+        session.waiting_clients += 1
         try:
-            return Answer(await compute(f))
+            return JSONAnswer(await compute(f))
         finally:
-            session.readers -= 1
-            session.read_at = time.monotonic()
+            session.waiting_clients -= 1
+            session.last_response_at = time.monotonic()
 
     async def answer(view: Callable[..., Any], id: str, *about: Any) -> Response:
-        return await read(lambda: view(session, session.find(id), *about))
+        return await respond(lambda: view(session, session.find(id), *about))
 
     def station_of(name: str) -> Station:
         return views.find_station(session, name)
@@ -151,18 +159,18 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
         return Response(status_code=204)
 
     @app.get("/assets/{name}")
-    async def part(name: str) -> Response:
+    async def page_asset(name: str) -> Response:
         if name not in ASSETS:
-            raise HTTPException(404, "there is no such part of the page")
+            raise HTTPException(404, "the page has no such asset")
         return Response(asset(name), media_type=ASSETS[name])
 
     @app.get("/api/table")
     async def table() -> Response:
-        return Answer(views.table(session))
+        return JSONAnswer(views.table(session))
 
     @app.post("/api/sentence")
-    async def sentence(given: Sentence) -> Response:
-        return await read(lambda: views.overview(session, session.look(given.text, given.version)))
+    async def trace_sentence(body: SentenceRequest) -> Response:
+        return await respond(lambda: views.overview(session, session.sentence(body.text, body.version)))
 
     @app.get("/api/overview")
     async def overview(id: str) -> Response:
@@ -174,66 +182,66 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.get("/api/head")
     async def head(id: str, block: int, head: int) -> Response:
-        return await answer(views.at_head, id, block, head)
+        return await answer(attention_view.at_head, id, block, head)
 
     @app.get("/api/lens")
     async def lens(id: str, station: str) -> Response:
-        return await answer(views.lens, id, station_of(station))
+        return await answer(lens_view.lens, id, station_of(station))
 
     @app.get("/api/slice")
     async def part_of(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
-        return await answer(views.slice_of, id, name, head, pair(rows), pair(columns))
+        return await answer(values.slice_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/value")
     async def value(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
-        return await answer(views.value_of, id, name, head, pair(rows), pair(columns))
+        return await answer(values.value_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/proof")
     async def proof(id: str, station: str) -> Response:
         about = station_of(station)
-        return Answer(await run_in_threadpool(prover.ask, await compute(session.find, id), about, PATIENCE))
+        return JSONAnswer(await run_in_threadpool(prover.request, await compute(session.find, id), about, PROOF_WAIT))
 
     @app.get("/api/proofs")
     async def proofs(id: str) -> Response:
-        return Answer(await run_in_threadpool(prover.ask, await compute(session.find, id), None, PATIENCE))
+        return JSONAnswer(await run_in_threadpool(prover.request, await compute(session.find, id), None, PROOF_WAIT))
 
     @app.post("/api/step")
-    async def step(given: Step) -> Response:
-        return await answer(take_step, given.id, given.lr, given.optimizer)
+    async def step(body: StepRequest) -> Response:
+        return await answer(take_step, body.id, body.lr, body.optimizer)
 
     return app
 
 
-def refusal(request: Request) -> tuple[int, str] | None:
-    """Why a request is turned away, if it is."""
+def rejection(request: Request) -> tuple[int, str] | None:
+    """Return the status and the message if the request must be rejected."""
     host = request.headers.get("host", "")
     name, _, port = host.partition(":")
     if name not in ("127.0.0.1", "localhost") or not (port.isdigit() or not port):
-        return 421, "handgrad explain answers to 127.0.0.1 and localhost only"
+        return 421, "wrong Host: open the page as 127.0.0.1 or localhost"
     length = request.headers.get("content-length", "")
     if "transfer-encoding" in request.headers:
-        return 411, "say how long the request is, with Content-Length"
+        return 411, "send a Content-Length instead of Transfer-Encoding"
     if request.method in ("GET", "HEAD"):
-        return (413, "a request of this kind has no body") if length.strip("0") else None
+        return (413, "GET and HEAD requests must not have a body") if length.strip("0") else None
     if request.headers.get("origin", f"http://{host}") != f"http://{host}":
-        return 403, "this request comes from another page"
+        return 403, "requests from other pages are not allowed"
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        return 415, "send JSON"
-    if not length.isdigit() or int(length) > MOST_BODY:
-        return 413, f"a request may have {MOST_BODY:,} bytes"
+        return 415, "the body must be JSON (Content-Type: application/json)"
+    if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        return 413, f"the request must have a Content-Length of at most {MAX_BODY_BYTES:,} bytes"
     return None
 
 
-class Connection(H11Protocol):
-    """Closed if a request does not arrive in time, or if the client stops reading the answer."""
+class BoundedConnection(H11Protocol):
+    """A connection that is closed if a request does not arrive in time or the client stops reading the response."""
 
     _timer: asyncio.TimerHandle | None = None
-    _unread = 0  # bytes of the answer at the last look
+    _unread = 0  # bytes of the response that were unread at the last check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
-        if len(self.connections) > MOST_CONNECTIONS:
+        self._restart_timer()
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -243,24 +251,24 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        self._restart_timer()
 
-    def _wait(self) -> None:
+    def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(ARRIVAL, self._look)
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         unread = self.transport.get_write_buffer_size()
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or (unread and unread == self._unread):
             self.transport.abort()
             return
         self._unread = unread
-        self._wait()
+        self._restart_timer()
 
 
 class Server:
-    """The page, served until it is stopped: `with Server(session) as url`, or `run()` for as long as the process lives."""
+    """Serves the page: in the background inside `with Server(session) as url`, or in the foreground with `run()`."""
 
     def __init__(self, session: Session, port: int = 0):
         self.prover = Prover(session)
@@ -268,14 +276,16 @@ class Server:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(("127.0.0.1", port))
-            self._socket.listen(128)  # whoever comes before the first answer waits for it
+            self._socket.listen(128)  # browsers that connect early wait here
         except OSError as reason:
             self._socket.close()
-            raise HandgradError(f"port {port} cannot be had ({reason.strerror}): choose another with --port") from None
+            raise HandgradError(
+                f"cannot listen on port {port} ({reason.strerror}): choose another with --port"
+            ) from None
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2, http=Connection, ws="none",
-            timeout_keep_alive=IDLE, h11_max_incomplete_event_size=MOST_HEADERS,
+            make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2, http=BoundedConnection,
+            ws="none", timeout_keep_alive=KEEP_ALIVE, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None

@@ -1,7 +1,8 @@
-"""A model and the sentences somebody looks at: traces and versions of the weights, as many as the memory allowed them.
+"""A model with its traced sentences and the versions of its weights, both cached within a memory limit.
 
-A look is one sentence on one version of the weights. It has an id, and is computed again if it was let go meanwhile, so
-any number of people can look at different things; a step makes a new version and changes nobody else's.
+A traced sentence is one sentence run on one version of the weights. It has an id by which a client refers to it, and is
+traced again if the cache has dropped it. A step adds a version and leaves all others unchanged, so clients are
+independent of each other.
 """
 
 import hashlib
@@ -24,23 +25,25 @@ from ..model.trace import Trace, trace
 from ..text.tokenizer import Tokenizer
 from .stations import Station, stations_of
 
-MOST_BYTES = 4000  # of a sentence
-MOST_TOKENS = 256
-KEPT_TRACES = KEPT_VERSIONS = 1_200_000_000  # bytes; the newest is kept whatever its size
-REMEMBERED = 10_000  # ids of looks, so that they can be computed again
+MAX_TEXT_BYTES = 4000
+MAX_TOKENS = 256
+TRACE_CACHE_BYTES = VERSION_CACHE_BYTES = 1_200_000_000  # the newest entry is always kept
+MAX_IDS = 10_000  # ids of sentences that can be traced again
 
 
-class Forgotten(HandgradError):
-    """What was asked for is no longer there, and cannot be made again."""
+class ExpiredError(HandgradError):
+    """The requested data is no longer cached and cannot be computed again."""
 
 
 @dataclass(frozen=True)
-class Look:
+class TracedSentence:
+    """One sentence run forward and backward on one version of the weights."""
+
     id: str
     text: str
     version: int
     ids: list[int]
-    targets: Tensor  # (1, n), −100 at the last place
+    targets: Tensor  # (1, n), −100 at the last position
     trace: Trace
 
     @property
@@ -55,105 +58,107 @@ class Look:
 
 @dataclass
 class Version:
-    """The trainable parameters after some steps, and what the optimizer remembers."""
+    """The trainable parameters after some steps, and the optimizer's state. Version 0 is the model as loaded."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-    memory: dict[str, Any] | None = None
+    optimizer_state: dict[str, Any] | None = None
     optimizer: str = ""
     steps: int = 0
 
     @property
     def bytes(self) -> int:
-        state = (self.memory or {}).get("state", {}).values()
+        state = (self.optimizer_state or {}).get("state", {}).values()
         tensors = [*self.weights.values(), *(x for s in state for x in s.values() if isinstance(x, Tensor))]
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class Session:
+    """A model, its tokenizer, and everything the page has asked for. Safe to use from several threads."""
+
     def __init__(self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str):
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())
-        self.most_tokens = min(MOST_TOKENS, model.config.n_context)
-        self.lock = threading.RLock()  # whoever computes with the model holds it
-        self.readers = 0  # who wait for an answer
-        self.read_at = 0.0  # when the last one got it, on the monotonic clock
-        self._base = {name: p.data for name, p in model.named_parameters()}
-        self._installed = 0
+        self.max_tokens = min(MAX_TOKENS, model.config.n_context)
+        self.lock = threading.RLock()  # held while the model computes
+        self.waiting_clients = 0  # requests being answered
+        self.last_response_at = 0.0  # time.monotonic() of the last response
+        self._original_weights = {name: p.data for name, p in model.named_parameters()}
+        self._active_version = 0
         self._versions: OrderedDict[int, Version] = OrderedDict()
         self._next_version = 1
-        self._looks: OrderedDict[str, Look] = OrderedDict()
-        self._recipes: OrderedDict[str, tuple[str, int]] = OrderedDict()
-        self._words: dict[int, str] = {}
+        self._sentences: OrderedDict[str, TracedSentence] = OrderedDict()
+        self._requests: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._token_texts: dict[int, str] = {}
 
-    def quiet(self, seconds: float) -> bool:
-        """Nobody waits for an answer, and has not for a while."""
-        return self.readers == 0 and time.monotonic() > self.read_at + seconds
+    def idle_for(self, seconds: float) -> bool:
+        """Return whether no request has been open for that long."""
+        return self.waiting_clients == 0 and time.monotonic() > self.last_response_at + seconds
 
     # ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def look(self, text: str, version: int = 0) -> Look:
-        """The sentence on that version of the weights, traced now or before."""
+    def sentence(self, text: str, version: int = 0) -> TracedSentence:
+        """Return the sentence traced on that version of the weights, from the cache if possible."""
         ids = self.encode(text)
         id = hashlib.sha256(f"{version}\n{text}".encode()).hexdigest()[:16]
         with self.lock:
-            found = self._looks.get(id)
+            found = self._sentences.get(id)
             if found is None:
                 targets = torch.tensor([[*ids[1:], -100]])
-                with self.at(version) as model:
+                with self.model_at(version) as model:
                     made = trace(model, torch.tensor([ids]), targets)
-                found = self._looks[id] = Look(id, text, version, ids, targets, made)
-                self._recipes[id] = (text, version)
-                while len(self._recipes) > REMEMBERED:
-                    self._recipes.popitem(last=False)
-                _keep_within(self._looks, KEPT_TRACES)
-            self._looks.move_to_end(id)
+                found = self._sentences[id] = TracedSentence(id, text, version, ids, targets, made)
+                self._requests[id] = (text, version)
+                while len(self._requests) > MAX_IDS:
+                    self._requests.popitem(last=False)
+                _shrink(self._sentences, TRACE_CACHE_BYTES)
+            self._sentences.move_to_end(id)
             return found
 
-    def find(self, id: str) -> Look:
-        """A look by its id."""
+    def find(self, id: str) -> TracedSentence:
+        """Return a traced sentence by its id; trace it again if the cache has dropped it."""
         with self.lock:
-            if id not in self._recipes:
-                raise Forgotten("this sentence is not known here: load the page again")
-            return self.look(*self._recipes[id])
+            if id not in self._requests:
+                raise ExpiredError("this sentence id is not known to the server: reload the page")
+            return self.sentence(*self._requests[id])
 
     def encode(self, text: str) -> list[int]:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise HandgradError("the sentence holds half a character (a lone surrogate): type it again") from None
-        if size > MOST_BYTES:
-            raise HandgradError(f"the sentence has {size:,} bytes; at most {MOST_BYTES:,} can be looked at: shorten it")
+            raise HandgradError("the sentence contains half a character (a lone surrogate): type it again") from None
+        if size > MAX_TEXT_BYTES:
+            raise HandgradError(f"the sentence has {size:,} bytes; at most {MAX_TEXT_BYTES:,} are allowed: shorten it")
         ids = self.tokenizer.encode(text)
         if len(ids) < 2:
-            raise HandgradError("a sentence needs at least two tokens: the first has to have a next one to predict")
-        if len(ids) > self.most_tokens:
+            raise HandgradError("a sentence needs at least two tokens: one to read and one to predict")
+        if len(ids) > self.max_tokens:
             raise HandgradError(
-                f"the sentence has {len(ids)} tokens; this model is shown at most {self.most_tokens}: shorten it"
+                f"the sentence has {len(ids)} tokens; this page shows at most {self.max_tokens} for this model: shorten it"
             )
         if max(ids) >= self.model.config.n_vocab:
             raise HandgradError(f"token id {max(ids)} is outside the model's vocabulary of {self.model.config.n_vocab}")
         return ids
 
-    def word(self, id: int) -> str:
-        """What a token looks like by itself; a piece of a character, or an id nobody has named, by its number."""
-        if id not in self._words:
+    def token_text(self, id: int) -> str:
+        """Return the text of a token; ‹id› for a part of a character or an id that the tokenizer does not have."""
+        if id not in self._token_texts:
             text = self.tokenizer.decode([id]) if id < self.tokenizer.n_vocab else ""
-            self._words[id] = f"‹{id}›" if not text or "\ufffd" in text else text
-        return self._words[id]
+            self._token_texts[id] = f"‹{id}›" if not text or "\ufffd" in text else text
+        return self._token_texts[id]
 
     # ── versions of the weights ─────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def at(self, version: int) -> Iterator[GPT]:
-        """The model with the weights of that version, for as long as the lock is held."""
+    def model_at(self, version: int) -> Iterator[GPT]:
+        """Provide the model with the weights of that version, and hold the lock meanwhile."""
         with self.lock:
-            if version != self._installed:
+            if version != self._active_version:
                 weights = {} if version == 0 else self.version(version).weights
                 for name, p in self.model.named_parameters():
-                    p.data = weights.get(name, self._base[name])
-                self._installed = version
+                    p.data = weights.get(name, self._original_weights[name])
+                self._active_version = version
             yield self.model
 
     def version(self, number: int) -> Version:
@@ -161,7 +166,9 @@ class Session:
             return Version()
         with self.lock:
             if number not in self._versions:
-                raise Forgotten("the weights after these steps were let go to save memory: reset, and step again")
+                raise ExpiredError(
+                    "the weights after these steps were freed to save memory: press reset and take the steps again"
+                )
             self._versions.move_to_end(number)
             return self._versions[number]
 
@@ -169,23 +176,23 @@ class Session:
         with self.lock:
             number, self._next_version = self._next_version, self._next_version + 1
             self._versions[number] = version
-            _keep_within(self._versions, KEPT_VERSIONS)
+            _shrink(self._versions, VERSION_CACHE_BYTES)
             return number
 
 
-def _keep_within(kept: "OrderedDict[Any, Any]", budget: int) -> None:
-    """Let go of the oldest until the rest fits."""
-    sizes = {key: value.bytes for key, value in kept.items()}
-    before = len(kept)
-    while len(kept) > 1 and sum(sizes.values()) > budget:
-        oldest, _ = kept.popitem(last=False)
+def _shrink(cache: "OrderedDict[Any, Any]", budget: int) -> None:
+    """Drop the oldest entries until the rest fits the budget."""
+    sizes = {key: value.bytes for key, value in cache.items()}
+    before = len(cache)
+    while len(cache) > 1 and sum(sizes.values()) > budget:
+        oldest, _ = cache.popitem(last=False)
         del sizes[oldest]
-    if len(kept) < before:
+    if len(cache) < before:
         trim_heap()
 
 
 def add_adapters(model: GPT, rank: int) -> None:
-    """A low-rank branch beside every matrix of the blocks; only these train."""
+    """Add a LoRA adapter to every matrix of the blocks and freeze everything else."""
     if not 1 <= rank <= model.config.d_model:
-        raise HandgradError(f"the rank of an adapter must be between 1 and {model.config.d_model}, not {rank}")
+        raise HandgradError(f"the adapter rank must be between 1 and {model.config.d_model}, not {rank}")
     adapters.inject(model, rank)

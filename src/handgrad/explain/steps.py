@@ -1,4 +1,4 @@
-"""A step of the optimizer on the sentence itself: what the gradient says the loss will be, and what it then is."""
+"""One optimizer step on the sentence: the loss that the gradient predicts, and the loss that is then measured."""
 
 import math
 from typing import Any
@@ -6,29 +6,31 @@ from typing import Any
 import torch
 
 from ..errors import HandgradError, NonFiniteError
+from ..formatting import number
 from ..optim import maker
-from .session import Look, Session, Version
+from .session import Session, TracedSentence, Version
 
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
 
 
-def take_step(session: Session, look: Look, lr: float, optimizer: str) -> dict[str, Any]:
-    """One step from the look's version of the weights to a new one. To first order the loss changes by ⟨∂, step⟩."""
+def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> dict[str, Any]:
+    """Step from the sentence's version of the weights to a new one, which is added to the session; return the predicted
+    loss L + ⟨∂, step⟩, the measured one, and how the probability of each target moved."""
     if optimizer not in OPTIMIZERS:
-        raise HandgradError(f"there is no optimizer {optimizer!r} here: choose {' or '.join(OPTIMIZERS)}")
+        raise HandgradError(f"unknown optimizer {optimizer!r}: choose {' or '.join(OPTIMIZERS)}")
     if not 0 < lr <= 100:
         raise HandgradError(f"the learning rate must be above 0 and at most 100, not {lr}")
-    with session.at(look.version) as model:
-        old = session.version(look.version)
+    with session.model_at(sentence.version) as model:
+        old = session.version(sentence.version)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         before = {name: p.data for name, p in trained.items()}
         try:
             for p in trained.values():
                 p.data = p.data.clone()
-            loss = model.loss_and_grads(look.tokens, look.targets)
+            loss = model.loss_and_grads(sentence.tokens, sentence.targets)
             stepper = maker(optimizer, lr, 0.0, (0.9, 0.99))(list(trained.values()))
-            if old.memory is not None and old.optimizer == optimizer:
-                stepper.load_state_dict(old.memory)
+            if old.optimizer_state is not None and old.optimizer == optimizer:
+                stepper.load_state_dict(old.optimizer_state)
                 for group in stepper.param_groups:
                     group["lr"] = lr
             stepper.step()
@@ -38,28 +40,32 @@ def take_step(session: Session, look: Look, lr: float, optimizer: str) -> dict[s
                 expected += torch.sum(p.grad.double() * (p.data.double() - before[name].double())).item()
             after = {name: p.data for name, p in trained.items()}
             try:
-                measured = model.loss(look.tokens, look.targets)
+                measured = model.loss(sentence.tokens, sentence.targets)
             except NonFiniteError:
                 raise HandgradError(
-                    f"a step of {lr:g} threw the weights out of the range of numbers: choose a smaller one"
+                    f"a step with learning rate {number(lr)} made the weights overflow: choose a smaller one"
                 ) from None
-            if measured > 100 * math.log(model.config.n_vocab):  # so far out rounding is all there is to see
-                raise HandgradError(f"a step of {lr:g} threw the loss up to {measured:.3g}: choose a smaller one")
+            if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
+                raise HandgradError(
+                    f"a step with learning rate {number(lr)} raised the loss to {number(measured)}: choose a smaller one"
+                )
         finally:
             for name, p in trained.items():
                 p.data, p.grad = before[name], None
-        number = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
-    new = session.look(look.text, number)
+        version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
+    new = session.sentence(sentence.text, version)
     return {
         "id": new.id, "steps": old.steps + 1, "loss": loss, "predicted": loss + expected, "measured": measured,
-        "moves": _moves(session, look, new),
+        "moves": _moves(session, sentence, new),
     }  # fmt: skip
 
 
-def _moves(session: Session, old: Look, new: Look) -> list[dict[str, Any]]:
-    """How the probability of each target has moved."""
+def _moves(session: Session, old: TracedSentence, new: TracedSentence) -> list[dict[str, Any]]:
+    """Return the probability of each target before and after the step."""
     rows = []
     for t, target in enumerate(old.targets[0, :-1].tolist()):
-        p, q = (look.trace["y_pred"][t, target].item() for look in (old, new))
-        rows.append({"token": session.word(old.ids[t]), "target": session.word(target), "before": p, "after": q})
+        p, q = (x.trace["y_pred"][t, target].item() for x in (old, new))
+        rows.append(
+            {"token": session.token_text(old.ids[t]), "target": session.token_text(target), "before": p, "after": q}
+        )
     return rows

@@ -43,7 +43,7 @@ def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -
     twice to save memory counts once."""
     c, shapes = config, linear_shapes(config)
     lowest = min((i for name in ranks if (i := block_of(name)) is not None), default=c.n_blocks) if ranks else 0
-    products_backward = c.n_blocks - lowest  # blocks in the backward pass
+    visited = c.n_blocks - lowest  # blocks in the backward pass
     full, after = prod(shapes["c_attn"]), sum(prod(shapes[t]) for t in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
     scores = c.n_heads * (c.query_width + c.value_width)  # q kᵗ and ρ v
     signals = c.n_heads * (3 * c.query_width + 2 * c.value_width)  # q kᵗ again, Δ vᵗ, ρᵗ Δ, Δ_raw k and Δ_rawᵗ q
@@ -67,12 +67,12 @@ def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -
     of_blocks = branches - (branch("lm_head", ranks["lm_head"]) if "lm_head" in ranks else 0)
     forward = blocks(c.n_blocks, scores) + head + branches
     # Δ wᵗ costs as much as a w, and so does aᵗ Δ of a trainable weight. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and two gradients.
-    backward = blocks(products_backward, signals) + head + 2 * branches
+    backward = blocks(visited, signals) + head + 2 * branches
     if not ranks:
-        backward += blocks(products_backward, 0) + head
-    elif products_backward:
+        backward += blocks(visited, 0) + head
+    elif visited:
         # no layer below the lowest c_attn needs its error signal
         backward -= work.tokens * (full + ranks.get(f"transformer.h.{lowest}.attn.c_attn", 0) * c.d_model)
     if recompute == "blocks":
-        backward += blocks(products_backward, scores) + of_blocks
+        backward += blocks(visited, scores) + of_blocks
     return 2 * forward, 2 * backward

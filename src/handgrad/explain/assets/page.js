@@ -1,77 +1,80 @@
-// The page: what is looked at, where we stand, the address bar, the keyboard.
+// Starts the page and keeps its state: the sentence, the current view, the address bar, the keyboard.
 
-import { ask, offline, Refused, send } from "./data.js";
-import { el, number, paint, redraw, visible } from "./drawing.js";
-import { drawMap } from "./map.js";
+import { get, offline, post, RequestError } from "./api.js";
+import { paint } from "./colours.js";
+import { el } from "./dom.js";
+import { count, number, visible } from "./format.js";
+import { drawFlow } from "./gradient_flow.js";
+import { redrawHeatmaps } from "./heatmap.js";
+import { drawMap } from "./network_map.js";
 import { drawStation } from "./station.js";
-import { drawFlow } from "./flow.js";
-import { drawStep, forgetSteps, lastStep } from "./step.js";
+import { drawStep, discardSteps, lastStep } from "./step.js";
 import { endTour, seenTour, startTour } from "./tour.js";
 
 const find = (id) => document.getElementById(id);
-const state = { table: null, look: null, proofs: null, view: "station", station: "a_1", face: "forward", token: 0, head: 0, stop: 0, stops: 0 };
-let newest = 0; // of the sentences asked for
-let working = 0;
+const state = { table: null, overview: null, proofs: null, view: "station", station: "a_1", direction: "forward", token: 0, head: 0, stop: 0, stops: 0 };
+let newest = 0; // number of the newest sentence requested; older answers are ignored
+let pending = 0; // open requests
 
-// ── what is going on ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── progress and status ────────────────────────────────────────────────────────────────────────────────────────────
 
 async function busy(promise) {
-  working++;
+  pending++;
   const late = setTimeout(() => (find("progress").hidden = false), 120);
   try {
     return await promise;
   } finally {
     clearTimeout(late);
-    if (--working === 0) find("progress").hidden = true;
+    if (--pending === 0) find("progress").hidden = true;
   }
 }
 
-function tell(text, problem = false) {
+function setStatus(text, problem = false) {
   const status = find("status");
   status.textContent = text;
   status.className = problem ? "problem" : "";
 }
 
-// ── where we stand ──────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the current view ───────────────────────────────────────────────────────────────────────────────────────────────
 
-// The walk: down through all stations, and up again.
-function walkOrder() {
+// All stops in order: every station forward, then every station backward.
+function allStops() {
   const ids = state.table.stations.map((s) => s.id);
   return [...ids.map((id) => [id, "forward"]), ...[...ids].reverse().map((id) => [id, "backward"])];
 }
 
-// Takes the place from the address; gives back its sentence, and what it names that is not there.
+// Read the view from the address bar; return its sentence and a message if it names something that does not exist.
 function readAddress() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, station, face] = path.split("/");
-  const about = new URLSearchParams(query || "");
+  const [view, station, direction] = path.split("/");
+  const parameters = new URLSearchParams(query || "");
   state.view = ["station", "flow", "step"].includes(view) ? view : "station";
   const known = state.table.stations.some((s) => s.id === station);
   if (known) state.station = station;
-  const wrong = view && view !== state.view ? `there is no view ‘${visible(view)}’` : station && !known ? `there is no station ‘${visible(station)}’ in this model` : "";
-  state.face = face === "backward" ? "backward" : "forward";
+  const wrong = view && view !== state.view ? `There is no view ‘${visible(view)}’.` : station && !known ? `There is no station ‘${visible(station)}’ in this model.` : "";
+  state.direction = direction === "backward" ? "backward" : "forward";
   const within = (text, most) => Math.max(0, Math.min(most, Number.parseInt(text, 10) || 0));
-  state.head = within(about.get("head"), state.table.heads - 1);
-  state.token = within(about.get("token"), Math.max(0, (state.look?.tokens.length ?? 1) - 1));
-  return { text: about.get("text"), wrong };
+  state.head = within(parameters.get("head"), state.table.heads - 1);
+  state.token = within(parameters.get("token"), Math.max(0, (state.overview?.tokens.length ?? 1) - 1));
+  return { text: parameters.get("text"), wrong };
 }
 
 function writeAddress(push) {
-  const about = new URLSearchParams();
-  if (state.token) about.set("token", state.token);
-  if (state.head) about.set("head", state.head);
-  if (!offline && state.look.text !== state.table.text) about.set("text", state.look.text);
-  const query = about.toString() ? `?${about}` : "";
-  const path = state.view === "station" ? `station/${state.station}/${state.face}` : state.view;
+  const parameters = new URLSearchParams();
+  if (state.token) parameters.set("token", state.token);
+  if (state.head) parameters.set("head", state.head);
+  if (!offline && state.overview.text !== state.table.text) parameters.set("text", state.overview.text);
+  const query = parameters.toString() ? `?${parameters}` : "";
+  const path = state.view === "station" ? `station/${state.station}/${state.direction}` : state.view;
   const hash = `#/${path}${query}`;
   if (hash !== location.hash) history[push ? "pushState" : "replaceState"](null, "", hash);
 }
 
 async function show({ push = true, focus = false } = {}) {
-  if (push) tell("");
-  const order = walkOrder();
+  if (push) setStatus("");
+  const order = allStops();
   state.stops = order.length;
-  state.stop = order.findIndex(([id, face]) => id === state.station && face === state.face);
+  state.stop = order.findIndex(([id, direction]) => id === state.station && direction === state.direction);
   writeAddress(push);
   for (const view of ["station", "flow", "step"]) {
     find(`view-${view}`).hidden = view !== state.view;
@@ -82,40 +85,41 @@ async function show({ push = true, focus = false } = {}) {
   drawTokens();
   drawHeader();
   try {
-    if (state.view === "station") await drawStation(find("view-station"), state, tools);
+    if (state.view === "station") await drawStation(find("view-station"), state, actions);
     if (state.view === "flow") drawFlow(find("view-flow"), state, go);
-    if (state.view === "step") drawStep(find("view-step"), state, tools);
+    if (state.view === "step") drawStep(find("view-step"), state, actions);
   } catch (reason) {
-    if (!(reason instanceof Refused)) throw reason;
-    tell(reason.message, true);
+    if (!(reason instanceof RequestError)) throw reason;
+    setStatus(reason.message, true);
   }
   if (focus) find("main").focus({ preventScroll: true });
 }
 
-function go(station, face = state.face, token = state.token) {
-  Object.assign(state, { view: "station", station, face, token });
+function go(station, direction = state.direction, token = state.token) {
+  Object.assign(state, { view: "station", station, direction, token });
   show();
 }
 
-const tools = {
-  busy,
-  header: drawHeader,
-  again() {
-    tell("");
+// What the views may do to the page.
+const actions = {
+  busy, // show the progress bar until a promise settles
+  drawHeader,
+  retry() {
+    setStatus("");
     return show({ push: false });
   },
-  walk(by) {
-    const order = walkOrder();
-    const [station, face] = order[(state.stop + by + order.length) % order.length];
+  walk(by) { // to the next stop (1) or the previous one (−1)
+    const order = allStops();
+    const [station, direction] = order[(state.stop + by + order.length) % order.length];
     const pressed = document.activeElement?.id;
-    Object.assign(state, { view: "station", station, face });
+    Object.assign(state, { view: "station", station, direction });
     show().then(() => pressed && find(pressed)?.focus({ preventScroll: true }));
   },
-  turn() {
-    state.face = state.face === "forward" ? "backward" : "forward";
+  turn() { // between forward and backward
+    state.direction = state.direction === "forward" ? "backward" : "forward";
     show().then(() => find("walk-turn")?.focus({ preventScroll: true }));
   },
-  choose(what) {
+  select(what) { // a token or a head
     const active = document.activeElement, label = active?.getAttribute?.("aria-label");
     Object.assign(state, what);
     show({ push: false }).then(() => {
@@ -123,63 +127,64 @@ const tools = {
       if (same && !same.isSameNode(document.activeElement)) same.focus({ preventScroll: true });
     });
   },
-  async arrived(id) {
-    await enter(() => ask("overview", id));
+  async showSentence(id) {
+    await load(() => get("overview", id));
   },
   async reset() {
-    await trace(state.look.text);
+    await trace(state.overview.text);
   },
 };
 
-// ── the sentence ────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-async function enter(question, forget = false) {
+// Show the sentence that `request` returns, unless another one was requested meanwhile.
+async function load(request, discard = false) {
   const mine = ++newest;
-  const look = await busy(question());
+  const overview = await busy(request());
   if (mine !== newest) return;
-  if (forget) forgetSteps();
-  tell("");
-  state.look = look;
+  if (discard) discardSteps();
+  setStatus("");
+  state.overview = overview;
   state.proofs = null;
-  state.token = Math.min(state.token, look.tokens.length - 1);
+  state.token = Math.min(state.token, overview.tokens.length - 1);
   await show({ push: false });
-  followProofs(look.id);
+  followProofs(overview.id);
 }
 
-// In a file only the view of the steps moves; the stations stay where they were.
+// In an exported file only the step view shows new weights; the stations show the original ones.
 function drawHeader() {
   const last = offline && state.view === "step" ? lastStep() : null;
-  const loss = last ? last.measured : state.look.loss, steps = last ? last.steps : state.look.steps;
+  const loss = last ? last.measured : state.overview.loss, steps = last ? last.steps : state.overview.steps;
   find("loss").textContent = number(loss, 4);
   find("loss").dataset.value = loss;
-  find("steps-taken").textContent = steps ? ` after ${steps} step${steps === 1 ? "" : "s"}` : "";
+  find("steps-taken").textContent = steps ? ` after ${count(steps, "step")}` : "";
 }
 
-// Another sentence ends a run and forgets the steps. Gives back why it cannot be shown, or nothing.
+// Trace a sentence with the original weights; discards all steps. Returns an error message or "".
 async function trace(text) {
-  forgetSteps();
-  tell(state.table.large ? "tracing: forward, backward, every gradient…" : "");
+  discardSteps();
+  setStatus(state.table.large ? "Computing forward and backward pass…" : "");
   try {
-    await enter(() => (offline ? ask("overview") : send("sentence", { text })), true);
+    await load(() => (offline ? get("overview") : post("sentence", { text })), true);
     return "";
   } catch (reason) {
-    if (!(reason instanceof Refused)) throw reason;
-    tell(reason.message, true);
-    if (state.look && state.view === "step") drawStep(find("view-step"), state, tools);
+    if (!(reason instanceof RequestError)) throw reason;
+    setStatus(reason.message, true);
+    if (state.overview && state.view === "step") drawStep(find("view-step"), state, actions);
     return reason.message;
   }
 }
 
-// The marks on the map, as the proofs come in.
+// Update the marks on the map as results of the checks come in.
 async function followProofs(id) {
-  while (state.look.id === id) {
+  while (state.overview.id === id) {
     let proofs;
     try {
-      proofs = await ask("proofs", id);
+      proofs = await get("proofs", id);
     } catch {
       return;
     }
-    if (state.look.id !== id) return;
+    if (state.overview.id !== id) return;
     const changed = JSON.stringify(proofs) !== JSON.stringify(state.proofs);
     state.proofs = proofs;
     if (changed) drawMap(find("map"), state, go);
@@ -190,7 +195,7 @@ async function followProofs(id) {
 }
 
 function drawTokens() {
-  const { tokens, losses } = state.look;
+  const { tokens, losses } = state.overview;
   const most = Math.max(...losses, 1e-9);
   const strip = find("tokens");
   const before = document.activeElement?.dataset?.token;
@@ -198,8 +203,8 @@ function drawTokens() {
     ...tokens.map((t, i) => {
       const loss = i > 0 ? losses[i - 1] : null;
       const chip = el("button", {
-        type: "button", "data-token": i, "aria-pressed": String(i === state.token), title: loss === null ? "the first token is predicted by nobody" : `surprise ${number(loss)}`,
-        "aria-label": `token ${i + 1}: ${visible(t.label)}`, onclick: () => tools.choose({ token: i }),
+        type: "button", "data-token": i, "aria-pressed": String(i === state.token), title: loss === null ? "the first token is not predicted" : `surprise −log p = ${number(loss)}`,
+        "aria-label": `token ${i + 1}: ${visible(t.label)}`, onclick: () => actions.select({ token: i }),
       }, visible(t.label));
       if (loss !== null) paint(chip, "delta", 0.6 * (loss / most));
       return chip;
@@ -208,14 +213,14 @@ function drawTokens() {
   if (before !== undefined) strip.querySelector(`[data-token="${before}"]`)?.focus({ preventScroll: true });
 }
 
-// ── beginning ───────────────────────────────────────────────────────────────────────────────────────────────────────
+// ── start ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 function setTheme(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   find("theme").setAttribute("aria-pressed", String(dark));
-  if (state.look) {
+  if (state.overview) {
     drawTokens();
-    redraw();
+    redrawHeatmaps();
     if (state.view === "flow") drawFlow(find("view-flow"), state, go);
     if (state.view === "station" && state.station === "loss") show({ push: false });
   }
@@ -247,7 +252,7 @@ function listen() {
   box.addEventListener("input", () => {
     fitSentence();
     clearTimeout(waiting);
-    if (state.table.large) tell("Enter traces it");
+    if (state.table.large) setStatus("Press Enter to trace this sentence.");
     else waiting = setTimeout(submit, 350);
   });
   for (const view of ["station", "flow", "step"]) {
@@ -271,26 +276,26 @@ function listen() {
     if (event.target.closest("input, textarea, select, canvas")) return;
     const inMap = event.target.closest("#map");
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    const rows = inMap && { ArrowDown: 1, ArrowUp: -1 }[event.key]; // up and down as in the picture, on the same face
+    const rows = inMap && { ArrowDown: 1, ArrowUp: -1 }[event.key]; // the row below or above in the map
     if (!by && !rows) return;
     event.preventDefault();
-    const order = walkOrder(), ids = state.table.stations.map((s) => s.id);
+    const order = allStops(), ids = state.table.stations.map((s) => s.id);
     const row = Math.max(0, Math.min(ids.length - 1, ids.indexOf(state.station) + rows));
-    const [station, face] = by ? order[(state.stop + by + order.length) % order.length] : [ids[row], state.face];
-    Object.assign(state, { view: "station", station, face });
+    const [station, direction] = by ? order[(state.stop + by + order.length) % order.length] : [ids[row], state.direction];
+    Object.assign(state, { view: "station", station, direction });
     show().then(() => inMap && find("map").querySelector(".here")?.focus({ preventScroll: true }));
   });
   window.addEventListener("popstate", async () => {
-    if (!state.look) return;
-    if (location.hash === "#main") return writeAddress(false); // the link that skips
+    if (!state.overview) return;
+    if (location.hash === "#main") return writeAddress(false); // the link “Skip to the station”
     const { text, wrong } = readAddress();
-    tell("");
-    if (!offline && (text ?? state.table.text) !== state.look.text) {
+    setStatus("");
+    if (!offline && (text ?? state.table.text) !== state.overview.text) {
       box.value = text ?? state.table.text;
       fitSentence();
       if (await trace(box.value)) return show({ push: false });
     } else await show({ push: false });
-    if (wrong) tell(wrong, true);
+    if (wrong) setStatus(wrong, true);
   });
   find("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme !== "dark";
@@ -298,41 +303,41 @@ function listen() {
     try {
       localStorage.setItem("handgrad theme", dark ? "dark" : "light");
     } catch {
-      // not remembered, but shown
+      // without storage the choice is not savedTheme
     }
   });
   find("tour-button").addEventListener("click", () => startTour(find("tour"), state, visit));
-  let settled = 0;
+  let resizing = 0;
   window.addEventListener("resize", () => {
-    clearTimeout(settled);
-    settled = setTimeout(() => state.look && drawMap(find("map"), state, go), 120);
+    clearTimeout(resizing);
+    resizing = setTimeout(() => state.overview && drawMap(find("map"), state, go), 120);
   });
 }
 
-function visit(place) {
-  Object.assign(state, place);
+function visit(stop) {
+  Object.assign(state, stop);
   return show();
 }
 
-async function begin() {
-  let remembered = null;
+async function start() {
+  let savedTheme = null;
   try {
-    remembered = localStorage.getItem("handgrad theme");
+    savedTheme = localStorage.getItem("handgrad theme");
   } catch {
-    // nothing is remembered here
+    // no storage: use the browser's setting
   }
-  setTheme(remembered ? remembered === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  setTheme(savedTheme ? savedTheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
   try {
-    state.table = await busy(ask("table"));
+    state.table = await busy(get("table"));
   } catch (reason) {
-    tell(reason.message, true);
+    setStatus(reason.message, true);
     return;
   }
   const t = state.table;
-  find("model").textContent = `${t.name} · ${t.blocks} block${t.blocks === 1 ? "" : "s"} · d = ${t.d} · ${t.parameters.toLocaleString("en")} parameters · ${t.note}`;
+  find("model").textContent = `${t.name} · ${count(t.blocks, "block")} · d = ${t.d} · ${count(t.parameters, "parameter")} · ${t.note}`;
   state.station = "a_1";
   const text = (offline ? null : readAddress().text) ?? t.text;
-  const wanted = location.hash;
+  const address = location.hash;
   find("sentence").value = text;
   find("sentence").readOnly = offline;
   if (offline) find("sentence-form").querySelector("button").hidden = true;
@@ -340,26 +345,26 @@ async function begin() {
   listen();
   readAddress();
   let problem = await trace(text);
-  if (!state.look) {
+  if (!state.overview) {
     find("sentence").value = t.text;
     fitSentence();
     if (await trace(t.text)) return;
-    problem += "; shown instead is the sentence handgrad was started with";
+    problem += ". Showing the default sentence instead.";
   }
-  if (wanted) {
-    const { wrong } = readAddressFrom(wanted);
-    problem = [problem, wrong].filter(Boolean).join("; ");
+  if (address) {
+    const { wrong } = readAddressFrom(address);
+    problem = [problem, wrong].filter(Boolean).join(" ");
     await show({ push: false });
   }
-  if (problem) tell(problem, true);
+  if (problem) setStatus(problem, true);
   document.documentElement.dataset.ready = "yes";
-  if (!seenTour() && !wanted) startTour(find("tour"), state, visit);
+  if (!seenTour() && !address) startTour(find("tour"), state, visit);
 }
 
-// Tokens could not be checked before the sentence was there.
+// Read the address again when the sentence is known, because the token index depends on it.
 function readAddressFrom(hash) {
   if (location.hash !== hash) history.replaceState(null, "", hash);
   return readAddress();
 }
 
-begin();
+start();

@@ -1,28 +1,28 @@
-// Ten stops for the first visit, in plain words.
+// The tour for the first visit: ten stops.
 
-import { el } from "./drawing.js";
+import { el } from "./dom.js";
 
 const STOPS = [
-  ["A model reads your sentence", "It has read the sentence above, and at every place it has guessed what comes next. Everything you see is what happened inside while it did.", { view: "station", station: "a_0", face: "forward" }],
-  ["Down the left side: forward", "Orange is the way down. Words become rows of numbers, and layer after layer works on them. The arrows are as wide as what flows is long.", { view: "station", station: "a_1", face: "forward" }],
-  ["Tokens look at each other", "Attention is the only place where tokens meet. The triangle shows who takes from whom: a row looks, a column is looked at. Choose another head: each looks for something else.", { view: "station", station: "blocks.0.a_3", face: "forward" }],
-  ["The stream goes straight on", "What a branch finds is added to the stream. With the lens you can read the stream in words: what would the model say if it had to speak here already?", { view: "station", station: "blocks.0.a_5", face: "forward" }],
-  ["The loss: where it hurts", "At every place the model gave the true next token some probability. The smaller it was, the larger the loss. Choose the place with the darkest colour.", { view: "station", station: "loss", face: "backward" }],
-  ["The turn", "Δ₁₂ is simply the probabilities minus the truth. Below zero: this word should have been more probable. This is the whole message; the rest of the way only translates it.", { view: "station", station: "loss", face: "backward" }],
-  ["Up the right side: backward", "Blue is the way up. Each layer takes the error at its output and works out the error at its input, by the formula beside it. On the way the gradients of its parameters fall off.", { view: "station", station: "a_11", face: "backward" }],
-  ["Proven, here and now", "The green badge is not a promise. On this very sentence the formula was compared with automatic differentiation and with finite differences, which know nothing of formulas. Open it to see every check.", { view: "station", station: "last block a_6", face: "backward" }],
-  ["Whom does the loss blame?", "All at once: each row a depth, each column a token. The dark cells are where a change would matter most.", { view: "flow" }],
-  ["Now change the model", "The gradient predicts what a small step will do. Take one, and see whether it was right. Then make the step longer, until it is not.", { view: "step" }],
+  ["A model reads your sentence", "The model has read the sentence above and has predicted the next token at every position. This page shows what happened inside the model while it did so.", { view: "station", station: "a_0", direction: "forward" }],
+  ["The forward pass", "Orange is the forward pass, from top to bottom on the left side of the map. Tokens become rows of numbers, and each layer transforms them. The wider an arrow, the larger the numbers that flow there.", { view: "station", station: "a_1", direction: "forward" }],
+  ["Attention", "Attention is the only layer in which tokens exchange information. The triangle shows how much each token (row) takes from each other token (column). Choose another head: each head looks for something different.", { view: "station", station: "blocks.0.a_3", direction: "forward" }],
+  ["The residual stream", "The output of every branch is added to the residual stream, which runs straight through the network. The lens shows what the model would predict if this were its last layer.", { view: "station", station: "blocks.0.a_5", direction: "forward" }],
+  ["The loss", "At every position the model gave the true next token some probability. The lower this probability, the higher the loss. Choose the position with the strongest colour.", { view: "station", station: "loss", direction: "backward" }],
+  ["The first error signal", "Δ₁₂ is the predicted probabilities minus the truth, divided by the number of targets. Below 0 means: this token should have been more probable. Everything in the backward pass is computed from this signal.", { view: "station", station: "loss", direction: "backward" }],
+  ["The backward pass", "Blue is the backward pass, from bottom to top on the right side of the map. Each layer takes the error at its output and computes the error at its input, by the formula shown here. It also computes the gradients of its parameters.", { view: "station", station: "a_11", direction: "backward" }],
+  ["Every formula is checked", "The green badge is a measurement: on this sentence, the formula was compared with automatic differentiation and with finite differences, which use no formula at all. Open “Show all checks” to see each comparison.", { view: "station", station: "last block a_6", direction: "backward" }],
+  ["Which tokens does the error reach?", "The whole backward pass at once: each row is a layer, each column a token. The stronger the colour, the more a small change there would change the loss.", { view: "flow" }],
+  ["Now change the model", "The gradient predicts what a small step does to the loss. Take a step and compare. Then increase the learning rate until the prediction fails.", { view: "step" }],
 ];
 
-// What the server says of the weights decides how the tour begins.
-function weights(note) {
-  if (/random|not trained/.test(note)) return "This model was not trained: its weights are random, and so are its guesses. ";
-  return /^trained/.test(note) ? "This model was really trained. " : "";
+// The server's note about the weights decides the first sentence.
+function aboutWeights(note) {
+  if (/random|not trained/.test(note)) return "This model is not trained: its weights are random, and so are its predictions. ";
+  return /^trained/.test(note) ? "This model has been trained. " : "";
 }
 
-let at = 0;
-let opener = null;
+let at = 0; // index of the current stop
+let opener = null; // gets the focus back at the end
 
 export function startTour(aside, state, visit) {
   opener = document.activeElement;
@@ -35,7 +35,7 @@ export function endTour(aside) {
   try {
     localStorage.setItem("handgrad tour", "seen");
   } catch {
-    // a file that may not remember asks again
+    // without storage the tour starts on every visit
   }
   opener?.focus?.();
 }
@@ -50,10 +50,10 @@ export function seenTour() {
 
 function show(aside, state, visit) {
   const [title, text, where] = STOPS[at];
-  const place = { ...where };
-  if (place.station === "last block a_6") place.station = `blocks.${state.table.blocks - 1}.a_6`;
-  visit(place).then(() => {
-    // where the page is narrow the box lies over its lower half: what it speaks of goes to the top
+  const target = { ...where };
+  if (target.station === "last block a_6") target.station = `blocks.${state.table.blocks - 1}.a_6`;
+  visit(target).then(() => {
+    // on a narrow page the box covers the lower half: scroll what it describes to the top
     if (matchMedia("(max-width: 860px)").matches) document.querySelector(at === 0 ? ".top" : at === 1 ? "#map" : "#main").scrollIntoView();
   });
   const move = (by) => {
@@ -64,9 +64,9 @@ function show(aside, state, visit) {
   aside.replaceChildren(
     el("p", { class: "where" }, `Tour · ${at + 1} of ${STOPS.length}`),
     el("h2", { tabindex: "-1" }, title),
-    el("p", {}, at ? text : weights(state.table.note) + text),
+    el("p", {}, at ? text : aboutWeights(state.table.note) + text),
     el("div", { class: "walk" },
-      el("button", { type: "button", id: "tour-end", onclick: () => endTour(aside) }, at === STOPS.length - 1 ? "done" : "leave"),
+      el("button", { type: "button", id: "tour-end", onclick: () => endTour(aside) }, at === STOPS.length - 1 ? "done" : "end tour"),
       el("button", { type: "button", id: "tour-back", disabled: at === 0, onclick: () => move(-1) }, "back"),
       at < STOPS.length - 1 ? el("button", { type: "button", id: "tour-next", class: "primary", onclick: () => move(1) }, "next") : null),
   );

@@ -1,53 +1,55 @@
-// The network as a drawing: forward down the left side in orange, the error up the right side in blue, blocks in lavender.
+// The map of the network: the forward pass down the left side in orange, the error up the right side in blue, blocks in
+// lavender.
 
-import { el, low, number, svg } from "./drawing.js";
+import { el, svg } from "./dom.js";
+import { number, subscript } from "./format.js";
 
-const LINE = 26; // where the main line runs, from the edge
-const BEND = 9; // where a skip connection runs
+const LINE = 26; // distance of the main line from the edge, in pixels
+const BEND = 9; // distance of a skip connection from the edge
 
-let open = new Set(); // blocks that are unfolded
-let showing = "both";
-let stoodAt = null; // the station the map was last drawn for
+let open = new Set(); // the unfolded blocks
+let shownFlow = "both"; // "a", "delta" or "both"
+let lastStation = null; // the station for which the map was last drawn
 
-/* Draws the map into `nav`. `state` has the table, the look, the station and the face; `go(id, face)` walks there. */
+/* Draw the map into `nav`. `go(station, direction)` opens a station. */
 export function drawMap(nav, state, go) {
-  const { table, look } = state;
+  const { table, overview } = state;
   const here = table.stations.find((s) => s.id === state.station);
-  if (here.block !== null && stoodAt !== here.id) open.add(here.block); // whoever arrives in a block finds it unfolded
-  stoodAt = here.id;
-  const flows = Object.fromEntries(look.flows.map((f) => [f.id, f]));
-  const short = (x) => number(x, x >= 1e-3 && x < 1e4 ? 2 : 1); // there is little room beside the lines
+  if (here.block !== null && lastStation !== here.id) open.add(here.block); // unfold the block of a newly opened station
+  lastStation = here.id;
+  const flows = Object.fromEntries(overview.flows.map((f) => [f.id, f]));
+  const short = (x) => number(x, x >= 1e-3 && x < 1e4 ? 2 : 1); // little space
   const length = (values) => (values ? Math.hypot(...values) : null);
-  const a = Object.fromEntries(look.flows.map((f) => [f.id, length(f.a)]));
-  const delta = Object.fromEntries(look.flows.map((f) => [f.id, length(f.delta)]));
+  const a = Object.fromEntries(overview.flows.map((f) => [f.id, length(f.a)]));
+  const delta = Object.fromEntries(overview.flows.map((f) => [f.id, length(f.delta)]));
   const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
 
   const before = nav.querySelector(".map-scroll")?.scrollTop ?? 0;
   const focused = nav.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   const list = el("ol", { class: "stations" });
-  const rows = []; // what the lines are drawn along
-  const place = (node, id, block = null, part = "") => rows.push({ node, id, block, part });
+  const rows = []; // the points that the lines connect
+  const addPoint = (node, id, block = null, part = "") => rows.push({ node, id, block, part });
 
   const item = (station) => {
     const proof = state.proofs?.[station.id];
     const current = station.id === state.station && state.view === "station";
     const mark = proof?.passed === false ? "✘" : proof?.passed ? "✔" : "";
-    const spoken = proof?.passed === false ? ", proof failed" : proof?.passed ? ", proven" : "";
-    const symbol = station.id === "loss" ? "L" : `a${low(station.index)}`;
+    const status = proof?.passed === false ? ", check failed" : proof?.passed ? ", verified" : "";
+    const symbol = station.id === "loss" ? "L" : `a${subscript(station.index)}`;
     const button = el(
       "button",
       {
-        type: "button", class: `station${current ? ` here ${state.face}` : ""}`, "data-key": station.id,
-        "aria-current": current ? "step" : null, onclick: () => go(station.id, state.face),
-        "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${spoken}`,
+        type: "button", class: `station${current ? ` here ${state.direction}` : ""}`, "data-key": station.id,
+        "aria-current": current ? "step" : null, onclick: () => go(station.id, state.direction),
+        "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
       },
-      el("span", { class: "num forward" }, showing !== "delta" && flows[station.id].a ? short(a[station.id]) : ""),
+      el("span", { class: "num forward" }, shownFlow !== "delta" && flows[station.id].a ? short(a[station.id]) : ""),
       el("span", { class: "label" }, el("b", {}, symbol), ` ${station.title.replace(" connection", "")}`),
       el("span", { class: `tick ${proof?.passed === false ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
-      el("span", { class: "num backward" }, showing !== "a" && flows[station.id].delta ? short(delta[station.id]) : ""),
+      el("span", { class: "num backward" }, shownFlow !== "a" && flows[station.id].delta ? short(delta[station.id]) : ""),
     );
     const li = el("li", {}, button);
-    place(li, station.id, station.block);
+    addPoint(li, station.id, station.block);
     return li;
   };
 
@@ -66,15 +68,15 @@ export function drawMap(nav, state, go) {
           drawMap(nav, state, go);
         },
       },
-      el("span", { class: "num forward" }, unfolded || showing === "delta" ? "" : short(a[last])),
+      el("span", { class: "num forward" }, unfolded || shownFlow === "delta" ? "" : short(a[last])),
       el("span", { class: "label" }, el("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸"), ` Block ${b + 1}`),
       el("span", { class: "tick good", "aria-hidden": "true" }, inside.every((s) => state.proofs?.[s.id]?.passed) ? "✔" : ""),
-      el("span", { class: "num backward" }, unfolded || showing === "a" ? "" : short(delta[last])),
+      el("span", { class: "num backward" }, unfolded || shownFlow === "a" ? "" : short(delta[last])),
     );
     const li = el("li", { class: `block${unfolded ? " open" : ""}` }, header);
-    if (!unfolded) place(li, last, null);
+    if (!unfolded) addPoint(li, last, null);
     else {
-      place(header, null, b, "top");
+      addPoint(header, null, b, "top");
       li.append(el("ol", {}, inside.map(item)));
     }
     list.append(li);
@@ -86,12 +88,12 @@ export function drawMap(nav, state, go) {
   const choice = el("div", { class: "map-choice", role: "group", "aria-label": "What the width of the arrows shows" });
   for (const [key, text] of [["a", "‖a‖"], ["both", "both"], ["delta", "‖Δ‖"]]) {
     choice.append(
-      el("button", { type: "button", class: "small", "aria-pressed": String(showing === key), onclick: () => { showing = key; drawMap(nav, state, go); } }, text),
+      el("button", { type: "button", class: "small", "aria-pressed": String(shownFlow === key), onclick: () => { shownFlow = key; drawMap(nav, state, go); } }, text),
     );
   }
   const heading = el("div", { class: "map-head" },
     el("span", { class: "forward" }, "forward ↓"), choice, el("span", { class: "backward" }, "↑ backward"));
-  nav.replaceChildren(heading, scroll, el("p", { class: "map-note" }, "Arrows are as wide as what flows is long, on a logarithmic scale; numbers are lengths over all tokens."));
+  nav.replaceChildren(heading, scroll, el("p", { class: "map-note" }, "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths (logarithmic scale). ✔ means verified."));
   scroll.scrollTop = before;
 
   const strokes = () => drawLines(lines, list, rows, { a, delta, widthOf });
@@ -104,7 +106,7 @@ export function drawMap(nav, state, go) {
   }
 }
 
-// Length → stroke, on a logarithmic scale between the smallest and the largest.
+// Returns a function from length to stroke width, logarithmic between the smallest and the largest length.
 function widths(lengths) {
   const logs = lengths.filter((x) => x > 0).map(Math.log);
   const [least, most] = [Math.min(...logs), Math.max(...logs)];
@@ -133,7 +135,7 @@ function drawLines(lines, list, rows, { a, delta, widthOf }) {
     stroke(kind, `M${x} ${from}V${to - way * length}`, width);
     found.push(svg("path", { d: `M${x - half} ${to - way * length}H${x + half}L${x} ${to}Z`, class: `tip ${kind}` }));
   };
-  const forward = showing !== "delta", backward = showing !== "a";
+  const forward = shownFlow !== "delta", backward = shownFlow !== "a";
   let previous = null;
   for (const row of rows) {
     row.y = middle(row);
@@ -150,7 +152,7 @@ function drawLines(lines, list, rows, { a, delta, widthOf }) {
     if (backward) found.push(svg("circle", { cx: wide - LINE, cy: row.y, r: 3.5, class: "joint backward" }));
     previous = row;
   }
-  // The two skip connections of every block that is unfolded.
+  // The two skip connections of every unfolded block.
   for (const top of rows.filter((row) => row.top)) {
     const find = (i) => rows.find((row) => row.id === `blocks.${top.block}.a_${i}` && !row.top);
     for (const [from, to] of [[top, find(5)], [find(5), find(10)]]) {

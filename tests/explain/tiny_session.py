@@ -1,4 +1,4 @@
-"""A small session to look at: bytes in, two blocks, weights large enough that nothing is nearly zero."""
+"""A small session for tests: byte tokens, two blocks, weights large enough that no gradient is nearly zero."""
 
 import torch
 

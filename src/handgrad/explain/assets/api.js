@@ -1,0 +1,58 @@
+// Requests to the server. In an exported file the answers are embedded in the page, and nothing is requested.
+
+const embedded = document.getElementById("embedded-answers");
+const answers = embedded ? JSON.parse(embedded.textContent) : null;
+export const offline = answers !== null;
+
+export class RequestError extends Error {}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(`/api/${path}`, options);
+  } catch {
+    throw new RequestError("No response from handgrad. Is it still running?");
+  }
+  let body;
+  try {
+    body = await response.json();
+  } catch {
+    throw new RequestError(`handgrad responded with status ${response.status}`);
+  }
+  if (!response.ok) throw new RequestError(body.error || `handgrad responded with status ${response.status}`);
+  return body;
+}
+
+// Recent answers that cannot change. Overviews and proofs are not cached.
+const CACHED = ["station", "head", "lens"];
+const CACHE_SIZE = 40;
+const cache = new Map();
+
+// GET: `name` of the request, `id` of the traced sentence, and further parameters.
+export async function get(name, id, parameters = {}) {
+  if (offline) {
+    const rest = new URLSearchParams(parameters).toString();
+    const key = rest ? `${name}?${decodeURIComponent(rest)}` : name;
+    if (!(key in answers)) throw new RequestError("This file does not contain that. Run handgrad explain to see it.");
+    return answers[key];
+  }
+  const path = `${name}?${new URLSearchParams({ ...(id ? { id } : {}), ...parameters })}`;
+  if (!CACHED.includes(name)) return request(path);
+  if (!cache.has(path)) {
+    const answer = request(path);
+    cache.set(path, answer);
+    answer.catch(() => cache.delete(path));
+    if (cache.size > CACHE_SIZE) cache.delete(cache.keys().next().value);
+  }
+  return cache.get(path);
+}
+
+export async function post(name, body) {
+  if (offline) throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
+  return request(name, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+}
+
+// Precomputed steps of an exported file: for each learning rate, the list of answers.
+export function embeddedSteps() {
+  return answers.steps;
+}

@@ -1,0 +1,55 @@
+"""The data of the lens: what the residual stream at one station would predict, and where the error pushes it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..model.gpt import GPT
+from ..ops import layernorm, linear
+from . import captions
+from .session import Session, TracedSentence
+from .stations import Station
+from .views import labels_of, with_probabilities
+
+
+def lens(session: Session, sentence: TracedSentence, station: Station, top: int = 5) -> dict[str, Any]:
+    """Read each row of the residual stream through the last norm and the head: the tokens the model would predict here,
+    and the tokens that a step along −Δ makes more and less likely. That change of the logits is, to first order, −Δ through
+    the derivative of the norm, which is (40) with the gain on the other side, and then through the head."""
+    if not station.stream:
+        raise HandgradError("the lens reads the residual stream only: choose the embedding or a skip connection")
+    assert station.a is not None and station.incoming is not None
+    a, delta = sentence.trace[station.a], sentence.trace[station.incoming]
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        norm = model.transformer.ln_f
+        a_11, saved = norm.forward(a)
+        probabilities = torch.softmax(model.lm_head.forward(a_11), 1)
+        change = layernorm.backward(-delta, layernorm.normalized(saved), saved.inv_sigma, torch.ones_like(norm.weight))
+        push = _without_bias(model, change * norm.weight)
+    rows = []
+    targets = sentence.targets[0].tolist()
+    labels = labels_of(session, sentence)
+    known = min(session.tokenizer.n_vocab, probabilities.shape[1])
+    for t, target in enumerate(targets):
+        best = torch.topk(probabilities[t, :known], min(top, known))
+        first, chance = int(best.indices[0]), best.values[0].item()
+        up, down = (torch.topk(sign * push[t, :known], min(top, known)) for sign in (1, -1))
+        word = session.token_text(target) if target >= 0 else None
+        share = probabilities[t, target].item() if target >= 0 else None
+        rows.append({
+            "predictions": with_probabilities(session, best), "target": word, "share": share,
+            "towards": _pushed(session, up, 1), "away": _pushed(session, down, -1),
+            "caption": captions.about_lens(labels[t], session.token_text(first), chance, word, share or 0.0),
+        })  # fmt: skip
+    return {"station": station.id, "rows": rows}
+
+
+def _without_bias(model: GPT, change: Tensor) -> Tensor:
+    return linear.forward(change, model.lm_head.effective_weight(), None)
+
+
+def _pushed(session: Session, found: Any, sign: int) -> list[dict[str, Any]]:
+    pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    return [{"word": session.token_text(i), "change": sign * x} for i, x in pairs if x > 0]

@@ -1,0 +1,60 @@
+"""Single values and parts of the tensors of a trace, for pointing at a cell and for zooming."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..ops import linear
+from .pictures import picture
+from .session import Session, TracedSentence
+
+
+def matrix(session: Session, sentence: TracedSentence, name: str, head: int | None) -> Tensor:
+    """Return a tensor of the trace as a matrix; `head` selects one of a tensor with heads."""
+    if name == "delta_0":
+        with session.model_at(sentence.version) as model, torch.no_grad():
+            return linear.backward(sentence.trace["blocks.0.delta_1"], model.transformer.wte.weight)
+    if name.endswith(".sent") or name not in sentence.trace:
+        raise HandgradError(f"the trace has no matrix {name!r}")
+    x = sentence.trace[name]
+    if x.ndim == 3:
+        if head is None or not 0 <= head < len(x):
+            raise HandgradError(f"{name} has {len(x)} heads: pass head=0 to {len(x) - 1}")
+        x = x[head]
+    return x[None] if x.ndim == 1 else x
+
+
+def slice_of(
+    session: Session,
+    sentence: TracedSentence,
+    name: str,
+    head: int | None,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> dict[str, Any]:
+    """Return a part of a matrix as a picture, for zooming."""
+    x = matrix(session, sentence, name, head)
+    for (low, high), size in ((rows, x.shape[0]), (columns, x.shape[1])):
+        if not 0 <= low < high <= size:
+            raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}; the range {low}:{high} is outside it")
+    return picture(x, rows, columns)
+
+
+def value_of(
+    session: Session,
+    sentence: TracedSentence,
+    name: str,
+    head: int | None,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> dict[str, Any]:
+    """Return the exact value that a cell shows: of its entries the one furthest from 0, with its row and column."""
+    x = matrix(session, sentence, name, head)
+    part = x[max(rows[0], 0) : rows[1], max(columns[0], 0) : columns[1]]
+    if part.numel() == 0:
+        where = f"rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]}"
+        raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}; {where} are outside it")
+    i, j = divmod(int(part.abs().argmax()), part.shape[1])
+    return {"value": part[i, j].item(), "row": rows[0] + i, "column": columns[0] + j}
