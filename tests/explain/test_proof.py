@@ -122,7 +122,7 @@ def test_answers_come_from_the_background() -> None:
 
 def test_what_cannot_be_judged_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise hg.HandgradError("judging this model takes too much memory")
+        raise hg.HandgradError("verifying this model takes too much memory")
 
     monkeypatch.setattr(module, "Checker", refuse)
     session = make_session(n_blocks=1)

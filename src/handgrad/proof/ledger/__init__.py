@@ -10,6 +10,7 @@ from . import (
     errata,
     head_backward,
     head_forward,
+    head_properties,
     identities,
     invariants,
     kv_cache,
@@ -24,6 +25,7 @@ from . import (
 from .check import CHECKS, Check, run, select
 
 __all__ = [
-    "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "identities", "invariants", "kv_cache",
+    "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "head_properties", "identities", "invariants",
+    "kv_cache",
     "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
 ]  # fmt: skip
