@@ -26,6 +26,5 @@ from .check import CHECKS, Check, run, select
 
 __all__ = [
     "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "head_properties", "identities", "invariants",
-    "kv_cache",
-    "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
+    "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
 ]  # fmt: skip
