@@ -15,10 +15,9 @@ NAMES = {
     "LayerNorm": "model/layers.py",
     "Saved": "ops/layernorm.py",
     "_HF_ACTIVATION": "families/gpt2.py",
-    "SOURCES": "explain/stations.py",
-    "_activation": "explain/stations.py",
-    "_norm": "explain/stations.py",
-    "_of": "explain/stations.py",
+    "SOURCES": "explain/sources.py",
+    "activation": "explain/formulas.py",
+    "norm": "explain/formulas.py",
 }
 
 

@@ -122,11 +122,7 @@ def test_results_come_from_the_background_thread() -> None:
 
 def test_a_failed_check_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-<<<<<<< HEAD
-        raise hg.HandgradError("checking this model takes too much memory")
-=======
         raise hg.HandgradError("verifying this model takes too much memory")
->>>>>>> h-proof
 
     monkeypatch.setattr(module, "Checker", refuse)
     session = make_session(n_blocks=1)

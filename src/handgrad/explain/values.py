@@ -10,6 +10,8 @@ from ..ops import linear
 from .pictures import picture
 from .session import Session, TracedSentence
 
+Range = tuple[int, int]  # first and after the last
+
 
 def matrix(session: Session, sentence: TracedSentence, name: str, head: int | None) -> Tensor:
     """Return a tensor of the trace as a matrix; `head` selects one of a tensor with heads."""
@@ -27,12 +29,7 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
 
 
 def slice_of(
-    session: Session,
-    sentence: TracedSentence,
-    name: str,
-    head: int | None,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    session: Session, sentence: TracedSentence, name: str, head: int | None, rows: Range, columns: Range
 ) -> dict[str, Any]:
     """Return a part of a matrix as a picture, for zooming."""
     x = matrix(session, sentence, name, head)
@@ -43,12 +40,7 @@ def slice_of(
 
 
 def value_of(
-    session: Session,
-    sentence: TracedSentence,
-    name: str,
-    head: int | None,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    session: Session, sentence: TracedSentence, name: str, head: int | None, rows: Range, columns: Range
 ) -> dict[str, Any]:
     """Return the exact value that a cell shows: of its entries the one furthest from 0, with its row and column."""
     x = matrix(session, sentence, name, head)

@@ -27,10 +27,7 @@ from . import (
 from .check import CHECKS, Check, run, select
 
 __all__ = [
-<<<<<<< HEAD
-    "CHECKS", "Check", "beyond", "embedding", "errata", "head_backward", "head_forward", "identities", "invariants",
-=======
-    "CHECKS", "Check", "embedding", "errata", "head_backward", "head_forward", "head_properties", "identities", "invariants",
->>>>>>> h-proof
-    "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax", "transformer",
+    "CHECKS", "Check", "beyond", "embedding", "errata", "head_backward", "head_forward", "head_properties", "identities",
+    "invariants", "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax",
+    "transformer",
 ]  # fmt: skip
