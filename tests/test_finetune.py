@@ -173,7 +173,7 @@ def test_conversations_by_a_template_that_stays_with_the_result(place: Path) -> 
         ('{"prompt": "a"', "line 3 is not valid JSON"),
         ({"prompt": "a", "completion": ""}, "line 3: the completion is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
-        ({"question": "a"}, "line 3: it has question"),
+        ({"question": "a"}, "line 3: the record has question"),
         ({"prompt": 3, "completion": "x"}, "line 3: prompt is"),
     ],
 )
