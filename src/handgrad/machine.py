@@ -1,8 +1,9 @@
-"""Process settings that must be made before torch is imported: CPU instruction set, memory allocator, page size."""
+"""The process: its peak memory, and settings made before torch is imported (instruction set, allocator, page size)."""
 
 import contextlib
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 
@@ -48,3 +49,8 @@ def disable_amx_in_virtual_machines() -> None:
     flags = cpu.read_text() if cpu.exists() else ""
     if "amx_bf16" in flags and "hypervisor" in flags:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def peak_memory() -> int:
+    """Peak memory of this process so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -23,6 +23,9 @@ def test_equal_to_the_paper(n: int, f_in: int, r: int, f_out: int) -> None:
     signal = below.clone()
     fast.backward(g, d, into=signal)
     assert relative_error(signal, below + plain.delta_prev(delta, d, u, scale)) <= IDENTITY_TOLERANCE
+    mask, dropped = fast.mask(a, 0.5, seed=3), below.clone()
+    fast.backward(g, d, into=dropped, mask=mask)
+    assert relative_error(dropped, below + plain.delta_prev_dropped(delta, d, u, scale, mask)) <= IDENTITY_TOLERANCE
     grad_d, grad_u = torch.ones(f_in, r).double(), torch.ones(r, f_out).double()
     assert relative_error(fast.grad_d(g, a, None), plain.grad_d(delta, a, u, scale)) <= IDENTITY_TOLERANCE
     assert relative_error(fast.grad_u(delta, h, scale, None), plain.grad_u(delta, a, d, scale)) <= IDENTITY_TOLERANCE

@@ -96,7 +96,7 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
             raise HandgradError(
                 f"rank {config.rank_of(name)} is larger than the rank of {name} itself ({most}): choose a smaller one"
             )
-    generator = torch.Generator(model.transformer.wte.weight.device).manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     freeze(model.parameters())
     for salt, name in enumerate(names):
         adapter = LoRA(

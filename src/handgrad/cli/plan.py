@@ -63,6 +63,7 @@ def plan(
     """
     from ..display import plan as display
     from ..formats.models import find_model
+    from ..machine import peak_memory
     from ..plan.estimate import plan_model
     from ..plan.timing import forecast
 
@@ -78,5 +79,5 @@ def plan(
         batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
-        for table in display.tables(planned, forecast(planned), model, console.out.width):
+        for table in display.tables(planned, forecast(planned, peak_memory()), model, console.out.width):
             console.out.print(table)

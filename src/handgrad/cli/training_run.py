@@ -8,6 +8,7 @@ from ..display.progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
 from ..formatting import loss as loss_text
 from ..formatting import plural, seconds
+from ..machine import peak_memory
 from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
@@ -31,9 +32,10 @@ def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> No
         out = console.out
         display: Lines = Silent(out) if not ranks.first else Board(out) if out.is_terminal else Lines(out)
         if only_plan:
+            runtime_bytes = peak_memory()
             job = dry_run(request, ranks, display)
             if ranks.first:
-                _print_dry_run(job, display)
+                _print_dry_run(job, display, runtime_bytes)
             return
         result = execute(request, ranks, display)
         if ranks.first:
@@ -55,12 +57,12 @@ def _request(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> Reque
     return Request(kind, prepare, options, folder, resume)
 
 
-def _print_dry_run(job: Job, display: Lines) -> None:
+def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
     """Print what would be trained, and its predicted cost."""
     for line in describe(job):
         display.say(line)
     plan = plan_job(job)
-    predicted = forecast(plan)
+    predicted = forecast(plan, runtime_bytes)
     console.out.print(step_table(plan, predicted, console.out.width))
     if job.recipe.steps is not None:
         total = (

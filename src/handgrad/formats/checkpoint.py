@@ -20,7 +20,7 @@ from ..files.atomic import write_folder
 from ..files.reading import read_bytes, read_json
 from ..files.tensors import Header, missing_weights, read_headers, read_tensors
 from ..model.config import GPTConfig
-from ..model.dtype import DTYPES, as_dtype
+from ..model.dtype import DTYPES, STORED_DTYPES, as_dtype
 from ..model.gpt import GPT
 
 _HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks in old files; a tied head stored twice
@@ -172,7 +172,7 @@ def save(
     _check_saveable(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "config.json").exists():
         raise HandgradError(f"{folder} exists and is not a model directory: choose another path")
-    stored = None if dtype is None else as_dtype(dtype, (*DTYPES, torch.float16))
+    stored = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
     own = bool(model.source) and Path(model.source).resolve() == folder.resolve()
 
     def fill(partial: Path) -> None:
@@ -192,8 +192,8 @@ def write_model(
     """Write config.json and model.safetensors into a new folder. Other fields of the config.json in `like`, and its
     generation settings, are copied."""
     _check_saveable(model)
-    if dtype not in (None, torch.float16, *DTYPES):
-        raise HandgradError(f"weights are stored in float64, float32, bfloat16 or float16, not {dtype}")
+    if dtype is not None:
+        as_dtype(dtype, STORED_DTYPES)
     tensors = {name: p.detach().to(dtype or p.dtype).contiguous() for name, p in model.named_parameters()}
     for name, t in tensors.items():
         if dtype == torch.float16 and not torch.isfinite(t).all():

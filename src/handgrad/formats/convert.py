@@ -10,11 +10,10 @@ from .. import adapters
 from ..errors import HandgradError
 from ..files import manifest
 from ..files.atomic import write_folder
+from ..model.dtype import STORED_DTYPES, as_dtype
 from ..text import tokenizer
 from .checkpoint import stored_dtype, write_model
 from .models import open_folder, tokenizer_folder, weights_folder
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,8 @@ def check_new_folder(folder: Path) -> None:
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """torch's dtype by its name; None for None."""
-    if name is not None and name not in DTYPES:
-        raise HandgradError(f"--dtype must be {', '.join(DTYPES)}, not {name!r}")
-    return None if name is None else DTYPES[name]
+    """The dtype that --dtype names; None if it was not given."""
+    return None if name is None else as_dtype(name, STORED_DTYPES, "--dtype")
 
 
 def parse_size(text: str) -> int:

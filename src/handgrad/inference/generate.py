@@ -67,7 +67,7 @@ def _check_ids(tokens: object) -> None:
 def _stream(
     model: GPT, tokens: Tensor, count: int, temperature: float, top_k: int | None, seed: int | None
 ) -> Iterator[Tensor]:
-    device = model.transformer.wte.weight.device
+    device = model.device
     generator = torch.Generator(device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     context = model.config.n_context

@@ -4,6 +4,7 @@ A frozen parameter (`requires_grad=False`) gets no gradient and costs nothing. N
 passes what a backward pass needs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -20,38 +21,39 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         p.grad = None
 
 
-class Affine(nn.Module):
+class Affine(nn.Module, ABC):
     """a → a w + b: the interface that `Linear` and an adapter around it share, so that no caller needs to know which it
     has. `dropout` is the share of its input that a layer drops while training."""
 
     dropout = 0.0
 
+    @abstractmethod
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
-        raise NotImplementedError
+        """a_{i−1} → a_i"""
 
+    @abstractmethod
     def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
         """Δ_i → Δ_{i−1}"""
-        raise NotImplementedError
 
+    @abstractmethod
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
         """Add the parameters' gradients, from Δ_i and the input a_{i−1}, into `.grad`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def effective_weight(self) -> Tensor:
         """(f_in, f_out), everything that multiplies the input"""
-        raise NotImplementedError
 
+    @abstractmethod
     def plain(self) -> "Linear":
         """The linear layer itself, without an adapter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by the letter the paper gives them: w and b, and an adapter's d, u and m."""
-        raise NotImplementedError
 
     @property
     def adapted(self) -> bool:
-        """Whether an adapter stands beside the linear layer."""
+        """Whether the layer has an adapter."""
         return self.plain() is not self
 
 

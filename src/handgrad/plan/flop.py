@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..model.config import GPTConfig
-from .parameters import Ranks, block_of, linear_shapes, target_of
+from ..model.names import block_of, in_block
+from .parameters import Ranks, linear_shapes, target_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -
         backward += blocks(visited, 0) + head
     elif visited:
         # no layer below the lowest c_attn needs its error signal
-        backward -= work.tokens * (full + ranks.get(f"transformer.h.{lowest}.attn.c_attn", 0) * c.d_model)
+        backward -= work.tokens * (full + ranks.get(in_block(lowest, "attn.c_attn"), 0) * c.d_model)
     if recompute == "blocks":
         backward += blocks(visited, scores) + of_blocks
     return 2 * forward, 2 * backward

@@ -9,6 +9,7 @@ from ..adapters.patterns import split_names
 from ..errors import HandgradError
 from ..model.config import GPTConfig
 from ..model.gpt import GPT
+from ..model.names import in_block, without_block
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,11 @@ def target_ranks(config: GPTConfig, rank: int, targets: str | Sequence[str]) -> 
     names = split_names([targets] if isinstance(targets, str) else targets)
     if {"paper", "q", "k", "v"} & set(names):
         chosen = lora_targets(",".join(names))
-        blocks = (f"transformer.h.{i}.{t}" for i in range(config.n_blocks) for t in chosen if t != "lm_head")
+        blocks = (in_block(i, t) for i in range(config.n_blocks) for t in chosen if t != "lm_head")
         return dict.fromkeys([*blocks, *(["lm_head"] if "lm_head" in chosen else [])], rank)
     return dict.fromkeys(adapters.choose(GPT(config, device="meta"), names), rank)
 
 
-def block_of(name: str) -> int | None:
-    """The index of the block that contains a layer; None outside the blocks."""
-    parts = name.split(".")
-    return int(parts[2]) if parts[1:2] == ["h"] else None
-
-
 def target_of(name: str) -> str:
     """The key of a layer in `linear_shapes`: transformer.h.3.attn.c_attn → c_attn, transformer.h.3.mlp.c_fc → mlp.c_fc"""
-    return name.partition(".h.")[2].partition(".")[2].replace("attn.c_attn", "c_attn") or name
+    return without_block(name).replace("attn.c_attn", "c_attn")

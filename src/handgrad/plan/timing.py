@@ -4,7 +4,6 @@ Steps of the same shape with one and two blocks and a small vocabulary are timed
 blocks and the full vocabulary. This accounts for the dtype, attention, memory traffic and the overhead of every call.
 """
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,9 +38,8 @@ class Forecast:
     runtime_bytes: int  # memory of the process before the step: Python and its libraries
 
 
-def forecast(plan: Plan) -> Forecast:
-    """Predict the seconds of a step. The process's memory is read first: trial steps raise its peak."""
-    runtime_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
+    """Predict the seconds of a step. `runtime_bytes` is the process's memory before the model was made."""
     return Forecast(predict(plan), runtime_bytes)
 
 

@@ -14,6 +14,7 @@ from ..adapters.injection import adapters_of
 from ..errors import HandgradError, NonFiniteError
 from ..model.config import GPTConfig
 from ..model.gpt import GPT
+from ..model.names import BLOCKS, block_of
 from ..tolerances import (
     DIFFERENCE_FLOOR,
     ENTRY_FLOOR,
@@ -182,7 +183,8 @@ def _probes(reference: ReferenceModel, ours: dict[str, Tensor], grads: dict[str,
         probes[name] = _Probe(f, torch.zeros_like(ours[name]), ours[name], floor)
     groups: dict[str, list[str]] = {}
     for name in grads:
-        layer = ".".join(name.split(".")[:3]) if ".h." in name else name.rpartition(".")[0]
+        block = block_of(name)
+        layer = name.rpartition(".")[0] if block is None else f"{BLOCKS}{block}"
         groups.setdefault(name if _small(model) else layer, []).append(name)
     return probes | _parameter_probes(model, groups, grads, reference.plain_loss)
 

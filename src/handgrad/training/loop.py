@@ -1,7 +1,6 @@
 """The training loop: take steps, log, evaluate, sample and save."""
 
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from .. import optim
 from ..errors import NonFiniteError
 from ..formatting import number
 from ..inference.generate import generate
+from ..machine import peak_memory
+from ..model.names import part_of
 from ..optim import OptimizerInBackward
 from ..text.batches import Batches, hash64
 from .diagnose import diagnose
@@ -192,14 +193,6 @@ def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
     """Norms per parameter → norms per layer."""
     squares: dict[str, float] = {}
     for p, norm in norms.items():
-        parts = job.names[p].split(".")
-        layer = (
-            f"block {parts[2]}" if parts[1:2] == ["h"] else "final norm" if "ln_f" in parts else "embeddings and head"
-        )
+        layer = part_of(job.names[p])
         squares[layer] = squares.get(layer, 0.0) + norm * norm
     return {layer: math.sqrt(square) for layer, square in squares.items()}
-
-
-def peak_memory() -> int:
-    """Peak memory of this process in bytes."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
