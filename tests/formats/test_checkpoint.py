@@ -227,7 +227,7 @@ def test_every_numeric_option_has_limits() -> None:
     for kind in (hg.GPTConfig, LoRAConfig, TrainOptions, FinetuneOptions):
         for f in dataclasses.fields(kind):
             if str(f.type).startswith(("int", "float", "<class 'int'", "<class 'float'")):
-                checked_elsewhere = ("eps", "dropout", "val_share", "beta1", "beta2")  # all below 1, checked elsewhere
+                checked_elsewhere = ("eps", "dropout", "val_share", "beta1", "beta2")  # all below 1
                 assert f.name in LIMITS or f.name in checked_elsewhere, f.name
 
 

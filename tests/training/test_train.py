@@ -290,12 +290,9 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
     assert not_decayed["weight_decay"] == 0.0 and all(p.ndim == 1 for p in not_decayed["params"])
     learning_rate = lambda progress, step, kind: optim.learning_rate(progress, step, 1.0, 0.1, 4, kind)  # noqa: E731
     assert [learning_rate(0, s, "cosine") for s in range(4)] == [0.2, 0.4, 0.6, 0.8]
-    assert learning_rate(0.5, 50, "cosine") == pytest.approx(0.55) and learning_rate(1, 99, "cosine") == pytest.approx(
-        0.1
-    )
-    assert learning_rate(0.5, 50, "linear") == pytest.approx(0.55) and learning_rate(
-        0.25, 50, "linear"
-    ) == pytest.approx(0.775)
+    points = [(0.5, 50, "cosine", 0.55), (1, 99, "cosine", 0.1), (0.5, 50, "linear", 0.55), (0.25, 50, "linear", 0.775)]
+    for progress, step, kind, expected in points:
+        assert learning_rate(progress, step, kind) == pytest.approx(expected)
     assert learning_rate(0.9, 50, "constant") == 1.0
 
 
