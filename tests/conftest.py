@@ -1,9 +1,10 @@
-"""What every test shares: the table of tolerances, and models with weights large enough that nothing is nearly zero."""
+"""Shared helpers: tolerances, models and batches, and functions that run the command line."""
 
 import contextlib
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,21 @@ from handgrad.cli.app import main
 from handgrad.files import manifest
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
-torch.set_num_threads(1)  # the matrices are small: a second thread would only wait
+torch.set_num_threads(1)  # the matrices are too small to gain from more threads
 
-# Largest relative error of a single op, which rounds only a few times, for inputs of any size.
+# Relative tolerance of a single op, by dtype. It does not depend on the scale of the inputs.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ATTENTION_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # with large scores
 SCALES = [1e-8, 1e-4, 1.0, 1e3]
 
 
 def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Random numbers in float64 that `dtype` represents exactly, so that the op and its reference read the same."""
+    """Random float64 numbers that `dtype` represents exactly, so that an op and its reference get equal inputs."""
     return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).double()
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: object) -> hg.GPT:
-    """A small model whose weights are drawn afresh, biases and gains included: N(0, 0.02) would hide mistakes."""
+    """A small model with large random weights, biases and gains: errors would be invisible with N(0, 0.02)."""
     config = hg.preset("nano", **{"n_vocab": 11, "n_context": 16, "d_model": 12, "n_heads": 3, "n_blocks": 1, **shape})
     model = hg.GPT(config, seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -38,29 +39,51 @@ def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: objec
     return model
 
 
+def perturb(network: torch.nn.Module, seed: int = 1, scale: float = 0.3) -> None:
+    """Add N(0, scale²) to every trainable parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in network.parameters():
+            if p.requires_grad:
+                p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
+
+
+class SilentDisplay:
+    """A training display that shows nothing."""
+
+    def say(self, text: str) -> None: ...
+    def examples(self, *arguments: object) -> None: ...
+    def reading(self, total: int) -> Callable[[int], None]:
+        return lambda n: None
+
+    def begin(self, job: object) -> None: ...
+    def show(self, record: dict[str, object]) -> None: ...
+    def end(self) -> None: ...
+
+
 def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
-    """A model directory as another tool leaves it, without handgrad's manifest: a test may change its files."""
+    """Save a model without handgrad's manifest, as other tools do, so that a test may edit its files."""
     hg.save(model, folder, **options)  # type: ignore[arg-type]
     (folder / manifest.FILE).unlink()
 
 
 def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process, which spares the seconds that starting one takes."""
+    """Run `handgrad ARGUMENTS` in this process, which saves the start-up time of a new one."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["handgrad", *map(str, arguments)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main()
         code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     finally:
         sys.argv = before
     return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
 
 
-def group(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command, or a script, in n processes of one group, without what torchrun takes to start them."""
+def run_processes(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command or a script in n processes of one group; much faster to start than torchrun."""
     script = Path(__file__).parent / "forked.py"
     return subprocess.run(
         [sys.executable, script, str(n), *map(str, arguments)], capture_output=True, text=True, check=False
@@ -70,7 +93,7 @@ def group(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 def make_batch(
     model: hg.GPT, lengths: list[int], seed: int = 0, ignored: float = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed tokens and targets, some of the targets ignored, at least one not."""
+    """Random packed tokens and targets; a fraction `ignored` of the targets, but never all, is -100."""
     generator = torch.Generator().manual_seed(seed)
     n, v = sum(lengths), model.config.n_vocab
     tokens = torch.randint(v, (n,), generator=generator)
@@ -86,7 +109,7 @@ def _seeded() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was left out is said where it cannot be missed."""
+    """Print the reasons of tests that were LEFT OUT in red at the end."""
     reasons = {
         report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if "LEFT OUT" in str(report.longrepr)
     }

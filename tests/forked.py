@@ -1,4 +1,4 @@
-"""Commands of handgrad, or a script, in one or several processes forked from this one, which imports torch once for all.
+"""Run handgrad or a script in one or several processes forked from this one, so that torch is imported only once.
 
 python tests/forked.py 4 train --data text.txt            four processes, as torchrun would start them
 python tests/forked.py 2 script.py arguments
@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 
 from handgrad.cli.app import main as handgrad
-from handgrad.training.lifecycle import execute as execute  # whatever a command imports is imported before the fork
+from handgrad.training.lifecycle import execute as execute  # import what commands need before forking
 
-Act = Callable[[], object]
+Task = Callable[[], object]
 
 
-def start(act: Act, environment: dict[str, str] | None = None) -> int:
-    """Fork a process that acts and ends. Returns its number."""
+def start(task: Task, environment: dict[str, str] | None = None) -> int:
+    """Fork a process that runs the task and exits. Returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -28,27 +28,27 @@ def start(act: Act, environment: dict[str, str] | None = None) -> int:
     os.environ.update(environment or {})
     code = 0
     try:
-        act()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as reason:
-        print(f"{type(reason).__name__}: {reason}", file=sys.stderr)
+        task()
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = 70
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def run(acts: list[Act], attempt: int = 0) -> list[int]:
-    """The processes of a group, each with its own act: rank, address and all. Returns their exit codes."""
-    if len(acts) == 1:
-        return [_wait(start(acts[0]))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(len(acts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    children = [start(act, {**group, "RANK": str(rank)}) for rank, act in enumerate(acts)]
+def run(tasks: list[Task], attempt: int = 0) -> list[int]:
+    """Run each task in a process of one group, with the environment of torchrun. Returns the exit codes."""
+    if len(tasks) == 1:
+        return [_wait(start(tasks[0]))]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"WORLD_SIZE": str(len(tasks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    children = [start(task, {**environment, "RANK": str(rank)}) for rank, task in enumerate(tasks)]
     return [_wait(child) for child in children]
 
 
@@ -56,10 +56,10 @@ def _wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def command(*arguments: str) -> Act:
-    """What `handgrad ARGUMENTS` does; or `python SCRIPT ARGUMENTS`."""
+def command(*arguments: str) -> Task:
+    """A task that runs `handgrad ARGUMENTS`, or `python SCRIPT ARGUMENTS`."""
 
-    def act() -> None:
+    def task() -> None:
         sys.argv = ["handgrad", *arguments]
         if arguments[0].endswith(".py"):
             sys.argv = list(arguments)
@@ -67,11 +67,11 @@ def command(*arguments: str) -> Act:
         else:
             handgrad()
 
-    return act
+    return task
 
 
 def warm_up() -> None:
-    """What every run would do first: making an optimizer imports half of torch."""
+    """Import lazily loaded parts of torch before forking: creating an optimizer imports most of them."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,9 +1,8 @@
-"""Ten small configurations whose losses, gradients, weights and files are recorded, so that a change of layout can be seen
-to change no number.
+"""Losses, gradients, weights and files of ten small configurations, to check that a refactoring changes no number.
 
-    python tests/recorded.py            print what this tree computes, as JSON, for tests/data/recorded.json
+    python tests/recorded.py            print the results of this source tree as JSON, for tests/data/recorded.json
 
-Bits depend on the processor and on torch: where both are those of the record, digests are compared; elsewhere the norms.
+Bits depend on the processor and on torch: digests are compared where both match the recording, norms everywhere.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 def compute(shape: dict[str, Any] | None = None, dtype: str = "float32", lengths: list[int] | None = None,
             call: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:  # fmt: skip
-    """Three steps of AdamW, then the model or the adapter in files."""
+    """Train three steps with AdamW, save the model or adapter, and return losses, norms and digests."""
     lengths = lengths or [9, 1, 24, 6]
     model = hg.GPT(hg.preset("nano", **{**SMALL, **(shape or {})}), seed=1, dtype=getattr(torch, dtype))
     if "lora" in options:
@@ -56,9 +55,9 @@ def compute(shape: dict[str, Any] | None = None, dtype: str = "float32", lengths
         grads |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with tempfile.TemporaryDirectory() as place:
-        (adapters.save if model.adapter is not None else hg.save)(model, place)
-        files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(place).iterdir())}
+    with tempfile.TemporaryDirectory() as folder:
+        (adapters.save if model.adapter is not None else hg.save)(model, folder)
+        files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(folder).iterdir())}
     return {
         "losses": losses,
         "norms": {name: float(t.double().norm()) for name, t in {**grads, **weights}.items()},
@@ -67,6 +66,7 @@ def compute(shape: dict[str, Any] | None = None, dtype: str = "float32", lengths
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names and bytes of the tensors, in the order of their names."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         total.update(name.encode() + tensor.contiguous().numpy().tobytes())
@@ -74,6 +74,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def machine() -> dict[str, str]:
+    """What the bits of a result depend on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next(
@@ -82,10 +83,10 @@ def machine() -> dict[str, str]:
     return {"torch": torch.__version__, "processor": model, "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
-def everything() -> dict[str, Any]:
+def compute_all() -> dict[str, Any]:
     torch.set_num_threads(1)
     return {"machine": machine(), "configurations": {name: compute(**c) for name, c in CONFIGURATIONS.items()}}
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything()))
+    print(json.dumps(compute_all()))

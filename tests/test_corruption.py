@@ -18,7 +18,7 @@ from handgrad import adapters
 from handgrad.formats import models
 from handgrad.text import corpus
 from handgrad.training.run import Run
-from test_run import make_runs
+from runs import make_runs
 
 CHANGES = int(os.environ.get("HANDGRAD_CORRUPTIONS", "600"))
 

@@ -1,4 +1,4 @@
-"""Some of the kills of tests/kills.py; `make long` places a hundred."""
+"""A few kills of tests/kills.py; `make long` runs a hundred per command."""
 
 import json
 import subprocess
@@ -11,15 +11,17 @@ from handgrad.files.atomic import exchange
 
 
 @pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 6), ("finetune", 1, 6), ("train", 2, 2)])
-def test_a_run_killed_at_a_system_call_ends_as_if_undisturbed(
+def test_run_killed_at_a_system_call_resumes_to_the_same_result(
     command: str, processes: int, kills: int, tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    assert exchange(tmp_path / "a", tmp_path / "b"), "the trace below must contain real exchanges"
+    assert exchange(tmp_path / "a", tmp_path / "b"), (
+        "this file system must support exchange, or the kills would miss it"
+    )
     options = ["--command", command, "--processes", str(processes), "--kills", str(kills)]
     script = Path(__file__).parent / "kills.py"
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["kills"] == kills and seen["points"] > 100
+    counts = json.loads(done.stdout)
+    assert counts["kills"] == kills and counts["points"] > 100

@@ -1,4 +1,4 @@
-"""Model directories: what we write, transformers opens; what it writes, we open. Broken ones are refused by name."""
+"""Model directories: exchange with transformers in both directions, and errors for broken directories."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
-from conftest import make_batch, make_model, save_as_others
+from conftest import make_batch, make_model, perturb, save_as_others
 from handgrad.adapters.config import LoRAConfig
 from handgrad.adapters.lora import LoRA
 from handgrad.checks import LIMITS
@@ -32,7 +32,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_transformers_opens_what_we_write(shape: dict[str, object], tmp_path: Path) -> None:
+def test_transformers_loads_our_checkpoint(shape: dict[str, object], tmp_path: Path) -> None:
     model = make_model(n_blocks=2, **shape)
     hg.save(model, tmp_path / "m")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64).eval()
@@ -44,7 +44,7 @@ def test_transformers_opens_what_we_write(shape: dict[str, object], tmp_path: Pa
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_we_open_what_transformers_writes(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_we_load_transformers_checkpoint(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     config = GPT2Config(
         vocab_size=11, n_positions=16, n_embd=12, n_head=3, n_layer=2, tie_word_embeddings=tied, bos_token_id=0,
         eos_token_id=0,
@@ -54,65 +54,65 @@ def test_we_open_what_transformers_writes(tied: bool, dtype: torch.dtype, tmp_pa
     model = hg.load(tmp_path / "m")
     assert model.transformer.wte.weight.dtype == dtype and model.config.tied == tied
     tokens, targets = make_batch(model, [9], ignored=0)
-    wide = hg.load(tmp_path / "m", dtype=torch.float64)
+    ours = hg.load(tmp_path / "m", dtype=torch.float64)
     theirs = theirs.double()
     loss = torch.nn.functional.cross_entropy(theirs(tokens[None]).logits[0], targets)
     loss.backward()
-    assert wide.loss_and_grads(tokens, targets) == pytest.approx(loss.item(), rel=1e-10)
+    assert ours.loss_and_grads(tokens, targets) == pytest.approx(loss.item(), rel=1e-10)
     grads = dict(theirs.named_parameters())
-    for name, p in wide.named_parameters():
+    for name, p in ours.named_parameters():
         assert relative_error(p.grad, grads[name].grad, floor=1e-4) <= 1e-8, name
 
 
 @pytest.mark.parametrize(
     "shape", [{}, {"tied": False, "logits_bias": True, "key_bias": False, "causal": False}, {"d_rho": 2, "d_head": 5}]
 )
-def test_our_own_round_trip_is_exact(shape: dict[str, object], tmp_path: Path) -> None:
+def test_save_and_load_round_trip_is_bit_identical(shape: dict[str, object], tmp_path: Path) -> None:
     model = make_model(n_blocks=2, dtype=torch.float32, **shape)
     hg.save(model, tmp_path / "m")
-    again = hg.load(tmp_path / "m")
-    assert again.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert (again.lm_head.weight is again.transformer.wte.weight) == model.config.tied
-    hg.save(again, tmp_path / "m")  # over the old one
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["m"], "something was left behind"
+    loaded = hg.load(tmp_path / "m")
+    assert loaded.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == model.config.tied
+    hg.save(loaded, tmp_path / "m")  # replaces the first one
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["m"], "temporary files were left behind"
 
 
-def test_broken_directories(tmp_path: Path) -> None:
+def test_broken_directories_are_rejected(tmp_path: Path) -> None:
     model = make_model(dtype=torch.float32)
     save_as_others(model, tmp_path / "m")
 
-    def refuses(message: str) -> None:
+    def assert_rejected(message: str) -> None:
         with pytest.raises(hg.HandgradError, match=message):
             hg.load(tmp_path / "m")
 
     weights, config = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
-    whole, right = weights.read_bytes(), config.read_text()
-    weights.write_bytes(whole[: len(whole) // 2])
-    refuses("model.safetensors cannot be read")
-    weights.write_bytes(whole)
-    config.write_text(right.replace('"n_embd": 12', '"n_embd": 24'))
-    refuses(r"wte.weight has shape \(11, 12\); config.json requires \(11, 24\)")
-    config.write_text(right.replace('"n_layer": 1', '"n_layer": 2'))
-    refuses("no tensor 'h.1.attn.c_attn.bias'")
-    config.write_text(right.replace("gpt2", "t5"))
-    refuses('model_type is "t5"')
+    intact_weights, intact_config = weights.read_bytes(), config.read_text()
+    weights.write_bytes(intact_weights[: len(intact_weights) // 2])
+    assert_rejected("model.safetensors cannot be read")
+    weights.write_bytes(intact_weights)
+    config.write_text(intact_config.replace('"n_embd": 12', '"n_embd": 24'))
+    assert_rejected(r"wte.weight has shape \(11, 12\); config.json requires \(11, 24\)")
+    config.write_text(intact_config.replace('"n_layer": 1', '"n_layer": 2'))
+    assert_rejected("no tensor 'h.1.attn.c_attn.bias'")
+    config.write_text(intact_config.replace("gpt2", "t5"))
+    assert_rejected('model_type is "t5"')
     config.write_text("{")
-    refuses("not valid JSON")
+    assert_rejected("not valid JSON")
     config.write_text(json.dumps({"model_type": "gpt2"}))
-    refuses("has no field 'vocab_size'")
-    config.write_text(right.replace("gelu_new", "swish"))
-    refuses('activation_function "swish"')
-    config.write_text(right)
+    assert_rejected("has no field 'vocab_size'")
+    config.write_text(intact_config.replace("gelu_new", "swish"))
+    assert_rejected('activation_function "swish"')
+    config.write_text(intact_config)
     weights.unlink()
-    refuses("does not exist")
+    assert_rejected("does not exist")
     config.unlink()
-    refuses("has no config.json")
+    assert_rejected("has no config.json")
     with pytest.raises(hg.HandgradError, match="not a directory"):
         hg.load(tmp_path / "nowhere")
 
 
-def test_old_checkpoints_carry_mask_buffers(tmp_path: Path) -> None:
+def test_mask_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     model = make_model(dtype=torch.float32)
     save_as_others(model, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
@@ -121,20 +121,20 @@ def test_old_checkpoints_carry_mask_buffers(tmp_path: Path) -> None:
     assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
 
 
-def test_empty_weights(tmp_path: Path) -> None:
+def test_empty_weights_are_rejected(tmp_path: Path) -> None:
     save_as_others(make_model(dtype=torch.float32), tmp_path / "m")
     save_file({}, tmp_path / "m" / "model.safetensors")
     with pytest.raises(hg.HandgradError, match="are missing"):
         hg.load(tmp_path / "m")
 
 
-def test_a_model_only_we_can_express_is_not_called_gpt2(tmp_path: Path) -> None:
+def test_non_gpt2_model_is_not_saved_as_gpt2(tmp_path: Path) -> None:
     hg.save(make_model(causal=False), tmp_path / "m")
     with pytest.raises(ValueError, match="handgrad"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "m")
 
 
-def test_a_model_with_adapters_is_not_saved_as_if_it_had_none(tmp_path: Path) -> None:
+def test_save_rejects_model_with_adapters(tmp_path: Path) -> None:
     model = make_model()
     model.blocks[0].mlp.c_fc = LoRA(model.blocks[0].mlp.c_fc, 2, 1.0)
     with pytest.raises(hg.HandgradError, match=r"c_fc has an adapter"):
@@ -150,39 +150,39 @@ OLD_WEIGHTS = (
     "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json",
     "adapter_model.safetensors", "handgrad-merge.safetensors", "optimizer.safetensors",
 )  # fmt: skip
-USERS = ("README.md", "notes.txt", ".gitattributes", "tokenizer.json.bak")
+USER_FILES = ("README.md", "notes.txt", ".gitattributes", "tokenizer.json.bak")
 
 
-def old_directory(folder: Path) -> None:
+def make_old_directory(folder: Path) -> None:
     hg.save(make_model(), folder)
-    for name in (*OLD_FILES, *OLD_WEIGHTS, *USERS):
+    for name in (*OLD_FILES, *OLD_WEIGHTS, *USER_FILES):
         (folder / name).write_text("old")
     (folder / "figures").mkdir()
 
 
-def test_a_saved_model_has_nothing_of_another_model_beside_it(tmp_path: Path) -> None:
-    old_directory(tmp_path / "m")
+def test_save_removes_files_of_the_previous_model(tmp_path: Path) -> None:
+    make_old_directory(tmp_path / "m")
     model = make_model(seed=1, n_vocab=13)
     hg.save(model, tmp_path / "m")
-    there = {f.name for f in (tmp_path / "m").iterdir()}
-    assert there == {"config.json", "model.safetensors", FILE, "figures", *USERS}
+    names = {f.name for f in (tmp_path / "m").iterdir()}
+    assert names == {"config.json", "model.safetensors", FILE, "figures", *USER_FILES}
     assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
 
 
-def test_a_model_saved_where_it_came_from_keeps_its_tokenizer(tmp_path: Path) -> None:
-    old_directory(tmp_path / "m")
+def test_save_in_place_keeps_tokenizer_files(tmp_path: Path) -> None:
+    make_old_directory(tmp_path / "m")
     (tmp_path / "link").symlink_to("m")
     hg.save(hg.load(tmp_path / "m"), tmp_path / "link")
-    there = {f.name for f in (tmp_path / "m").iterdir()}
-    assert there == {"config.json", "model.safetensors", FILE, "figures", *OLD_FILES, *USERS}
+    names = {f.name for f in (tmp_path / "m").iterdir()}
+    assert names == {"config.json", "model.safetensors", FILE, "figures", *OLD_FILES, *USER_FILES}
 
 
-def test_weights_that_cannot_be_read_are_not_called_missing(tmp_path: Path) -> None:
+def test_unreadable_weights_are_not_reported_as_missing(tmp_path: Path) -> None:
     hg.save(make_model(), tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     (tmp_path / "m" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     file.chmod(0)
-    if not os.access(file, os.R_OK):  # the superuser reads everything
+    if not os.access(file, os.R_OK):  # root can read every file
         with pytest.raises(hg.HandgradError, match=r"model.safetensors: permission denied"):
             hg.load(tmp_path / "m")
     file.unlink()
@@ -191,16 +191,16 @@ def test_weights_that_cannot_be_read_are_not_called_missing(tmp_path: Path) -> N
         hg.load(tmp_path / "m")
 
 
-def test_no_model_is_built_before_its_tensors_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_names_are_checked_before_the_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_as_others(make_model(), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"n_layer": 1000}))
     built: list[int] = []
-    made = hg.GPT.__init__
+    original_init = hg.GPT.__init__
 
     def init(self: hg.GPT, config: hg.GPTConfig, **how: Any) -> None:
         built.append(config.n_blocks)
-        made(self, config, **how)
+        original_init(self, config, **how)
 
     monkeypatch.setattr(hg.GPT, "__init__", init)
     with pytest.raises(hg.HandgradError, match=r"no tensor 'h.1.attn.c_attn.bias' \(11988 of 12004 are missing\)"):
@@ -213,7 +213,7 @@ def test_no_model_is_built_before_its_tensors_are_compared(tmp_path: Path, monke
     [("n_vocab", 10**12), ("n_context", 10**12), ("d_model", 10**9), ("n_heads", 10**7), ("n_blocks", 10**7), ("eps", 0.0),
      ("d_hidden", 10**30), ("d_rho", 10**9), ("d_head", 10**9), ("eps", 1e308), ("eps", float("nan")), ("eps", True)],
 )  # fmt: skip
-def test_numbers_of_a_shape_have_limits(field: str, value: float) -> None:
+def test_model_shape_out_of_limits_is_rejected(field: str, value: float) -> None:
     with pytest.raises(hg.HandgradError, match=f"{field} must be"):
         hg.preset("nano", **{field: value})
 
@@ -224,52 +224,49 @@ def test_numbers_of_a_shape_have_limits(field: str, value: float) -> None:
      {"alpha_pattern": {"alpha": 4}, "alpha": -1.0}, {"alpha_pattern": {"c_fc": float("inf")}}],
     ids=str,
 )  # fmt: skip
-def test_numbers_of_an_adapter_have_limits(options: dict[str, Any]) -> None:
+def test_adapter_numbers_out_of_limits_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(hg.HandgradError, match="must be"):
         LoRAConfig(**options)
 
 
-def test_every_number_of_a_configuration_has_limits() -> None:
+def test_every_numeric_option_has_limits() -> None:
     for kind in (hg.GPTConfig, LoRAConfig, TrainOptions, FinetuneOptions):
         for f in dataclasses.fields(kind):
             if str(f.type).startswith(("int", "float", "<class 'int'", "<class 'float'")):
-                checked_apart = ("eps", "dropout", "val_share", "beta1", "beta2")  # all of them below 1
-                assert f.name in LIMITS or f.name in checked_apart, f.name
+                checked_elsewhere = ("eps", "dropout", "val_share", "beta1", "beta2")  # all below 1
+                assert f.name in LIMITS or f.name in checked_elsewhere, f.name
 
 
-def test_save_does_not_overwrite_something_else(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+def test_save_does_not_overwrite_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "thesis.txt").write_text("years of work")
     with pytest.raises(hg.HandgradError, match="not a model directory"):
-        hg.save(make_model(), tmp_path / "precious")
-    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+        hg.save(make_model(), tmp_path / "user")
+    assert (tmp_path / "user" / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hg.save(make_model(seed=1), tmp_path / "m")
     before = (tmp_path / "m" / "model.safetensors").read_bytes()
 
-    def full(*_: object, **__: object) -> None:
+    def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("handgrad.formats.checkpoint.save_file", full)
+    monkeypatch.setattr("handgrad.formats.checkpoint.save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         hg.save(make_model(seed=2), tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["m"]
 
 
-# ── real directories of every kind ──────────────────────────────────────────────────────────────────────────────────
+# ── directories written by transformers and others ────────────────────────────────────────────────────────────────────
 
 
-def theirs_of(shape: dict[str, Any]) -> GPT2LMHeadModel:
+def make_transformers_model(shape: dict[str, Any]) -> GPT2LMHeadModel:
     base = {"vocab_size": 23, "n_positions": 16, "n_embd": 12, "n_head": 3, "n_layer": 2, "resid_pdrop": 0.0}
-    quiet = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**{**base, **quiet, **shape}))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    no_dropout = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**{**base, **no_dropout, **shape}))
+    perturb(model, seed=0, scale=0.2)
     return model.eval()
 
 
@@ -281,10 +278,8 @@ def theirs_of(shape: dict[str, Any]) -> GPT2LMHeadModel:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_logits_and_all_gradients_are_those_of_transformers(
-    shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    theirs_of(shape).to(dtype).save_pretrained(tmp_path / "m")
+def test_logits_and_gradients_match_transformers(shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    make_transformers_model(shape).to(dtype).save_pretrained(tmp_path / "m")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64, attn_implementation="eager")
     ours = hg.load(tmp_path / "m", dtype=torch.float64)
     tokens, targets = torch.randint(23, (2, 3, 11))
@@ -294,23 +289,23 @@ def test_logits_and_all_gradients_are_those_of_transformers(
     expected.backward()
     assert relative_error(ours.logits(tokens), logits) <= 1e-8
     assert ours.loss_and_grads(tokens, targets) == pytest.approx(expected.item(), rel=1e-8)
-    truth = dict(theirs.named_parameters())
+    expected_parameters = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         assert p.grad is not None
-        assert relative_error(p.grad, truth[name].grad) <= 1e-8, name
+        assert relative_error(p.grad, expected_parameters[name].grad) <= 1e-8, name
 
 
-def test_shards_of_transformers_are_read_as_one(tmp_path: Path) -> None:
-    theirs = theirs_of({})
+def test_sharded_transformers_checkpoint_is_loaded(tmp_path: Path) -> None:
+    theirs = make_transformers_model({})
     theirs.save_pretrained(tmp_path / "m", max_shard_size="4KB")
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
     tokens = torch.randint(23, (1, 9))
     assert relative_error(hg.load(tmp_path / "m").logits(tokens), theirs(tokens).logits) < 1e-5
     index = tmp_path / "m" / "model.safetensors.index.json"
-    places = json.loads(index.read_text())
-    gone = next(iter(places["weight_map"].values()))
-    (tmp_path / "m" / gone).rename(tmp_path / "elsewhere")
-    with pytest.raises(hg.HandgradError, match=gone):
+    entries = json.loads(index.read_text())
+    missing = next(iter(entries["weight_map"].values()))
+    (tmp_path / "m" / missing).rename(tmp_path / "elsewhere")
+    with pytest.raises(hg.HandgradError, match=missing):
         hg.load(tmp_path / "m")
     index.write_text(json.dumps({"weight_map": {"wte.weight": "../elsewhere"}}))
     with pytest.raises(hg.HandgradError, match="not a file name in the same folder"):
@@ -320,16 +315,16 @@ def test_shards_of_transformers_are_read_as_one(tmp_path: Path) -> None:
         hg.load(tmp_path / "m")
 
 
-def test_files_without_the_prefix(tmp_path: Path) -> None:
-    theirs = theirs_of({})
-    theirs.transformer.save_pretrained(tmp_path / "m")  # GPT2Model: names begin with h., wte., …
+def test_tensor_names_without_prefix_are_loaded(tmp_path: Path) -> None:
+    theirs = make_transformers_model({})
+    theirs.transformer.save_pretrained(tmp_path / "m")  # GPT2Model: names start with h., wte., …
     assert "wte.weight" in load_file(tmp_path / "m" / "model.safetensors")
     tokens = torch.randint(23, (1, 9))
     assert relative_error(hg.load(tmp_path / "m").logits(tokens), theirs(tokens).logits) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_we_write_shards_and_dtypes_that_transformers_opens(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_transformers_loads_our_shards_in_each_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model(n_blocks=2, n_vocab=23, dtype=torch.float32)
     hg.save(model, tmp_path / "m", dtype=dtype, shard_bytes=2000)
     assert len(list((tmp_path / "m").glob("model-*"))) > 2
@@ -339,12 +334,12 @@ def test_we_write_shards_and_dtypes_that_transformers_opens(dtype: torch.dtype, 
     assert relative_error(ours.logits(tokens), theirs(tokens).logits) < 1e-5
     new = theirs.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)[:, 9:]
     assert torch.equal(new, hg.generate(ours, tokens, 4))
-    hg.save(model, tmp_path / "m")  # in one file again: the shards are gone
+    hg.save(model, tmp_path / "m")  # in one file: replaces the shards
     assert sorted(f.name for f in (tmp_path / "m").iterdir()) == ["config.json", FILE, "model.safetensors"]
     assert torch.equal(hg.load(tmp_path / "m").logits(tokens), model.logits(tokens))
 
 
-def test_numbers_that_do_not_fit_into_float16_are_named(tmp_path: Path) -> None:
+def test_values_outside_float16_are_rejected(tmp_path: Path) -> None:
     model = make_model(dtype=torch.float32)
     with torch.no_grad():
         model.blocks[0].mlp.c_fc.weight[0, 0] = 1e6
@@ -353,7 +348,7 @@ def test_numbers_that_do_not_fit_into_float16_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
-def test_tensors_of_another_model_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_unexpected_tensors_and_pickled_weights_are_rejected(tmp_path: Path) -> None:
     save_as_others(make_model(dtype=torch.float32), tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file({**load_file(file), "transformer.h.5.ln_1.weight": torch.zeros(12)}, tmp_path / "x")
@@ -365,7 +360,7 @@ def test_tensors_of_another_model_and_pickled_weights_are_refused(tmp_path: Path
         hg.load(tmp_path / "m")
 
 
-def test_a_stored_head_counts_more_than_the_configuration(tmp_path: Path) -> None:
+def test_stored_head_overrides_tie_word_embeddings(tmp_path: Path) -> None:
     model = make_model(tied=False, dtype=torch.float32)
     save_as_others(model, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
@@ -374,18 +369,18 @@ def test_a_stored_head_counts_more_than_the_configuration(tmp_path: Path) -> Non
     assert torch.equal(hg.load(tmp_path / "m").logits(tokens), model.logits(tokens))
 
 
-def test_loading_maps_the_file_and_makes_no_copy(tmp_path: Path) -> None:
-    hg.save(hg.GPT(hg.preset("nano", n_vocab=200_000)), tmp_path / "m")  # 102 MB, nearly all of it embedding
+def test_load_maps_the_file_without_copying(tmp_path: Path) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=200_000)), tmp_path / "m")  # 102 MB, almost all in the embedding
     code = (
         "import sys, handgrad as hg\n"
         "def used(): return int(next(x for x in open('/proc/self/status') if x.startswith('RssAnon')).split()[1])\n"
         "hg.load(sys.argv[1]); before = used(); model = hg.load(sys.argv[1]); print(used() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "m"], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 5_000, "kB of memory of its own"
+    assert int(done.stdout) < 5_000, "loading must not copy the weights into anonymous memory (kB)"
 
 
-def test_a_name_that_is_no_folder_is_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_without_folder_is_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(hg.HandgradError, match=r"nobody/nothing.*hub"):
         hg.load("nobody/nothing")
@@ -396,8 +391,8 @@ def test_a_name_that_is_no_folder_is_looked_for_on_the_hub(monkeypatch: pytest.M
         hg.load("./nothing/at/all")
 
 
-def test_a_model_on_the_hub_is_fetched_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the library's own cache, filled as a download would fill it."""
+def test_model_is_loaded_from_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of huggingface_hub is filled as by a download."""
     cache = tmp_path / "hub" / "models--someone--small"
     commit = "0" * 40
     model = make_model(dtype=torch.float32)

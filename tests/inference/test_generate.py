@@ -1,4 +1,4 @@
-"""Generation with the cache equals generation without."""
+"""Generation: the KV cache, sampling options, full contexts and invalid input."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ from handgrad.inference.kv_cache import Cache, advance
 
 
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3], [2, 5]])
-def test_the_cache_changes_no_logit(pieces: list[int]) -> None:
+def test_kv_cache_gives_same_logits(pieces: list[int]) -> None:
     model = make_model(n_blocks=3)
     tokens = torch.randint(11, (2, 7))
     cache = Cache(model, 2)
@@ -23,16 +23,16 @@ def test_the_cache_changes_no_logit(pieces: list[int]) -> None:
         assert torch.allclose(logits, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_greedy_takes_the_most_probable() -> None:
+def test_greedy_picks_the_most_probable_token() -> None:
     model = make_model()
     tokens = torch.randint(11, (3, 4))
     new = hg.generate(model, tokens, 6)
-    everything = torch.cat([tokens, new], 1)
+    sequence = torch.cat([tokens, new], 1)
     for i in range(6):
-        assert torch.equal(model.logits(everything[:, : 4 + i])[:, -1].argmax(1), new[:, i])
+        assert torch.equal(model.logits(sequence[:, : 4 + i])[:, -1].argmax(1), new[:, i])
 
 
-def test_streaming_seeds_and_top_k() -> None:
+def test_stream_equals_batch_and_seed_and_top_k_take_effect() -> None:
     model = make_model()
     tokens = torch.tensor([[1, 2, 3]])
     options = {"temperature": 1.0, "seed": 5}
@@ -42,19 +42,19 @@ def test_streaming_seeds_and_top_k() -> None:
     assert not torch.equal(hg.generate(model, tokens, 12, temperature=1.0, seed=6), new)
 
 
-def test_it_goes_on_from_the_later_half_when_the_context_is_full() -> None:
+def test_full_context_restarts_from_its_second_half() -> None:
     model = make_model(n_context=8)
     tokens = torch.randint(11, (1, 20))
     new = hg.generate(model, tokens, 30)
-    everything, window = torch.cat([tokens, new], 1), 8
+    sequence, window = torch.cat([tokens, new], 1), 8
     for i in range(30):
-        seen = everything[:, 20 + i - window : 20 + i]
+        seen = sequence[:, 20 + i - window : 20 + i]
         assert torch.equal(model.logits(seen)[:, -1].argmax(1), new[:, i]), i
         window = window + 1 if window < 8 else 4
-    one = make_model(n_context=1)
-    new = hg.generate(one, tokens, 5)
+    model = make_model(n_context=1)
+    new = hg.generate(model, tokens, 5)
     before = torch.cat([tokens[:, -1:], new[:, :-1]], 1)
-    assert torch.equal(torch.stack([one.logits(x[None])[0, -1].argmax() for x in before.T]), new[0])
+    assert torch.equal(torch.stack([model.logits(x[None])[0, -1].argmax() for x in before.T]), new[0])
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_it_goes_on_from_the_later_half_when_the_context_is_full() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )
-def test_bad_wishes(change: dict[str, float], message: str) -> None:
+def test_invalid_options_and_tokens_are_rejected(change: dict[str, float], message: str) -> None:
     with pytest.raises(hg.HandgradError, match=message):
         hg.generate(make_model(), torch.tensor([[1]]), **change)
     with pytest.raises(hg.HandgradError, match="outside the vocabulary"):
         hg.generate(make_model(), torch.tensor([[99]]))
 
 
-def test_text_needs_a_tokenizer() -> None:
+def test_text_and_lists_are_rejected() -> None:
     with pytest.raises(
         hg.HandgradError, match=r'takes token ids, not the text "Once": encode it first.*tokenizer\.encode'
     ):
@@ -81,8 +81,8 @@ def test_text_needs_a_tokenizer() -> None:
         hg.generate(make_model(), [[1, 2]])
 
 
-def test_the_function_hides_no_module() -> None:
-    """`import handgrad.x as m` gives the package's attribute x, which must be the module."""
+def test_generate_function_does_not_shadow_its_module() -> None:
+    """`import handgrad.x as m` binds the package's attribute x, which must be the module."""
     import handgrad.inference.generate as module
 
     assert module.generate is hg.generate and module.Cache is Cache

@@ -1,4 +1,4 @@
-"""handgrad train as a user meets it: real processes, real signals, real kills."""
+"""handgrad train from the command line: runs, resume, signals, errors, several processes, and its loss curve."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import group, handgrad
+from conftest import SilentDisplay, handgrad, run_processes
 from handgrad import optim
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
@@ -25,8 +25,8 @@ from handgrad.training.loop import evaluate, take_step
 from handgrad.training.option_file import read_option_file
 from handgrad.training.pretrain import prepare
 from handgrad.training.run import Run
+from runs import TEXT, same_weights, weights
 
-TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
 SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
 SMALL += ["--eval-every", "10", "--eval-batches", "2", "--save-every", "5", "--sample-tokens", "8", "--log-every", "5"]
 
@@ -39,7 +39,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "text.txt"
 
 
-def command(*arguments: object) -> list[str]:
+def train_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "handgrad", "train", *map(str, arguments)]
 
 
@@ -47,31 +47,16 @@ def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
     return handgrad("train", *arguments)
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
-
-
-class Quiet:
-    def say(self, text: str) -> None: ...
-    def examples(self, *what: object) -> None: ...
-    def reading(self, total: int) -> object:
-        return lambda n: None
-
-    def begin(self, job: Job) -> None: ...
-    def show(self, record: dict) -> None: ...
-    def end(self) -> None: ...
-
-
 def small_job(text: Path, **options: object) -> Job:
     shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
     config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
-    return prepare(config, Ranks(), Quiet())
+    return prepare(config, Ranks(), SilentDisplay())
 
 
-# ── the whole command ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None:
+def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Path) -> None:
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
     assert done.returncode == 0, done.stderr
     assert "finished after 20 steps, validation loss" in done.stdout
@@ -84,27 +69,27 @@ def test_a_run_leaves_everything_it_promises(text: Path, tmp_path: Path) -> None
     page = (tmp_path / "r" / "report.html").read_text()
     assert "<svg" in page and "block 1" in page and "http" not in page
     assert json.loads((tmp_path / "r" / "run.json").read_text())["training"]["steps"] == 20
-    kept = sorted(p.name for p in run.checkpoints.iterdir() if p.is_dir())
-    assert kept == ["step-00000015", "step-00000020"]
+    checkpoints = sorted(p.name for p in run.checkpoints.iterdir() if p.is_dir())
+    assert checkpoints == ["step-00000015", "step-00000020"]
 
 
-def test_memory_stays_flat(text: Path, tmp_path: Path) -> None:
+def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
     quiet = ["--eval-every", 100, "--save-every", 100]
-    long = command("--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
+    long = train_command("--data", text, "--out", tmp_path / "r", "--steps", 900, *SMALL, *quiet)
     done = subprocess.run(long, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peaks = {r["step"]: r["memory"] for r in Run(tmp_path / "r").records() if "memory" in r}
-    assert peaks[900] - peaks[300] < 4_000_000, "the highest point no longer rises"
+    assert peaks[900] - peaks[300] < 4_000_000, "peak memory must stop growing"
 
 
-def test_a_checkpoint_opens_in_transformers(text: Path, tmp_path: Path) -> None:
+def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
     assert done.returncode == 0, done.stderr
     folder = model_folder(tmp_path / "r")
-    theirs, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = words("green bottles hanging", return_tensors="pt")["input_ids"]
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("green bottles hanging", return_tensors="pt")["input_ids"]
     ours = hg.load(folder)
     assert torch.allclose(ours.logits(ids), theirs(ids).logits, atol=1e-5)
     assert theirs.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == ids.shape[1] + 3
@@ -116,61 +101,60 @@ def test_a_checkpoint_opens_in_transformers(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--update-inside"], ["--optimizer", "SGD"], ["--dtype", "bfloat16"]])
-def test_resuming_is_exact(text: Path, tmp_path: Path, options: list[str]) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 12, *SMALL, *options).returncode == 0
-    assert handgrad_train("--data", text, "--out", tmp_path / "b", "--steps", 12, *SMALL, *options).returncode == 0
-    # as if the second had ended after its checkpoint of step 5 or 10
-    for late in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
-        (late / "handgrad-manifest.json").write_text("{")
-    again = handgrad_train("--resume", "--out", tmp_path / "b")
-    assert again.returncode == 0, again.stderr
-    assert "skipped: " in again.stdout and "from step 10" in again.stdout
-    one, other = weights(tmp_path / "a", 12), weights(tmp_path / "b", 12)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
+    for name in "ab":
+        done = handgrad_train("--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
+        assert done.returncode == 0, done.stderr
+    # make the second run resume from its checkpoint of step 10
+    for last in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
+        (last / "handgrad-manifest.json").write_text("{")
+    resumed = handgrad_train("--resume", "--out", tmp_path / "b")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "skipped: " in resumed.stdout and "from step 10" in resumed.stdout
+    assert same_weights(weights(tmp_path / "a", 12), weights(tmp_path / "b", 12))
     steps = [(r["step"], "loss" in r) for r in Run(tmp_path / "b").records()]
-    assert len(steps) == len(set(steps)), "no step is logged twice"
+    assert len(steps) == len(set(steps)), "a step was logged twice"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_politely(text: Path, tmp_path: Path, number: int) -> None:
-    arguments = command("--data", text, "--out", tmp_path / "r", "--steps", 100000, *SMALL)
+def test_signal_saves_a_checkpoint_and_exits_cleanly(text: Path, tmp_path: Path, number: int) -> None:
+    arguments = train_command("--data", text, "--out", tmp_path / "r", "--steps", 100000, *SMALL)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not (tmp_path / "r" / "checkpoints" / "step-00000005").exists():
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(number)
-        output, trouble = process.communicate(timeout=60)
-    assert process.returncode == 0, trouble
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
     assert "stopped after" in output and "--resume" in output
     step = int(output.split("stopped after ")[1].split(" ")[0].replace(",", ""))
     assert (tmp_path / "r" / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def test_a_loss_that_explodes_is_diagnosed(text: Path, tmp_path: Path) -> None:
-    wild = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *wild)
+def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
+    diverging = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
+    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging)
     assert done.returncode == 1
     assert "first to become NaN or infinite" in done.stderr
     for checkpoint in Run(tmp_path / "r").usable():
         assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> None:
-    assert (
-        handgrad_train("--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL).returncode == 0
-    )  # fills the cache
-    arguments = command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
+def test_full_disk_leaves_no_partial_checkpoint(text: Path, tmp_path: Path) -> None:
+    fill_cache = handgrad_train("--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
+    assert fill_cache.returncode == 0, fill_cache.stderr
+    arguments = train_command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
     code = (
         "import resource, runpy, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # no file may grow larger\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # limit on the size of a file\n"
         f"sys.argv = {arguments!r}\n"
         "runpy.run_module('handgrad', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     assert "could not be saved" in done.stderr and "intact" in done.stderr
-    assert not list((tmp_path / "r" / "checkpoints").iterdir()), "nothing half-written"
+    assert not list((tmp_path / "r" / "checkpoints").iterdir()), "a partial checkpoint was left behind"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +177,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(text: Path, tmp_path: Path) -> No
         (["--tensorboard"], "needs the package tensorboard"),
     ],
 )
-def test_mistakes_are_named_and_write_nothing(
+def test_invalid_arguments_are_rejected_and_write_nothing(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -204,7 +188,7 @@ def test_mistakes_are_named_and_write_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_in_use_and_a_folder_that_exists(text: Path, tmp_path: Path) -> None:
+def test_existing_and_locked_run_folders_are_rejected(text: Path, tmp_path: Path) -> None:
     assert handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL).returncode == 0
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
     assert done.returncode == 1 and "exists: choose another --out" in done.stderr
@@ -215,18 +199,18 @@ def test_a_folder_in_use_and_a_folder_that_exists(text: Path, tmp_path: Path) ->
     assert done.returncode == 1 and "another process is training" in done.stderr
 
 
-def test_a_config_file_and_flags_that_win(text: Path, tmp_path: Path) -> None:
+def test_flags_override_the_config_file(text: Path, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f'data = "{text}"\nsteps = 3\nlr = 0.5\nn-blocks = 1\nd_model = 8\nn_heads = 1\n')
     done = handgrad_train("--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
     assert done.returncode == 0, done.stderr
     settings = json.loads((tmp_path / "r" / "run.json").read_text())
     assert settings["training"]["lr"] == 0.001 and settings["training"]["steps"] == 3
     assert settings["model"]["d_model"] == 8 and settings["model"]["n_context"] == 16
-    settled = config_of(tmp_path, "d.yaml", "lr: 1e-3\nout: elsewhere\ndata: [a.txt, b/]\n")
-    assert settled["lr"] == 0.001 and settled["out"] == Path("elsewhere") and settled["data"] == ("a.txt", "b/")
+    options = read_config(tmp_path, "d.yaml", "lr: 1e-3\nout: elsewhere\ndata: [a.txt, b/]\n")
+    assert options["lr"] == 0.001 and options["out"] == Path("elsewhere") and options["data"] == ("a.txt", "b/")
 
 
-def config_of(tmp_path: Path, name: str, text: str) -> dict:
+def read_config(tmp_path: Path, name: str, text: str) -> dict:
     (tmp_path / name).write_text(text)
     return read_option_file(tmp_path / name, TrainOptions)
 
@@ -246,12 +230,12 @@ def config_of(tmp_path: Path, name: str, text: str) -> dict:
         ("][", "cannot be read"),
     ],
 )
-def test_mistakes_in_a_config_file(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_config_files_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(hg.HandgradError, match=re.escape(message)):
-        config_of(tmp_path, "c.toml", text)
+        read_config(tmp_path, "c.toml", text)
 
 
-def test_a_model_that_exists_keeps_its_shape_and_a_run_its_end(text: Path, tmp_path: Path) -> None:
+def test_existing_model_keeps_its_shape_and_run_cannot_be_shortened(text: Path, tmp_path: Path) -> None:
     assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 6, *SMALL).returncode == 0
     before = (tmp_path / "a" / "run.json").read_text()
     done = handgrad_train("--resume", "--out", tmp_path / "a", "--steps", 3)
@@ -264,32 +248,32 @@ def test_a_model_that_exists_keeps_its_shape_and_a_run_its_end(text: Path, tmp_p
     assert json.loads((tmp_path / "b" / "run.json").read_text())["model"]["d_model"] == 16
 
 
-# ── what it computes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loss curve, optimizer and schedule ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-9), ("float32", 1e-3)])
-def test_the_curve_is_that_of_autograd(text: Path, dtype: str, limit: float) -> None:
+def test_loss_curve_matches_autograd(text: Path, dtype: str, limit: float) -> None:
     job = small_job(text, dtype=dtype)
-    twin = EagerGPT(job.model).to(getattr(torch, dtype))
+    reference = EagerGPT(job.model).to(getattr(torch, dtype))
     with torch.no_grad():
         for name, p in job.model.named_parameters():
-            twin.pairs[name].copy_(oriented(name, p))
+            reference.pairs[name].copy_(oriented(name, p))
     c = job.options
-    optimizer = optim.maker(c.optimizer, job.recipe.lr, c.weight_decay, (c.beta1, c.beta2))(twin.parameters())
+    optimizer = optim.maker(c.optimizer, job.recipe.lr, c.weight_decay, (c.beta1, c.beta2))(reference.parameters())
     for step in range(100):
         for options in (*job.optimizer.param_groups, *optimizer.param_groups):
             options["lr"] = job.learning_rate
         ours = take_step(job, Ranks()).loss
         optimizer.zero_grad()
-        loss = twin(*job.training.batch(step * job.batch, job.batch)[:2])
+        loss = reference(*job.training.batch(step * job.batch, job.batch)[:2])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), c.clip)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), c.clip)
         optimizer.step()
         job.step += 1
         assert abs(ours - loss.item()) <= limit, step
 
 
-def test_updating_inside_follows_the_same_curve(text: Path) -> None:
+def test_update_inside_gives_the_same_loss_curve(text: Path) -> None:
     plain, inside = small_job(text, dtype="float64"), small_job(text, dtype="float64", update_inside=True)
     ranks = Ranks()
     for _ in range(20):
@@ -299,51 +283,43 @@ def test_updating_inside_follows_the_same_curve(text: Path) -> None:
     assert abs(evaluate(plain, plain.validation, ranks) - evaluate(inside, inside.validation, ranks)) < 1e-9
 
 
-def test_decay_is_for_matrices_and_the_rate_follows_its_schedule(text: Path) -> None:
+def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
     job = small_job(text)
-    decayed, spared = job.optimizer.param_groups
+    decayed, not_decayed = job.optimizer.param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
-    assert spared["weight_decay"] == 0.0 and all(p.ndim == 1 for p in spared["params"])
-    rate = lambda progress, step, kind: optim.learning_rate(progress, step, 1.0, 0.1, 4, kind)  # noqa: E731
-    assert [rate(0, s, "cosine") for s in range(4)] == [0.2, 0.4, 0.6, 0.8]
-    assert rate(0.5, 50, "cosine") == pytest.approx(0.55) and rate(1, 99, "cosine") == pytest.approx(0.1)
-    assert rate(0.5, 50, "linear") == pytest.approx(0.55) and rate(0.25, 50, "linear") == pytest.approx(0.775)
-    assert rate(0.9, 50, "constant") == 1.0
+    assert not_decayed["weight_decay"] == 0.0 and all(p.ndim == 1 for p in not_decayed["params"])
+    learning_rate = lambda progress, step, kind: optim.learning_rate(progress, step, 1.0, 0.1, 4, kind)  # noqa: E731
+    assert [learning_rate(0, s, "cosine") for s in range(4)] == [0.2, 0.4, 0.6, 0.8]
+    points = [(0.5, 50, "cosine", 0.55), (1, 99, "cosine", 0.1), (0.5, 50, "linear", 0.55), (0.25, 50, "linear", 0.775)]
+    for progress, step, kind, expected in points:
+        assert learning_rate(progress, step, kind) == pytest.approx(expected)
+    assert learning_rate(0.9, 50, "constant") == 1.0
 
 
-# ── several processes ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def torchrun(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(n),
-        "--standalone",
-        "-m",
-        "handgrad",
-    ]
-    return subprocess.run([*launch, "train", *map(str, arguments)], capture_output=True, text=True, check=False)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "--standalone", "-m", "handgrad", "train"]
+    return subprocess.run([sys.executable, *launch, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
-def test_any_number_of_processes_trains_the_same(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
+def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     assert handgrad_train(*base, "--out", tmp_path / "1").returncode == 0
-    truth = weights(tmp_path / "1", 10)
-    done = group(n, "train", *base, "--out", tmp_path / str(n))
+    expected = weights(tmp_path / "1", 10)
+    done = run_processes(n, "train", *base, "--out", tmp_path / str(n))
     assert done.returncode == 0, done.stderr
     found = weights(tmp_path / str(n), 10)
-    for name, value in truth.items():
+    for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=1e-9, rtol=0), (n, name)
     one = [r["loss"] for r in Run(tmp_path / "1").records() if "loss" in r]
     many = [r["loss"] for r in Run(tmp_path / str(n)).records() if "loss" in r]
     assert many == pytest.approx(one, abs=1e-12)
 
 
-def test_stopped_with_two_processes_and_resumed_with_one(text: Path, tmp_path: Path) -> None:
+def test_run_of_two_processes_resumes_with_one(text: Path, tmp_path: Path) -> None:
     base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
     assert handgrad_train(*base, "--steps", 10, "--out", tmp_path / "a").returncode == 0
     done = torchrun(2, *base, "--steps", 5, "--out", tmp_path / "b")
@@ -363,7 +339,7 @@ ranks = Ranks()
 model = hg.GPT(hg.preset("nano", n_vocab=11, n_context=8, d_model=12, n_heads=3, n_blocks=2), dtype=torch.float64)
 generator = torch.Generator().manual_seed(0)
 tokens, targets = torch.randint(11, (2, 8, 8), generator=generator)
-targets[3:, 2:] = -100  # the processes hold very different numbers of targets
+targets[3:, 2:] = -100  # ranks get very different numbers of targets
 first, count = ranks.share(0, 8)
 mine = slice(first, first + count)
 n_targets = int((targets != -100).sum())
@@ -375,12 +351,12 @@ ranks.shutdown()
 """
 
 
-def test_gradients_of_uneven_shares_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_uneven_shares_are_weighted_correctly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "g.py").write_text(GRADIENTS)
     monkeypatch.setattr(sys, "argv", ["g.py", str(tmp_path / "one")])
     runpy.run_path(str(tmp_path / "g.py"))
-    done = group(4, tmp_path / "g.py", tmp_path / "four")
+    done = run_processes(4, tmp_path / "g.py", tmp_path / "four")
     assert done.returncode == 0, done.stderr
     one, four = load_file(tmp_path / "one"), load_file(tmp_path / "four")
-    for name, truth in one.items():
-        assert ((four[name] - truth).norm() / truth.norm().clamp(min=1e-12)).item() <= 1e-12, name
+    for name, expected in one.items():
+        assert ((four[name] - expected).norm() / expected.norm().clamp(min=1e-12)).item() <= 1e-12, name
