@@ -49,7 +49,7 @@ def test_equal_examples_are_counted_and_stay_on_one_side(tmp_path: Path) -> None
     assert summary.examples == 200 and summary.distinct == 10
     text = " ".join(shown((found, summary), 100).split())
     assert "190 examples equal to an earlier one" in text
-    assert "hardly any distinct examples, 10 of 200" in text
+    assert "Only 10 of 200 examples are distinct" in text
     for seed in range(5):
         training, validation = split(found, 0.1, seed)
         assert validation is not None and (training.per_epoch, validation.per_epoch) == (180, 20)

@@ -74,7 +74,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
 
     done = handgrad(*FINETUNE, "--out", "run", "--lr", 0.05, *QUICK)
     assert done.exit_code == 0, done.exception
-    for text in ("examples", "learned", "0+0=«0 bo»", "adapter run/adapter", "report  run/report.html"):
+    for text in ("examples", "targets", "0+0=«0 bo»", "adapter run/adapter", "report  run/report.html"):
         assert text in done.stdout, text
     run = Run(workdir / "run")
     losses = [r["val_loss"] for r in run.records() if "val_loss" in r]
