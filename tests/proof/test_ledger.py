@@ -12,7 +12,7 @@ from handgrad.paper import activation, attention, embedding, kv_cache, layernorm
 from handgrad.proof.ledger import CHECKS, run, select
 from handgrad.proof.ledger.check import BEYOND, SECTIONS
 
-IDS = (Path(__file__).parent / "data" / "ledger-ids.txt").read_text().split()
+IDS = (Path(__file__).parent.parent / "data" / "ledger-ids.txt").read_text().split()
 LAYERS_BEYOND = ["L-relu2-fwd", "L-relu2-bwd"]
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from example_files import BYTES, CHAT, CHATML, END_ID, TALK, chat_tokenizer, learned, lines, numbered, read, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from example_files import BYTES, CHAT, CHATML, END_ID, TALK, chat_tokenizer, learned, lines, numbered, read, shown
 from handgrad.errors import HandgradError, LimitError
 from handgrad.text import batches, corpus, examples, tokenizer
 from handgrad.text.chat import ChatTemplate

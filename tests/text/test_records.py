@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from example_files import TALK, learned, lines, read
+
 from handgrad.errors import HandgradError
 from handgrad.text import corpus, examples, records, tokenizer
 from handgrad.text.chat import ChatTemplate

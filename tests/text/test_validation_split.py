@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from example_files import lines, numbered, read, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_files import lines, numbered, read, shown
 from handgrad.errors import HandgradError
 from handgrad.text.examples import Examples
 from handgrad.text.validation_split import count_shared, split
