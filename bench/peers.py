@@ -293,7 +293,7 @@ class MatmulsOnly:
     def __init__(self, model: hg.GPT, tokens: Tensor, tune: bool = True):
         c = model.config
         self.model, self.n, self.t = model, tokens.numel(), tokens.shape[1]
-        n = min(self.n, max(1024, self.t))  # larger batches are split into micro-batches
+        n = min(self.n, max(1024, self.t))  # larger batches are processed in pieces
         self.times = self.n // n
         d, hidden, g = c.d_model, c.hidden_width, n // self.t * c.n_heads
         make = torch.randn

@@ -3,13 +3,14 @@
 Names are imported when they are first used, so that `import handgrad` and `handgrad --help` do not wait for torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import adapters as lora
 from .machine import configure_runtime
 
 if TYPE_CHECKING:
-    from . import adapters as lora
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
     from .formats.checkpoint import save
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 configure_runtime()  # before torch is imported
+sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inject` works
 
 _MODULE = {
     "GPT": "model.gpt", "GPTConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
@@ -49,14 +51,10 @@ _MODULE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lora":
-        value: Any = import_module(".adapters", __name__)
-    elif name in _MODULE:
-        value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
-    else:
+    if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Every tolerance of a numerical comparison: the largest error allowed, and the floor of the size it is relative to."""
+"""The tolerances of numerical comparisons: the largest error allowed, and the floor of the size it is relative to."""
 
 import torch
 

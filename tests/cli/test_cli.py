@@ -237,6 +237,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
         "model = hg.GPT(hg.preset('nano', n_blocks=1)); import torch; tokens = torch.zeros(1, 4, dtype=torch.int64)\n"
         "assert hg.generate(model, tokens, 2).shape[-1] and 'a_0' in hg.trace(model, tokens, tokens)\n"
         "from handgrad import *; assert lora.inject and verify and load and save\n"
+        "from handgrad.lora import inject; assert inject is lora.inject\n"
         "try: hg.nonsense\nexcept AttributeError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

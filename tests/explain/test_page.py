@@ -239,6 +239,7 @@ def test_the_lens_follows_the_token(open_page: Open) -> None:
 
 def test_a_step_lowers_the_loss_as_predicted(open_page: Open, session: Session) -> None:
     page = open_page("#/step")
+    assert "null" not in page.locator("body").inner_text()
     page.locator("#rate").fill("-3")
     page.click("#step-one")
     idle = page.locator("#step-many:not([disabled])", has_text="run 20")

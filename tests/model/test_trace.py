@@ -110,5 +110,5 @@ def test_a_recorder_changes_no_bit(recompute: str, tokens_at_once: int, adapters
     assert grads.keys() == grads_with_recorder.keys() and grads
     assert all(torch.equal(grads[name], grads_with_recorder[name]) for name in grads)
     n_pieces = len(lengths) if tokens_at_once == 1 else 1
-    for name in ("blocks.0.a_5", "blocks.1.a_10", "blocks.0.delta_5", "blocks.1.delta_10"):
+    for name in ("a_0", "blocks.0.a_5", "blocks.1.a_10", "blocks.0.delta_5", "blocks.1.delta_10"):
         assert recorded.count(name) == n_pieces, name

@@ -113,7 +113,7 @@ def test_bytes() -> None:
     plan = make_plan(hg.preset("gpt2"), 4, 1024)
     assert plan.bytes_weights == plan.bytes_gradients == 4 * 124_439_808
     assert plan.bytes_optimizer == 8 * 124_439_808
-    assert plan.bytes_saved == 4 * 1024 * 12 * saved_per_token(plan.config)  # one micro-batch of 1024 tokens at a time
+    assert plan.bytes_saved == 4 * 1024 * 12 * saved_per_token(plan.config)  # one piece of 1024 tokens at a time
     least = make_plan(hg.preset("gpt2"), 4, 1024, recompute="blocks", update_inside=True)
     assert least.bytes_gradients == 4 * (39_383_808 + 7_087_872)
     assert least.bytes_peak < plan.bytes_peak and least.backward_flop > plan.backward_flop

@@ -199,7 +199,8 @@ def test_broken_data_line_is_named_and_nothing_is_written(workdir: Path, line: o
         ([], "--model is missing"), (["--model", "base"], "--data is missing"),
         (["--model", "nowhere/at/all", "--data", "data.jsonl"], "not a directory"),
         ([*BASE, "--targets", "q_proj"], "q_proj"),
-        ([*BASE, "--rank", "0"], "rank"),
+        ([*BASE, "--rank", "0"], "--rank must be an integer of at least 1"),
+        ([*BASE, "--alpha", "-1"], "--alpha must be a number above 0"),
         ([*BASE, "--full", "--rank", "8"], "--full"),
         ([*BASE, "--loss-on", "x"], "--loss-on"),
         ([*BASE, "--batch-examples", "0"], "--batch-examples"),
@@ -213,6 +214,14 @@ def test_invalid_arguments_are_rejected(workdir: Path, arguments: list[str], mes
     done = handgrad("finetune", *arguments)
     assert isinstance(done.exception, hg.HandgradError) and message in str(done.exception), done.exception
     assert not (workdir / "runs").exists()
+
+
+def test_a_tokenizer_with_too_many_ids_is_rejected_before_data_is_read(workdir: Path) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_vocab=100, n_context=48, d_model=16, n_heads=2, n_blocks=1)), "small")
+    tokenizer.make("bytes", []).write(workdir / "small")
+    for command in ("finetune", "train"):
+        done = handgrad(command, "--model", "./small", "--data", "data.jsonl")
+        assert "do not belong together" in str(done.exception) and done.stdout == "", done.stdout
 
 
 def test_config_file_sets_adapter_options(workdir: Path) -> None:

@@ -1,9 +1,9 @@
 """Low-rank adapters: inject, train, save in PEFT's format, merge and unmerge. The public name is `hg.lora`.
 
-    lora.inject(model, rank=16, targets="all-linear")         beside the layers named; everything else is frozen
+    lora.inject(model, rank=16, targets="all-linear")         adapters for these layers; everything else is frozen
     lora.save(model, "adapter"), lora.load(model, "adapter")  PEFT's files
     merged = lora.merge(model); lora.unmerge(model, merged)   into the weights and out again
-    lora.remove(model)                                        without a trace
+    lora.remove(model)                                        discard them
 
 Import the names below, or `LoRAConfig` and the patterns from their modules, which do not import torch. The package knows
 the model and its files; it knows nothing of training, text or the command line.

@@ -1,4 +1,4 @@
-"""The LoRA layer: a low-rank branch beside a linear layer, and DoRA's magnitude."""
+"""The LoRA layer: a linear layer with a low-rank branch added to it, and DoRA's magnitude."""
 
 import math
 
@@ -11,12 +11,12 @@ from ..ops import linear, lora
 
 
 class LoRA(Affine):
-    """A low-rank branch beside a linear layer, which stays unchanged:
+    """A linear layer, which stays unchanged, with a low-rank branch added:
 
         y = base(a) + scale · ã d u
         y = (a w + scale · ã d u) ∘ m/c + b      with a magnitude m: DoRA; c are the norms of the columns of w + scale · d u
 
-    ã is a after dropout. Masks depend on the dropout seed of the pass and on `salt`, which differs between layers: the
+    ã is a after dropout. Masks depend on the dropout seed of the pass and on `salt`, a number unique to the layer: the
     backward pass draws the same masks again instead of storing them.
     """
 
@@ -63,11 +63,11 @@ class LoRA(Affine):
         self.base.accumulate_weight(signal, a)
         self.base.accumulate_bias(delta)
         mask = self._mask(a, run)
-        fed = _masked(a, mask)
+        dropped = _masked(a, mask)
         if self.up.requires_grad:
-            self.up.grad = lora.grad_u(signal, torch.mm(fed, self.down), self.scale, self.up.grad)
+            self.up.grad = lora.grad_u(signal, torch.mm(dropped, self.down), self.scale, self.up.grad)
         if self.down.requires_grad:
-            self.down.grad = lora.grad_d(lora.upstream(signal, self.up, self.scale), fed, self.down.grad)
+            self.down.grad = lora.grad_d(lora.upstream(signal, self.up, self.scale), dropped, self.down.grad)
         if self.magnitude is not None and self.magnitude.requires_grad:
             z, c = self._product(a, mask), self.column_norms()
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)

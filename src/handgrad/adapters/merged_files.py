@@ -20,11 +20,11 @@ from .merging import Merged
 FILE = "handgrad-merge.safetensors"
 
 
-def write_merge(taken: Merged, merged: GPT, adapter: Path, folder: Path) -> None:
+def write_merge(record: Merged, merged: GPT, adapter: Path, folder: Path) -> None:
     """Record what the weights do not tell: which adapter was merged, DoRA's column norms, and whether the head was tied."""
-    untied = taken.tied and not merged.config.tied
+    untied = record.tied and not merged.config.tied
     metadata = {"format": "pt", "tied": "true" if untied else "false", "adapter": fingerprint(adapter)}
-    save_file({name: norms.contiguous() for name, norms in taken.norms.items()}, folder / FILE, metadata=metadata)
+    save_file({name: norms.contiguous() for name, norms in record.norms.items()}, folder / FILE, metadata=metadata)
 
 
 def fingerprint(adapter: Path) -> str:
@@ -46,7 +46,7 @@ def read_merge(model: GPT, adapter: Path, merged: Path) -> Merged:
         raise HandgradError(f"{adapter} is not the adapter that was merged into {merged}: give that one")
     tied = model.config.tied or facts.get("tied") == "true"
     before = {p: (p.requires_grad, p.grad) for p in model.parameters()}
-    peft.load(model, adapter, with_copies=False)
+    peft.load(model, adapter, load_head_copy=False)
     config, adapters = model.adapter, adapters_of(model)
     remove(model)
     for p, (trained, grad) in before.items():

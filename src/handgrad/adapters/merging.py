@@ -32,46 +32,46 @@ def merge(model: GPT) -> Merged:
     adapters = adapters_of(model)
     if model.adapter is None or not adapters:
         raise HandgradError("the model has no adapter to merge: inject or load one first")
-    taken = Merged(model.adapter, adapters, {}, model.config.tied)
+    merged = Merged(model.adapter, adapters, {}, model.config.tied)
     if "lm_head" in adapters:
         model.untie()
     for name, adapter in adapters.items():
         w = _sum(adapter)
         if adapter.magnitude is not None:
-            taken.norms[name] = torch.linalg.vector_norm(w, dim=0)
-            w *= adapter.magnitude.double() / taken.norms[name]
+            merged.norms[name] = torch.linalg.vector_norm(w, dim=0)
+            w *= adapter.magnitude.double() / merged.norms[name]
         adapter.base.set_effective_weight(w)
         put(model, name, adapter.base)
     _discard_gradients(model, adapters)
     model.adapter = None
-    return taken
+    return merged
 
 
 @torch.no_grad()
-def unmerge(model: GPT, taken: Merged) -> None:
+def unmerge(model: GPT, merged: Merged) -> None:
     """Undo `merge`, up to the rounding of the weights."""
     if adapters_of(model):
         raise HandgradError("the model has adapters: only a merged model can be unmerged")
     layers = layers_of(model)
-    for name, adapter in taken.adapters.items():
+    for name, adapter in merged.adapters.items():
         base = layers[name].plain() if name in layers else None
         if base is None or base.weight.shape != adapter.base.weight.shape:
             raise HandgradError(f"the adapter belongs to {name}, which this model does not have in that shape")
         w = base.effective_weight().double()
         if adapter.magnitude is not None:
-            w = w * (taken.norms[name].double() / adapter.magnitude.double())
+            w = w * (merged.norms[name].double() / adapter.magnitude.double())
         w = w - adapter.scale * adapter.down.double() @ adapter.up.double()
         base.set_effective_weight(w)
         adapter.base = base
         put(model, name, adapter)
-    if taken.tied and not model.config.tied:
+    if merged.tied and not model.config.tied:
         model.tie()
-    _discard_gradients(model, taken.adapters)
-    model.adapter = taken.config
+    _discard_gradients(model, merged.adapters)
+    model.adapter = merged.config
 
 
 def _discard_gradients(model: GPT, adapters: dict[str, LoRA]) -> None:
-    """Gradients of weights that have just changed are void."""
+    """Discard gradients of weights that have just changed."""
     for module in (model, *adapters.values()):
         module.zero_grad()
 

@@ -112,9 +112,9 @@ def _compact(names: list[str], all_names: list[str]) -> list[str]:
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]:
+def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[str]:
     """Add the adapters of a directory to the model, freeze everything else, and return the names of their layers. If they
-    do not fit, the model is not changed. PEFT may store a copy of a head that has an adapter; `with_copies` loads it."""
+    do not fit, the model is not changed. PEFT may store a copy of a head that has an adapter; `load_head_copy` loads it."""
     folder = Path(path)
     config = read_config(folder)
     manifest.check_present(folder)
@@ -155,7 +155,7 @@ def load(model: GPT, path: str | Path, *, with_copies: bool = True) -> list[str]
         alpha_pattern=_used(config.alpha_pattern, factors),
     )
     apply(model, config, any_rank=True)
-    _copy_tensors(model, factors, rest | copies if with_copies else rest)
+    _copy_tensors(model, factors, rest | copies if load_head_copy else rest)
     return list(factors)
 
 

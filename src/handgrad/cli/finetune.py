@@ -38,7 +38,7 @@ OPTIONS: Options = {
         "minutes": "Time budget in minutes; the schedule follows wall-clock time.",
     },
     "Optimization": {
-        "batch_examples": "Examples per step; split into micro-batches as needed.",
+        "batch_examples": "Examples per step; processed in pieces as needed.",
         "lr": "Peak learning rate. [default: 0.0005, with --full 0.00005]",
         "min_lr": "Final learning rate. [default: 0]",
         "warmup": "Steps of linear warm-up. [default: 20, at most a tenth of the run]",

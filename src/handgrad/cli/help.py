@@ -16,14 +16,14 @@ TYPE_NAMES = {"int": "N", "integer": "N", "float": "X", "path": "PATH", "str": "
 
 
 class Command(TyperCommand):
-    """A command with this help page."""
+    """A command whose --help is made by `render`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(render(self, ctx))
 
 
 class Group(TyperGroup):
-    """A group of commands with this help page."""
+    """A group of commands whose --help is made by `render`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(render(self, ctx))

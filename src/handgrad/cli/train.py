@@ -27,7 +27,7 @@ OPTIONS: Options = {
         "minutes": "Time budget in minutes; the schedule follows wall-clock time.",
     },
     "Optimization": {
-        "batch_tokens": "Tokens per step, rounded to full contexts; split into micro-batches as needed."
+        "batch_tokens": "Tokens per step, rounded to full contexts; processed in pieces as needed."
         " [default: 12 contexts]",
         "lr": "Peak learning rate. [default: 0.5/width, at most 0.004]",
         "min_lr": "Final learning rate. [default: a tenth of --lr]",

@@ -81,11 +81,11 @@ def _histogram(summary: Summary, width: int) -> list[Text]:
     counts = [int(summary.lengths[low : high + 1].sum()) for low, high in ranges]
     ends = [(max(low, shortest), min(high, longest)) for low, high in ranges]
     names = [f"{low:,}–{high:,}" if low < high else f"{low:,}" for low, high in ends]
-    wide, digits = max(map(len, names)), len(f"{max(counts):,}")
-    room = max(8, min(60, width - wide - digits - 3))
+    name_width, digits = max(map(len, names)), len(f"{max(counts):,}")
+    room = max(8, min(60, width - name_width - digits - 3))
     lines = []
     for name, count in zip(names, counts, strict=True):
-        line = Text(f"{name:>{wide}}  ", no_wrap=True)
+        line = Text(f"{name:>{name_width}}  ", no_wrap=True)
         line.append(_bar(count / max(counts), room), style=ORANGE)
         lines.append(line.append(f" {count:,}" if count else "0"))
     return lines
@@ -109,7 +109,7 @@ def _warnings(summary: Summary) -> list[Text]:
         )
     if summary.shared:
         examples = plural(summary.shared, "example")
-        lines.append(f"{examples} of --val-data also in --data: the validation loss on them is meaningless.")
+        lines.append(f"{examples} of --val-data are also in --data: the validation loss on them is meaningless.")
     return [Text(("\n" if i == 0 else "") + line, style="bold", overflow="fold") for i, line in enumerate(lines)]
 
 
@@ -148,7 +148,7 @@ def _first(examples: Examples, tokenizer: Tokenizer, width: int) -> Pieces:
 
 
 def _fitting(characters: Pieces, room: int, width: int) -> int:
-    """Number of characters that fit into `room` columns; a line with a break counts as half a line."""
+    """Number of characters that fit into `room` columns; a line break counts as half a line."""
     taken = accumulate(width // 2 if c.endswith("\n") else len(c) for c, _ in characters)
     return sum(1 for _ in takewhile(lambda so_far: so_far <= room, taken))
 

@@ -81,7 +81,7 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
     row("saved activations", size(plan.bytes_saved), "for the backward pass")
-    row("temporary buffers", size(plan.bytes_passing), "of the logits, or a block's backward pass")
+    row("temporary buffers", size(plan.bytes_temporary), "of the logits, or a block's backward pass")
     row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
     row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
         f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip

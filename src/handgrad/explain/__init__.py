@@ -1,8 +1,9 @@
 """`handgrad explain`: a page in the browser that shows one forward and one backward pass of a real model, layer by layer.
 
 Import `Session` (a model and its traced sentences) from session.py, `Server` (the page on this machine) from server.py
-and `export` (the page as one file) from export.py. Nothing here trains, chooses or saves a model: that is for the command
-line; and nothing here differentiates: gradients come from the model, checks from the room proof.
+and `export` (the page as one file) from export.py. Nothing here chooses or saves a model, and
+steps.py changes a copy of its weights. Nothing here differentiates: gradients come from the model, checks from
+`handgrad.proof`.
 
 stations.py   the list of stations, one per layer        formulas.py   their formulas    sources.py   their source code
 session.py    traced sentences and versions of the weights, within a memory limit

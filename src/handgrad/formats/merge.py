@@ -57,7 +57,7 @@ def unmerge_adapter(adapter: str, model: str | None, out: Path, dtype: str | Non
     adapters.unmerge(network, merged)
     adapters.remove(network)
     _round_weights(network, stored)
-    adapters.load(network, folder, with_copies=False)
+    adapters.load(network, folder, load_head_copy=False)
     difference = check_same(before, network.logits(tokens), stored)
     adapters.remove(network)
     _write(network, out, stored, base, folder)

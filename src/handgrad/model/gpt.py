@@ -272,8 +272,8 @@ class GPT(nn.Module):
         if lowest is None:
             lowest = 0 if all_signals else self._lowest()
         state = ForwardState(pieces, [], [], lowest, all_signals, record)
-        if record is not no_record and pieces:
-            record("a_0", torch.cat([p.ids for p in pieces]))
+        for piece in pieces:
+            record("a_0", piece.ids)
         state.a_10.extend(embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces)
         for i, block in enumerate(self.blocks):
             state.blocks.append([])
@@ -323,7 +323,7 @@ class GPT(nn.Module):
         return value
 
     def _pass(self, i: int, piece: Piece, state: ForwardState) -> Pass:
-        """What block i is told about a piece. The last block computes only the rows that have a target."""
+        """The arguments of block i for a piece. The last block computes only the rows that have a target."""
         last = i == len(self.blocks) - 1
         query_rows = piece.rows if last and len(piece.rows) < len(piece.ids) and not state.all_signals else None
         record = state.record

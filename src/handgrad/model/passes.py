@@ -1,4 +1,4 @@
-"""`Pass`: what a block is told besides its input, the same object in the forward and in the backward pass."""
+"""`Pass`: the arguments of a block besides its input, the same in the forward and in the backward pass."""
 
 from collections.abc import Callable
 from typing import NamedTuple

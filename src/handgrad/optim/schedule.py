@@ -3,12 +3,12 @@
 import math
 
 
-def learning_rate(progress: float, step: int, lr: float, least: float, warmup: int, schedule: str) -> float:
-    """Linear warm-up over `warmup` steps, then decay from `lr` to `least` as `progress` goes from 0 to 1."""
+def learning_rate(progress: float, step: int, lr: float, min_lr: float, warmup: int, schedule: str) -> float:
+    """Linear warm-up over `warmup` steps, then decay from `lr` to `min_lr` as `progress` goes from 0 to 1."""
     if step < warmup:
         return lr * (step + 1) / (warmup + 1)
     if schedule == "constant":
         return lr
     progress = min(1.0, max(0.0, progress))
     left = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return least + (lr - least) * left
+    return min_lr + (lr - min_lr) * left

@@ -23,8 +23,8 @@ def restore(
 ) -> None:
     """Load what `state_of` returned."""
     by_name = {name: p for p, name in names.items()}
-    for full, value in state.items():
-        name, _, key = full.rpartition("/")
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
         p = by_name[name]
         one = optimizer.optimizers[p] if isinstance(optimizer, OptimizerInBackward) else optimizer
         one.state[p][key] = value.clone()

@@ -48,7 +48,7 @@ class Plan:
     bytes_gradients: int
     bytes_optimizer: int
     bytes_saved: int  # activations saved for the backward pass
-    bytes_passing: int  # temporary buffers
+    bytes_temporary: int  # buffers of the logits, or of a block's backward pass
     bytes_cache_per_token: int
 
     ranks: Ranks = field(default_factory=dict, repr=False)
@@ -57,7 +57,7 @@ class Plan:
     def bytes_peak(self) -> int:
         """Bytes of all tensors at the peak of a step."""
         lasting = self.bytes_weights + self.bytes_gradients + self.bytes_optimizer
-        return lasting + self.bytes_saved + self.bytes_passing
+        return lasting + self.bytes_saved + self.bytes_temporary
 
 
 def make_plan(
@@ -121,7 +121,7 @@ def make_plan(
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
         bytes_optimizer=2 * size * trainable,
         bytes_saved=size * saved(config, batch, tokens, recompute),
-        bytes_passing=size * temporary(config, batch, tokens, not ranks or "lm_head" in ranks)
+        bytes_temporary=size * temporary(config, batch, tokens, not ranks or "lm_head" in ranks)
         + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
         ranks=ranks,

@@ -17,13 +17,13 @@ def saved_per_token(config: GPTConfig) -> int:
 
 
 def tokens_per_piece(batch: int, tokens: int) -> int:
-    """Tokens of a micro-batch: complete sequences, about TOKENS_AT_ONCE tokens."""
+    """Tokens of a piece: complete sequences, about TOKENS_AT_ONCE tokens."""
     return min(batch, max(1, TOKENS_AT_ONCE // tokens)) * tokens
 
 
 def saved(config: GPTConfig, batch: int, tokens: int, recompute: str) -> int:
-    """Numbers saved for the backward pass: by every block for one micro-batch; with recompute="blocks" every block's input
-    for the batch, and what one block saves for one micro-batch."""
+    """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
+    for the batch, and what one block saves for one piece."""
     piece = tokens_per_piece(batch, tokens)
     if recompute == "blocks":
         return batch * tokens * config.d_model * (config.n_blocks + 2) + piece * saved_per_token(config)

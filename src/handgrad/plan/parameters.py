@@ -119,7 +119,7 @@ Ranks = Mapping[str, int]  # rank of the adapter by layer name; empty: all weigh
 
 
 def target_ranks(config: GPTConfig, rank: int, targets: str | Sequence[str]) -> Ranks:
-    """The rank for every layer that `targets` names, as in `lora.choose`, or with separate adapters for q, k and v."""
+    """The rank for every layer that `targets` names, as in `adapters.choose`, or with separate adapters for q, k and v."""
     names = split_names([targets] if isinstance(targets, str) else targets)
     if {"paper", "q", "k", "v"} & set(names):
         chosen = lora_targets(",".join(names))

@@ -44,7 +44,7 @@ def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
 
 
 def predict(plan: Plan, budget: float = 1.5) -> float:
-    """Seconds of a step: the gradients of every micro-batch, the gradient's norm and one AdamW update. Trial steps run for
+    """Seconds of a step: the gradients of every piece, the gradient's norm and one AdamW update. Trial steps run for
     about `budget` seconds."""
     c = plan.config
     trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}

@@ -79,10 +79,7 @@ class TrainOptions:
         if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
             raise HandgradError("give one of --steps, --epochs and --minutes, not several")
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in LIMITS and value is not None:
-                check = check_integer if isinstance(value, int) and "float" not in str(f.type) else check_number
-                check(f.name, value, flag(f.name))
+            _check_limits(f.name, f.type, getattr(self, f.name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise HandgradError(f"{flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
@@ -106,6 +103,12 @@ class TrainOptions:
 def is_list(hint: object) -> bool:
     """Whether an option of this type takes several values."""
     return hint == tuple[str, ...]
+
+
+def _check_limits(name: str, kind: Any, value: Any) -> None:
+    if name in LIMITS and value is not None:
+        check = check_number if "float" in _name(kind) else check_integer
+        check(name, value, flag(name))
 
 
 def _name(kind: Any) -> str:
@@ -157,6 +160,7 @@ class FinetuneOptions(TrainOptions):
         own = {name: value for name, value in given.items() if name in ADAPTER_TYPES}
         for name, value in own.items():
             check_type(name, _name(ADAPTER_TYPES[name]), value)
+            _check_limits(name, ADAPTER_TYPES[name], value)
         full = own.pop("full", False)
         for name in ("targets", "modules_to_save"):
             if name in own:

@@ -9,9 +9,9 @@ from ..model.trace_html import depth
 
 
 def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> str:
-    """Name the first intermediate that is not finite, in the forward pass or, if that is sound, in the backward pass."""
+    """Name the first intermediate that is not finite, in the forward pass if there is one, else in the backward pass."""
     sizes = [tokens.shape[1]] * len(tokens) if lengths is None else lengths
-    for ids, answers in zip(*(torch.split(x.reshape(-1), sizes) for x in (tokens, targets)), strict=True):
+    for ids, wanted in zip(*(torch.split(x.reshape(-1), sizes) for x in (tokens, targets)), strict=True):
         bad: list[str] = []
 
         def look(name: str, value: Tensor, bad: list[str] = bad) -> None:
@@ -19,7 +19,7 @@ def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | N
                 bad.append(name)
 
         try:
-            model.loss_and_grads(ids[None], answers[None], record=look, all_signals=True)
+            model.loss_and_grads(ids[None], wanted[None], record=look, all_signals=True)
         except NonFiniteError:
             pass
         finally:

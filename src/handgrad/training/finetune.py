@@ -18,7 +18,7 @@ from ..text.examples import Examples, Summary
 from ..text.tokenizer import Tokenizer
 from .config import FinetuneOptions, Recipe
 from .distributed import Ranks
-from .job import Display, Job, check_options, make_job, sources_of
+from .job import Display, Job, check_options, check_vocabulary, make_job, sources_of
 
 LORA_LR, FULL_LR = 5e-4, 5e-5
 
@@ -34,6 +34,7 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     options, clock = _pin_sources(options, directory if checkpoint is None else None, ranks)
     tokenizer = _tokenizer(directory, options)
     model = models.open_folder(directory, getattr(torch, options.dtype))
+    check_vocabulary(tokenizer, model.config)
     if checkpoint is None:
         _choose_weights(model, options)
 

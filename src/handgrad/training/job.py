@@ -15,6 +15,7 @@ from .. import adapters, optim
 from ..errors import HandgradError
 from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
+from ..model.config import GPTConfig
 from ..model.gpt import GPT
 from ..optim import OptimizerInBackward
 from ..plan.flop import Work, flop
@@ -114,11 +115,6 @@ def make_job(
     checkpoint: Checkpoint | None,
 ) -> Job:
     """The job of a run, new or restored from a checkpoint."""
-    if tokenizer.n_vocab > model.config.n_vocab:
-        raise HandgradError(
-            f"the tokenizer has {tokenizer.n_vocab:,} ids and the model {model.config.n_vocab:,}: they do not belong"
-            " together"
-        )
     options = replace(options, **{**asdict(recipe), "epochs": None})
     optimizer = _make_optimizer(model, options, recipe, ranks)
     job = Job(options, recipe, model, tokenizer, optimizer, training, validation, batch)
@@ -127,6 +123,14 @@ def make_job(
     if ranks.first:
         job.peak = Peak(options.dtype)
     return job
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: GPTConfig) -> None:
+    """Raise if the tokenizer has ids that the model lacks, before data is read."""
+    if tokenizer.n_vocab > config.n_vocab:
+        raise HandgradError(
+            f"the tokenizer has {tokenizer.n_vocab:,} ids and the model {config.n_vocab:,}: they do not belong together"
+        )
 
 
 def check_options(options: C) -> C:

@@ -14,7 +14,7 @@ MAX_BYTES = 64_000
 
 
 def read_option_file(file: Path, kind: type[TrainOptions]) -> dict[str, Any]:
-    """Read options by their command-line names. The model's shape is under "shape", the run folder under "out"."""
+    """Read options by their command-line names. In the result, fields of the model's shape are gathered under "shape"."""
     hints = kind.types()
     known = set(hints) - {"shape"}
     options: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from ..text.downloads import default_corpus
 from ..text.tokenizer import Tokenizer
 from .config import Recipe, TrainOptions
 from .distributed import Ranks
-from .job import Display, Job, check_options, make_job, sources_of
+from .job import Display, Job, check_options, check_vocabulary, make_job, sources_of
 
 
 def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
@@ -35,13 +35,14 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
         fixed = f"--{options.shape[0][0].replace('_', '-')}" if options.shape else "--tokenizer"
         raise HandgradError(f"{fixed} cannot change an existing model ({directory}): leave it out")
     text_tokenizer = tokenizer.read(directory) if directory is not None else _tokenizer(options, files, ranks)
+    shape = load_config(directory) if directory is not None else _shape(options, text_tokenizer)
+    check_vocabulary(text_tokenizer, shape)
     total = sum(file.stat().st_size for file in files)
     progress = display.reading(total) if ranks.first else lambda n: None
     tokens = ranks.first_then_others(lambda: corpus.prepare(files, text_tokenizer, options.text_field, progress))
     if ranks.first:
         display.say(f"data: {source}, {plural(len(tokens), 'token')} of {text_tokenizer.n_vocab:,}")
 
-    shape = load_config(directory) if directory is not None else _shape(options, text_tokenizer)
     context = shape.n_context
     training, validation = batches.split(tokens, context, options.val_share, options.seed)
     dtype = getattr(torch, options.dtype)

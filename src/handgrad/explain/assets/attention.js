@@ -4,7 +4,7 @@ import { el, svg } from "./dom.js";
 import { number } from "./format.js";
 import { heatmap } from "./heatmap.js";
 
-// `head` is one head of the block (views.at_head): ρ, Δ_raw, the error between tokens, and the branches of the error.
+// `head` is one head of the block (attention_view.at_head): ρ, Δ_raw, the error between tokens, and the branches of the error.
 export function attentionCard(head, state, actions, labels) {
   const most = Math.max(...head.heads.map((h) => h.incoming), 1e-300);
   const picker = el(
@@ -23,13 +23,13 @@ export function attentionCard(head, state, actions, labels) {
     "section",
     { class: "card attention", "aria-label": "Attention", "data-shown-head": head.head },
     el("h3", {}, `Head ${head.head + 1} of ${head.heads.length}`),
-    el("p", { class: "soft" }, "Choose a head. The bar beside each number shows the size of the error that arrives at it."),
+    el("p", { class: "soft" }, "Choose a head. The bar next to each number shows the size of the error that reaches this head."),
     picker,
     el("p", { class: "caption", id: "head-caption" }, head.caption),
     el(
       "div",
       { class: "squares" },
-      square("rho", "ρ · attention weights", "a", true, "How much each token (row) takes from each other token (column). Each row sums to 1."),
+      square("rho", "ρ · attention weights", "a", true, "How much each token (row) attends to each other token (column). Each row sums to 1."),
       square("delta_raw", "Δ_raw · error of the attention scores", "delta", false, "Below 0: more attention would lower the loss. Above 0: less would. Each row sums to 0."),
       square("sent", "error sent back between tokens", "delta", true, "From each token (row) to each other token (column), through values and keys: length of ρ Δ wᵥᵗ + Δ_raw q wₖᵗ."),
     ),

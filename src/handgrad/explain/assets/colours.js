@@ -1,6 +1,6 @@
 // The colours of the heat maps: one pair of scales for activations (a), one for errors (delta), in both themes.
 
-// For each kind a scale below 0 and one above, which differ in lightness and for every kind of colour vision.
+// Per kind one scale for negative and one for positive values: they differ in lightness, and with any colour vision.
 
 const STOPS = {
   light: {

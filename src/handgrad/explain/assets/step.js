@@ -96,8 +96,8 @@ export function drawStep(panel, state, actions) {
       left ? null : el("p", { class: "soft", role: "status" }, prepared.at(-1).error ?? "This file contains no more steps. To take more, run handgrad explain."),
     ),
     last ? outcome(last) : el("p", { class: "soft" }, `The loss is ${number(overview.loss, 4)}. Take a step to see it fall.`),
-    steps.length ? drawCurve() : null,
-    moves.length ? drawMoves() : null,
+    ...(steps.length ? [drawCurve()] : []),
+    ...(moves.length ? [drawMoves()] : []),
   );
   if (focus) panel.querySelector(left ? `#${focus}` : `#${focus}:not([disabled]), #step-reset`)?.focus();
 }

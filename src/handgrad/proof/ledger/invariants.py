@@ -8,6 +8,7 @@ from ...model.gpt import GPT
 from ...paper import attention, layernorm, lora, loss, transformer
 from ...paper.transformer import Backward
 from ...plan.estimate import make_plan
+from ...tolerances import IDENTITY_TOLERANCE
 from ..oracles import relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch, shortfall
 from .transformer import cases
@@ -40,7 +41,8 @@ def last_row_is_zero(rng: RandomInputs) -> float:
         worst = max(worst, _largest(c.b.grads.w_pos[len(c.ids) - 1]))
         shorter = transformer.forward(c.ids[:-1], c.p, c.o)
         full, short = (loss.token_losses(f.a_12, t) for f, t in ((c.f, c.targets), (shorter, c.targets[:-1])))
-        worst = max(worst, 0.0 if torch.allclose(full[:-1], short, rtol=1e-12, atol=0) and full[-1] == 0 else 1.0)
+        equal = torch.allclose(full[:-1], short, rtol=IDENTITY_TOLERANCE, atol=0)
+        worst = max(worst, 0.0 if equal and full[-1] == 0 else 1.0)
         worst += shortfall(_largest(c.b.delta_1[:-1]), 1e-9)  # the other rows are not 0
     return worst
 
