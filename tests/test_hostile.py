@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import handgrad as hg
 from conftest import save_as_others
-from handgrad.adapters import merged_files
+from handgrad.adapters import merge_record
 from handgrad.files import manifest
 from handgrad.formats import checkpoint
 from handgrad.text import chat
@@ -169,7 +169,7 @@ def evil_targets(folder: Path) -> object:
 
 
 def unmerge(folder: Path) -> object:
-    return merged_files.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
+    return merge_record.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
 
 
 ADAPTERS = [

@@ -13,7 +13,7 @@ from .machine import configure_runtime
 if TYPE_CHECKING:
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
-    from .formats.checkpoint import save
+    from .formats.huggingface import save
     from .formats.models import load
     from .inference.generate import generate
     from .model.config import GPTConfig, preset
@@ -45,7 +45,7 @@ sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inj
 _MODULE = {
     "GPT": "model.gpt", "GPTConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
     "Trace": "model.trace", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
-    "preset": "model.config", "save": "formats.checkpoint", "trace": "model.trace", "train": "api",
+    "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
     "verify": "proof.verify",
 }  # fmt: skip
 
@@ -58,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

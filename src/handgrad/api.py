@@ -1,5 +1,6 @@
 """`hg.train` and `hg.finetune`: the commands `handgrad train` and `handgrad finetune` as Python functions."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +70,10 @@ def _run(
     quiet: bool, options: dict[str, Any],
 ) -> Result:  # fmt: skip
     if not isinstance(model, str | Path):
+        given_type = type(model).__name__
+        article = "an" if given_type[0].lower() in "aeiou" else "a"
         raise HandgradError(
-            f"model must be a name or the folder of a model, not a {type(model).__name__}: hg.save it first"
+            f"model must be a name or the folder of a model, not {article} {given_type}: hg.save it first"
         )
     if not isinstance(out, str | Path | None):
         raise HandgradError(f"out must be the path of a folder, not {shown(out)}")
@@ -79,7 +82,7 @@ def _run(
     if isinstance(options.get("field"), dict):
         options["field"] = [f"{ours}={theirs}" for ours, theirs in options["field"].items()]
     types = kind.types()
-    known = set(types) - {"shape", "clock"} | set(SHAPE)
+    known = set(types) - {"shape", "clock"} | (set(SHAPE) if "shape" in types else set())
     for name in options:
         if name not in known:
             raise HandgradError(f"unknown option {name!r}; available: {', '.join(sorted(known))}")
@@ -99,13 +102,25 @@ def _run(
         display = Silent(console) if quiet or not ranks.first else Lines(console)
         folder = None if out is None else Path(out)
         return execute(Request(kind, prepare, given, folder, resume), ranks, display)
+    except HandgradError as error:
+        raise type(error)(_as_python(str(error), {*known, "out", "resume", "model", "data"})) from None
     finally:
         ranks.shutdown()
 
 
+def _as_python(message: str, names: set[str]) -> str:
+    """--batch-tokens → batch_tokens, --resume → resume=True: a message of the command line in Python's words."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return "resume=True" if name == "resume" else name if name in names else flag[0]
+
+    return re.sub(r"--([a-z][a-z0-9-]*)", argument, message)
+
+
 def _strings(value: Sources) -> tuple[str, ...]:
     """A tuple of strings from one path or several."""
-    items = [value] if isinstance(value, str | Path) else list(value)
+    items = list(value) if isinstance(value, list | tuple | set) else [value]
     for item in items:
         if not isinstance(item, str | Path):
             raise HandgradError(f"give paths of files, not {shown(item)}: write the examples to a .jsonl file first")

@@ -31,7 +31,7 @@ def check_type(name: str, kind: str, value: object) -> None:
     if kind.startswith("int") and not _is_integer(value):
         raise HandgradError(f"{flag(name)} must be an integer, not {value!r}")
     if kind.startswith("float") and not is_number(value):
-        raise HandgradError(f"{flag(name)} must be a number, not {value!r}")
+        raise HandgradError(f"{flag(name)} must be a finite number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
         raise HandgradError(f"{flag(name)} must be a string, not {value!r}")
     if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):

@@ -149,7 +149,7 @@ def broken_model(folder: Path) -> str:
         (["verify", "--model", "nano", "--only", "R1"], "--only selects the paper's checks"),
         (["verify", "--only", "R1", "--json", "no/such/folder/r.json"], "does not exist"),
         (["plan", "--model", "gpt5"], "'gpt5' is neither a preset"),
-        (["plan", "--d-model", "10", "--n-heads", "3"], "a width of 10 cannot be shared by 3 heads"),
+        (["plan", "--d-model", "10", "--n-heads", "3"], "d_model=10 is not divisible by n_heads=3"),
         (["plan", "--tokens", "5000"], "do not fit into a context of 1024"),
         (["plan", "--dtype", "float7"], "unknown dtype 'float7'"),
         (
@@ -431,3 +431,31 @@ def test_nonfinite_loss_suggests_a_smaller_learning_rate(folder: Path) -> None:
 )
 def test_units(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "./m", "--seed", "9" * 20], "seed must be an integer of at most"),
+        (["verify", "--model", "nano", "--seed", "9" * 20], "seed must be an integer of at most"),
+        (["train", "--data", ""], "--data is empty"),
+        (["generate", "--model", ""], "the name of the model is empty"),
+        (["train", "--n-heads", "3"], "d_model=128 is not divisible by n_heads=3"),
+    ],
+)
+def test_extreme_values_end_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), "m")
+    tokenizer.make("bytes", []).write(Path("m"))
+    done = handgrad(*arguments)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_tiny_temperature_and_a_huge_plan_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), "m")
+    tokenizer.make("bytes", []).write(Path("m"))
+    assert handgrad("generate", "--model", "./m", "--tokens", 2, "--temperature", 1e-40).returncode == 0
+    assert handgrad("plan", "--model", "nano", "--batch", 10**12, "--json", "-").returncode == 0

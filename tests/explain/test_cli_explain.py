@@ -16,6 +16,7 @@ from handgrad.cli import explain as cli_explain
 from handgrad.cli.app import app
 from handgrad.cli.explain import choose, explain
 from handgrad.explain.server import Server
+from handgrad.training import checkpoint
 from handgrad.training.run import Run
 
 
@@ -31,7 +32,7 @@ def run_folder(folder: Path) -> Path:
     run, session = Run(folder), make_session(n_blocks=1)
     folder.mkdir(parents=True)
     run.create({"tokens": "x"})
-    run.save(3, session.model, session.tokenizer, {"rng/torch": torch.get_rng_state()}, {"seconds": 1.0})
+    checkpoint.save(run, 3, session.model, session.tokenizer, {"rng/torch": torch.get_rng_state()}, {"seconds": 1.0})
     return folder
 
 

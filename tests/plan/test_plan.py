@@ -1,19 +1,22 @@
 """Plans: the paper's counts, FLOP against torch's counter, bytes, and predicted seconds."""
 
+import io
 import time
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad.adapters.patterns import split_names
+from handgrad.display.plan import tables
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
 from handgrad.plan.parameters import lora_targets, parameters, target_ranks
-from handgrad.plan.timing import Peak, best_of, predict
+from handgrad.plan.timing import Forecast, Peak, best_of, predict
 from handgrad.proof.oracles import count_multiply_adds
 from handgrad.training.config import FinetuneOptions
 
@@ -66,7 +69,7 @@ def test_flop_of_frozen_layers_are_excluded(targets: str) -> None:
     hg.lora.inject(model, 2, targets=split_names([targets]))
     ranks = dict.fromkeys(hg.lora.adapters_of(model), 2)
     assert ranks == target_ranks(model.config, 2, targets)
-    forward, backward = flop(model.config, Work.of([16]), ranks)
+    forward, backward = flop(model.config, Work.of(16), ranks)
     n_backward = 3 - min((int(name.split(".")[2]) for name in ranks if name != "lm_head"), default=3)
     masked = n_backward * 20 * 3 * (16 * 16 - 16 * 17 // 2)  # computed in a tile, not counted by the plan
     kernel = 8 * 3 * 3 * 16 * 17 // 2  # counted by the plan, not by torch
@@ -89,15 +92,15 @@ def test_flop_of_rows_without_a_target_are_excluded() -> None:
     tile = 3 * 16 * (20 * 16 + (8 + 20) * 4)  # heads, keys, queries; the last block's forward pass is tiled too
     counted = count_multiply_adds(lambda: model.loss_and_grads(tokens, targets))
     assert counted == (forward + backward) // 2 - (8 + 20) * pairs + tile
-    assert forward + backward < sum(flop(model.config, Work.of([16]), {}))
+    assert forward + backward < sum(flop(model.config, Work.of(16), {}))
 
 
 def test_work_of_a_batch() -> None:
     even = torch.zeros(3, 8, dtype=torch.int64)
-    assert Work.of_batch(even, None) == Work.of([8, 8, 8])
+    assert Work.of_batch(even, None) == Work.of(8).times(3)
     uneven = torch.zeros(6, dtype=torch.int64)
-    assert Work.of_batch(uneven, [5, 1]) == Work.of([5, 1]) == Work(6, 6, 16, 16)
-    assert Work.of_batch(uneven, [5, 1], causal=False) == Work.of([5, 1], causal=False) == Work(6, 6, 26, 26)
+    assert Work.of_batch(uneven, [5, 1]) == Work(6, 6, 16, 16)
+    assert Work.of_batch(uneven, [5, 1], causal=False) == Work(6, 6, 26, 26)
 
 
 def test_saved_numbers_match_the_blocks() -> None:
@@ -173,7 +176,7 @@ def test_bad_input() -> None:
     for arguments, message in [
         ({"dtype": "int8"}, "unknown dtype"),
         ({"tokens": 65}, "do not fit into a context of 64"),
-        ({"targets": "c_attn"}, "give a rank"),
+        ({"targets": "c_attn"}, "give --rank"),
         ({"rank": 4, "targets": "attention"}, "no linear layer matches attention"),
         ({"rank": 4, "targets": "q,attention"}, "unknown linear layer 'attention'"),
         ({"recompute": "some"}, "none or blocks"),
@@ -183,3 +186,15 @@ def test_bad_input() -> None:
         with pytest.raises(hg.HandgradError, match=message):
             make_plan(config, **arguments)
     assert lora_targets("all-linear") == ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+@pytest.mark.parametrize("width", [36, 40, 60, 100])
+def test_tables_show_every_digit_at_any_width(width: int) -> None:
+    """A number may be wrapped, never cut."""
+    console = Console(width=width, file=io.StringIO())
+    plan = make_plan(hg.preset("nano"))
+    for table in tables(plan, Forecast(1.0, 100), "nano", width):
+        console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    digits = "".join(c for c in text if c.isdigit() or c == ",")
+    assert f"{plan.total:,}" in (text if width > 60 else digits)

@@ -58,4 +58,4 @@ def test_get_lists_downloads_and_names_them_in_errors(tmp_path: Path) -> None:
     assert done.returncode == 0 and "shakespeare" in done.stdout and "cache: " in done.stdout
     done = subprocess.run([sys.executable, "-m", "handgrad", "get", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "unknown dataset 'x'; available: shakespeare, gpt2-tokenizer" in " ".join(done.stderr.split())
+    assert "unknown download 'x'; available: shakespeare, gpt2-tokenizer" in " ".join(done.stderr.split())

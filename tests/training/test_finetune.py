@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import handgrad as hg
 from conftest import SilentDisplay, perturb, run_processes
 from handgrad import adapters
-from handgrad.adapters import merged_files
+from handgrad.adapters import merge_record
 from handgrad.cli.app import app
 from handgrad.files.manifest import FILE
 from handgrad.proof.oracles import relative_error
@@ -216,6 +216,27 @@ def test_invalid_arguments_are_rejected(workdir: Path, arguments: list[str], mes
     assert not (workdir / "runs").exists()
 
 
+def test_an_adapter_is_not_merged_twice(workdir: Path) -> None:
+    assert handgrad(*FINETUNE, "--out", "run", "--steps", 1, *QUICK).exit_code == 0
+    assert handgrad("merge", "run", "--out", "merged").exit_code == 0
+    done = handgrad("merge", "run", "--model", "merged", "--out", "twice")
+    assert "already contains" in str(done.exception) and not (workdir / "twice").exists()
+
+
+def test_options_of_pretraining_are_unknown_to_finetune(workdir: Path) -> None:
+    for name, value in {"n_blocks": 3, "tokenizer": "gpt2", "batch_tokens": 64, "text_field": "x"}.items():
+        with pytest.raises(hg.HandgradError, match=f"unknown option '{name}'; available: ") as error:
+            hg.finetune("base", "data.jsonl", **{name: value})
+        assert name not in str(error.value).partition("available")[2]
+        Path("c.toml").write_text(f"{name} = {json.dumps(value)}\n")
+        done = handgrad(*FINETUNE, "--config", "c.toml")
+        assert f"unknown option '{name}'" in str(done.exception)
+    with pytest.raises(hg.HandgradError, match=r"^steps must be an integer of at least 1"):
+        hg.finetune("base", "data.jsonl", steps=0)
+    with pytest.raises(hg.HandgradError, match="give paths of files, not 3"):
+        hg.finetune("base", 3)  # type: ignore[arg-type]
+
+
 def test_a_tokenizer_with_too_many_ids_is_rejected_before_data_is_read(workdir: Path) -> None:
     hg.save(hg.GPT(hg.preset("nano", n_vocab=100, n_context=48, d_model=16, n_heads=2, n_blocks=1)), "small")
     tokenizer.make("bytes", []).write(workdir / "small")
@@ -309,9 +330,9 @@ def test_merge_and_undo(workdir: Path, options: dict[str, Any], dtype: str) -> N
         assert relative_error(hg.load("back").logits(tokens), base.logits(tokens)) < 1e-4
         assert hg.load("back").config.tied
     if options.get("dora"):
-        (workdir / "merged" / merged_files.FILE).unlink()
+        (workdir / "merged" / merge_record.FILE).unlink()
         lost = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "lost")
-        assert merged_files.FILE in str(lost.exception)
+        assert merge_record.FILE in str(lost.exception)
 
 
 @pytest.mark.filterwarnings("ignore")

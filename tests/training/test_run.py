@@ -367,7 +367,7 @@ def test_train_and_finetune_from_python(finished_runs: Path, workdir: Path, caps
     assert tuned.path == Path("tuned/adapter") and hg.load(tuned.path).adapter.rank == 2
     with pytest.raises(hg.HandgradError, match=r"unknown option 'stepps'; available: .*steps"):
         hg.train(finished_runs / "text.txt", stepps=5)
-    with pytest.raises(hg.HandgradError, match="exists: choose another --out"):
+    with pytest.raises(hg.HandgradError, match="exists: choose another out, or continue it with resume=True"):
         hg.train(finished_runs / "text.txt", out="python")
     for call, message in (
         (lambda: hg.finetune(first.model, "x.jsonl"), "not a GPT: hg.save it first"),

@@ -31,13 +31,14 @@ def tables(plan: Plan, forecast: Forecast, name: str, width: int) -> list[Table]
 def _parameters(plan: Plan, name: str, width: int) -> Table:
     c = plan.config
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]Parameters of {name}", title_justify="left", pad_edge=False)
+    wide = width >= 60
     for column in ("layer", "symbol"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=wide)
     named = width >= 88  # a narrow terminal has no room for names
     if named:
         table.add_column("name in the file", no_wrap=True)
-    table.add_column("shape", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True, min_width=13)
+    table.add_column("shape", justify="right", no_wrap=wide)
+    table.add_column("parameters", justify="right", min_width=13 if wide else 9, overflow="fold")
     totals = {
         "embedding": plan.embedding, "block": plan.per_block, "final norm": plan.final_norm, "logits": plan.logits,
     }  # fmt: skip
@@ -48,7 +49,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
                 shape = " × ".join(f"{n:,}" for n in p.shape)
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
         if layer == "logits" and c.tied:
-            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "", "0")
+            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "tied", "0")
         label = "one block" if layer == "block" else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
     if c.n_blocks > 1:

@@ -12,7 +12,7 @@ from ..files import manifest
 from ..files.atomic import write_folder
 from ..model.dtype import STORED_DTYPES, as_dtype
 from ..text import tokenizer
-from .checkpoint import stored_dtype, write_model
+from .huggingface import stored_dtype, write_model
 from .models import open_folder, tokenizer_folder, weights_folder
 
 
@@ -63,8 +63,8 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "500MB" → 500,000,000"""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    """Bytes: "500MB" → 500,000,000; "500MiB" → 524,288,000"""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
         raise HandgradError(f"--shard-size must be a size as in 500MB or 2GB, not {text!r}")
-    return int(float(found[1]) * 1000 ** " KMG".index(found[2].upper() or " "))
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMG".index(found[2].upper() or " "))

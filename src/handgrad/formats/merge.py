@@ -8,14 +8,14 @@ from torch import Tensor
 
 from .. import adapters
 from ..adapters import Merged, peft
-from ..adapters.merged_files import check_same, read_merge, write_merge
+from ..adapters.merge_record import check_same, fingerprint, merged_adapter, read_merge, write_merge
 from ..errors import HandgradError
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..model.gpt import GPT
 from ..text import tokenizer
-from .checkpoint import load, stored_dtype, write_model
 from .convert import check_new_folder, parse_dtype
+from .huggingface import load, stored_dtype, write_model
 from .models import base_of, tokenizer_folder, weights_folder
 
 
@@ -32,6 +32,8 @@ def merge_adapter(adapter: str, model: str | None, out: Path, dtype: str | None 
     check_new_folder(out)
     folder = _adapter_folder(adapter)
     base = weights_folder(model) if model is not None else base_of(folder)
+    if merged_adapter(base) == fingerprint(folder):
+        raise HandgradError(f"{base} already contains {folder}: merge it into the original model")
     network, stored = _open(base, dtype)
     adapters.load(network, folder)
     tokens = _random_tokens(network)

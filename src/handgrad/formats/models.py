@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from .. import adapters
-from ..errors import HandgradError
+from ..errors import HandgradError, shown
 from ..model.config import PRESETS, GPTConfig, preset
 from ..model.gpt import GPT
 from ..text import tokenizer
 from ..text.tokenizer import Tokenizer
-from .checkpoint import load as load_directory
-from .checkpoint import load_config
+from .huggingface import load as load_directory
+from .huggingface import load_config
 from .run_folder import RUNS, model_folder, newest_run
 
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
@@ -54,6 +54,8 @@ def find_model(name: str | None) -> Found:
         if newest is None:
             raise HandgradError(f"no run with a checkpoint in {RUNS}/: name a model with --model")
         return Found(str(newest), model_folder(newest))
+    if not name.strip():
+        raise HandgradError("the name of the model is empty: give a preset, a folder or a name on the hub")
     if name in PRESETS:
         both = Path(name).is_dir()
         return Found(
@@ -96,6 +98,8 @@ def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: to
 
 def locate(path: str | Path) -> Path:
     """The folder of a model or an adapter, downloaded from the hub if necessary."""
+    if not isinstance(path, str | Path) or not str(path):
+        raise HandgradError(f"give the folder or the name of a model, not {shown(path)}")
     name = str(path)
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
@@ -107,6 +111,11 @@ def locate(path: str | Path) -> Path:
         or name.startswith(".")
     ):
         raise HandgradError(f"{name} is not a directory: give a folder with config.json, or the folder of a run")
+    if name in PRESETS and not name.startswith("gpt2"):
+        raise HandgradError(
+            f"{name!r} is a preset, a shape without weights, and no folder has that name: hg.GPT(hg.preset({name!r})) makes"
+            " a model of that shape"
+        )
     return _from_hub(name)
 
 

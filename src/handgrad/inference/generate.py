@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ..checks import check_integer
 from ..errors import HandgradError, shown
 from ..model.gpt import GPT
 from .kv_cache import Cache, advance
@@ -44,9 +45,11 @@ def generate(
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise HandgradError(f"tokens must be (B, T) and not empty; got shape {tuple(tokens.shape)}")
     if not temperature >= 0 or math.isinf(temperature):
-        raise HandgradError(f"the temperature must be at least 0, not {temperature}")
+        raise HandgradError(f"temperature must be a finite number of at least 0, not {temperature}")
     if top_k is not None and top_k < 1:
         raise HandgradError(f"top_k must be at least 1, not {top_k}")
+    if seed is not None:
+        check_integer("seed", seed)
     if max_new_tokens < 1:
         raise HandgradError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     model.pack(tokens[:, -model.config.n_context :])  # checks the ids

@@ -44,8 +44,8 @@ class GPTConfig:
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if (self.d_rho is None or self.d_head is None) and self.d_model % self.n_heads:
             raise HandgradError(
-                f"a width of {self.d_model} cannot be shared by {self.n_heads} heads: choose n_heads that divides"
-                " d_model, or give the widths per head with d_rho and d_head"
+                f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: choose a number of heads that divides"
+                " the width (or, from Python, give the widths per head with d_rho and d_head)"
             )
 
     @property

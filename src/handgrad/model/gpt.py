@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_integer
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention, embedding, loss
@@ -77,6 +78,7 @@ class GPT(nn.Module):
                 f"GPT takes a GPTConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
                 " preset, hg.load(path) reads one"
             )
+        check_integer("seed", seed)
         dtype = as_dtype(dtype)
         self.config = config
         self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
@@ -198,6 +200,8 @@ class GPT(nn.Module):
         """
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
+        if not callable(record) or not callable(finished):
+            raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         dropout_seed = None if all_signals else self.dropout_seed(seed)
         at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)

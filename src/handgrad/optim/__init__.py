@@ -6,10 +6,12 @@ schedule, and can update each layer inside the backward pass. It knows the model
 
 from .in_backward import OptimizerInBackward
 from .optimizers import clip_factor, groups, length, maker, norm, step
-from .schedule import learning_rate
+from .schedule import FINETUNE_LR, LORA_LR, learning_rate, pretraining_lr
 from .state import restore, state_of
 
 __all__ = [
+    "FINETUNE_LR",
+    "LORA_LR",
     "OptimizerInBackward",
     "clip_factor",
     "groups",
@@ -17,6 +19,7 @@ __all__ = [
     "length",
     "maker",
     "norm",
+    "pretraining_lr",
     "restore",
     "state_of",
     "step",

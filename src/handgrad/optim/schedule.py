@@ -1,6 +1,13 @@
-"""The learning rate of a step: linear warm-up, then cosine or linear decay, or constant."""
+"""The learning rate: the defaults, and that of a step (linear warm-up, then cosine or linear decay, or constant)."""
 
 import math
+
+LORA_LR, FINETUNE_LR = 5e-4, 5e-5  # default peaks of fine-tuning: adapters, all weights
+
+
+def pretraining_lr(d_model: int) -> float:
+    """Default peak of pre-training: wider models need smaller steps."""
+    return min(4e-3, 0.5 / d_model)
 
 
 def learning_rate(progress: float, step: int, lr: float, min_lr: float, warmup: int, schedule: str) -> float:

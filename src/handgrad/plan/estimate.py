@@ -92,7 +92,7 @@ def make_plan(
     if tokens > config.n_context:
         raise HandgradError(f"{tokens} tokens do not fit into a context of {config.n_context}")
     if targets and not rank:
-        raise HandgradError("targets need adapters: give a rank of at least 1 too")
+        raise HandgradError("--targets selects layers for adapters: give --rank of at least 1 as well")
     if ranks is None:
         ranks = target_ranks(config, rank, targets or "all-linear") if rank else {}
 
@@ -103,7 +103,7 @@ def make_plan(
     n_adapters = sum(r * sum(shapes[target_of(name)]) for name, r in ranks.items()) + extra
     trainable = n_adapters if ranks else total
     size = BYTES[dtype]
-    forward, backward = flop(config, Work.of([tokens] * batch, config.causal), ranks, recompute)
+    forward, backward = flop(config, Work.of(tokens, config.causal).times(batch), ranks, recompute)
 
     return Plan(
         config, batch, tokens, dtype, max(ranks.values(), default=0), tuple(dict.fromkeys(map(target_of, ranks))),

@@ -22,10 +22,14 @@ class Work:
     row_pairs: int  # pairs whose query has a target
 
     @staticmethod
-    def of(lengths: Sequence[int], causal: bool = True) -> "Work":
-        """The work of sequences of these lengths in which every token has a target."""
-        pairs = sum(t * (t + 1) // 2 if causal else t * t for t in lengths)
-        return Work(sum(lengths), sum(lengths), pairs, pairs)
+    def of(length: int, causal: bool = True) -> "Work":
+        """The work of a sequence in which every token has a target."""
+        pairs = length * (length + 1) // 2 if causal else length * length
+        return Work(length, length, pairs, pairs)
+
+    def times(self, n: int) -> "Work":
+        """The work of n such batches."""
+        return Work(n * self.tokens, n * self.rows, n * self.pairs, n * self.row_pairs)
 
     @staticmethod
     def of_batch(targets: Tensor, lengths: Sequence[int] | None, causal: bool = True) -> "Work":

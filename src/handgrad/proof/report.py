@@ -107,7 +107,8 @@ class Report:
         if self.missing:
             return f"FAILED: {len(self.missing)} of {len(self.expected)} checks did not run: {_names(self.missing)}"
         what = "the only check" if n == 1 else f"all {n} checks"
-        return f"{what} passed in {self.seconds:.1f} s; the closest came to {percent(worst)} of its tolerance"
+        closest = "its error is" if n == 1 else "the largest error is"
+        return f"{what} passed in {self.seconds:.1f} s; {closest} {percent(worst)} of its tolerance"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold")

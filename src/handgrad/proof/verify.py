@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.injection import adapters_of
+from ..checks import check_integer
 from ..errors import HandgradError, NonFiniteError
 from ..model.config import GPTConfig
 from ..model.gpt import GPT
@@ -49,6 +50,7 @@ def verify(
 
     `watch` may wrap the sequence of names that finite differences test, for a progress bar. The model is not changed.
     """
+    check_integer("seed", seed)
     check_verifiable(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     wide = float64_copy(model)

@@ -48,7 +48,7 @@ def cache_path(name: str) -> Path:
 def fetch(name: str) -> list[Path]:
     """Return the files of a download, fetching them if they are not cached."""
     if name not in DOWNLOADS:
-        raise HandgradError(f"unknown dataset {name!r}; available: {', '.join(DOWNLOADS)}")
+        raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}")
     download = DOWNLOADS[name]
     folder = cache_path(name)
     files = [folder / Path(member).name for member in download.members]

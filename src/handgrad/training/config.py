@@ -68,8 +68,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for f in fields(self):
             check_type(f.name, _name(f.type), getattr(self, f.name))
+        for name in ("data", "val_data"):
+            if "" in getattr(self, name, ()):
+                raise HandgradError(f"{flag(name)} is empty: give a file, a folder or a pattern")
         if self.schedule not in SCHEDULES:
-            raise HandgradError(f"--schedule must be {', '.join(SCHEDULES)}, not {self.schedule!r}")
+            *most, last = SCHEDULES
+            raise HandgradError(f"--schedule must be {', '.join(most)} or {last}, not {self.schedule!r}")
         if self.recompute not in ("none", "blocks"):
             raise HandgradError(f"--recompute must be none or blocks, not {self.recompute!r}")
         if self.dtype not in ("float32", "float64", "bfloat16"):
@@ -153,7 +157,8 @@ class FinetuneOptions(TrainOptions):
 
     @classmethod
     def types(cls) -> dict[str, Any]:
-        return {name: kind for name, kind in super().types().items() if name != "adapter"} | ADAPTER_TYPES
+        hidden = ("adapter", "text_field", "shape", "tokenizer", "batch_tokens")  # the last four: pre-training only
+        return {name: kind for name, kind in super().types().items() if name not in hidden} | ADAPTER_TYPES
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
@@ -174,7 +179,7 @@ class FinetuneOptions(TrainOptions):
     def flat(self) -> dict[str, Any]:
         adapter = self.adapter or DEFAULT_ADAPTER
         own = {name: getattr(adapter, name) for name in ADAPTER_TYPES if name != "full"}
-        others = {name: value for name, value in super().flat().items() if name != "adapter"}
+        others = {name: value for name, value in super().flat().items() if name in self.types()}
         return others | own | {"full": self.adapter is None}
 
 

@@ -1,8 +1,8 @@
 """Several processes that train one model, on torch.distributed.
 
 Each process takes its share of the sequences of a batch. As soon as the gradients of a layer are final they are summed
-over the processes while the backward pass continues below it. Gradients are pre-divided by the global number of targets,
-so processes with different numbers of targets are weighted correctly.
+over the processes while the backward pass continues with earlier layers. Gradients are pre-divided by the global number
+of targets, so processes with different numbers of targets are weighted correctly.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class Ranks:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def is_mine(self, error: str) -> bool:
+    def should_print(self, error: str) -> bool:
         """Whether this process should print an error: if several have the same one, only the first prints it."""
         if self.size == 1:
             return True

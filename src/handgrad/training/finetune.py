@@ -13,14 +13,13 @@ from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..model.gpt import GPT
+from ..optim import FINETUNE_LR, LORA_LR
 from ..text import chat, examples, validation_split
 from ..text.examples import Examples, Summary
 from ..text.tokenizer import Tokenizer
 from .config import FinetuneOptions, Recipe
 from .distributed import Ranks
 from .job import Display, Job, check_options, check_vocabulary, make_job, sources_of
-
-LORA_LR, FULL_LR = 5e-4, 5e-5
 
 
 def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint: Checkpoint | None = None) -> Job:
@@ -137,7 +136,7 @@ def _decide(options: FinetuneOptions, batch: int, training: Examples, validation
     steps = options.steps
     if steps is None and options.minutes is None:
         steps = math.ceil((options.epochs or 3) * training.per_epoch / batch)
-    lr = (FULL_LR if options.adapter is None else LORA_LR) if options.lr is None else options.lr
+    lr = (FINETUNE_LR if options.adapter is None else LORA_LR) if options.lr is None else options.lr
     warmup = options.warmup
     if warmup is None:
         warmup = 20 if steps is None else min(20, steps // 10)

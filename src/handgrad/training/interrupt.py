@@ -9,10 +9,10 @@ from typing import Any, Self
 
 
 class Stop:
-    """Inside this context the first signal sets `asked`, and the second one raises KeyboardInterrupt."""
+    """Inside this context the first signal sets `requested`, and the second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -27,8 +27,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write("\nSaving after this step. Press Ctrl-C again to quit immediately.\n")

@@ -21,6 +21,7 @@ from ..files.atomic import write_folder, write_text
 from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..model.gpt import GPT
+from . import checkpoint as checkpoint_files
 from . import tensorboard
 from .config import TrainOptions
 from .distributed import Ranks
@@ -119,6 +120,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         ranks.run_on_first(lambda: _begin(run, job, settings))
         new = False
         if job.ended:
+            display.say(f"{run.folder} is complete: extend it with --steps, --epochs or --minutes")
             outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
         else:
             if options.tensorboard and ranks.first:
@@ -171,7 +173,7 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
             messages.append(f"resuming {run.folder} from {at}")
             for folder in run.folders():
                 if found and folder > found.folder:
-                    run.set_aside(folder)
+                    checkpoint_files.set_aside(folder)
     except BaseException:
         run.abandon() if new else run.release()
         raise
@@ -227,6 +229,7 @@ def _launch() -> str | None:
 def _options(request: Request[C], start: _Start) -> C:
     """The recorded options of the run, with the changes that resuming allows."""
     recorded = _from_json(start.settings.get("training") or start.settings["given"])
+    recorded = {name: value for name, value in recorded.items() if name in request.kind.types()}
     changes = {name: value for name, value in request.options.items() if name in FREE}
     if set(changes) & set(LENGTHS):
         recorded |= dict.fromkeys(LENGTHS)
@@ -283,14 +286,14 @@ def _check_not_shorter(request: Request[C], job: Job, start: _Start) -> None:
 
 def _begin(run: Run, job: Job, settings: dict[str, Any]) -> None:
     run.configure(settings)
-    run.forget_after(job.step if job.resumed else -1)
+    run.drop_metrics_after(job.step if job.resumed else -1)
 
 
 def conclude(job: Job, run: Run) -> Path:
     """Write report.html and, for fine-tuning, copy the best result to adapter/ or model/. Returns the folder of the result.
     Safe to repeat."""
     write_text(run.folder / "report.html", report(run), follow=False)
-    run.prune(job.options.keep)
+    checkpoint_files.prune(run, job.options.keep)
     best = run.best().folder
     if not job.options.exports_result:
         return best

@@ -17,6 +17,7 @@ from ..machine import peak_memory
 from ..model.names import part_of
 from ..optim import OptimizerInBackward
 from ..text.batches import Batches, hash64
+from . import checkpoint
 from .diagnose import diagnose
 from .distributed import Ranks
 from .interrupt import Stop
@@ -96,7 +97,7 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
                 group["lr"] = lr
             step = take_step(job, ranks)
             seconds = time.perf_counter() - start
-            loss, asked, seconds = ranks.total(step.loss, stop.asked, seconds / ranks.size)
+            loss, asked, seconds = ranks.total(step.loss, stop.requested, seconds / ranks.size)
             stopping = asked > 0
             job.tokens += job.training.size(job.step * job.batch, job.batch)[0]
             job.step += 1
@@ -178,8 +179,8 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
         facts = {"seconds": job.seconds, "tokens": job.tokens, "val_loss": val_loss, "stale": job.stale}
         bests = {"best": job.best, "initial": job.initial}
         facts |= {name: x if math.isfinite(x) else None for name, x in bests.items()}
-        run.save(job.step, job.model, job.tokenizer, optimizer_state, facts)
-        run.prune(job.options.keep)
+        checkpoint.save(run, job.step, job.model, job.tokenizer, optimizer_state, facts)
+        checkpoint.prune(run, job.options.keep)
 
     ranks.run_on_first(write)
 

@@ -24,14 +24,14 @@ def read_option_file(file: Path, kind: type[TrainOptions]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name == "out" and isinstance(value, str):
             folder = Path(value)
-        elif name in SHAPE:
+        elif name in SHAPE and "shape" in hints:
             shape[name] = value
         elif name in known and is_list(hints[name]):
             options[name] = tuple(value) if isinstance(value, list) else (value,)
         elif name in known:
             options[name] = _number(value) if float in (hints[name], *get_args(hints[name])) else value
         else:
-            available = ", ".join(sorted({*known, *SHAPE, "out"}))
+            available = ", ".join(sorted({*known, *(SHAPE if "shape" in hints else ()), "out"} - {"clock"}))
             raise HandgradError(f"{file}: unknown option {key!r}; available: {available}")
     try:
         kind.parse(options)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from .. import adapters
+from .. import adapters, optim
 from ..errors import HandgradError
-from ..formats.checkpoint import load, load_config
+from ..formats.huggingface import load, load_config
 from ..formats.models import find_model
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
@@ -41,7 +41,7 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
     progress = display.reading(total) if ranks.first else lambda n: None
     tokens = ranks.first_then_others(lambda: corpus.prepare(files, text_tokenizer, options.text_field, progress))
     if ranks.first:
-        display.say(f"data: {source}, {plural(len(tokens), 'token')} of {text_tokenizer.n_vocab:,}")
+        display.say(f"data: {source}, {plural(len(tokens), 'token')}, vocabulary of {text_tokenizer.n_vocab:,}")
 
     context = shape.n_context
     training, validation = batches.split(tokens, context, options.val_share, options.seed)
@@ -87,7 +87,7 @@ def _decide(options: TrainOptions, batch: int, training: Windows, width: int) ->
         steps = math.ceil(options.epochs * training.per_epoch / batch)
     elif options.minutes is None and steps is None:
         steps = 2000
-    lr = min(4e-3, 0.5 / width) if options.lr is None else options.lr
+    lr = optim.pretraining_lr(width) if options.lr is None else options.lr
     warmup = options.warmup
     if warmup is None:
         warmup = 100 if steps is None else min(100, steps // 10)

@@ -1,8 +1,5 @@
-"""Write the folder of a run: lock it, record settings and metrics, save and prune checkpoints.
-
-`formats/run_folder.py` describes its layout and reads it. A checkpoint is written under a temporary name, flushed to disk,
-then renamed. Damaged checkpoints are never deleted.
-"""
+"""Write the folder of a run: lock it, record settings and metrics. `checkpoint.py` writes its checkpoints, and
+`formats/run_folder.py` describes its layout and reads it."""
 
 import contextlib
 import errno
@@ -14,19 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from ..adapters import peft
 from ..errors import HandgradError
 from ..files import manifest
-from ..files.atomic import remove_folder, sweep, write_folder, write_text
-from ..files.manifest import DamagedError
-from ..formats.checkpoint import write_model
-from ..formats.run_folder import CONFIG, LOCK, METRICS, OPTIMIZER, PREFIX, RunFolder
-from ..model.gpt import GPT
-from ..text.tokenizer import Tokenizer
+from ..files.atomic import sweep, write_text
+from ..formats.run_folder import CONFIG, LOCK, METRICS, RunFolder
 
 
 class LockedError(HandgradError):
@@ -110,48 +98,6 @@ class Run(RunFolder):
         text = json.dumps({**settings, "digest": manifest.digest(settings)}, indent=1) + "\n"
         write_text(self.folder / CONFIG, text, follow=False)
 
-    # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def save(
-        self, step: int, model: GPT, tokenizer: Tokenizer, optimizer_state: dict[str, Tensor], facts: dict[str, Any]
-    ) -> Path:
-        """Write a checkpoint. If the step has a usable one, keep it; a damaged one is renamed first."""
-        folder = self.checkpoints / f"{PREFIX}{step:08d}"
-        if folder.exists():
-            try:
-                return self.checkpoint(folder).folder
-            except DamagedError:
-                self.set_aside(folder)
-        settings = self.settings()
-
-        def fill(partial: Path) -> None:
-            write_result(model, tokenizer, partial)
-            save_file(optimizer_state, partial / OPTIMIZER)
-            manifest.write(partial, step=step, **facts, settings=settings)
-
-        try:
-            write_folder(folder, fill)
-        except (OSError, SafetensorError) as reason:
-            raise HandgradError(
-                f"step {step} could not be saved: {reason}. Earlier checkpoints are intact: free disk space, then --resume"
-            ) from None
-        return folder
-
-    def set_aside(self, folder: Path) -> Path:
-        """Rename a damaged checkpoint, so that its step can be saved again."""
-        names = (folder.with_name(f"damaged-{folder.name}{f'-{i}' if i else ''}") for i in range(1 << 30))
-        new = next(path for path in names if not path.exists())
-        os.rename(folder, new)
-        return new
-
-    def prune(self, keep: int) -> None:
-        """Delete all usable checkpoints but the newest `keep` and the best."""
-        found = list(self.usable())
-        best = self.best().folder if found else None
-        for old in found[keep:]:
-            if old.folder != best:
-                remove_folder(old.folder)
-
     # ── metrics ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, record: dict[str, Any]) -> None:
@@ -160,19 +106,7 @@ class Run(RunFolder):
         with open(os.open(self.folder / METRICS, flags, 0o666), "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def forget_after(self, step: int) -> None:
+    def drop_metrics_after(self, step: int) -> None:
         """Drop the metrics of later steps, which will be repeated."""
         remaining = [record for record in self.records() if record["step"] <= step]
         write_text(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in remaining), follow=False)
-
-
-def write_result(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the model, or only its adapter if it has one, and the tokenizer, as other tools read them."""
-    if model.adapter is not None:
-        peft.write(model, folder)
-    else:
-        write_model(model, folder)
-        end = {} if tokenizer.end is None else {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-        generation = {"do_sample": True, "max_length": model.config.n_context, **end}
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer.write(folder)

@@ -252,7 +252,7 @@ def test_failed_save_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.Mon
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("handgrad.formats.checkpoint.save_file", disk_full)
+    monkeypatch.setattr("handgrad.formats.huggingface.save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         hg.save(make_model(seed=2), tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == before

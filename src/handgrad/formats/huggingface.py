@@ -25,18 +25,18 @@ from ..model.gpt import GPT
 
 _HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks in old files; a tied head stored twice
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
-_OF_WEIGHTS = (
+_WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
     "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "adapter_config.json", "adapter_model.*",
     "handgrad-merge.safetensors", "optimizer.safetensors", "training.json", "optimizer.pt", "scheduler.pt", "rng_state*.pth",
     "trainer_state.json", "training_args.bin",
 )  # fmt: skip
-_OF_TEXT = (
+_TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
     "generation_config.json",
 )  # fmt: skip
-_SHARDS = 1000
+_MAX_SHARDS = 1000
 
 
 def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
@@ -119,8 +119,8 @@ def _headers(folder: Path) -> dict[str, Header]:
     if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
         raise HandgradError(f"{index}: weight_map from tensors to files is missing")
     shards = list(dict.fromkeys(shard_of.values()))
-    if len(shards) > _SHARDS:
-        raise HandgradError(f"{index} lists {len(shards):,} files; at most {_SHARDS:,} are read")
+    if len(shards) > _MAX_SHARDS:
+        raise HandgradError(f"{index} lists {len(shards):,} files; at most {_MAX_SHARDS:,} are read")
     headers: dict[str, Header] = {}
     for name in shards:
         if Path(name).name != name:
@@ -179,7 +179,7 @@ def save(
         write_model(model, partial, stored, shard_bytes)
         manifest.write(partial)
 
-    write_folder(folder, fill, stale=_OF_WEIGHTS if own else _OF_WEIGHTS + _OF_TEXT)
+    write_folder(folder, fill, stale=_WEIGHT_FILES if own else _WEIGHT_FILES + _TOKENIZER_FILES)
 
 
 def write_model(

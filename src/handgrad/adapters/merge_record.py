@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import HandgradError, MissingError
 from ..files.reading import open_regular
-from ..files.tensors import read_tensors
+from ..files.tensors import read_headers, read_tensors
 from ..model.gpt import GPT
 from ..tolerances import merge_tolerance
 from . import peft
@@ -27,7 +27,18 @@ def write_merge(record: Merged, merged: GPT, adapter: Path, folder: Path) -> Non
     save_file({name: norms.contiguous() for name, norms in record.norms.items()}, folder / FILE, metadata=metadata)
 
 
+def merged_adapter(folder: Path) -> str | None:
+    """The fingerprint of the adapter that was merged into the model in a folder."""
+    try:
+        read_headers(folder / FILE)
+    except MissingError:
+        return None
+    with safe_open(folder / FILE, "pt") as opened:
+        return (opened.metadata() or {}).get("adapter")
+
+
 def fingerprint(adapter: Path) -> str:
+    """SHA-256 of the adapter's tensors."""
     with open_regular(adapter / peft.TENSORS) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -69,6 +80,6 @@ def check_same(before: Tensor, after: Tensor, stored: torch.dtype) -> float:
     if not difference <= allowed:
         raise HandgradError(
             f"the logits differ by {difference:.1e} (at most {allowed:.1e} is rounding): nothing was written; the model is"
-            " not the one the adapter was made for, or its weights are stored too coarsely (--dtype float32)"
+            " not the one the adapter was made for, or its weights are stored with too little precision (--dtype float32)"
         )
     return difference
