@@ -90,8 +90,8 @@ def gradient_of_the_rms_gain(rng: RandomInputs) -> float:
 class _Heads(NamedTuple):
     q: Tensor  # (n_T, n_h, d_ρ)
     k: Tensor  # (n_T, n_h, d_ρ)
-    w_q: Tensor  # (d_ρ)
-    w_k: Tensor  # (d_ρ)
+    gain_q: Tensor  # (d_ρ)
+    gain_k: Tensor  # (d_ρ)
     delta: Tensor  # (n_h, n_T, n_T)   upstream, of ρ_raw
 
 
@@ -101,14 +101,14 @@ def _head_inputs(rng: RandomInputs) -> _Heads:
     return _Heads(q, k, rng.matrix(d_rho), rng.matrix(d_rho), rng.matrix(h, n, n))
 
 
-def _raw_scores(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
+def _raw_scores(q: Tensor, k: Tensor, gain_q: Tensor, gain_k: Tensor) -> Tensor:
     """ρ_raw of all heads at once, by torch"""
-    return torch.einsum("ihr,jhr->hij", _rms_norm(q, w_q, EPS), _rms_norm(k, w_k, EPS))
+    return torch.einsum("ihr,jhr->hij", _rms_norm(q, gain_q, EPS), _rms_norm(k, gain_k, EPS))
 
 
 def _normed(x: _Heads) -> tuple[list[rmsnorm.Forward], list[rmsnorm.Forward]]:
     """The norms of q and of k, head by head"""
-    return rmsnorm.forward_heads(x.q.unbind(1), x.w_q, EPS), rmsnorm.forward_heads(x.k.unbind(1), x.w_k, EPS)
+    return rmsnorm.forward_heads(x.q.unbind(1), x.gain_q, EPS), rmsnorm.forward_heads(x.k.unbind(1), x.gain_k, EPS)
 
 
 def _signals(x: _Heads, q: list[rmsnorm.Forward], k: list[rmsnorm.Forward]) -> tuple[list[Tensor], list[Tensor]]:
@@ -118,10 +118,10 @@ def _signals(x: _Heads, q: list[rmsnorm.Forward], k: list[rmsnorm.Forward]) -> t
 
 @check("L-qknorm-fwd", BEYOND, "", IDENTITY)
 def query_and_key_norm(rng: RandomInputs) -> float:
-    """q/k norm: ρ_raw^h = RMSNorm(q^h) RMSNorm(k^h)ᵗ ∈ (n_T, n_T), each over its d_ρ features; all heads share w_q, w_k"""
+    """q/k norm: ρ_raw^h = RMSNorm(q^h) RMSNorm(k^h)ᵗ ∈ (n_T, n_T), over d_ρ features; all heads share the two gains"""
     x = _head_inputs(rng)
     ours = torch.stack([q.a @ k.a.t() for q, k in zip(*_normed(x), strict=True)])
-    return relative_error(ours, _raw_scores(x.q, x.k, x.w_q, x.w_k))
+    return relative_error(ours, _raw_scores(x.q, x.k, x.gain_q, x.gain_k))
 
 
 @check("L-qknorm-bwd", BEYOND, "", AUTOGRAD)
@@ -130,25 +130,25 @@ def query_and_key_norm_backward(rng: RandomInputs) -> float:
     x = _head_inputs(rng)
     q, k = _normed(x)
     signals_q, signals_k = _signals(x, q, k)
-    delta_q = torch.stack(rmsnorm.delta_prev_heads(signals_q, q, x.w_q), 1)
-    delta_k = torch.stack(rmsnorm.delta_prev_heads(signals_k, k, x.w_k), 1)
+    delta_q = torch.stack(rmsnorm.delta_prev_heads(signals_q, q, x.gain_q), 1)
+    delta_k = torch.stack(rmsnorm.delta_prev_heads(signals_k, k, x.gain_k), 1)
     return max(
-        gradient_error(delta_q, lambda q: _raw_scores(q, x.k, x.w_q, x.w_k), x.q, x.delta, rng),
-        gradient_error(delta_k, lambda k: _raw_scores(x.q, k, x.w_q, x.w_k), x.k, x.delta, rng),
+        gradient_error(delta_q, lambda q: _raw_scores(q, x.k, x.gain_q, x.gain_k), x.q, x.delta, rng),
+        gradient_error(delta_k, lambda k: _raw_scores(x.q, k, x.gain_q, x.gain_k), x.k, x.delta, rng),
     )
 
 
 @check("L-qknorm-grad", BEYOND, "", AUTOGRAD)
 def gradient_of_the_query_and_key_gain(rng: RandomInputs) -> float:
-    """∂w_q and ∂w_k ∈ (d_ρ): Σ_h Σ_tok ā^h∘Δ^h, over the tokens of all heads"""
+    """∂w ∈ (d_ρ) of the gain of q, and of that of k: Σ_h Σ_tok ā^h∘Δ^h, over the tokens of all heads"""
     x = _head_inputs(rng)
     q, k = _normed(x)
     signals_q, signals_k = _signals(x, q, k)
     return max(
         gradient_error(
-            rmsnorm.grad_w_heads(signals_q, q), lambda w: _raw_scores(x.q, x.k, w, x.w_k), x.w_q, x.delta, rng
+            rmsnorm.grad_w_heads(signals_q, q), lambda w: _raw_scores(x.q, x.k, w, x.gain_k), x.gain_q, x.delta, rng
         ),
         gradient_error(
-            rmsnorm.grad_w_heads(signals_k, k), lambda w: _raw_scores(x.q, x.k, x.w_q, w), x.w_k, x.delta, rng
+            rmsnorm.grad_w_heads(signals_k, k), lambda w: _raw_scores(x.q, x.k, x.gain_q, w), x.gain_k, x.delta, rng
         ),
     )
