@@ -129,3 +129,12 @@ def test_rounding_against_hugging_face() -> None:
     assert 0 < (difference / last_place(ours[torch.bfloat16])).max() <= 1
     assert relative_error(theirs[torch.float32], ours[torch.float32]) <= 1e-6
     assert 1e-9 <= relative_error(theirs[torch.float64], ours[torch.float64]) <= 1e-6
+
+
+def test_bfloat16_gradient_of_rows_that_nearly_cancel() -> None:
+    """Products rounded to bfloat16 before the sum would lose the difference of the two rows."""
+    a_bar, delta = rounded(2, 64, dtype=torch.bfloat16)
+    opposite = -delta - last_place(delta) * delta.sign()  # the next larger number, negative
+    rows, signals = torch.stack([a_bar, a_bar]), torch.stack([delta, opposite])
+    ours = fast.grad_w(signals.bfloat16(), rows.bfloat16(), None)
+    assert relative_error(ours, plain.grad_w(signals, rows)) <= ROUNDING[torch.bfloat16]
