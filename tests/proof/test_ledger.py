@@ -1,19 +1,34 @@
 """The ledger is complete, passes for new seeds, and detects mistakes: a broken formula fails exactly its own checks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from handgrad.errors import HandgradError
-from handgrad.paper import activation, attention, embedding, kv_cache, layernorm, linear, lora, loss, transformer
+from handgrad.paper import (
+    activation,
+    attention,
+    embedding,
+    kv_cache,
+    layernorm,
+    linear,
+    lora,
+    loss,
+    rmsnorm,
+    transformer,
+)
 from handgrad.proof.ledger import CHECKS, run, select
 from handgrad.proof.ledger.check import BEYOND, SECTIONS
 
 IDS = (Path(__file__).parent.parent / "data" / "ledger-ids.txt").read_text().split()
-LAYERS_BEYOND = ["L-relu2-fwd", "L-relu2-bwd"]
+LAYERS_BEYOND = [
+    "L-relu2-fwd", "L-relu2-bwd",
+    "L-rms-fwd", "L-rms-bwd", "L-rms-grad",
+    "L-qknorm-fwd", "L-qknorm-bwd", "L-qknorm-grad",
+]  # fmt: skip
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
@@ -84,6 +99,7 @@ BLOCK_GRADIENTS = {f"T3-{x}" for x in ("wtok", "wpos", *BLOCK.split())}
 FROM_10 = {f"T2-D{i}" for i in range(1, 11)} | BLOCK_GRADIENTS  # Δ_10 and everything computed from it
 FROM_11 = FROM_10 | {"T2-D11", "T3-w10", "T3-b10"}
 FROM_12 = FROM_11 | {"T2-D12", "T3-w11", "T3-b11", "T3-d11", "T3-u11"}
+RMS, QK = ({f"L-{layer}-{what}" for what in ("fwd", "bwd", "grad")} for layer in ("rms", "qknorm"))
 SCORES = {"E-draw", "E-dq", "E-dk", "E-dwq", "E-dwk", "E-dbq", "E-head-dx", "E-mha-dx", "P-mha-compose", "D-table1"}
 
 
@@ -129,11 +145,32 @@ def with_relu2(
     return lambda x, name: wrong(x) if name == "relu2" else right(x, name)
 
 
+def with_eps_outside(a: torch.Tensor, w: torch.Tensor, eps: float) -> rmsnorm.Forward:
+    rms = (a * a).mean(1).sqrt() + eps
+    a_bar = a / rms[:, None]
+    return rmsnorm.Forward(rms, a_bar, a_bar * w)
+
+
+def without_the_gain(right: Callable[..., rmsnorm.Forward]) -> Callable[..., rmsnorm.Forward]:
+    return lambda a, w, eps: right(a, torch.ones_like(w), eps)
+
+
+def from_the_first_head(
+    deltas: Sequence[torch.Tensor], heads: Sequence[rmsnorm.Forward], w: torch.Tensor
+) -> list[torch.Tensor]:
+    return [rmsnorm.delta_prev(delta, heads[0].a_bar, heads[0].rms, w) for delta in deltas]
+
+
+def over_all_heads(q: Sequence[torch.Tensor], w: torch.Tensor, eps: float) -> list[rmsnorm.Forward]:
+    f = rmsnorm.forward(torch.cat(tuple(q), 1), w.repeat(len(q)), eps)
+    return [rmsnorm.Forward(f.rms, *x) for x in zip(f.a_bar.chunk(len(q), 1), f.a.chunk(len(q), 1), strict=True)]
+
+
 def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
 
 
-BREAKS: dict[str, tuple[object, str, Callable[..., torch.Tensor], set[str]]] = {
+BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
         "E-mask", "E-out-tri", "E-rho", "E-attn-fwd", "E-compose", "E-weighted-1", "E-weighted-2", "E-weighted-3",
         "E-dbk-zero", "E-dscaled", "E-mha-fwd", "P-bk-impotent", "P-swap-bq", "P-drho-free", "P-linmix-causal",
@@ -166,6 +203,19 @@ BREAKS: dict[str, tuple[object, str, Callable[..., torch.Tensor], set[str]]] = {
     }),
     "a squared ReLU without its 2": (activation, "g_prime", with_relu2(activation.g_prime, torch.relu), {"L-relu2-bwd"}),
     "a squared ReLU without its square": (activation, "g", with_relu2(activation.g, torch.relu), {"L-relu2-fwd"}),
+    "an RMSNorm with ε outside the root": (rmsnorm, "forward", with_eps_outside, RMS | QK),
+    "an RMSNorm without its gain": (rmsnorm, "forward", without_the_gain(rmsnorm.forward), QK | {"L-rms-fwd"}),
+    "an RMSNorm with LayerNorm's backward pass": (rmsnorm, "delta_prev", layernorm.delta_prev, {
+        "L-rms-bwd", "L-qknorm-bwd",
+    }),
+    "a mean instead of a sum in RMSNorm": (rmsnorm, "grad_w", lambda delta, a_bar: (a_bar * delta).mean(0), {
+        "L-rms-grad", "L-qknorm-grad",
+    }),
+    "a q/k norm over all heads together": (rmsnorm, "forward_heads", over_all_heads, QK),
+    "a q/k norm with the statistics of one head": (rmsnorm, "delta_prev_heads", from_the_first_head, {"L-qknorm-bwd"}),
+    "a q/k gradient of one head": (
+        rmsnorm, "grad_w_heads", lambda deltas, heads: rmsnorm.grad_w(deltas[0], heads[0].a_bar), {"L-qknorm-grad"},
+    ),
     "a mean instead of a sum": (linear, "grad_b", lambda delta: delta.mean(0), {
         "E-fc-bwd", "E-val-branch", "T3-b3", "T3-b6", "T3-b8", "T3-b11", "X-bv-b3",
     }),

@@ -4,7 +4,8 @@ L. Boué, "Deep learning for pedestrians: backpropagation in Transformers" (arXi
 
 Slow, readable and complete: it contains Tables 1, 2 and 3 formula by formula, and tests hold the fast `ops/` equal to
 it. A number in brackets at the end of a line is the paper's equation number; R1 … R41 are the errata of docs/errata.md,
-cited where a printed formula is corrected. The ledger, the tests and `proof.reference` import it, module by module.
+cited where a printed formula is corrected. Layers that the paper does not have, such as RMSNorm, have no numbers.
+The ledger, the tests and `proof.reference` import it, module by module.
 
     n_T      tokens of the sequence (rows)              d        features of the stream (columns)
     n_h      heads                                      d_h      width of a value, per head
