@@ -70,10 +70,8 @@ def _run(
     quiet: bool, options: dict[str, Any],
 ) -> Result:  # fmt: skip
     if not isinstance(model, str | Path):
-        given_type = type(model).__name__
-        article = "an" if given_type[0].lower() in "aeiou" else "a"
         raise HandgradError(
-            f"model must be a name or the folder of a model, not {article} {given_type}: hg.save it first"
+            f"model must be a name or the folder of a model, not of type {type(model).__name__}: hg.save it first"
         )
     if not isinstance(out, str | Path | None):
         raise HandgradError(f"out must be the path of a folder, not {shown(out)}")

@@ -188,13 +188,11 @@ def test_bad_input() -> None:
     assert lora_targets("all-linear") == ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-@pytest.mark.parametrize("width", [36, 40, 60, 100])
+@pytest.mark.parametrize("width", [40, 60, 100])
 def test_tables_show_every_digit_at_any_width(width: int) -> None:
-    """A number may be wrapped, never cut."""
     console = Console(width=width, file=io.StringIO())
     plan = make_plan(hg.preset("nano"))
     for table in tables(plan, Forecast(1.0, 100), "nano", width):
         console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    digits = "".join(c for c in text if c.isdigit() or c == ",")
-    assert f"{plan.total:,}" in (text if width > 60 else digits)
+    assert f"{plan.total:,}" in text and "65,536" in text

@@ -370,7 +370,7 @@ def test_train_and_finetune_from_python(finished_runs: Path, workdir: Path, caps
     with pytest.raises(hg.HandgradError, match="exists: choose another out, or continue it with resume=True"):
         hg.train(finished_runs / "text.txt", out="python")
     for call, message in (
-        (lambda: hg.finetune(first.model, "x.jsonl"), "not a GPT: hg.save it first"),
+        (lambda: hg.finetune(first.model, "x.jsonl"), "not of type GPT: hg.save it first"),
         (lambda: hg.finetune(first.folder, [{"prompt": "a"}]), "write the examples to a .jsonl file first"),
         (lambda: hg.train("x.txt", out=3), "out must be the path of a folder, not 3"),
     ):
