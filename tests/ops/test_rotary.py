@@ -36,8 +36,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn, attention factor": {"rope_type": "yarn", **YARN, "attention_factor": 1.7},
     "yarn, not truncated": {"rope_type": "yarn", **YARN, "truncate": False},
     "yarn, short context": {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 16},
+    "yarn, very short context": {
+        "rope_type": "yarn",
+        **YARN,
+        "original_max_position_embeddings": 6,
+    },  # a ramp of width 0
     "yarn, one plane": {"rope_type": "yarn", **YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
-    "yarn, factor 1": {"rope_type": "yarn", **YARN, "factor": 1.0},
+    "yarn, factor below 1": {"rope_type": "yarn", **YARN, "factor": 0.5},
 }
 EXACT = ("default", "linear", "linear, odd factor", "llama3", "yarn")  # factors that are powers of 2 round nothing
 
@@ -158,6 +163,21 @@ def test_scores_depend_on_the_difference_of_positions(interleaved: bool) -> None
 
     assert relative_error(scores(1000, 1000), scores(0, 0)) <= IDENTITY_TOLERANCE
     assert relative_error(scores(1, 0), scores(0, 0)) > 1e-2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_bias_of_the_keys_changes_the_attention_weights(interleaved: bool) -> None:
+    """Without rotation it adds the same number to a row of scores, which softmax ignores."""
+    q, k, positions, theta = make(7, 1, 10)
+    bias = torch.randn(10).double()
+
+    def weights(k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        q_rotated, k_rotated = (fast.forward(x, *fast.angles(positions, theta), interleaved)[:, 0] for x in (q, k))
+        return (q_rotated @ k_rotated.t()).softmax(1)
+
+    nowhere = torch.zeros_like(positions)
+    assert relative_error(weights(k + bias, nowhere), weights(k, nowhere)) <= IDENTITY_TOLERANCE
+    assert relative_error(weights(k + bias, positions), weights(k, positions)) > 1e-2
 
 
 @pytest.mark.parametrize("d_rho", [2, 4, 10])

@@ -71,7 +71,7 @@ def angles(positions: Tensor, theta: Tensor, attention_factor: float = 1.0) -> t
 def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = max(1, ENTRIES_AT_ONCE // max(1, x[0].numel())) if len(x) else 1
+    rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
     for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, cos, sin)), strict=True):
         wide = part.float() if part.dtype == torch.bfloat16 else part
         rotated = torch.empty_like(wide) if wide is not part else result
