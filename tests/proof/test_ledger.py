@@ -179,7 +179,11 @@ def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Te
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
 
 
-PERMUTATION, YARN_SHARE = rotary.permutation, rotary.yarn_share  # a broken one is made from the right one
+ROTATE, PERMUTATION, YARN_SHARE = (
+    rotary.forward,
+    rotary.permutation,
+    rotary.yarn_share,
+)  # a broken one is made from the right one
 
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
@@ -227,6 +231,9 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the square of the position": (rotary, "forward", with_a_power_of_the_position, {
         "L-rope-fwd", "L-rope-relative", "L-rope-scaling",
     }),
+    "a rotation without its attention factor": (
+        rotary, "forward", lambda x, positions, theta, form, m=1.0: ROTATE(x, positions, theta, form), {"L-rope-fwd"},
+    ),
     "frequencies without the 2": (rotary, "frequencies", lambda d_rho, base: torch.tensor(
         [base ** (-i / d_rho) for i in range(d_rho // 2)], dtype=torch.float64,
     ), {"L-rope-fwd", "L-rope-scaling"}),

@@ -1,6 +1,7 @@
 """Beyond the paper: rotary positions, L-rope-*. The oracle of a rotation is a product of complex numbers."""
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from .check import AUTOGRAD, BEYOND, IDENTITY, RandomInputs, check, gradient_err
 
 BASES = (10_000.0, 500_000.0)
 FORMS = (False, True)  # half-split, interleaved
+FACTORS = (1.0, 1.3)  # m
 
 
 def _inputs(rng: RandomInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,16 +35,19 @@ def _multiplied(x: Tensor, positions: Tensor, theta: Tensor, interleaved: bool) 
 
 @check("L-rope-fwd", BEYOND, "", IDENTITY)
 def rotary_forward(rng: RandomInputs) -> float:
-    """y_t = R(t) x_t ∈ (n_T, d_ρ): plane i is multiplied by e^{iθ_i t}, θ_i = base^(−2i/d_ρ); position 0 is not rotated"""
+    """y_t = m R(t) x_t ∈ (n_T, d_ρ): plane i is multiplied by m e^{iθ_i t}, θ_i = base^(−2i/d_ρ), m = 1 or yarn's attention
+    factor; position 0 is not rotated"""
     x, _, positions, _ = _inputs(rng)
+    d_rho = x.shape[1]
     errors = []
     for base in BASES:
-        theta = rotary.frequencies(x.shape[1], base)
-        expected = torch.logspace(0, 2 / x.shape[1] - 1, x.shape[1] // 2, base, dtype=torch.float64)
-        errors.append(relative_error(theta / expected, torch.ones_like(theta)))
-    for interleaved in FORMS:
-        y = rotary.forward(x, positions, expected, interleaved)
-        errors += [relative_error(y, _multiplied(x, positions, expected, interleaved)), relative_error(y[0], x[0])]
+        ours = rotary.frequencies(d_rho, base)
+        theta = torch.logspace(0, 2 / d_rho - 1, d_rho // 2, base, dtype=torch.float64)
+        errors.append(relative_error(ours / theta, torch.ones_like(theta)))
+        for interleaved, m in product(FORMS, FACTORS):
+            y = rotary.forward(x, positions, theta, interleaved, m)
+            errors.append(relative_error(y, m * _multiplied(x, positions, theta, interleaved)))
+            errors.append(relative_error(y[0], m * x[0]))
     return max(errors)
 
 
@@ -51,15 +56,13 @@ def rotary_backward(rng: RandomInputs) -> float:
     """Δ_x = R(t)ᵗ Δ_y ∈ (n_T, d_ρ), the rotation by −θ_i t; with an attention factor m, Δ_x = m R(t)ᵗ Δ_y"""
     x, delta, positions, theta = _inputs(rng)
     errors = []
-    for interleaved in FORMS:
-        for m in (1.0, 1.3):
-            ours = rotary.delta_prev(delta, positions, theta, interleaved, m)
-            form = interleaved, m
+    for interleaved, m in product(FORMS, FACTORS):
 
-            def scaled(x: Tensor, form: tuple[bool, float] = form) -> Tensor:
-                return form[1] * _multiplied(x, positions, theta, form[0])
+        def scaled(x: Tensor, interleaved: bool = interleaved, m: float = m) -> Tensor:
+            return m * _multiplied(x, positions, theta, interleaved)
 
-            errors.append(gradient_error(ours, scaled, x, delta, rng))
+        ours = rotary.delta_prev(delta, positions, theta, interleaved, m)
+        errors.append(gradient_error(ours, scaled, x, delta, rng))
     return max(errors)
 
 
@@ -141,10 +144,8 @@ def rotary_scaling(rng: RandomInputs) -> tuple[float, str]:
     errors = [relative_error(y, _multiplied(x, positions.double() / f, theta, False))]
     theta = rotary.frequencies(d_rho, base)
     llama3, yarn = rotary.llama3_share(theta, 1, 4, n), rotary.yarn_share(d_rho, base, 32, 1, n)
-    errors += [
-        _blend_error(theta, f, llama3, n, 1, 4),
-        _blend_error(theta, f, yarn, n, 0.8, 40),
-    ]  # yarn: complete planes
+    errors.append(_blend_error(theta, f, llama3, n, 1, 4))
+    errors.append(_blend_error(theta, f, yarn, n, 0.8, 40))  # 1 and 32, but yarn rounds to complete planes
     two_turns = torch.tensor([2 * 2 * math.pi / n], dtype=torch.float64)
     errors.append(abs(rotary.llama3_share(two_turns, 1, 4, n)[0] - 1 / 3))
     first, last = (d_rho / 2 * math.log(n / (2 * math.pi * turns), base) for turns in (32, 1))
