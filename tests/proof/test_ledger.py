@@ -1,6 +1,7 @@
 """The ledger is complete, passes for new seeds, and detects mistakes: a broken formula fails exactly its own checks."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from handgrad.paper import (
     activation,
     attention,
     embedding,
+    gated,
     kv_cache,
     layernorm,
     linear,
     lora,
     loss,
     rmsnorm,
+    rotary,
     transformer,
 )
 from handgrad.proof.ledger import CHECKS, run, select
@@ -29,6 +32,8 @@ LAYERS_BEYOND = [
     "L-rms-fwd", "L-rms-bwd", "L-rms-grad",
     "L-qknorm-fwd", "L-qknorm-bwd", "L-qknorm-grad",
 ]  # fmt: skip
+LAYERS_BEYOND += [f"L-rope-{x}" for x in ("fwd", "bwd", "orthogonal", "relative", "forms", "scaling")]
+LAYERS_BEYOND += ["L-silu-fwd", "L-silu-bwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches"]
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
@@ -59,6 +64,11 @@ def test_checks_beyond_the_paper_have_ids_of_their_own() -> None:
 def test_an_activation_without_a_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "NAMES", (*activation.NAMES, "new"))
     assert [c.id for c in run(0, "E-act").failed] == ["E-act"]
+
+
+def test_a_gate_without_a_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "NAMES", (*gated.NAMES, "new"))
+    assert [c.id for c in run(0, "L-gate-*").failed] == ["L-gate-fwd"]
 
 
 def test_every_check_has_a_statement_and_a_tolerance_of_its_oracle() -> None:
@@ -166,9 +176,41 @@ def over_all_heads(q: Sequence[torch.Tensor], w: torch.Tensor, eps: float) -> li
     return [rmsnorm.Forward(f.rms, *x) for x in zip(f.a_bar.chunk(len(q), 1), f.a.chunk(len(q), 1), strict=True)]
 
 
+def reflection(angle: float) -> torch.Tensor:
+    c, s = math.cos(angle), math.sin(angle)
+    return torch.tensor([[c, s], [s, -c]], dtype=torch.float64)
+
+
+def other_planes(d_rho: int, interleaved: bool) -> list[tuple[int, int]]:
+    """The planes of the other form."""
+    half = d_rho // 2
+    return [(i, i + half) if interleaved else (2 * i, 2 * i + 1) for i in range(half)]
+
+
+def with_a_power_of_the_position(
+    x: torch.Tensor, positions: torch.Tensor, theta: torch.Tensor, interleaved: bool, factor: float = 1.0
+) -> torch.Tensor:
+    return torch.stack(
+        [rotary.rotation(t**2, theta, interleaved) @ row for t, row in zip(positions.tolist(), x, strict=True)]
+    )
+
+
+def with_silu(
+    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """`right`, but for silu."""
+    return lambda x, name: wrong(x) if name == "silu" else right(x, name)
+
+
 def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
 
+
+ROTATE, PERMUTATION, YARN_SHARE = (
+    rotary.forward,
+    rotary.permutation,
+    rotary.yarn_share,
+)  # a broken one is made from the right one
 
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
@@ -199,7 +241,7 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     }),
     "a dropped scale": (lora, "grad_u", lambda delta, a, d, scale: (a @ d).t() @ delta, {"E-lora-du", "T3-u11"}),
     "a wrong activation slope": (activation, "g_prime", without_the_smooth_part, FROM_10 | {
-        "E-act", "X-stack", "L-relu2-bwd",
+        "E-act", "X-stack", "L-relu2-bwd", "L-gate-bwd", "L-gate-branches",
     }),
     "a squared ReLU without its 2": (activation, "g_prime", with_relu2(activation.g_prime, torch.relu), {"L-relu2-bwd"}),
     "a squared ReLU without its square": (activation, "g", with_relu2(activation.g, torch.relu), {"L-relu2-fwd"}),
@@ -219,6 +261,47 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a mean instead of a sum": (linear, "grad_b", lambda delta: delta.mean(0), {
         "E-fc-bwd", "E-val-branch", "T3-b3", "T3-b6", "T3-b8", "T3-b11", "X-bv-b3",
     }),
+    "a rotation forward in the backward pass": (rotary, "delta_prev", rotary.forward, {"L-rope-bwd"}),
+    "a reflection instead of a rotation": (rotary, "plane_rotation", reflection, {
+        "L-rope-fwd", "L-rope-bwd", "L-rope-orthogonal", "L-rope-relative", "L-rope-scaling",
+    }),
+    "the planes of the other form": (rotary, "planes", other_planes, {
+        "L-rope-fwd", "L-rope-bwd", "L-rope-forms", "L-rope-scaling",
+    }),
+    "the square of the position": (rotary, "forward", with_a_power_of_the_position, {
+        "L-rope-fwd", "L-rope-relative", "L-rope-scaling",
+    }),
+    "a rotation without its attention factor": (
+        rotary, "forward", lambda x, positions, theta, form, m=1.0: ROTATE(x, positions, theta, form), {"L-rope-fwd"},
+    ),
+    "frequencies without the 2": (rotary, "frequencies", lambda d_rho, base: torch.tensor(
+        [base ** (-i / d_rho) for i in range(d_rho // 2)], dtype=torch.float64,
+    ), {"L-rope-fwd", "L-rope-scaling"}),
+    "the permutation in the other direction": (
+        rotary, "permutation", lambda d_rho: PERMUTATION(d_rho).t(), {"L-rope-forms"},
+    ),
+    "a factor that multiplies": (rotary, "linear", lambda theta, factor: theta * factor, {"L-rope-scaling"}),
+    "llama3 without its ramp": (rotary, "llama3_share", lambda theta, low, high, n: [
+        float(n * t / (2 * math.pi) > high) for t in theta.tolist()
+    ], {"L-rope-scaling"}),
+    "yarn with its ramp reversed": (
+        rotary, "yarn_share", lambda *arguments, **options: YARN_SHARE(*arguments, **options)[::-1], {"L-rope-scaling"},
+    ),
+    "yarn without its attention factor": (rotary, "yarn_attention_factor", lambda f, *scales: 1.0, {"L-rope-scaling"}),
+    "a SiLU slope without its second term": (gated, "g_prime", with_silu(gated.g_prime, torch.sigmoid), {
+        "L-silu-bwd", "L-gate-bwd", "L-gate-branches",
+    }),
+    "a SiLU without its x": (gated, "g", with_silu(gated.g, torch.sigmoid), {
+        "L-silu-fwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches",
+    }),
+    "a gate on the wrong branch": (gated, "forward", lambda gate, up, name: gated.g(up, name) * gate, {"L-gate-fwd"}),
+    "a gate that forgets up": (gated, "delta_gate", lambda delta, gate, up, name: delta * gated.g_prime(gate, name), {
+        "L-gate-bwd", "L-gate-branches",
+    }),
+    "a gate that passes Δ_8 to up": (gated, "delta_up", lambda delta, gate, name: delta, {
+        "L-gate-bwd", "L-gate-branches",
+    }),
+    "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9"}),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ def forward(x: Tensor, name: str) -> Tensor:
     if x.dtype == torch.bfloat16:
         return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     value = torch.empty_like(x)
-    for part, out in zip(_parts(x), _parts(value), strict=True):
+    for part, out in zip(parts(x), parts(value), strict=True):
         torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
     return value
 
@@ -37,7 +37,7 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
     slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]
-    for part in zip(_parts(delta), _parts(x), _parts(out), _parts(value), strict=True):
+    for part in zip(parts(delta), parts(x), parts(out), parts(value), strict=True):
         if x.dtype == torch.bfloat16:  # in float32, so that only the results are rounded
             wide = [tensor.float() for tensor in part]
             slope(*wide)
@@ -48,7 +48,8 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return out, value
 
 
-def _parts(x: Tensor) -> tuple[Tensor, ...]:
+def parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Groups of rows of at most ENTRIES_AT_ONCE entries."""
     return torch.split(x, max(1, ENTRIES_AT_ONCE // x.shape[1]))
 
 

@@ -1,5 +1,5 @@
 """The ledger: one check for every equation, number and claim of the paper, and one for every misprint that matters;
-and, in `beyond`, checks of the layers that the paper does not have.
+and, in the `beyond` files, checks of the layers that the paper does not have.
 
 Each other file is a section of the paper; a check generates random shapes and values, computes with `paper/` (or `plan`) and
 compares with an oracle. `run` executes the checks, `select` finds them by id, and `CHECKS` lists them. The ledger uses
@@ -8,6 +8,8 @@ autograd through `oracles` and `reference` only, and knows nothing of training o
 
 from . import (
     beyond,
+    beyond_gated,
+    beyond_rotary,
     embedding,
     errata,
     head_backward,
@@ -27,7 +29,7 @@ from . import (
 from .check import CHECKS, Check, run, select
 
 __all__ = [
-    "CHECKS", "Check", "beyond", "embedding", "errata", "head_backward", "head_forward", "head_properties", "identities",
-    "invariants", "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run", "select", "softmax",
-    "transformer",
+    "CHECKS", "Check", "beyond", "beyond_gated", "beyond_rotary", "embedding", "errata", "head_backward", "head_forward",
+    "head_properties", "identities", "invariants", "kv_cache", "layernorm", "lora", "loss", "multi_head", "numbers", "run",
+    "select", "softmax", "transformer",
 ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Rotary positions: y = m R(t) x and Δ_x = m R(t)ᵗ Δ_y, which is the rotation by the opposite angles.
+
+    x, y, Δ  (n, h, d_ρ)      positions  (n)      θ  (d_ρ/2)      cos, sin  (n, d_ρ/2), with the factor m
+
+The tables are float32, as in Hugging Face's models, or float64 for a float64 model. bfloat16 is rotated in float32, so
+that only results are rounded.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
+
+
+class Scaling(NamedTuple):
+    """How the frequencies are changed for a longer context, under the names of Hugging Face's `rope_parameters`."""
+
+    rope_type: str = "default"
+    factor: float = 1.0  # of the context; all types but default
+    original_max_position_embeddings: int | None = None  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float | None = None  # yarn, 32 if None
+    beta_slow: float | None = None  # 1 if None
+    attention_factor: float | None = None  # m; None: computed from factor
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+UNSCALED = Scaling()
+
+
+def frequencies(
+    d_rho: int,
+    base: float,
+    scaling: Scaling = UNSCALED,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, float]:
+    """θ_i = base^(−2i/d_ρ), scaled, and the attention factor m by which cos and sin are multiplied"""
+    if d_rho < 2 or d_rho % 2:
+        raise ValueError(f"rotary positions need an even width of queries and keys, not {d_rho}")
+    theta = 1 / base ** (torch.arange(0, d_rho, 2, dtype=dtype, device=device) / d_rho)
+    if scaling.rope_type == "default":
+        return theta, 1.0
+    if scaling.rope_type == "linear":
+        return theta / scaling.factor, 1.0
+    if scaling.rope_type not in ROPE_TYPES:
+        raise ValueError(f"unknown rope_type {scaling.rope_type!r}; choose one of {', '.join(ROPE_TYPES)}")
+    n = scaling.original_max_position_embeddings
+    if not n:
+        raise ValueError(
+            f"rope_type {scaling.rope_type!r} needs original_max_position_embeddings, the context trained on"
+        )
+    if scaling.rope_type == "llama3":
+        return _blend(theta, scaling.factor, _llama3_share(theta, scaling, n)), 1.0
+    return _blend(theta, scaling.factor, _yarn_share(theta, base, scaling, n)), _attention_factor(scaling)
+
+
+def angles(positions: Tensor, theta: Tensor, attention_factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """m cos(θ_i t) and m sin(θ_i t) ∈ (n, d_ρ/2), in the dtype of θ"""
+    angle = positions.to(theta.dtype)[:, None] * theta
+    return angle.cos().mul_(attention_factor), angle.sin_().mul_(attention_factor)
+
+
+def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane"""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
+    for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, cos, sin)), strict=True):
+        wide = part.float() if part.dtype == torch.bfloat16 else part
+        rotated = torch.empty_like(wide) if wide is not part else result
+        (x_i, x_j), (y_i, y_j) = _planes(wide, interleaved), _planes(rotated, interleaved)
+        c, s = c[:, None], s[:, None]  # the same for all heads
+        torch.mul(x_i, c, out=y_i).addcmul_(x_j, s, value=-1)
+        torch.mul(x_j, c, out=y_j).addcmul_(x_i, s)
+        if rotated is not result:
+            result.copy_(rotated)
+    return out
+
+
+def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Δ_x = m R(t)ᵗ Δ_y = m R(−t) Δ_y"""
+    return forward(delta, cos, -sin, interleaved)
+
+
+def half_split_order(d_rho: int, device: torch.device | str = "cpu") -> Tensor:
+    """The features 0, 2, 4, … 1, 3, 5, …: x[..., order] is half-split if x is interleaved; argsort is the way back"""
+    return torch.arange(d_rho, device=device).view(-1, 2).t().flatten()
+
+
+def _planes(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second features of all planes."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _blend(theta: Tensor, factor: float, share: Tensor) -> Tensor:
+    """(1 − s) θ/f + s θ"""
+    return (1 - share) * theta / factor + share * theta
+
+
+def _llama3_share(theta: Tensor, scaling: Scaling, n: int) -> Tensor:
+    """From 0 to 1 while the turns of a plane in n positions go from low_freq_factor to high_freq_factor."""
+    turns = n / (2 * math.pi / theta)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return ((turns - low) / (high - low)).clamp_(0, 1)
+
+
+def _yarn_share(theta: Tensor, base: float, scaling: Scaling, n: int) -> Tensor:
+    """From 1 to 0 between the planes with beta_fast and beta_slow turns in n positions."""
+    d_rho = 2 * len(theta)
+    first, last = (
+        d_rho * math.log(n / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, d_rho - 1)
+    width = last - first or 0.001  # Hugging Face's guard against a division by 0
+    plane = torch.arange(len(theta), dtype=theta.dtype, device=theta.device)
+    return 1 - ((plane - first) / width).clamp_(0, 1)
+
+
+def _attention_factor(scaling: Scaling) -> float:
+    """m = 0.1 ln f + 1, or the quotient of two of its kind"""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scale(scaling.mscale) / scale(scaling.mscale_all_dim)
+    return scale(1)
