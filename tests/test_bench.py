@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,9 @@ import pytest
 from bench import SCENARIOS, __main__, explain, scenarios
 from bench.measure import Machine
 from bench.sizes import SIZES, TINY
+
+import handgrad as hg
+from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
@@ -68,7 +72,12 @@ def test_scenario_compares_results_and_times(
 
 
 @pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
-def test_explain_page_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_page_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
+    tokenizer.make("bytes", []).write(tmp_path)
+    monkeypatch.setitem(SIZES, "tiny", replace(TINY, explain=(str(tmp_path), 2)))
     rows = bench(capsys, monkeypatch, "explain")[0]["rows"]
     assert {"start to the first view", "another sentence", "more until a station was proven"} <= {
         row["case"] for row in rows

@@ -15,7 +15,7 @@ import handgrad as hg
 from conftest import save_as_others
 from handgrad.adapters import merge_record
 from handgrad.files import manifest
-from handgrad.formats import checkpoint
+from handgrad.formats import huggingface
 from handgrad.text import chat
 from handgrad.text.chat import ChatTemplate
 from handgrad.training.config import TrainOptions
@@ -105,7 +105,7 @@ def load(folder: Path) -> object:
 
 def copy(folder: Path) -> object:
     (folder / "out").mkdir(exist_ok=True)
-    return checkpoint.write_model(hg.load(folder / "m"), folder / "out", like=folder / "m")
+    return huggingface.write_model(hg.load(folder / "m"), folder / "out", like=folder / "m")
 
 
 CONFIG, TENSORS, FACTORS = "m/config.json", "m/model.safetensors", "a/adapter_model.safetensors"

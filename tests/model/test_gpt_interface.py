@@ -136,7 +136,7 @@ def test_overflow_is_reported_as_overflow() -> None:
 
 
 def test_invalid_configurations_are_rejected() -> None:
-    with raises("a width of 10 cannot be shared by 3 heads"):
+    with raises("d_model=10 is not divisible by n_heads=3"):
         hg.GPTConfig(d_model=10, n_heads=3)
     with raises("unknown preset 'gpt5'"):
         hg.preset("gpt5")
