@@ -1,4 +1,4 @@
-"""The learning rate: the defaults, and that of a step (linear warm-up, then cosine or linear decay, or constant)."""
+"""The learning rate: default peaks, and the rate of a step (linear warm-up, then cosine or linear decay, or constant)."""
 
 import math
 

@@ -57,7 +57,8 @@ def report(run: Run) -> str:
         if chosen[-1] is not samples[-1]:
             chosen.append(samples[-1])
         body += [f"<p>after {plural(r['step'], 'step')}</p><pre>{escape(r['sample'])}</pre>" for r in chosen]
-    for title, part in (("Configuration", settings["training"]), ("Model", settings["model"])):
+    options = {name: value for name, value in settings["training"].items() if name != "clock"}  # not an option
+    for title, part in (("Configuration", options), ("Model", settings["model"])):
         rows = "".join(
             f"<tr><td>{escape(k)}</td><td>{escape(_value(v))}</td></tr>" for k, v in part.items() if v is not None
         )
