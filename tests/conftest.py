@@ -28,6 +28,14 @@ def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor
     return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).double()
 
 
+def norm_inputs(
+    n: int, d: int, scale: float, shift: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, Δ (n, d) around `shift · scale` and gains w (d) around 1, in float64, as `dtype` represents them."""
+    a, delta = (((shift + x) * scale).to(dtype).double() for x in torch.randn(2, n, d).double())
+    return a, delta, (1 + rounded(d, dtype=dtype, scale=1e-2)).to(dtype).double()
+
+
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: object) -> hg.GPT:
     """A small model with large random weights, biases and gains: errors would be invisible with N(0, 0.02)."""
     config = hg.preset("nano", **{"n_vocab": 11, "n_context": 16, "d_model": 12, "n_heads": 3, "n_blocks": 1, **shape})

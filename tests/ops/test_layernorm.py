@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import ROUNDING, SCALES, rounded
+from conftest import ROUNDING, SCALES, norm_inputs, rounded
 from handgrad.ops import layernorm as fast
 from handgrad.paper import layernorm as plain
 from handgrad.proof.oracles import relative_error
@@ -51,8 +51,8 @@ def test_a_constant_row_gives_finite_results() -> None:
 def test_every_dtype_and_scale(scale: float, shift: float, dtype: torch.dtype) -> None:
     """Rows around zero, and rows whose mean is much larger than their spread, in a and in Δ."""
     n, d, eps = 50, 64, 1e-5
-    a, delta = (((shift + x) * scale).to(dtype).double() for x in torch.randn(2, n, d).double())
-    w, b = (1 + rounded(d, dtype=dtype, scale=1e-2)).to(dtype).double(), rounded(d, dtype=dtype)
+    a, delta, w = norm_inputs(n, d, scale, shift, dtype)
+    b = rounded(d, dtype=dtype)
     f = plain.forward(a, w, b, eps)
     out, saved = fast.forward(a.to(dtype), w.to(dtype), b.to(dtype), eps)
     a_bar = fast.normalized(saved)

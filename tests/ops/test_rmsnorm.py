@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROUNDING, SCALES, rounded
+from conftest import ROUNDING, SCALES, norm_inputs, rounded
 from handgrad.ops import rmsnorm as fast
 from handgrad.paper import rmsnorm as plain
 from handgrad.proof.oracles import differentiate, relative_error
@@ -82,8 +82,7 @@ def test_a_row_of_zeros_gives_finite_results() -> None:
 def test_every_dtype_and_scale(scale: float, shift: float, dtype: torch.dtype) -> None:
     """Rows around zero, and rows of almost equal numbers: there Δ is almost parallel to ā, and most of it cancels."""
     n, d, eps = 50, 64, 1e-5
-    a, delta = (((shift + x) * scale).to(dtype).double() for x in torch.randn(2, n, d).double())
-    w = (1 + rounded(d, dtype=dtype, scale=1e-2)).to(dtype).double()
+    a, delta, w = norm_inputs(n, d, scale, shift, dtype)
     inputs = a.to(dtype), w.to(dtype), delta.to(dtype)
     f = plain.forward(a, w, eps)
     out, saved = fast.forward(*inputs[:2], eps)
