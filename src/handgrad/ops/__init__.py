@@ -7,5 +7,5 @@ the Δ or the saved tensors it is given. A parameter's gradient is added into th
 new one.
 
     n   tokens of all sequences together     d    features           V    vocabulary
-    h   heads                                d_ρ  width of q and k   d_h  width of v, per head
+    h   heads, h_kv of keys and values       d_ρ  width of q and k   d_h  width of v, per head
 """

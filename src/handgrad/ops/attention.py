@@ -1,21 +1,24 @@
 """Sections 3 and 4, equations 18 and 22–35: causal self-attention of all heads, in tiles.
 
-    q  (m, h, d_ρ)      k  (n, h, d_ρ)      v  (n, h, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
+    q  (m, h, d_ρ)      k  (n, h_kv, d_ρ)      v  (n, h_kv, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
 
 No n×n matrix is stored: the backward pass rebuilds ρ = exp(q kᵗ/√d_ρ − lse) one tile of keys at a time, for the queries
 that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` says where
 the packed sequences end and which rows have queries: all of them (m = n), or only some.
+
+h_kv = h in the paper. With fewer key heads (grouped queries; h_kv divides h), the r = h/h_kv query heads i with
+i // r = g share key and value head g. The tiles have their queries as r neighbouring rows of equal position, so a product
+such as ρᵗ Δ also sums over the group. With a `window`, query t sees the keys t − window + 1 … t only.
 """
 
 import math
-from bisect import bisect_left
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ROWS = 128  # queries per tile in the forward pass
-COLUMNS = 128  # keys per tile in the backward pass; all later queries belong to the tile
+from . import _tiles
+
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
 
 
@@ -67,25 +70,39 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool) -> tuple[Tensor, Saved]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, causal: bool, window: int | None = None
+) -> tuple[Tensor, Saved]:
     """a^h = softmax(mask(q kᵗ/√d_ρ)) v for every head and every sequence   (18), (34)"""
-    a = v.new_empty(len(q), *v.shape[1:])
+    _check(q, k, v, causal, window)
+    a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
     for span in spans:
-        queries, keys, values = (
-            _by_head(x, rows, span) for x, rows in ((q, span.queries), (k, span.keys), (v, span.keys))
-        )
-        library = span.positions is None and v.device.type == "cpu" and queries.shape[3] == values.shape[3]
-        out, row_lse = (_forward_by_library if library else _forward_in_tiles)(
-            queries, keys, values, span.positions, causal
-        )
-        _by_head(a, span.queries, span).copy_(out)
-        _by_head(lse, span.queries, span).copy_(row_lse)
+        operands = (q, span.queries), (k, span.keys), (v, span.keys)
+        limit = _limit(window, span)
+        if v.device.type == "cpu" and q.shape[2] == v.shape[2] and span.positions is None and limit is None:
+            queries, keys, values = (_by_head(x, rows, span) for x, rows in operands)
+            out, row_lse = _forward_by_library(queries, keys, values, causal)
+            _by_head(a, span.queries, span).copy_(out)
+            _by_head(lse, span.queries, span).copy_(row_lse)
+        else:
+            queries, keys, values = (_stack(x, rows, span, k.shape[1], lse.dtype) for x, rows in operands)
+            out, row_lse = _forward_in_tiles(queries, keys, values, span.positions, causal, limit)
+            _unstack(out, a, span.queries, span, k.shape[1])
+            _unstack(row_lse, lse, span.queries, span, k.shape[1])
     return a, Saved(q, k, v, a, lse)
 
 
-def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, written `into` tensors of their shapes"""
+def backward(
+    delta: Tensor,
+    saved: Saved,
+    spans: Spans,
+    causal: bool,
+    into: tuple[Tensor, Tensor, Tensor],
+    window: int | None = None,
+) -> None:
+    """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, the last two summed over the query heads that share
+    a key, written `into` tensors of their shapes"""
     k, a, lse = saved.k, saved.a, saved.lse
     # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
     correction = _correction(delta, a, lse.dtype)
@@ -93,27 +110,36 @@ def backward(delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tupl
         into[1].zero_()  # a sequence without queries gives its keys and values no gradient
         into[2].zero_()
     for span in spans:
-        grads = _backward_in_tiles(*_operands(delta, saved, correction, span, causal), span.positions, causal)
+        limit = _limit(window, span)
+        operands = _operands(delta, saved, correction, span, causal, limit)
+        grads = _backward_in_tiles(*operands, span.positions, causal, limit)
         for target, rows, grad in zip(into, (span.queries, span.keys, span.keys), grads, strict=True):
-            view = _by_head(target, rows, span)
-            view.copy_(grad.view(view.shape))
+            _unstack(grad, target, rows, span, k.shape[1])
 
 
-def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor]:
+def maps(
+    delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """ρ and Δ_causal of every head over the packed stream, (h, n, n), zero between sequences, for inspection. The same
     tiles as in the backward pass, each as large as a sequence."""
     a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
+    repeat = n_heads // saved.k.shape[1]
     correction = _correction(delta, a, lse.dtype)
     rho, signal = lse.new_zeros(2, n_heads, n, n)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
         span = Span(rows, rows, 1, None)
-        queries, keys, values, errors, shift, norm = _operands(delta, saved, correction, span, causal)
-        visible = _visible(range(length), length, queries) if causal else None
-        rho[:, rows, rows] = rho_tile(queries, keys, norm, visible)
-        signal[:, rows, rows] = causal_signal_tile(errors, values, shift, rho[:, rows, rows])
+        queries, keys, values, errors, shift, norm = _operands(delta, saved, correction, span, causal, window)
+        masks = [(slice(None), _tiles.upto(range(length), length, repeat, queries))] if causal else []
+        if window is not None:
+            masks.append((slice(None), _tiles.after(range(-window, length - window), length, repeat, queries)))
+        tile = rho_tile(queries, keys, norm, masks)  # (h_kv, length · r, length)
+        tiles = (tile, rho), (causal_signal_tile(errors, values, shift, tile), signal)
+        for tile, target in tiles:
+            by_head = tile.view(-1, length, repeat, length).transpose(1, 2)
+            target[:, rows, rows] = by_head.flatten(0, 1)
         start += length
     return rho, signal
 
@@ -121,18 +147,17 @@ def maps(delta: Tensor, saved: Saved, lengths: tuple[int, ...], causal: bool) ->
 # ── one tile ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rho_tile(q: Tensor, k: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
-    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to one of the first queries (R1). (g, rows, columns)
+def rho_tile(q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks) -> Tensor:
+    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to a query (R1). (g, rows, columns)
 
     The zeros are written after the exponential, which is many times slower on −∞; the clamp before it keeps invisible
     entries from overflowing. A visible score never exceeds its row's log-sum-exp, so the clamp does not change it."""
     scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=1 / math.sqrt(q.shape[2]))
-    if visible is None:
-        return scores.exp_()
-    first = scores[:, : len(visible)]
-    first.clamp_(max=0)
+    for rows, _ in masks:
+        scores[:, rows].clamp_(max=0)
     scores.exp_()
-    first.mul_(visible)
+    for rows, visible in masks:
+        scores[:, rows].mul_(visible)
     return scores
 
 
@@ -150,79 +175,51 @@ def _backward_in_tiles(
     lse: Tensor,
     positions: list[int] | None,
     causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, tokens, width) each, g = sequences × heads. A tile is a range of keys and all queries from its first key on."""
-    m, n_keys = q.shape[1], k.shape[1]
+    """(g, rows, width) each, g = sequences × key heads. A tile is a range of keys and all queries that see one of them."""
     scale = 1 / math.sqrt(q.shape[2])  # Δ_raw = Δ_causal/√d_ρ   (28)
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
-    query_positions = range(m) if positions is None else positions
-    triangle = _visible(range(min(COLUMNS, n_keys)), min(COLUMNS, n_keys), q) if causal and positions is None else None
-    for j in range(0, n_keys, COLUMNS):
-        cols = slice(j, min(j + COLUMNS, n_keys))
-        first = bisect_left(query_positions, j) if causal else 0
-        if first == m:  # no query can see these keys
-            grad_k[:, j:], grad_v[:, j:] = 0, 0
-            break
-        rows = slice(first, m)
-        visible = None
-        if triangle is not None:
-            visible = triangle[: cols.stop - j, : cols.stop - j]
-        elif causal:
-            inside = query_positions[first : bisect_left(query_positions, cols.stop)]
-            visible = _visible([p - j for p in inside], cols.stop - j, q)
+    grad_q = q.new_empty(q.shape) if window is None else q.new_zeros(q.shape)
+    for cols, rows, masks in _tiles.of_keys(q, k, positions, causal, window):
+        if rows.start == rows.stop:  # no query sees these keys
+            grad_k[:, cols], grad_v[:, cols] = 0, 0
+            continue
         queries, errors, keys = q[:, rows], delta[:, rows], k[:, cols]
-        rho = rho_tile(queries, keys, lse[:, rows], visible)
+        rho = rho_tile(queries, keys, lse[:, rows], masks)
         grad_v[:, cols] = torch.bmm(rho.transpose(1, 2), errors)  # ρᵗ Δ
         signal = causal_signal_tile(errors, v[:, cols], shift[:, rows], rho)  # (25)
         grad_k[:, cols] = torch.bmm(signal.transpose(1, 2), queries)
-        if j == 0:
-            grad_q = torch.bmm(signal, keys)
+        if cols.start == 0 and window is None:  # the first tile has all queries
+            torch.bmm(signal, keys, out=grad_q)
         else:
             grad_q[:, rows].baddbmm_(signal, keys)
     return grad_q.mul_(scale), grad_k.mul_(scale), grad_v  # Δ_raw k, Δ_rawᵗ q, ρᵗ Δ
 
 
-def _forward_by_library(
-    q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """torch's forward kernel for the CPU, which also returns the log-sum-exp. (B, h, T, w) → (B, h, T, w), (B, h, T)"""
+def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """torch's forward kernel for the CPU, which also returns the log-sum-exp; k and v may have fewer heads than q.
+    (B, h, T, w) → (B, h, T, w), (B, h, T)"""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, lse
 
 
 def _forward_in_tiles(
-    q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The same with matrix products only: for any device, for d_ρ ≠ d_h, and for queries in some rows only."""
-    batch, n_heads, m, _ = q.shape
-    dtype = _at_least_float32(v.dtype)
-    q, k, v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
-    out, lse = v.new_empty(len(v), m, v.shape[2]), v.new_empty(len(v), m)
+    """The same with matrix products only: for any device, for d_ρ ≠ d_h, for queries in some rows only, and for windows.
+    (g, rows, width) as in the backward pass → (g, rows, d_h), (g, rows)"""
+    out, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
     zero = lse.new_zeros(1, 1, 1)
-    for rows, seen, future in _tiles(m, k.shape[1], positions, causal, q.device):
-        scores = torch.baddbmm(zero, q[:, rows], k[:, :seen].transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[2]))
-        if future is not None:
-            scores[:, :, -future.shape[1] :].masked_fill_(future, -math.inf)
+    for rows, seen, hidden in _tiles.of_queries(q, k, positions, causal, window):
+        keys = k[:, seen].transpose(1, 2)
+        scores = torch.baddbmm(zero, q[:, rows], keys, beta=0, alpha=1 / math.sqrt(q.shape[2]))
+        for columns, mask in hidden:
+            scores[:, :, columns].masked_fill_(mask, -math.inf)
         lse[:, rows] = torch.logsumexp(scores, 2)
         rho = torch.softmax(scores, 2) if _needs_float64(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
-        out[:, rows] = torch.bmm(rho, v[:, :seen])
-    return out.view(batch, n_heads, m, -1), lse.view(batch, n_heads, m)
-
-
-def _tiles(
-    m: int, n_keys: int, positions: list[int] | None, causal: bool, device: torch.device
-) -> list[tuple[slice, int, Tensor | None]]:
-    """Queries in groups of ROWS: their rows, the number of keys they see, and the mask of the last of those columns."""
-    tiles: list[tuple[slice, int, Tensor | None]] = []
-    for i in range(0, m, ROWS):
-        rows = slice(i, min(i + ROWS, m))
-        if not causal:
-            tiles.append((rows, n_keys, None))
-            continue
-        here = range(rows.start, rows.stop) if positions is None else positions[rows]
-        seen = here[-1] + 1
-        tiles.append((rows, seen, _future([p - here[0] for p in here], seen - here[0], device)))
-    return tiles
+        out[:, rows] = torch.bmm(rho, v[:, seen])
+    return out, lse
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,24 +246,25 @@ def _by_head(x: Tensor, rows: slice, span: Span) -> Tensor:
     return part.view(span.sequences, -1, *part.shape[1:]).transpose(1, 2)
 
 
-def _stack(x: Tensor, rows: slice, span: Span, dtype: torch.dtype) -> Tensor:
-    """(count · T, h, …) → (count · h, T, …) in this dtype; a view where possible, which the products read as fast"""
-    return _by_head(x, rows, span).to(dtype).flatten(0, 1)
+def _by_group(x: Tensor, rows: slice, span: Span, n_groups: int) -> Tensor:
+    """(count · T, h, …) → (count, h_kv, T, r, …), a view; r = 1 for keys and values"""
+    part = x[rows]
+    return part.view(span.sequences, -1, n_groups, part.shape[1] // n_groups, *part.shape[2:]).transpose(1, 2)
 
 
-def _future(positions: list[int] | range, columns: int, device: torch.device) -> Tensor:
-    """True where a column is after the query's position"""
-    own = torch.tensor(list(positions), device=device)
-    return torch.arange(columns, device=device)[None, :] > own[:, None]
+def _stack(x: Tensor, rows: slice, span: Span, n_groups: int, dtype: torch.dtype) -> Tensor:
+    """(count · T, h, …) → (count · h_kv, T · r, …) in this dtype; a view where possible, which the products read as fast"""
+    return _by_group(x, rows, span, n_groups).to(dtype).flatten(0, 1).flatten(1, 2)
 
 
-def _visible(positions: list[int] | range, columns: int, like: Tensor) -> Tensor:
-    """0 where a column is after the query's position, else 1"""
-    return _future(positions, columns, like.device).logical_not_().to(like.dtype)
+def _unstack(result: Tensor, into: Tensor, rows: slice, span: Span, n_groups: int) -> None:
+    """Write (count · h_kv, T · r, …) into these rows of (…, h, …)."""
+    target = _by_group(into, rows, span, n_groups)
+    target.copy_(result.view(target.shape))
 
 
 def _operands(
-    delta: Tensor, saved: Saved, correction: Tensor, span: Span, causal: bool
+    delta: Tensor, saved: Saved, correction: Tensor, span: Span, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, Δ, Δ ⊖ a and lse of a span, stacked, for the tiles of the backward pass.
 
@@ -274,14 +272,29 @@ def _operands(
     the scores, which the exponential turns into a factor: large scores are recomputed in float64."""
     q, k, v, _, lse = saved
     dtype = torch.float64 if _needs_float64(lse[span.queries]) else lse.dtype
-    queries, errors = (_stack(x, span.queries, span, dtype) for x in (q, delta))
-    keys, values = (_stack(x, span.keys, span, dtype) for x in (k, v))
+    queries, errors = (_stack(x, span.queries, span, k.shape[1], dtype) for x in (q, delta))
+    keys, values = (_stack(x, span.keys, span, k.shape[1], dtype) for x in (k, v))
     if dtype == lse.dtype:
-        shift, norm = (_stack(x, span.queries, span, dtype).contiguous() for x in (correction, lse))
+        shift, norm = (_stack(x, span.queries, span, k.shape[1], dtype).contiguous() for x in (correction, lse))
     else:
-        out, row_lse = _forward_in_tiles(queries[None], keys[None], values[None], span.positions, causal)
-        shift, norm = (errors * out[0]).sum(2), row_lse[0]
+        out, norm = _forward_in_tiles(queries, keys, values, span.positions, causal, window)
+        shift = (errors * out).sum(2)
     return queries, keys, values, errors, shift, norm
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> None:
+    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads on {k.shape[1]} key heads and {v.shape[1]} value heads: "
+            "the number of key heads and value heads must be equal and divide the number of query heads"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} with causal={causal}: a window is at least 1, and only for causal attention")
+
+
+def _limit(window: int | None, span: Span) -> int | None:
+    """None if every query sees all keys up to its own anyway."""
+    return window if window is not None and window < span.length else None
 
 
 def _needs_float64(lse: Tensor) -> bool:
