@@ -105,7 +105,7 @@ def _train_gpt2(shape: tuple[int, int], size: Size) -> Case:
 
 def _training(
     name: str,
-    config: hg.GPTConfig,
+    config: hg.ModelConfig,
     model: Callable[[], hg.GPT],
     shape: tuple[int, int],
     rounds: int,

@@ -147,7 +147,7 @@ class EagerGPT(nn.Module):
 
 
 class EagerBlock(nn.Module):
-    def __init__(self, c: hg.GPTConfig):
+    def __init__(self, c: hg.ModelConfig):
         super().__init__()
         d = c.d_model
         self.n_heads = c.n_heads

@@ -11,8 +11,8 @@ class Size:
 
     name: str
     label: str  # of the model
-    model: hg.GPTConfig
-    recipe: hg.GPTConfig  # a small model on characters: nanoGPT's recipe for the CPU
+    model: hg.ModelConfig
+    recipe: hg.ModelConfig  # a small model on characters: nanoGPT's recipe for the CPU
     recipe_batch: tuple[int, int]  # sequences, tokens of each
     train: tuple[tuple[int, int], ...]
     compiled: tuple[tuple[int, int], ...]  # entries of `train` that include torch.compile

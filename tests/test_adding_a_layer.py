@@ -10,11 +10,11 @@ PAGE = ROOT / "docs" / "adding-a-layer.md"
 GAP = "…"  # a line of its own: lines left out
 NAMES = {
     "difference_steps": "proof/verify.py",
-    "network_of": "proof/reference.py",
-    "named_symbols": "model/layers.py",
-    "LayerNorm": "model/layers.py",
+    "weights_of": "proof/reference.py",
+    "named_symbols": "model/norms.py",
+    "LayerNorm": "model/norms.py",
     "Saved": "ops/layernorm.py",
-    "_HF_ACTIVATION": "families/gpt2.py",
+    "_HF_ACTIVATION": "formats/config_json.py",
     "SOURCES": "explain/sources.py",
     "activation": "explain/formulas.py",
     "norm": "explain/formulas.py",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .formats.huggingface import save
     from .formats.models import load
     from .inference.generate import generate
-    from .model.config import GPTConfig, preset
+    from .model.config import ModelConfig, preset
     from .model.gpt import GPT
     from .model.trace import Trace, trace
     from .proof.verify import verify
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "GPT",
-    "GPTConfig",
     "HandgradError",
+    "ModelConfig",
     "NonFiniteError",
     "Trace",
     "finetune",
@@ -43,7 +43,7 @@ configure_runtime()  # before torch is imported
 sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inject` works
 
 _MODULE = {
-    "GPT": "model.gpt", "GPTConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
+    "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
     "Trace": "model.trace", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
     "verify": "proof.verify",

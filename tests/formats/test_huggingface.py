@@ -94,7 +94,7 @@ def test_broken_directories_are_rejected(tmp_path: Path) -> None:
     config.write_text(intact_config.replace('"n_embd": 12', '"n_embd": 24'))
     assert_rejected(r"wte.weight has shape \(11, 12\); config.json requires \(11, 24\)")
     config.write_text(intact_config.replace('"n_layer": 1', '"n_layer": 2'))
-    assert_rejected("no tensor 'h.1.attn.c_attn.bias'")
+    assert_rejected("no tensor 'transformer.h.1.attn.c_attn.bias'")
     config.write_text(intact_config.replace("gpt2", "t5"))
     assert_rejected('model_type is "t5"')
     config.write_text("{")
@@ -198,12 +198,14 @@ def test_tensor_names_are_checked_before_the_model_is_built(tmp_path: Path, monk
     built: list[int] = []
     original_init = hg.GPT.__init__
 
-    def init(self: hg.GPT, config: hg.GPTConfig, **how: Any) -> None:
+    def init(self: hg.GPT, config: hg.ModelConfig, **how: Any) -> None:
         built.append(config.n_blocks)
         original_init(self, config, **how)
 
     monkeypatch.setattr(hg.GPT, "__init__", init)
-    with pytest.raises(hg.HandgradError, match=r"no tensor 'h.1.attn.c_attn.bias' \(11988 of 12004 are missing\)"):
+    with pytest.raises(
+        hg.HandgradError, match=r"no tensor 'transformer.h.1.attn.c_attn.bias' \(11988 of 12004 are missing\)"
+    ):
         hg.load(tmp_path / "m")
     assert sum(built) == 1
 
@@ -230,10 +232,10 @@ def test_adapter_numbers_out_of_limits_are_rejected(options: dict[str, Any]) -> 
 
 
 def test_every_numeric_option_has_limits() -> None:
-    for kind in (hg.GPTConfig, LoRAConfig, TrainOptions, FinetuneOptions):
+    for kind in (hg.ModelConfig, LoRAConfig, TrainOptions, FinetuneOptions):
         for f in dataclasses.fields(kind):
             if str(f.type).startswith(("int", "float", "<class 'int'", "<class 'float'")):
-                checked_elsewhere = ("eps", "dropout", "val_share", "beta1", "beta2")  # all below 1
+                checked_elsewhere = ("eps", "dropout", "val_share", "beta1", "beta2", "rope_base")  # all below 1
                 assert f.name in LIMITS or f.name in checked_elsewhere, f.name
 
 

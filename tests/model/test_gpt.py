@@ -12,7 +12,7 @@ from handgrad.ops import attention
 from handgrad.optim import OptimizerInBackward
 from handgrad.paper import transformer
 from handgrad.proof.oracles import relative_error
-from handgrad.proof.reference import network_of, options_of
+from paper_form import network_of, options_of
 
 SHAPES = {
     "one block": {},

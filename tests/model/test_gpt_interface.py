@@ -137,17 +137,17 @@ def test_overflow_is_reported_as_overflow() -> None:
 
 def test_invalid_configurations_are_rejected() -> None:
     with raises("d_model=10 is not divisible by n_heads=3"):
-        hg.GPTConfig(d_model=10, n_heads=3)
+        hg.ModelConfig(d_model=10, n_heads=3)
     with raises("unknown preset 'gpt5'"):
         hg.preset("gpt5")
     with raises("a model has no 'n_layers'"):
         hg.preset("nano", n_layers=3)
     with raises("unknown activation 'swish'"):
-        hg.GPTConfig(activation="swish")
+        hg.ModelConfig(activation="swish")
     with raises("n_blocks must be an integer"):
-        hg.GPTConfig(n_blocks=0)
+        hg.ModelConfig(n_blocks=0)
     with raises("eps"):
-        hg.GPTConfig(eps=-1.0)
+        hg.ModelConfig(eps=-1.0)
     with raises("d_model must be an integer"):
         hg.preset("nano", d_model=None)
     with raises("d_model must be at least 2"):
@@ -187,9 +187,9 @@ def test_save_and_load_accept_dtype_names(tmp_path: Path) -> None:
 
 
 def test_gpt_rejects_a_preset_name() -> None:
-    with raises(r'GPT takes a GPTConfig, not "nano": hg.GPT\(hg.preset\("nano"\)\)'):
+    with raises(r'GPT takes a ModelConfig, not "nano": hg.GPT\(hg.preset\("nano"\)\)'):
         hg.GPT("nano")
-    with raises("GPT takes a GPTConfig, not 3"):
+    with raises("GPT takes a ModelConfig, not 3"):
         hg.GPT(3)
 
 

@@ -9,7 +9,7 @@ import torch
 import handgrad as hg
 
 torch.set_num_threads(1)
-config = hg.GPTConfig(n_vocab=17, n_context=64, d_model=8, n_heads=1, n_blocks=1)
+config = hg.ModelConfig(n_vocab=17, n_context=64, d_model=8, n_heads=1, n_blocks=1)
 model = hg.GPT(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(0)

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad.model.attention import Attention
 from handgrad.model.batch import Piece
-from handgrad.model.layers import Head
+from handgrad.model.layers import Linear
 from handgrad.model.passes import Pass
 from handgrad.ops import activation, attention, layernorm, linear, lora
 from handgrad.proof.oracles import count_multiply_adds, directional_error, finite_difference, relative_error
@@ -50,7 +51,7 @@ def first_failed_signal(names: set[str]) -> str:
             lambda delta, x, name: (delta * (x > 0), activation.forward(x, name)),
             "blocks.0.delta_7",
         ),
-        (linear, "backward", lambda delta, w: -(delta @ w.t()), "delta_11"),
+        (linear, "backward", lambda delta, w, into=None: -(delta @ w.t()), "delta_11"),
         (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
     ],
 )
@@ -73,9 +74,16 @@ def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_missing_tied_contribution_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Head, "accumulate", lambda self, delta, a, run: None)
+    others = Linear.accumulate
+
+    def accumulate(self: Linear, delta: Tensor, a: Tensor, run: Pass) -> None:
+        if self.w.shape[1] != model.config.n_vocab:
+            others(self, delta, a, run)
+
+    model = make_model()
+    monkeypatch.setattr(Linear, "accumulate", accumulate)
     wte = "transformer.wte.weight"
-    failed = failed_checks(make_model(), [9])
+    failed = failed_checks(model, [9])
     assert {name for name in failed if not name.startswith("gradients")} == {wte, f"{wte} along u"}
     assert {name for name in failed if name.startswith("gradients")} == set(PATHS)
 
@@ -124,8 +132,8 @@ def test_a_mistake_with_skipped_rows_is_detected(monkeypatch: pytest.MonkeyPatch
     """Only a pass with all signals skips no rows; every signal it records is right."""
     right = Attention.backward
 
-    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, run: Pass):
-        out = right(self, delta_3, saved, run)
+    def wrong(self: Attention, delta_3: Tensor, saved: object, a_2: Tensor, run: Pass, needs_input: bool):
+        out = right(self, delta_3, saved, a_2, run, needs_input)
         return out if run.query_rows is None else out * 1.001
 
     monkeypatch.setattr(Attention, "backward", wrong)
@@ -135,8 +143,8 @@ def test_a_mistake_with_skipped_rows_is_detected(monkeypatch: pytest.MonkeyPatch
 def test_a_recorder_that_changes_the_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Attention.backward
 
-    def wrong(self: Attention, delta_3: torch.Tensor, saved: object, run: Pass):
-        out = right(self, delta_3, saved, run)
+    def wrong(self: Attention, delta_3: Tensor, saved: object, a_2: Tensor, run: Pass, needs_input: bool):
+        out = right(self, delta_3, saved, a_2, run, needs_input)
         return out * 1.001 if run.recording and run.query_rows is not None else out
 
     monkeypatch.setattr(Attention, "backward", wrong)

@@ -105,7 +105,7 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
         )  # fmt: skip
         adapter.down.requires_grad_(not config.freeze_down)
         put(model, name, adapter)
-    if any(module in (model.transformer.wte, model.lm_head.plain()) for module in full):
+    if any(module in (model.embed, model.head.plain()) for module in full):
         model.untie()  # only one of the two uses of the matrix trains
     for module in full:
         module.requires_grad_(True)

@@ -50,10 +50,10 @@ class LoRA(Affine):
         b = self.base.added_bias()
         return out if b is None else out.add_(b)
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
         signal = self._before_ratio(delta)
-        out = self.base.backward(signal)
+        out = self.base.backward(signal, into=into)
         g = lora.upstream(signal, self.up, self.scale)
         lora.backward(g, self.down, into=out, mask=self._mask(out, run))
         return out

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from ..model.names import block_of, in_block, without_block
+from ..model.names import any_block
 from ..sandbox import client as sandbox
 
 
@@ -96,4 +96,4 @@ def alternatives(pattern: str) -> list[tuple[str, str]]:
 
 def one_block(names: list[str]) -> list[str]:
     """Replace block numbers by * and drop repetitions."""
-    return list(dict.fromkeys(name if block_of(name) is None else in_block("*", without_block(name)) for name in names))
+    return list(dict.fromkeys(map(any_block, names)))

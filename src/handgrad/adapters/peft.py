@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import HandgradError, MissingError, shown
+from ..families import full_name
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..files.reading import read_json
@@ -84,7 +85,7 @@ def _peft_config(model: GPT) -> dict[str, object]:
         "alpha_pattern": {name: _as_int(alpha) for name, alpha in config.alpha_pattern.items()},
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "fan_in_fan_out": any(name != "lm_head" for name in names),  # GPT-2's files hold (f_in, f_out)
+        "fan_in_fan_out": any(adapter.base.in_out for adapter in adapters_of(model).values()),
         "bias": "none",
         "modules_to_save": list(config.modules_to_save) or None,
         "init_lora_weights": True,
@@ -231,11 +232,10 @@ def base_of(folder: Path) -> str | None:
 
 
 def _model_name(name: str, file: Path) -> str:
-    """PEFT's tensor name → the model's: without base_model.model., with the transformer. that GPT2Model omits."""
+    """PEFT's tensor name → the model's: without base_model.model., with a prefix that the base model may omit."""
     if not name.startswith(PREFIX):
         raise HandgradError(f"{file}: {name} is not an adapter tensor: its name must begin with {PREFIX}")
-    name = name.removeprefix(PREFIX)
-    return f"transformer.{name}" if name.startswith(("h.", "wte.", "wpe.", "ln_f.")) else name
+    return full_name(name.removeprefix(PREFIX))
 
 
 def _sort_tensors(
@@ -298,7 +298,7 @@ def _copy_tensors(model: GPT, factors: dict[str, dict[str, Tensor]], rest: dict[
         p = getattr(layer, kind)
         if torch.equal(p, tensor.to(p.dtype)):
             continue  # PEFT's copy of a head that has an adapter
-        if layer is model.lm_head.plain() and kind == "weight":
+        if layer is model.head.plain() and kind == "weight":
             model.untie()
             p = layer.weight
         p.copy_(tensor)

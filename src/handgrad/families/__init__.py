@@ -1,5 +1,25 @@
-"""Model families: how each names the fields of its config.json.
+"""Model families: one table each of the names, fields and fixed choices that Hugging Face's files use.
 
-Import the table of a family, such as `gpt2`. A family is data: it knows the model's configuration and has no code paths
-of its own.
+Import `FAMILIES`, `Family` and `full_name`. A new family is a new table, listed here. Tables are data: no family has code
+of its own, and this package knows nothing of models, tensors or files.
 """
+
+from .family import Family
+from .gpt2 import GPT2
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+from .smollm3 import SMOLLM3
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3)}
+
+
+def full_name(name: str) -> str:
+    """The name of a tensor with the prefix that some files of its family leave out: wte.weight → transformer.wte.weight."""
+    for family in FAMILIES.values():
+        prefix = family.may_omit
+        layers = [path.removeprefix(prefix) for path in family.names.values() if prefix and path.startswith(prefix)]
+        if name.partition(".")[0] in layers:
+            return prefix + name
+    return name

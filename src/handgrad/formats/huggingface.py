@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..adapters.injection import adapters_of
 from ..errors import HandgradError, MissingError
-from ..families import gpt2
+from ..families import full_name
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..files.reading import read_bytes, read_json
 from ..files.tensors import Header, missing_weights, read_headers, read_tensors
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.dtype import DTYPES, STORED_DTYPES, as_dtype
 from ..model.gpt import GPT
+from .config_json import config_json, read_config
 
-_HARMLESS = r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"  # masks in old files; a tied head stored twice
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
 _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
@@ -48,17 +48,19 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     dtype = None if dtype is None else as_dtype(dtype)
     config = load_config(folder)
     manifest.check_present(folder)
-    headers = {name.removeprefix("transformer."): header for name, header in _headers(folder).items()}
-    _check_tensors(replace(config, tied="lm_head.weight" not in headers), headers, folder)
-    tensors = {name.removeprefix("transformer."): t for name, t in _weights(headers).items()}
-    head = tensors.get("lm_head.weight")  # the file decides, not config.json
-    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors["wte.weight"])))
+    names = config.table.names
+    head_name, embed_name = f"{names['head']}.weight", f"{names['embed']}.weight"
+    headers = {full_name(name): header for name, header in _headers(folder).items()}
+    _check_tensors(replace(config, tied=head_name not in headers), headers, folder)
+    tensors = {full_name(name): t for name, t in _weights(headers).items()}
+    head = tensors.get(head_name)  # the file decides, not config.json
+    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors[embed_name])))
     model = GPT(config, device="meta")
-    stored = tensors["wte.weight"].dtype
+    stored = tensors[embed_name].dtype
     dtype = dtype or (stored if stored in DTYPES else torch.float32)
     for name, _ in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
-        found = tensors.pop(name.removeprefix("transformer."))
+        found = tensors.pop(name)
         setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(found.to(device=device, dtype=dtype)))
     if config.tied:
         model.tie()
@@ -66,25 +68,26 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     return model
 
 
-def _check_tensors(config: GPTConfig, headers: dict[str, Header], folder: Path) -> None:
+def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    one = dict(GPT(replace(config, n_blocks=1), device="meta").named_parameters())
-    shapes = {name.removeprefix("transformer."): tuple(p.shape) for name, p in one.items()}
-    per_block = [name for name in shapes if name.startswith("h.0.")]
+    one = dict(GPT(replace(config, n_blocks=1, unrotated=(), windowed=None), device="meta").named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in one.items()}
+    first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, shape in shapes.items():
-            if not name.startswith("h.0."):
+            if not name.startswith(first):
                 yield name, shape
         for i in range(config.n_blocks):
-            for name in per_block:
-                yield f"h.{i}.{name.removeprefix('h.0.')}", shapes[name]
+            for name, shape in shapes.items():
+                if name.startswith(first):
+                    yield every.format(i) + name.removeprefix(first), shape
 
     names = {name for name, _ in expected()}
     missing = sorted(names - set(headers))
     if missing:
         raise HandgradError(f"{folder}: no tensor {missing[0]!r} ({len(missing)} of {len(names)} are missing)")
-    unknown = sorted(name for name in set(headers) - names if not re.fullmatch(_HARMLESS, name))
+    unknown = sorted(name for name in set(headers) - names if not re.fullmatch(config.table.extra_tensors, name))
     if unknown:
         raise HandgradError(
             f"{folder}: {unknown[0]!r} is not a tensor of the model that config.json describes ({len(unknown)} such)"
@@ -144,7 +147,7 @@ def _weights(headers: dict[str, Header]) -> dict[str, Tensor]:
     return tensors
 
 
-def load_config(folder: Path) -> GPTConfig:
+def load_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a directory."""
     file = folder / "config.json"
     if not os.path.isdir(folder):
@@ -153,13 +156,13 @@ def load_config(folder: Path) -> GPTConfig:
         raw = read_json(file)
     except MissingError:
         raise HandgradError(f"{folder} has no config.json: it is not a model directory") from None
-    return gpt2.read_config(raw, file)
+    return read_config(raw, file)
 
 
 def save(
     model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
 ) -> None:
-    """Write the model, atomically, as a directory that `transformers` opens, unless GPT-2's format cannot express it.
+    """Write the model, atomically, as a directory that `transformers` opens, unless its config.json cannot express it.
 
     An existing model directory is replaced together with its tokenizer, chat template, generation settings and adapter,
     which belong to the old model; if this model was loaded from that directory, they stay. Other files (README.md) always
@@ -206,7 +209,7 @@ def write_model(
         shard_of = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = gpt2.config_json(model.config, next(iter(tensors.values())).dtype)
+    config = config_json(model.config, next(iter(tensors.values())).dtype)
     if like is not None:
         existing = {
             name: x for name, x in read_json(like / "config.json").items() if name not in ("torch_dtype", "handgrad")

@@ -10,7 +10,7 @@ import torch
 
 from .. import adapters
 from ..errors import HandgradError, shown
-from ..model.config import PRESETS, GPTConfig, preset
+from ..model.config import PRESETS, ModelConfig, preset
 from ..model.gpt import GPT
 from ..text import tokenizer
 from ..text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Found:
         return self.folder is None
 
     @property
-    def config(self) -> GPTConfig:
+    def config(self) -> ModelConfig:
         """The model's shape; for an adapter, that of its base model."""
         if self.folder is None:
             return preset(self.name)

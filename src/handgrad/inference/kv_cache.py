@@ -6,21 +6,71 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..model.block import Block
 from ..model.gpt import GPT
-from ..ops import activation, embedding
+from ..model.passes import Pass
+from ..ops.attention import Saved
+
+FIRST_CAPACITY = 256  # tokens; doubled whenever the cache is full
 
 
 class Cache:
-    """Keys and values of every block, allocated once for the full context."""
+    """Keys and values of every block. It grows with the tokens, up to the model's context."""
 
     def __init__(self, model: GPT, batch: int):
-        c = model.config
-        like = model.transformer.wte.weight
-        shape = (c.n_blocks, batch, c.n_heads, c.n_context)
-        self.k = torch.empty(*shape, c.query_width, dtype=like.dtype, device=like.device)
-        self.v = torch.empty(*shape, c.value_width, dtype=like.dtype, device=like.device)
+        self.config, self.batch = model.config, batch
         self.length = 0
+        self._k = self._empty(model.embed.weight, self.config.query_width)
+        self._v = self._empty(model.embed.weight, self.config.value_width)
+
+    def _empty(self, like: Tensor, width: int) -> Tensor:
+        c = self.config
+        capacity = min(FIRST_CAPACITY, c.n_context)
+        return like.new_empty(c.n_blocks, self.batch, c.kv_heads, capacity, width)
+
+    def make_room(self, tokens: int) -> None:
+        """Grow so that this many tokens more fit."""
+        capacity = self._k.shape[3]
+        needed = self.length + tokens
+        if needed > capacity:
+            more = min(max(2 * capacity, needed), self.config.n_context) - capacity
+            self._k, self._v = (F.pad(x, (0, 0, 0, more)) for x in (self._k, self._v))
+
+    def append(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values (B, h, t, width) of block i, and return all of that block."""
+        end = self.length + k.shape[2]
+        self._k[i, :, :, self.length : end] = k
+        self._v[i, :, :, self.length : end] = v
+        return self._k[i, :, :, :end], self._v[i, :, :, :end]
+
+
+class BlockCache:
+    """The cache of block i, as the block sees it."""
+
+    def __init__(self, cache: Cache, i: int):
+        self.cache, self.i = cache, i
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Saved:
+        """(B·t, h, width) each: attention of new queries to all keys so far."""
+        batch, old = self.cache.batch, self.cache.length
+        new_q, new_k, new_v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        keys, values = self.cache.append(self.i, new_k, new_v)
+        t = new_q.shape[2]
+        visible = _visible(old, t, window, q.device)
+        first = visible is None and t > 1  # an empty cache: torch's own causal mask
+        grouped = new_q.shape[1] != keys.shape[1]
+        a = F.scaled_dot_product_attention(new_q, keys, values, attn_mask=visible, is_causal=first, enable_gqa=grouped)
+        return Saved(q, k, v, a.transpose(1, 2).reshape(len(q), *a.shape[1::2]), q.new_empty(0))
+
+
+def _visible(old: int, t: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask of t new queries after `old` tokens; None if a single one sees every key, or if there are no old ones."""
+    limited = window is not None and old + t > window
+    if (t == 1 or old == 0) and not limited:
+        return None
+    own = torch.arange(old, old + t, device=device)[:, None]
+    keys = torch.arange(old + t, device=device)[None, :]
+    mask = keys <= own
+    return mask & (keys > own - window) if limited and window is not None else mask
 
 
 @torch.no_grad()
@@ -32,34 +82,12 @@ def advance(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
         raise HandgradError(f"{cache.length + t} tokens do not fit into a context of {config.n_context}")
     if not config.causal:
         raise HandgradError("generation needs a causal model (causal=True)")
+    cache.make_room(t)
     positions = torch.arange(cache.length, cache.length + t, device=tokens.device).repeat(b)
-    w = model.transformer
-    a = embedding.forward(tokens.reshape(-1), positions, w.wte.weight, w.wpe.weight)
+    run = Pass(rotation=model.rotation(positions))
+    a = model.embeddings(tokens.reshape(-1), positions)
     for i, block in enumerate(model.blocks):
-        a = _block(block, a, b, cache, i)
+        a, _ = block.forward(a, run._replace(cache=BlockCache(cache, i)))
     cache.length += t
     last = a.view(b, t, -1)[:, -1]
-    return model.lm_head.forward(w.ln_f.forward(last.contiguous())[0])
-
-
-def _block(block: Block, a_1: Tensor, b: int, cache: Cache, i: int) -> Tensor:
-    q, k, v = (
-        x.view(b, len(a_1) // b, *x.shape[1:]).transpose(1, 2)
-        for x in block.attn.split(block.attn.c_attn.forward(block.ln_1.forward(a_1)[0]))
-    )
-    old, new = cache.length, cache.length + q.shape[2]
-    cache.k[i, :, :, old:new] = k
-    cache.v[i, :, :, old:new] = v
-    a_3 = _attend(q, cache.k[i, :, :, :new], cache.v[i, :, :, :new], old)
-    a_5 = block.attn.c_proj.forward(a_3.transpose(1, 2).reshape(len(a_1), -1)).add_(a_1)
-    a_8 = activation.forward(block.mlp.c_fc.forward(block.ln_2.forward(a_5)[0]), block.g)
-    return block.mlp.c_proj.forward(a_8).add_(a_5)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, old: int) -> Tensor:
-    """Attention of new queries to all keys. A single new token sees every key; several need the causal mask."""
-    if q.shape[2] == 1 or old == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
-    own = torch.arange(old, old + q.shape[2], device=q.device)[:, None]
-    visible = torch.arange(k.shape[2], device=q.device)[None, :] <= own
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    return model.head.forward(model.final_norm.forward(last.contiguous())[0])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..ops import loss
-from .config import GPTConfig
+from .config import ModelConfig
 
 TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is processed in pieces of this size
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     dropout_seed: int | None = None  # None: no dropout
 
 
-def pack(tokens: Tensor, lengths: list[int] | None, config: GPTConfig, device: torch.device) -> Batch:
+def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device: torch.device) -> Batch:
     """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
     if not isinstance(tokens, Tensor):
         raise HandgradError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")
@@ -61,7 +61,7 @@ def pack(tokens: Tensor, lengths: list[int] | None, config: GPTConfig, device: t
     return Batch(ids, positions, sizes)
 
 
-def check_targets(tokens: Tensor, targets: Tensor, config: GPTConfig, device: torch.device) -> Tensor:
+def check_targets(tokens: Tensor, targets: Tensor, config: ModelConfig, device: torch.device) -> Tensor:
     """The targets as (n) ids, NO_TARGET where there is none."""
     if not isinstance(targets, Tensor):
         raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")

@@ -4,7 +4,7 @@
                                → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9 ]
             → a_11 norm → a_12 logits → loss
 
-The stream is (n, d): all sequences packed end to end, one row per token. Parameters carry Hugging Face's GPT-2 names.
+The stream is (n, d): all sequences packed end to end, one row per token. Parameters have Hugging Face's names.
 """
 
 import math
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from ..checks import check_integer
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
-from ..ops import attention, embedding, loss
+from ..ops import attention, embedding, loss, rotary
 from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .block import Block, Saved
-from .config import GPTConfig
+from .config import ModelConfig
 from .dtype import as_dtype
-from .layers import Affine, Embedding, Head, LayerNorm, freeze
+from .layers import Affine, Embedding, Linear, freeze
 from .logits import Logits
+from .norms import NORMS, Norm
+from .parts import Parts, part
 from .passes import Pass, Record, no_record
 from .readout import readout, row_groups
 
@@ -39,6 +41,7 @@ class ForwardState(NamedTuple):
     """What the forward pass saves for the backward pass."""
 
     pieces: list[Piece]
+    rotations: list[tuple[Tensor, Tensor] | None]  # per piece: cos and sin of its positions
     a_10: list[Tensor]  # per piece: the last block's output
     blocks: list[list[Saved | Tensor]]  # per block and piece: all it needs, or only a_1 to recompute the block from
     lowest: int  # the first block that the backward pass visits
@@ -46,36 +49,31 @@ class ForwardState(NamedTuple):
     record: Record
 
 
-class Transformer(nn.Module):
-    """The layers of a GPT under Hugging Face's names."""
-
-    def __init__(self, config: GPTConfig, device: torch.device | None):
-        super().__init__()
-        self.wte = Embedding(config.n_vocab, config.d_model, device)
-        self.wpe = Embedding(config.n_context, config.d_model, device)
-        self.h = nn.ModuleList(Block(config, device) for _ in range(config.n_blocks))
-        self.ln_f = LayerNorm(config.d_model, config.eps, device)
-
-
-class GPT(nn.Module):
-    """A GPT-2-like network with hand-derived gradients.
+class GPT(Parts):
+    """A decoder-only transformer with hand-derived gradients.
 
     model = GPT(preset("nano"), seed=1)
     loss = model.loss_and_grads(tokens, targets)     mean over the targets ≠ −100; p.grad accumulates
     """
 
+    embed: Embedding = part("embed")
+    positions: Embedding = part("positions")
+    _blocks: Any = part("blocks")
+    final_norm: Norm = part("final_norm")
+    head: Affine = part("head")
+
     def __init__(
         self,
-        config: GPTConfig,
+        config: ModelConfig,
         *,
         seed: int = 0,
         dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if not isinstance(config, GPTConfig):
+        if not isinstance(config, ModelConfig):
             raise HandgradError(
-                f"GPT takes a GPTConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
+                f"GPT takes a ModelConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
                 " preset, hg.load(path) reads one"
             )
         check_integer("seed", seed)
@@ -84,9 +82,7 @@ class GPT(nn.Module):
         self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
         self.source = ""  # the folder it was read from
         meta = torch.device("meta")
-        self.transformer = Transformer(config, meta)
-        weight = self.transformer.wte.weight if config.tied else Embedding(config.n_vocab, config.d_model, meta).weight
-        self.lm_head: Affine = Head(weight, config.logits_bias, meta)
+        self._build(meta)
         self.to(dtype)
         if device is None or torch.device(device).type != "meta":
             try:
@@ -97,34 +93,45 @@ class GPT(nn.Module):
                     raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
                 raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
             if config.tied:
-                self.lm_head.plain().weight = self.transformer.wte.weight  # to_empty made two of one
+                self.head.plain().weight = self.embed.weight  # to_empty made two of one
             self._initialize(seed)
+
+    def _build(self, device: torch.device) -> None:
+        c, names = self.config, self.config.table.names
+        self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device))
+        if c.positions == "learned":
+            self.add("positions", names["positions"], Embedding(c.n_context, c.d_model, device))
+        self.add("blocks", names["blocks"], nn.ModuleList(Block(c, i, device) for i in range(c.n_blocks)))
+        self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
+        shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
+        head = Linear(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
+        self.add("head", names["head"], head)
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
         """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
         generator = torch.Generator().manual_seed(seed)
+        joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
             elif p.ndim == 1:
                 p.fill_(1)
             else:
-                joins = name.endswith("c_proj.weight")
-                std = 0.02 / math.sqrt(2 * self.config.n_blocks) if joins else 0.02
+                std = 0.02 / math.sqrt(2 * self.config.n_blocks) if id(p) in joining else 0.02
                 p.copy_(torch.randn(p.shape, generator=generator) * std)
 
     @property
     def blocks(self) -> list[Block]:
-        return list(self.transformer.h)  # type: ignore[arg-type]
+        return list(self._blocks)
 
     @property
     def device(self) -> torch.device:
-        return self.transformer.wte.weight.device
+        return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.transformer.wte.weight.dtype
+        return self.embed.weight.dtype
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
@@ -139,12 +146,11 @@ class GPT(nn.Module):
     def logits(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
         """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V)."""
         batch = self.pack(tokens, lengths)
-        t = self.transformer
-        a = embedding.forward(batch.ids, batch.positions, t.wte.weight, t.wpe.weight)
-        run = Pass(attention.spans_of(batch.lengths))
+        a = self.embeddings(batch.ids, batch.positions)
+        run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions))
         for block in self.blocks:
             a, _ = block.forward(a, run)
-        logits = self._finite(self.lm_head.forward(t.ln_f.forward(a)[0]))
+        logits = self._finite(self.head.forward(self.final_norm.forward(a)[0]))
         return logits.view(*tokens.shape, -1).as_subclass(Logits)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -159,9 +165,9 @@ class GPT(nn.Module):
         state = self.forward_pass(pieces, lowest=len(self.blocks))
         total = 0.0
         for piece, a_10 in zip(pieces, state.a_10, strict=True):
-            a_11 = self.transformer.ln_f.forward(a_10)[0]
-            for rows in row_groups(len(piece.targets), self.lm_head):
-                summed = loss.forward(self.lm_head.forward(a_11[rows]), piece.targets[rows])
+            a_11 = self.final_norm.forward(a_10)[0]
+            for rows in row_groups(len(piece.targets), self.head):
+                summed = loss.forward(self.head.forward(a_11[rows]), piece.targets[rows])
                 total += self._finite(summed).item()
         return total / n_targets
 
@@ -252,13 +258,26 @@ class GPT(nn.Module):
 
     def layers(self) -> list[list[nn.Parameter]]:
         """The parameters layer by layer, in the order in which their gradients become final."""
-        t = self.transformer
-        head = list(self.lm_head.parameters())
+        head = list(self.head.parameters())
         blocks = [list(block.parameters()) for block in reversed(self.blocks)]
-        embeddings = [t.wte.weight, t.wpe.weight]
+        embeddings = [table.weight for table in self.tables().values()]
         if self.config.tied:  # a tied weight is final only when the embedding has added its part
-            embeddings += [p for p in head if p is not t.wte.weight]
-        return [*([] if self.config.tied else [head]), list(t.ln_f.parameters()), *blocks, embeddings]
+            embeddings += [p for p in head if p is not self.embed.weight]
+        return [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+
+    def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """a_0 → a_1"""
+        learned = self.positions.weight if self.has("positions") else None
+        return embedding.forward(ids, positions, self.embed.weight, learned)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of these positions; None without rotary positions."""
+        c = self.config
+        if c.positions != "rotary":
+            return None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
+        return rotary.angles(positions, theta, factor)
 
     # ── the two passes ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,18 +291,18 @@ class GPT(nn.Module):
         all_signals: bool = False,
     ) -> ForwardState:
         """a_0 → a_10 of every piece. Saves each block's activations, or with `recompute` only its input."""
-        t = self.transformer
         if lowest is None:
             lowest = 0 if all_signals else self._lowest()
-        state = ForwardState(pieces, [], [], lowest, all_signals, record)
+        rotations = [self.rotation(piece.positions) for piece in pieces]
+        state = ForwardState(pieces, rotations, [], [], lowest, all_signals, record)
         for piece in pieces:
             record("a_0", piece.ids)
-        state.a_10.extend(embedding.forward(p.ids, p.positions, t.wte.weight, t.wpe.weight) for p in pieces)
+        state.a_10.extend(self.embeddings(p.ids, p.positions) for p in pieces)
         for i, block in enumerate(self.blocks):
             state.blocks.append([])
-            for j, piece in enumerate(pieces):
+            for j in range(len(pieces)):
                 a_1 = state.a_10[j]
-                state.a_10[j], saved = block.forward(a_1, self._pass(i, piece, state))
+                state.a_10[j], saved = block.forward(a_1, self._pass(i, j, state))
                 if i >= lowest:
                     state.blocks[i].append(a_1 if recompute else saved)
         return state
@@ -293,7 +312,6 @@ class GPT(nn.Module):
     ) -> float:
         """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that trains.
         Frees activations as it goes unless `once` is False."""
-        t = self.transformer
         if not state.pieces:
             finished = _with_zeros(finished)
         layers = iter(self.layers())
@@ -303,7 +321,7 @@ class GPT(nn.Module):
             trim_heap()  # the forward pass frees more than the head can use
         for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
             total, delta_10 = readout(
-                self.transformer.ln_f, self.lm_head, a_10, piece, 1 / n_targets, self._finite, state.record
+                self.final_norm, self.head, a_10, piece, 1 / n_targets, self._finite, state.record
             )
             value += total / n_targets
             deltas.append(delta_10)
@@ -311,8 +329,8 @@ class GPT(nn.Module):
             finished(next(layers))
         finished(next(layers))
         for i in reversed(range(state.lowest, len(self.blocks))):
-            for j, piece in enumerate(state.pieces):
-                run = self._pass(i, piece, state)
+            for j in range(len(state.pieces)):
+                run = self._pass(i, j, state)
                 saved = state.blocks[i].pop(0) if once else state.blocks[i][j]
                 if isinstance(saved, Tensor):
                     saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
@@ -321,13 +339,15 @@ class GPT(nn.Module):
             finished(next(layers))
         if self._embeddings_train():
             for piece, delta_1 in zip(state.pieces, deltas, strict=True):
-                t.wte.backward(delta_1, piece.ids)
-                t.wpe.backward(delta_1, piece.positions)
+                self.embed.backward(delta_1, piece.ids)
+                if self.has("positions"):
+                    self.positions.backward(delta_1, piece.positions)
         finished(self.layers()[-1])
         return value
 
-    def _pass(self, i: int, piece: Piece, state: ForwardState) -> Pass:
-        """The arguments of block i for a piece. The last block computes only the rows that have a target."""
+    def _pass(self, i: int, j: int, state: ForwardState) -> Pass:
+        """The arguments of block i for piece j. The last block computes only the rows that have a target."""
+        piece = state.pieces[j]
         last = i == len(self.blocks) - 1
         query_rows = piece.rows if last and len(piece.rows) < len(piece.ids) and not state.all_signals else None
         record = state.record
@@ -337,10 +357,15 @@ class GPT(nn.Module):
             state.all_signals or i > state.lowest or self._embeddings_train(),
             piece.dropout_seed,
             no_record if record is no_record else lambda name, value: record(f"blocks.{i}.{name}", value),
+            state.rotations[j],
         )
 
     def _embeddings_train(self) -> bool:
-        return self.transformer.wte.weight.requires_grad or self.transformer.wpe.weight.requires_grad
+        return any(table.weight.requires_grad for table in self.tables().values())
+
+    def tables(self) -> dict[str, Embedding]:
+        """The embeddings by the paper's names."""
+        return {"w_tok": self.embed, **({"w_pos": self.positions} if self.has("positions") else {})}
 
     def _lowest(self) -> int:
         """The first block that the backward pass has to visit."""
@@ -356,17 +381,17 @@ class GPT(nn.Module):
 
     def tie(self) -> None:
         """Make the logits layer the token embedding transposed, and discard the weight it had."""
-        head = self.lm_head.plain()
-        head.weight = self.transformer.wte.weight
+        head = self.head.plain()
+        head.weight = self.embed.weight
         head.weight.grad = None  # it was the gradient of the embedding alone
         self.config = replace(self.config, tied=True)
 
     def untie(self) -> None:
         """Give the logits layer a copy of the embedding as its own weight."""
         if self.config.tied:
-            head = self.lm_head.plain()
+            head = self.head.plain()
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-            self.transformer.wte.weight.grad = None  # it was the gradient of both
+            self.embed.weight.grad = None  # it was the gradient of both
             self.config = replace(self.config, tied=False)
 
     def _finite(self, a: Tensor) -> Tensor:

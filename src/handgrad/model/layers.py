@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..ops import embedding, layernorm, linear
+from ..ops import embedding, linear
 from .passes import PLAIN, Pass
 
 
@@ -32,8 +32,8 @@ class Affine(nn.Module, ABC):
         """a_{i−1} → a_i"""
 
     @abstractmethod
-    def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
-        """Δ_i → Δ_{i−1}"""
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+        """Δ_i → Δ_{i−1}, added to `into` if that is given: several layers may have the same input"""
 
     @abstractmethod
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
@@ -58,26 +58,53 @@ class Affine(nn.Module, ABC):
 
 
 class Linear(Affine):
-    """weight (f_in, f_out) as in the paper and in GPT-2's files; bias (f_out)"""
+    """weight (f_in, f_out) as in the paper and in GPT-2's files, or (f_out, f_in) if `stored` is "out_in", as in most
+    others; bias (f_out). A gradient has the orientation of its weight.
 
-    def __init__(self, f_in: int, f_out: int, bias: bool = True, device: torch.device | None = None):
+    parts    column widths of several layers side by side, by their letters: {"q": 768, "k": 768, "v": 768}
+    weight   a Parameter to share instead of one of its own: a tied head has the embedding's
+    """
+
+    def __init__(
+        self,
+        f_in: int,
+        f_out: int,
+        bias: bool = True,
+        device: torch.device | None = None,
+        *,
+        stored: str = "in_out",
+        parts: dict[str, int] | None = None,
+        weight: nn.Parameter | None = None,
+    ):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(f_in, f_out, device=device))
+        self.in_out = stored == "in_out"
+        shape = (f_in, f_out) if self.in_out else (f_out, f_in)
+        self.weight = nn.Parameter(torch.empty(shape, device=device)) if weight is None else weight
         self.bias = nn.Parameter(torch.empty(f_out, device=device)) if bias else None
+        self.parts = parts or {}
+        self.widths = list(self.parts.values()) or [f_out]  # columns of each part of the output
+
+    @property
+    def w(self) -> Tensor:
+        """(f_in, f_out), a view of the weight"""
+        return self.weight if self.in_out else self.weight.t()
 
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
-        return linear.forward(a, self.weight, self.added_bias())
+        return linear.forward(a, self.w, self.added_bias())
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
-        return linear.backward(delta, self.weight)
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+        return linear.backward(delta, self.w, into)
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
         self.accumulate_weight(delta, a)
         self.accumulate_bias(delta)
 
     def accumulate_weight(self, delta: Tensor, a: Tensor) -> None:
+        """(∂w)ᵗ = Δᵗ a where the weight is stored transposed. A tied weight's gradient is added to the embedding's own
+        (R9)."""
         if self.weight.requires_grad:
-            self.weight.grad = linear.grad_w(delta, a, self.weight.grad)
+            left, right = (delta, a) if self.in_out else (a, delta)
+            self.weight.grad = linear.grad_w(left, right, self.weight.grad)
 
     def accumulate_bias(self, delta: Tensor) -> None:
         if self.bias is not None and self.bias.requires_grad:
@@ -88,11 +115,11 @@ class Linear(Affine):
         return self.bias
 
     def effective_weight(self) -> Tensor:
-        return self.weight
+        return self.w
 
     def set_effective_weight(self, w: Tensor) -> None:
         """Copy w (f_in, f_out) into the weight, in whichever orientation it is stored."""
-        self.weight.copy_(w)
+        self.weight.copy_(w if self.in_out else w.t())
 
     def plain(self) -> "Linear":
         return self
@@ -100,90 +127,57 @@ class Linear(Affine):
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return {"w": self.weight, "b": self.bias}
 
+    def parts_of(self, letter: str, x: Tensor) -> dict[str, Tensor]:
+        """Cut the weight, its gradient (letter w; as (f_in, f_out)) or the bias (letter b) into the parts."""
+        if letter == "w" and not self.in_out:
+            x = x.t()
+        return dict(zip(self.parts, torch.split(x, self.widths, -1), strict=True))
+
 
 class QueryKeyValue(Linear):
-    """[w_q | w_k | w_v] side by side, of `queries`, `queries` and `values` columns, with the bias [b_q | b_k | b_v], or
-    [b_q | b_v] without `key_bias`: b_k changes nothing (19), so its gradient is exactly 0 (29)."""
+    """[w_q | w_k | w_v] side by side, with the bias [b_q | b_k | b_v], or [b_q | b_v] without `key_bias`: if queries and
+    keys are neither rotated nor normalized, b_k changes nothing (19), so its gradient is exactly 0 (29)."""
 
-    def __init__(self, d: int, queries: int, values: int, key_bias: bool, device: torch.device | None = None):
-        super().__init__(d, 2 * queries + values, device=device)
-        self.queries = queries
-        self.key_bias = key_bias
+    def __init__(
+        self,
+        d: int,
+        widths: dict[str, int],
+        bias: bool,
+        key_bias: bool,
+        key_bias_matters: bool,
+        device: torch.device | None = None,
+        *,
+        stored: str = "in_out",
+    ):
+        super().__init__(d, sum(widths.values()), bias, device, stored=stored, parts=widths)
+        self.key_bias, self.key_bias_matters = key_bias, key_bias_matters
         if not key_bias:
-            self.bias = nn.Parameter(torch.empty(queries + values, device=device))
+            self.bias = nn.Parameter(torch.empty(widths["q"] + widths["v"], device=device))
 
     def added_bias(self) -> Tensor | None:
         b: Tensor | None = self.bias
         if b is not None and not self.key_bias:
-            b = torch.cat([b[: self.queries], b.new_zeros(self.queries), b[self.queries :]])
+            q, k, _ = self.widths
+            b = torch.cat([b[:q], b.new_zeros(k), b[q:]])
         return b
 
     def accumulate_bias(self, delta: Tensor) -> None:
-        if self.bias is not None and self.bias.requires_grad:
+        if self.key_bias_matters:
+            super().accumulate_bias(delta)
+        elif self.bias is not None and self.bias.requires_grad:
             sums = delta.sum(0)  # (24), (32.a)
+            q, k, _ = self.widths
             if self.key_bias:
-                sums[self.queries : 2 * self.queries] = 0  # (32.b); what is summed there is rounding (R32)
+                sums[q : q + k] = 0  # (32.b); what is summed there is rounding (R32)
             else:
-                sums = torch.cat([sums[: self.queries], sums[2 * self.queries :]])
+                sums = torch.cat([sums[:q], sums[q + k :]])
             self.bias.grad = sums if self.bias.grad is None else self.bias.grad.add_(sums)
 
-
-class Head(Linear):
-    """The logits layer. weight (V, d) is w_11ᵗ: the orientation of the token embedding, to which it may be tied."""
-
-    def __init__(self, weight: nn.Parameter, bias: bool, device: torch.device | None = None):
-        nn.Module.__init__(self)
-        self.weight = weight
-        self.bias = nn.Parameter(torch.empty(weight.shape[0], device=device)) if bias else None
-
-    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
-        return linear.forward(a, self.weight.t(), self.bias)
-
-    def backward(self, delta: Tensor, run: Pass = PLAIN) -> Tensor:
-        """Δ_12 → Δ_11"""
-        return linear.backward(delta, self.weight.t())
-
-    def accumulate_weight(self, delta: Tensor, a: Tensor) -> None:
-        """A tied weight's gradient is added to the embedding's own (R9)."""
-        if self.weight.requires_grad:
-            self.weight.grad = linear.grad_w(a, delta, self.weight.grad)  # (∂w_11)ᵗ = Δ_12ᵗ a_11
-
-    def effective_weight(self) -> Tensor:
-        return self.weight.t()
-
-    def set_effective_weight(self, w: Tensor) -> None:
-        self.weight.copy_(w.t())
-
-
-class LayerNorm(nn.Module):
-    """weight and bias (d)"""
-
-    def __init__(self, d: int, eps: float, device: torch.device | None = None):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d, device=device))
-        self.bias = nn.Parameter(torch.empty(d, device=device))
-
-    def forward(self, a: Tensor) -> tuple[Tensor, layernorm.Saved]:
-        return layernorm.forward(a, self.weight, self.bias, self.eps)
-
-    def rebuild_output(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:
-        """ā and the output, from the saved statistics"""
-        a_bar = layernorm.normalized(saved)
-        return a_bar, layernorm.affine(a_bar, self.weight, self.bias)
-
-    def backward(self, delta: Tensor, a_bar: Tensor, inv_sigma: Tensor) -> Tensor:
-        if self.weight.requires_grad:
-            self.weight.grad = layernorm.grad_w(delta, a_bar, self.weight.grad)
-        if self.bias.requires_grad:
-            self.bias.grad = layernorm.grad_b(delta, self.bias.grad)
-        return layernorm.backward(delta, a_bar, inv_sigma, self.weight)
-
-    def trains(self) -> bool:
-        return self.weight.requires_grad or self.bias.requires_grad
-
-    def named_symbols(self) -> dict[str, nn.Parameter | None]:
-        return {"w": self.weight, "b": self.bias}
+    def parts_of(self, letter: str, x: Tensor) -> dict[str, Tensor]:
+        if letter == "b" and not self.key_bias:
+            q, v = x[: self.parts["q"]], x[self.parts["q"] :]
+            return {"q": q, "v": v}
+        return super().parts_of(letter, x)
 
 
 class Embedding(nn.Module):

@@ -1,21 +1,27 @@
-"""Names of layers and parameters in a model: transformer.h.3.attn.c_attn.weight, lm_head. Does not import torch."""
+"""Names of layers and parameters in any family: transformer.h.3.attn.c_attn, model.layers.3.self_attn.q_proj. Does not
+import torch."""
 
-BLOCKS = "transformer.h."
+import re
 
-
-def in_block(block: int | str, layer: str) -> str:
-    """3, attn.c_attn → transformer.h.3.attn.c_attn"""
-    return f"{BLOCKS}{block}.{layer}"
+_IN_BLOCK = re.compile(r"(.*?\.)(\d+)\.(.*)")  # what precedes the number, the number, what follows
 
 
 def block_of(name: str) -> int | None:
     """The number of the block that a layer or parameter belongs to."""
-    return int(name.removeprefix(BLOCKS).partition(".")[0]) if name.startswith(BLOCKS) else None
+    found = _IN_BLOCK.fullmatch(name)
+    return int(found[2]) if found else None
 
 
 def without_block(name: str) -> str:
     """transformer.h.3.attn.c_attn → attn.c_attn; a name outside the blocks stays."""
-    return name.removeprefix(BLOCKS).partition(".")[2] if name.startswith(BLOCKS) else name
+    found = _IN_BLOCK.fullmatch(name)
+    return found[3] if found else name
+
+
+def any_block(name: str) -> str:
+    """transformer.h.3.attn.c_attn → transformer.h.*.attn.c_attn"""
+    found = _IN_BLOCK.fullmatch(name)
+    return f"{found[1]}*.{found[3]}" if found else name
 
 
 def part_of(name: str) -> str:
@@ -23,4 +29,4 @@ def part_of(name: str) -> str:
     block = block_of(name)
     if block is not None:
         return f"block {block}"
-    return "final norm" if ".ln_f." in f"{name}." else "embeddings and head"
+    return "final norm" if re.search(r"\bln_f\b|norm", name) else "embeddings and head"

@@ -1,17 +1,24 @@
 """`Pass`: the arguments of a block besides its input, the same in the forward and in the backward pass."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..ops.attention import Spans
+from ..ops.attention import Saved, Spans
 
 Record = Callable[[str, Tensor], None]  # called with the paper's name of a tensor and the tensor
 
 
 def no_record(name: str, value: Tensor) -> None:
     """Default recorder: do nothing."""
+
+
+class BlockCache(Protocol):
+    """The keys and values of one block that generation stores."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Saved:
+        """Append the keys and values of new tokens, and return the heads' output for their queries."""
 
 
 class Pass(NamedTuple):
@@ -22,10 +29,22 @@ class Pass(NamedTuple):
     input_signal: bool = True  # False in the lowest trained block: Δ_1 is not needed
     dropout_seed: int | None = None  # of the adapters' dropout; None: no dropout
     record: Record = no_record
+    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
+    cache: BlockCache | None = None  # generation: earlier keys and values
 
     @property
     def recording(self) -> bool:
         return self.record is not no_record
+
+    def key_rotation(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the keys' positions."""
+        assert self.rotation is not None
+        return self.rotation
+
+    def query_rotation(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the queries' positions."""
+        cos, sin = self.key_rotation()
+        return (cos, sin) if self.query_rows is None else (cos[self.query_rows], sin[self.query_rows])
 
 
 PLAIN = Pass()  # no dropout, no recorder

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..ops import loss
 from .batch import Piece
-from .layers import Affine, LayerNorm
+from .layers import Affine
+from .norms import Norm
 from .passes import PLAIN, Record, no_record
 
 LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
@@ -27,14 +28,14 @@ def rows_at_once(n_vocab: int, head_trains: bool) -> int:
 
 def row_groups(n: int, head: Affine) -> list[slice]:
     """n rows in groups of equal size, at most `rows_at_once` each."""
-    n_vocab = head.plain().weight.shape[0]
+    n_vocab = head.plain().w.shape[1]
     most = rows_at_once(n_vocab, any(p.requires_grad for p in head.parameters()))
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
 def readout(
-    ln_f: LayerNorm,
+    norm: Norm,
     head: Affine,
     a_10: Tensor,
     piece: Piece,
@@ -45,7 +46,7 @@ def readout(
     """a_10 → the summed loss of the piece and Δ_10; gradients are added into `.grad`. Δ_12 is multiplied by `weight`,
     1/(number of targets)."""
     recording = record is not no_record
-    a_11, norm_10 = ln_f.forward(a_10)
+    a_11, norm_10 = norm.forward(a_10)
     every_row = len(a_10) == len(piece.rows)  # rows without a target come here only if all signals are wanted
     with_target = a_11 if every_row else a_11[piece.rows]
     delta_11 = torch.empty_like(with_target)
@@ -67,14 +68,15 @@ def readout(
         del a_12, delta_12  # before the next logits are allocated
     if not every_row:
         delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
-    a_bar_10, _ = ln_f.rebuild_output(norm_10)
+    a_bar_10, _ = norm.rebuild_output(norm_10)
     if recording:
         a_12 = torch.cat(logits) if every_row else head.forward(a_11)
         delta_12 = torch.cat(deltas)
         if not every_row:
             delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
-        named = {"a_bar_10": a_bar_10, "sigma_10": 1 / norm_10.inv_sigma, "a_11": a_11, "a_12": a_12}
+        statistics = {f"{name}_10": x for name, x in norm.statistics(norm_10).items()}
+        named = {**statistics, "a_11": a_11, "a_12": a_12}
         named |= {"y_pred": torch.softmax(a_12, 1), "delta_12": delta_12, "delta_11": delta_11}
         for name, x in named.items():
             record(name, x)
-    return total, ln_f.backward(delta_11, a_bar_10, norm_10.inv_sigma)
+    return total, norm.backward(delta_11, a_bar_10, norm_10)

@@ -9,11 +9,11 @@ Rows are tokens, all sequences end to end; maps between tokens are (heads, n, n)
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
-import torch
 from torch import Tensor
 
 from .gpt import GPT
-from .layers import Affine, LayerNorm
+from .layers import Affine
+from .norms import Norm
 from .trace_html import trace_html
 
 
@@ -64,33 +64,26 @@ def gradients(model: GPT) -> dict[str, Tensor]:
     """Every parameter's `.grad` under the paper's name; w_q, w_k and w_v hold all heads side by side."""
     named: dict[str, Tensor] = {}
 
-    def keep(name: str, p: Tensor | None) -> None:
-        if p is not None and p.grad is not None:
-            named[name] = p.grad
+    def keep(prefix: str, number: str, layer: Affine | Norm) -> None:
+        for letter, p in layer.named_symbols().items():
+            if p is None or p.grad is None:
+                continue
+            plain = layer.plain() if isinstance(layer, Affine) else None
+            if plain is not None and plain.parts and letter in "wb":
+                for part, grad in plain.parts_of(letter, p.grad).items():
+                    named[f"{prefix}grad_{letter}_{part}"] = grad
+            else:
+                turned = plain is not None and letter == "w" and not plain.in_out
+                named[f"{prefix}grad_{letter}_{number}"] = p.grad.t() if turned else p.grad
 
-    def keep_layer(prefix: str, number: int, layer: Affine | LayerNorm) -> None:
-        for symbol, p in layer.named_symbols().items():
-            keep(f"{prefix}grad_{symbol}_{number}", p)
-
-    t = model.transformer
-    keep("grad_w_tok", t.wte.weight)
-    keep("grad_w_pos", t.wpe.weight)
+    for name, table in model.tables().items():
+        if table.weight.grad is not None:
+            named[f"grad_{name}"] = table.weight.grad
     for i, block in enumerate(model.blocks):
-        prefix = f"blocks.{i}."
-        keep_layer(prefix, 1, block.ln_1)
-        keep_layer(prefix, 2, block.attn.c_attn)
-        for kind in "wb":
-            if (fused := named.pop(f"{prefix}grad_{kind}_2", None)) is not None:
-                keys = model.config.key_bias or kind == "w"
-                widths = [block.attn.queries, *([block.attn.queries] if keys else []), block.attn.values]
-                for letter, part in zip("qkv" if keys else "qv", torch.split(fused, widths, -1), strict=True):
-                    named[f"{prefix}grad_{kind}_{letter}"] = part
-        keep_layer(prefix, 3, block.attn.c_proj)
-        keep_layer(prefix, 5, block.ln_2)
-        keep_layer(prefix, 6, block.mlp.c_fc)
-        keep_layer(prefix, 8, block.mlp.c_proj)
-    keep_layer("", 10, t.ln_f)
-    keep_layer("", 11, model.lm_head)
-    if (transposed := named.pop("grad_w_11", None)) is not None and not model.config.tied:
-        named["grad_w_11"] = transposed.t()
+        for number, layer in block.numbered().items():
+            keep(f"blocks.{i}.", number, layer)
+    keep("", "10", model.final_norm)
+    keep("", "11", model.head)
+    if model.config.tied:
+        named.pop("grad_w_11", None)  # it is grad_w_tok
     return named

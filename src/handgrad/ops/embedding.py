@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 
-def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor) -> Tensor:
-    """a_1 = ohe(a_0) w_tok + ohe(positions) w_pos, which is a look-up   (2)"""
-    return w_tok.index_select(0, ids).add_(w_pos.index_select(0, positions))
+def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor | None = None) -> Tensor:
+    """a_1 = ohe(a_0) w_tok + ohe(positions) w_pos, which is a look-up   (2); without w_pos only its first part"""
+    a_1 = w_tok.index_select(0, ids)
+    return a_1 if w_pos is None else a_1.add_(w_pos.index_select(0, positions))
 
 
 def grad_w(delta: Tensor, ids: Tensor, w: Tensor, into: Tensor | None) -> Tensor:

@@ -12,9 +12,9 @@ def forward(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.mm(a, w) if b is None else torch.addmm(b, a, w)
 
 
-def backward(delta: Tensor, w: Tensor) -> Tensor:
-    """Δ_{i−1} = Δ_i wᵗ"""
-    return torch.mm(delta, w.t())
+def backward(delta: Tensor, w: Tensor, into: Tensor | None = None) -> Tensor:
+    """Δ_{i−1} = Δ_i wᵗ, or Δ_{i−1} += Δ_i wᵗ"""
+    return torch.mm(delta, w.t()) if into is None else into.addmm_(delta, w.t())
 
 
 def grad_w(delta: Tensor, a: Tensor, into: Tensor | None) -> Tensor:

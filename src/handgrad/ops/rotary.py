@@ -7,32 +7,13 @@ that only results are rounded.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from .rope_scaling import ROPE_TYPES, UNSCALED, Scaling
+
 ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
-
-
-class Scaling(NamedTuple):
-    """How the frequencies are changed for a longer context, under the names of Hugging Face's `rope_parameters`."""
-
-    rope_type: str = "default"
-    factor: float = 1.0  # of the context; all types but default
-    original_max_position_embeddings: int | None = None  # llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float | None = None  # yarn, 32 if None
-    beta_slow: float | None = None  # 1 if None
-    attention_factor: float | None = None  # m; None: computed from factor
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-UNSCALED = Scaling()
 
 
 def frequencies(

@@ -12,7 +12,7 @@ from .. import adapters
 from ..adapters import peft
 from ..errors import HandgradError
 from ..formats.models import Found
-from ..model.config import GPTConfig, preset
+from ..model.config import ModelConfig, preset
 from .flop import Work, flop
 from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary
 from .parameters import Ranks, linear_shapes, parameters, target_of, target_ranks
@@ -22,7 +22,7 @@ from .parameters import Ranks, linear_shapes, parameters, target_of, target_rank
 class Plan:
     """The cost of one training step on `batch` sequences of `tokens` tokens."""
 
-    config: GPTConfig
+    config: ModelConfig
     batch: int
     tokens: int
     dtype: str
@@ -61,7 +61,7 @@ class Plan:
 
 
 def make_plan(
-    config: GPTConfig,
+    config: ModelConfig,
     batch: int = 1,
     tokens: int | None = None,
     dtype: str = "float32",

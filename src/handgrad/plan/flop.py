@@ -7,8 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..model.config import GPTConfig
-from ..model.names import block_of, in_block
+from ..model.config import ModelConfig
+from ..model.names import block_of
 from .parameters import Ranks, linear_shapes, target_of
 
 
@@ -42,7 +42,7 @@ class Work:
         return Work(len(length), int(has_target.sum()), int(seen.sum()), int(seen[has_target].sum()))
 
 
-def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -> tuple[int, int]:
+def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none") -> tuple[int, int]:
     """FLOP of the forward and of the backward pass. Skipped work is not counted: weight gradients of frozen layers, the
     backward pass below the lowest trainable layer, and rows without a target in the last block. What adapters compute
     twice to save memory counts once."""
@@ -77,7 +77,7 @@ def flop(config: GPTConfig, work: Work, ranks: Ranks, recompute: str = "none") -
         backward += blocks(visited, 0) + head
     elif visited:
         # no layer below the lowest c_attn needs its error signal
-        backward -= work.tokens * (full + ranks.get(in_block(lowest, "attn.c_attn"), 0) * c.d_model)
+        backward -= work.tokens * (full + ranks.get(f"{c.table.names['blocks']}.{lowest}.attn.c_attn", 0) * c.d_model)
     if recompute == "blocks":
         backward += blocks(visited, scores) + of_blocks
     return 2 * forward, 2 * backward

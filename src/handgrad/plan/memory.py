@@ -1,7 +1,7 @@
 """Bytes of a training step: the tensors that exist at its peak, counted from the configuration."""
 
 from ..model.batch import TOKENS_AT_ONCE
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.readout import rows_at_once
 from .parameters import parameters
 
@@ -9,7 +9,7 @@ WORKSPACE = 50_000_000  # bytes that the matmul library keeps allocated once it 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 
 
-def saved_per_token(config: GPTConfig) -> int:
+def saved_per_token(config: ModelConfig) -> int:
     """Numbers that a block saves per token: a_1 and a_5 with two statistics each, q, k, v, a_3, the log-sum-exp, a_7."""
     c = config
     heads = c.n_heads * (2 * c.query_width + 2 * c.value_width + 1)
@@ -21,7 +21,7 @@ def tokens_per_piece(batch: int, tokens: int) -> int:
     return min(batch, max(1, TOKENS_AT_ONCE // tokens)) * tokens
 
 
-def saved(config: GPTConfig, batch: int, tokens: int, recompute: str) -> int:
+def saved(config: ModelConfig, batch: int, tokens: int, recompute: str) -> int:
     """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
     for the batch, and what one block saves for one piece."""
     piece = tokens_per_piece(batch, tokens)
@@ -30,7 +30,7 @@ def saved(config: GPTConfig, batch: int, tokens: int, recompute: str) -> int:
     return piece * saved_per_token(config) * config.n_blocks
 
 
-def temporary(config: GPTConfig, batch: int, tokens: int, head_trains: bool) -> int:
+def temporary(config: ModelConfig, batch: int, tokens: int, head_trains: bool) -> int:
     """Numbers in temporary buffers at the peak: the logits of some rows, or a block's feed-forward in the backward pass
     (a_8, the slope, Δ_8 or Δ_7), whichever is more, and a few copies of the residual stream."""
     piece = tokens_per_piece(batch, tokens)
@@ -38,7 +38,7 @@ def temporary(config: GPTConfig, batch: int, tokens: int, head_trains: bool) -> 
     return max(rows * config.n_vocab, piece * 3 * config.hidden_width) + 4 * piece * config.d_model
 
 
-def largest_layer(config: GPTConfig) -> int:
+def largest_layer(config: ModelConfig) -> int:
     """Numbers in the gradients that exist at once when each layer is updated inside the backward pass. The gradient of a
     tied embedding exists from the first block to the last."""
     of = {

@@ -7,9 +7,9 @@ from math import prod
 from .. import adapters
 from ..adapters.patterns import split_names
 from ..errors import HandgradError
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.names import in_block, without_block
+from ..model.names import without_block
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Parameter:
         return prod(self.shape)
 
 
-def parameters(config: GPTConfig) -> list[Parameter]:
+def parameters(config: ModelConfig) -> list[Parameter]:
     """All tensors, those of a block listed once; the fused c_attn is listed as q, k and v."""
     c, d = config, config.d_model
     queries, values, hidden = c.n_heads * c.query_width, c.n_heads * c.value_width, c.hidden_width
@@ -78,7 +78,7 @@ LORA_TARGETS = {
 }
 
 
-def linear_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(f_in, f_out) of every layer that can have an adapter."""
     c, d = config, config.d_model
     queries, values = c.n_heads * c.query_width, c.n_heads * c.value_width
@@ -109,7 +109,7 @@ def lora_targets(targets: str) -> tuple[str, ...]:
     return chosen
 
 
-def lora_parameters(config: GPTConfig, rank: int, targets: tuple[str, ...]) -> int:
+def lora_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
     """Number of parameters: r (f_in + f_out) for each target, in every block; lm_head once"""
     shapes = linear_shapes(config)
     return sum(rank * sum(shapes[t]) * (1 if t == "lm_head" else config.n_blocks) for t in targets)
@@ -118,12 +118,14 @@ def lora_parameters(config: GPTConfig, rank: int, targets: tuple[str, ...]) -> i
 Ranks = Mapping[str, int]  # rank of the adapter by layer name; empty: all weights train
 
 
-def target_ranks(config: GPTConfig, rank: int, targets: str | Sequence[str]) -> Ranks:
+def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -> Ranks:
     """The rank for every layer that `targets` names, as in `adapters.choose`, or with separate adapters for q, k and v."""
     names = split_names([targets] if isinstance(targets, str) else targets)
     if {"paper", "q", "k", "v"} & set(names):
         chosen = lora_targets(",".join(names))
-        blocks = (in_block(i, t) for i in range(config.n_blocks) for t in chosen if t != "lm_head")
+        blocks = (
+            f"{config.table.names['blocks']}.{i}.{t}" for i in range(config.n_blocks) for t in chosen if t != "lm_head"
+        )
         return dict.fromkeys([*blocks, *(["lm_head"] if "lm_head" in chosen else [])], rank)
     return dict.fromkeys(adapters.choose(GPT(config, device="meta"), names), rank)
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,58 +12,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters.injection import adapters_of
 from ..adapters.lora import LoRA
-from ..errors import HandgradError
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers import Affine
-from ..paper.attention import Head
-from ..paper.transformer import Block, Network, Options
-
-
-def options_of(config: GPTConfig) -> Options:
-    return Options(config.activation, config.eps, config.causal)
-
-
-def network_of(model: GPT) -> Network:
-    """The model's parameters in the paper's form, head by head: views and sums of the model's tensors."""
-
-    def weight_and_bias(layer: Affine) -> tuple[Tensor, Tensor]:
-        bias = layer.plain().bias
-        if bias is None:
-            raise HandgradError("cannot verify a block whose linear layers have no bias: give every Linear a bias")
-        return layer.effective_weight(), bias
-
-    def heads(layer: Affine) -> list[Head]:
-        h, d_rho, d_h = model.config.n_heads, model.config.query_width, model.config.value_width
-        widths = [h * d_rho, h * d_rho, h * d_h]
-        weight, bias = weight_and_bias(layer)
-        w = [x.chunk(h, 1) for x in torch.split(weight, widths, 1)]
-        if model.config.key_bias:
-            b = [x.chunk(h) for x in torch.split(bias, widths)]
-        else:
-            b = [x.chunk(h) for x in torch.split(bias, [h * d_rho, h * d_h])]
-            b.insert(1, (None,) * h)  # type: ignore[arg-type]
-        return [Head(w[0][i], b[0][i], w[1][i], b[1][i], w[2][i], b[2][i]) for i in range(h)]
-
-    t = model.transformer
-    blocks = []
-    for block in model.blocks:
-        w_3, b_3 = weight_and_bias(block.attn.c_proj)
-        w_6, b_6 = weight_and_bias(block.mlp.c_fc)
-        w_8, b_8 = weight_and_bias(block.mlp.c_proj)
-        blocks.append(
-            Block(
-                block.ln_1.weight, block.ln_1.bias, heads(block.attn.c_attn), w_3, b_3,
-                block.ln_2.weight, block.ln_2.bias, w_6, b_6, w_8, b_8,
-            )
-        )  # fmt: skip
-    tied = model.config.tied and not model.lm_head.adapted
-    w_11 = None if tied else model.lm_head.effective_weight()
-    b_11 = model.lm_head.plain().bias
-    return Network(t.wte.weight, t.wpe.weight, blocks, t.ln_f.weight, t.ln_f.bias, w_11, b_11)
-
+from ..model.norms import Norm
+from ..ops import rotary
+from ..paper.transformer import Network, Options
 
 Hook = Callable[[str, Tensor], Tensor]
+Pair = tuple[Tensor, Tensor | None]  # weight (f_in, f_out) and bias
+Weights = dict[str, Any]  # pairs by the paper's number or letter; for q, k and v a list of pairs, one per head
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -71,41 +29,146 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
+GATES = {**ACTIVATIONS, "silu": F.silu}
 
 
-def reference_loss(p: Network, o: Options, ids: Tensor, targets: Tensor, hook: Hook) -> Tensor:
+class Choices(NamedTuple):
+    """What the reference has to know besides the weights."""
+
+    g: str
+    eps: float
+    causal: bool
+    norm: str = "layer"
+    gated: bool = False
+    theta: Tensor | None = None  # (d_ρ/2) frequencies of rotary positions
+    factor: float = 1.0  # the attention factor of rotary positions
+    rotated: tuple[bool, ...] = ()  # per block
+    windows: tuple[int | None, ...] = ()  # per block
+
+
+def choices_of(config: ModelConfig) -> Choices:
+    """The choices of a model."""
+    theta, factor = None, 1.0
+    if config.positions == "rotary":
+        theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
+    blocks = range(config.n_blocks)
+    return Choices(
+        config.activation, config.eps, config.causal, config.norm, config.gated, theta, factor,
+        tuple(map(config.rotated_block, blocks)), tuple(map(config.window_of, blocks)),
+    )  # fmt: skip
+
+
+def weights_of(model: GPT) -> tuple[Weights, list[Weights]]:
+    """The model's parameters outside the blocks and of every block: views and sums of the model's tensors."""
+    outside: Weights = {name: (table.weight, None) for name, table in model.tables().items()}
+    outside |= {"10": _pair(model.final_norm), "11": _pair(model.head)}
+    blocks = []
+    for block in model.blocks:
+        pairs: Weights = {}
+        for number, layer in block.numbered().items():
+            w, b = _pair(layer)
+            parts = layer.plain().parts if isinstance(layer, Affine) else {}
+            if parts:
+                widths = list(parts.values())
+                biases = [None] * len(widths) if b is None else torch.split(b, widths)
+                pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
+            else:
+                pairs[number] = (w, b)
+        for letter, heads in (("q", model.config.n_heads), ("k", model.config.kv_heads), ("v", model.config.kv_heads)):
+            w, b = pairs[letter]
+            biases = [None] * heads if b is None else b.chunk(heads)
+            pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
+        blocks.append(pairs)
+    return outside, blocks
+
+
+def _pair(layer: Affine | Norm) -> Pair:
+    if isinstance(layer, Affine):
+        return layer.effective_weight(), layer.plain().added_bias()
+    return layer.weight, getattr(layer, "bias", None)
+
+
+def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
+    """The same of a network in the paper's form."""
+    w_11 = p.w_tok.T if p.w_11 is None else p.w_11
+    outside: Weights = {"w_tok": (p.w_tok, None), "w_pos": (p.w_pos, None), "10": (p.w_10, p.b_10)}
+    outside |= {"11": (w_11, p.b_11), "adapter": p.adapter}
+    blocks: list[Weights] = []
+    for block in p.blocks:
+        pairs: Weights = {n: (getattr(block, f"w_{n}"), getattr(block, f"b_{n}")) for n in "13568"}
+        for letter in "qkv":
+            pairs[letter] = [(getattr(head, f"w_{letter}"), getattr(head, f"b_{letter}")) for head in block.heads]
+        blocks.append(pairs)
+    return outside, blocks
+
+
+def reference_loss(
+    weights: tuple[Weights, list[Weights]], c: Choices, ids: Tensor, targets: Tensor, hook: Hook
+) -> Tensor:
     """The loss of one sequence, summed over its targets, with torch's own functions. Every intermediate is replaced by
     hook(name of its Δ, intermediate), which may record or change it."""
+    outside, blocks = weights
     n = len(ids)
-    future = torch.ones(n, n, dtype=torch.bool, device=ids.device).triu(1)
-    a = F.embedding(ids, p.w_tok) + p.w_pos[:n]
-    for i, block in enumerate(p.blocks):
+
+    def affine(a: Tensor, pair: Pair) -> Tensor:
+        w, b = pair
+        return a @ w if b is None else a @ w + b
+
+    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
+        w, b = pair
+        return F.layer_norm(a, w.shape, w, b, c.eps) if kind == "layer" else F.rms_norm(a, w.shape, w, c.eps)
+
+    def rotate(x: Tensor) -> Tensor:
+        """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
+        assert c.theta is not None
+        angle = torch.arange(n, dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
+        turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
+        return torch.cat([turned.real, turned.imag], 1)
+
+    a = F.embedding(ids, outside["w_tok"][0])
+    if "w_pos" in outside:
+        a = a + outside["w_pos"][0][:n]
+    for i, block in enumerate(blocks):
 
         def at(name: str, x: Tensor, i: int = i) -> Tensor:
             return hook(f"blocks.{i}.delta_{name}", x)
 
         a_1 = at("1", a)
-        a_2 = at("2", F.layer_norm(a_1, block.w_1.shape, block.w_1, block.b_1, o.eps))
-        q = [a_2 @ head.w_q + head.b_q for head in block.heads]
-        k = [a_2 @ head.w_k + (0 if head.b_k is None else head.b_k) for head in block.heads]
-        v = [a_2 @ head.w_v + head.b_v for head in block.heads]
-        raw = at("raw", torch.stack([x @ y.T for x, y in zip(q, k, strict=True)]))
+        a_2 = at("2", norm(a_1, block["1"]))
+        q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
+        if "q_norm" in block:
+            q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
+        if c.rotated and c.rotated[i]:
+            q, k = ([rotate(x) for x in heads] for heads in (q, k))
+        group = len(q) // len(k)  # queries that share a key and a value
+        raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
         scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-        rho = F.softmax(scaled.masked_fill(future, -math.inf) if o.causal else scaled, -1)
-        a_3 = at("3", torch.cat([r @ x for r, x in zip(rho, v, strict=True)], 1))
-        a_4 = at("4", a_3 @ block.w_3 + block.b_3)
+        rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, ids.device), -math.inf), -1)
+        a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
+        a_4 = at("4", affine(a_3, block["3"]))
         a_5 = at("5", a_1 + a_4)
-        a_6 = at("6", F.layer_norm(a_5, block.w_5.shape, block.w_5, block.b_5, o.eps))
-        a_7 = at("7", a_6 @ block.w_6 + block.b_6)
-        a_8 = at("8", ACTIVATIONS[o.g](a_7))
-        a_9 = at("9", a_8 @ block.w_8 + block.b_8)
+        a_6 = at("6", norm(a_5, block["5"]))
+        if c.gated:
+            gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
+            a_8 = at("8", GATES[c.g](gate) * up)
+        else:
+            a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
+        a_9 = at("9", affine(a_8, block["8"]))
         a = at("10", a_5 + a_9)
-    a_11 = hook("delta_11", F.layer_norm(a, p.w_10.shape, p.w_10, p.b_10, o.eps))
-    logits = a_11 @ (p.w_tok.T if p.w_11 is None else p.w_11)
-    if p.adapter is not None:
-        logits = logits + p.adapter.scale * (a_11 @ p.adapter.d_11 @ p.adapter.u_11)
-    a_12 = hook("delta_12", logits if p.b_11 is None else logits + p.b_11)
-    return F.cross_entropy(a_12, targets, reduction="sum")  # torch ignores −100 too
+    a_11 = hook("delta_11", norm(a, outside["10"]))
+    logits = affine(a_11, outside["11"])
+    if outside.get("adapter") is not None:
+        d_11, u_11, scale = outside["adapter"]
+        logits = logits + scale * (a_11 @ d_11 @ u_11)
+    return F.cross_entropy(hook("delta_12", logits), targets, reduction="sum")  # torch ignores −100 too
+
+
+def _hidden(n: int, c: Choices, i: int, device: torch.device) -> Tensor:
+    """True where a query must not see a key."""
+    everything = torch.ones(n, n, dtype=torch.bool, device=device)
+    hidden = everything.triu(1) if c.causal else ~everything
+    window = c.windows[i] if c.windows else None
+    return hidden if window is None else hidden | everything.tril(-window)
 
 
 class Reference(NamedTuple):
@@ -128,7 +191,8 @@ def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> t
         return x
 
     with torch.enable_grad():
-        loss = reference_loss(tree_unflatten(leaves, shape), o, ids, targets, visit)
+        network = weights_of_network(tree_unflatten(leaves, shape))
+        loss = reference_loss(network, Choices(*o), ids, targets, visit)
         parameters = [x for x in leaves if isinstance(x, Tensor)]
         wanted = [*seen.values(), *parameters]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -152,7 +216,7 @@ class ReferenceModel:
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss. `visit(start, name, x)` replaces each intermediate of the sequence that begins in row `start`."""
-        network, options = network_of(self.model), options_of(self.model.config)
+        weights, choices = weights_of(self.model), choices_of(self.model.config)
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
             rows = slice(start, start + n)
@@ -161,7 +225,7 @@ class ReferenceModel:
                 self.pause()
                 return visit(start, name, x)
 
-            total = total + reference_loss(network, options, self.ids[rows], self.targets[rows], hook)
+            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook)
         return total / self.n_targets
 
     def differentiate(self) -> Reference:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..adapters.injection import adapters_of
 from ..checks import check_integer
 from ..errors import HandgradError, NonFiniteError
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.names import BLOCKS, block_of
+from ..model.names import block_of
 from ..tolerances import (
     DIFFERENCE_FLOOR,
     ENTRY_FLOOR,
@@ -109,13 +109,14 @@ def verify(
     return report
 
 
-def signal_names(config: GPTConfig) -> list[str]:
+def signal_names(config: ModelConfig) -> list[str]:
     """Every error signal of a model of this shape, from the lowest block's Δ_1 to Δ_12."""
-    parts = (1, 2, "raw", "causal", 3, 4, 5, 6, 7, 8, 9, 10)
+    expanded = ("gate", "up") if config.gated else (7,)
+    parts = (1, 2, "raw", "causal", 3, 4, 5, 6, *expanded, 8, 9, 10)
     return [*(f"blocks.{i}.delta_{part}" for i in range(config.n_blocks) for part in parts), "delta_11", "delta_12"]
 
 
-def activation_names(config: GPTConfig) -> list[str]:
+def activation_names(config: ModelConfig) -> list[str]:
     """Every activation that has an error signal, except the scores, which are not stored: ρ is rebuilt from them."""
     signals = signal_names(config)
     return [name.replace("delta_", "a_") for name in signals if not name.endswith(("_raw", "_causal"))]
@@ -186,7 +187,7 @@ def _probes(reference: ReferenceModel, ours: dict[str, Tensor], grads: dict[str,
     groups: dict[str, list[str]] = {}
     for name in grads:
         block = block_of(name)
-        layer = name.rpartition(".")[0] if block is None else f"{BLOCKS}{block}"
+        layer = name.rpartition(".")[0] if block is None else name.partition(f".{block}.")[0] + f".{block}"
         groups.setdefault(name if _small(model) else layer, []).append(name)
     return probes | _parameter_probes(model, groups, grads, reference.plain_loss)
 
@@ -243,7 +244,7 @@ def loss_of(members: list[nn.Parameter], loss: Callable[[], float]) -> Callable[
     return f
 
 
-def difference_steps(config: GPTConfig) -> tuple[tuple[float, ...], float]:
+def difference_steps(config: ModelConfig) -> tuple[tuple[float, ...], float]:
     """Step sizes for finite differences, and their tolerance."""
     if config.activation == "relu":  # a large step would cross the kinks
         return (1e-6,), RELU_DIFFERENCE_TOLERANCE

@@ -15,7 +15,7 @@ from .. import adapters, optim
 from ..errors import HandgradError
 from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
-from ..model.config import GPTConfig
+from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..optim import OptimizerInBackward
 from ..plan.flop import Work, flop
@@ -125,7 +125,7 @@ def make_job(
     return job
 
 
-def check_vocabulary(tokenizer: Tokenizer, config: GPTConfig) -> None:
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raise if the tokenizer has ids that the model lacks, before data is read."""
     if tokenizer.n_vocab > config.n_vocab:
         raise HandgradError(

@@ -12,7 +12,7 @@ from ..formats.huggingface import load, load_config
 from ..formats.models import find_model
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
-from ..model.config import GPTConfig, preset
+from ..model.config import ModelConfig, preset
 from ..model.gpt import GPT
 from ..text import batches, corpus, tokenizer
 from ..text.batches import Windows
@@ -77,7 +77,7 @@ def _tokenizer(options: TrainOptions, files: list[Path], ranks: Ranks) -> Tokeni
     return tokenizer.from_json(ranks.broadcast(lambda: tokenizer.make(kind, texts).to_json()))
 
 
-def _shape(options: TrainOptions, text_tokenizer: Tokenizer) -> GPTConfig:
+def _shape(options: TrainOptions, text_tokenizer: Tokenizer) -> ModelConfig:
     return preset(options.model, **{"n_vocab": text_tokenizer.n_vocab, **dict(options.shape)})
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...model.config import GPTConfig, preset
+from ...model.config import ModelConfig, preset
 from ...model.gpt import GPT
 from ...paper import transformer
 from ...plan.estimate import make_plan
@@ -12,10 +12,10 @@ from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch
 from .transformer import cases
 
 NUMBERS = 11
-COMPLETE = GPTConfig(tied=False, logits_bias=True)  # the paper's "complete GPT-2" (R13)
+COMPLETE = ModelConfig(tied=False, logits_bias=True)  # the paper's "complete GPT-2" (R13)
 
 
-def tensors(config: GPTConfig) -> int:
+def tensors(config: ModelConfig) -> int:
     """The number of parameters of a real model, built on the meta device."""
     return sum(p.numel() for p in GPT(config, device="meta").parameters())
 
@@ -46,7 +46,7 @@ def total(rng: RandomInputs) -> float:
     """n_vocab d + n_context d + n_blocks(12d² + 13d) + 2d + (d n_vocab + n_vocab), for any sizes"""
     heads = rng.size(1, 4)
     d, v, n, b = heads * rng.size(2, 9), rng.size(2, 99), rng.size(1, 50), rng.size(1, 5)
-    config = GPTConfig(v, n, d, heads, b, tied=False, logits_bias=True)
+    config = ModelConfig(v, n, d, heads, b, tied=False, logits_bias=True)
     formula = v * d + n * d + b * (12 * d * d + 13 * d) + 2 * d + (d * v + v)
     return mismatch((make_plan(config).total, formula), (tensors(config), formula))
 

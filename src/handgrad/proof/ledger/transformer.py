@@ -16,7 +16,7 @@ from ...paper.transformer import Backward, Block, Forward, Network, Options
 from ...plan.parameters import linear_shapes, parameters
 from ...tolerances import FINITE_DIFFERENCE_TOLERANCE
 from ..oracles import directional_error, relative_error
-from ..reference import Reference, network_reference, reference_loss
+from ..reference import Choices, Reference, network_reference, reference_loss, weights_of_network
 from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch, shortfall
 
 TABLE_2, TABLE_3 = 9, 10
@@ -205,7 +205,8 @@ def _loss_as_function_of(c: Case, symbol: str, which: int) -> Callable[[Tensor],
     def f(x: Tensor) -> float:
         before = target.clone()
         target.copy_(x)
-        total = reference_loss(c.p, c.o, c.ids, c.targets, lambda name, value: value).item()
+        network = weights_of_network(c.p)
+        total = reference_loss(network, Choices(*c.o), c.ids, c.targets, lambda name, value: value).item()
         target.copy_(before)
         return float(total)
 

@@ -1,0 +1,42 @@
+"""`Family`: what Hugging Face's files of one kind of model are called and what its members have in common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# config.json's names of activations → ours
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The table of a family. Our names of layers are those of `model/block.py` and `model/gpt.py`."""
+
+    name: str  # model_type in config.json
+    architecture: str  # the class that opens it in transformers
+    stored: str  # how its files hold a linear layer's weight: "in_out" is (f_in, f_out), "out_in" is (f_out, f_in)
+    names: Mapping[str, str]  # our name of a layer → Hugging Face's, inside the module that holds it
+    fields: Mapping[str, tuple[str, ...]]  # field of config.json → fields of ModelConfig
+    defaults: Mapping[str, Any]  # what transformers takes for a field that config.json omits
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig that every member shares
+    only: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json with the one value that is supported
+    no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
+    extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
+    windows: str = (
+        ""  # blocks with a sliding window: "every block", "late blocks" or "unrotated blocks"; "": none can have
+    )
+    own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
+    token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
+    may_omit: str = ""  # prefix of tensor names that some files leave out
+
+    def has(self, layer: str) -> bool:
+        """Whether a member can have this layer."""
+        return layer in self.names

@@ -1,0 +1,253 @@
+"""config.json ↔ `ModelConfig`, by the tables of the families. A field that changes the mathematics and is not supported is
+refused by name."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checks import check_integer, is_number
+from ..errors import HandgradError, shown
+from ..families import FAMILIES, Family
+from ..families.family import ACTIVATIONS
+from ..model.config import ACTIVATIONS as PLAIN
+from ..model.config import GATES, ModelConfig
+from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
+
+_HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_KINDS = ("full_attention", "sliding_attention")
+# Fields of other families that some files carry, with the value that changes nothing.
+_NEUTRAL = {
+    "partial_rotary_factor": 1.0, "is_causal": True, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "logits_scaling": 1.0, "logit_scale": 1.0, "scale_emb": 1.0, "rope_interleaved": False, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+# Fields of any config.json that change nothing in the computation.
+_NO_EFFECT = frozenset({
+    "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
+    "pretraining_tp", "auto_map", "id2label", "label2id", "num_labels", "problem_type", "return_dict",
+    "chunk_size_feed_forward",
+    "output_hidden_states", "output_attentions", "is_encoder_decoder", "task_specific_params", "tokenizer_class",
+    "is_llama_config", "is_qwen2_config", "transformers.js_config", "name_or_path", "_name_or_path", "unsloth_fixed",
+    "unsloth_version", "gradient_checkpointing", "embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout",
+    "hidden_dropout", "resid_dropout", "embd_dropout", "finetuning_task", "prefix", "attn_implementation", "handgrad",
+    "_attn_implementation", "_attn_implementation_autoset", "max_sequence_length", "license", "use_bfloat16",
+    "output_past", "mask_token_id", "cls_token_id", "router_aux_loss_coef",
+})  # fmt: skip
+
+
+def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
+    """A parsed config.json → the model it describes."""
+    family = _family(raw, file)
+    for field, only in family.only.items():
+        if raw.get(field, only) != only:
+            raise HandgradError(f"{file}: {field} is {shown(raw[field])}; only {shown(only)} is supported")
+    _check_known(raw, family, file)
+    own = raw.get("handgrad", {})
+    choices = [f.name for f in fields(ModelConfig)]
+    if not isinstance(own, dict) or not set(own) <= set(choices):
+        raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(choices)}, not {shown(own)}")
+    values: dict[str, Any] = dict(family.fixed)
+    for field, ours in family.fields.items():
+        if field not in raw and field not in family.defaults:
+            raise HandgradError(f"{file} has no field {field!r}")
+        value = raw.get(field, family.defaults.get(field))
+        if value is None and family.defaults.get(field) is not None:
+            value = family.defaults[field]
+        if ours == ("activation",):
+            possible = GATES if values.get("gated") else PLAIN
+            supported = [theirs for theirs, name in ACTIVATIONS.items() if name in possible]
+            if value not in supported:
+                raise HandgradError(f"{file}: {field} {shown(value)} is not one of {', '.join(supported)}")
+            value = ACTIVATIONS[value]
+        values |= dict.fromkeys(ours, value)
+    own = {name: tuple(x) if isinstance(x, list) else x for name, x in own.items()}
+    try:
+        config = ModelConfig(**{**values, **own, "family": family.name})
+        if config.positions == "rotary":
+            config = replace(config, **{**_rotary(raw, config, family), **own})
+        return replace(config, **_window(raw, config, family))
+    except HandgradError as mistake:
+        raise HandgradError(f"{file}: {mistake}") from None
+
+
+def _family(raw: dict[str, Any], file: Path) -> Family:
+    name = raw.get("model_type")
+    if name == "handgrad":  # choices that no family of Hugging Face's has
+        name = raw["handgrad"].get("family", "gpt2") if isinstance(raw.get("handgrad"), dict) else "gpt2"
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise HandgradError(
+            f"{file}: model_type is {shown(raw.get('model_type'))}; this version reads {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
+    known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.defaults}
+    known |= set(_ROPE) if family.fixed.get("positions") == "rotary" else set()
+    known |= set(_WINDOW) if family.windows else set()
+    for field, value in raw.items():
+        if field in known or value in (None, False, [], {}, "") or value == _NEUTRAL.get(field, ...):
+            continue
+        if not field.startswith("_") and not any(word in field for word in ("token_id", "dropout", "version")):
+            raise HandgradError(
+                f"{file}: {field} is {shown(value)}, which this version does not implement for model_type {family.name}."
+                " If it does not change what the model computes, remove it from the file"
+            )
+
+
+# ── rotary positions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The rotary fields, as transformers 5 writes them (rope_parameters) or as older files have them."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' own order
+    if not isinstance(given, dict):
+        raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
+    given = dict(given)
+    base = given.pop("rope_theta", None)
+    base = raw.get("rope_theta", family.defaults.get("rope_theta", 10000.0)) if base is None else base
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise HandgradError(f"rope_type {shown(kind)} is not supported; choose one of {', '.join(ROPE_TYPES)}")
+    unknown = [field for field in given if field not in Scaling._fields]
+    for field in unknown:
+        neutral = 1.0 if field == "partial_rotary_factor" else None
+        if given[field] != neutral:
+            raise HandgradError(f"{field}={shown(given[field])} in rope_scaling is not supported")
+    scaling = UNSCALED
+    if kind != "default":
+        known = {field: given[field] for field in given if field in Scaling._fields}
+        scaling = _checked(Scaling(kind, **known), config)
+    return {"rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
+
+
+def _checked(scaling: Scaling, config: ModelConfig) -> Scaling:
+    """Fill in what transformers computes from other fields, and check the values."""
+    context = scaling.original_max_position_embeddings
+    if scaling.rope_type in ("llama3", "yarn") and context is None:
+        scaling = scaling._replace(original_max_position_embeddings=config.n_context)
+    elif scaling.rope_type == "yarn" and scaling.factor is None:
+        scaling = scaling._replace(factor=config.n_context / context)
+    for field, value in scaling._asdict().items():
+        if field not in ("rope_type", "truncate") and value is not None and not (is_number(value) and value > 0):
+            raise HandgradError(f"{field} in rope_scaling must be a number above 0, not {shown(value)}")
+    return scaling
+
+
+def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tuple[int, ...]:
+    """The blocks without rotation: no_rope_layers holds 0 for them."""
+    if "no_rope_layer_interval" not in family.defaults:
+        return ()
+    rotated = raw.get("no_rope_layers")
+    if rotated is None:
+        interval = raw.get("no_rope_layer_interval", family.defaults["no_rope_layer_interval"])
+        check_integer("no_rope_layer_interval", interval)
+        rotated = [(i + 1) % interval for i in range(config.n_blocks)]
+    if not isinstance(rotated, list) or len(rotated) < config.n_blocks:
+        raise HandgradError(f"no_rope_layers must hold 0 or 1 for each of the {config.n_blocks} blocks")
+    return tuple(i for i, flag in enumerate(rotated[: config.n_blocks]) if not flag)
+
+
+def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The sliding window, and the blocks that have it."""
+    if not family.windows:
+        return {}
+    width = raw.get("sliding_window", family.defaults["sliding_window"])
+    kinds = raw.get("layer_types")
+    if "use_sliding_window" in family.defaults and not raw.get("use_sliding_window", False):
+        if kinds and "sliding_attention" in kinds:
+            raise HandgradError("layer_types asks for sliding_attention, but use_sliding_window is false")
+        width = None
+    if width is None:
+        return {}
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != config.n_blocks or not set(map(str, kinds)) <= set(_KINDS):
+            raise HandgradError(f"layer_types must name {' or '.join(_KINDS)} for every block, not {shown(kinds)}")
+        blocks = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    elif family.windows == "late blocks":
+        blocks = tuple(range(raw.get("max_window_layers", family.defaults["max_window_layers"]), config.n_blocks))
+    elif family.windows == "unrotated blocks":
+        blocks = config.unrotated
+    else:
+        blocks = tuple(range(config.n_blocks))
+    return {"window": width, "windowed": None if len(blocks) == config.n_blocks else blocks} if blocks else {}
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """The config.json of a model with these choices, its weights stored in `dtype`."""
+    family = config.table
+    own = _own(config)
+    if own and family.name != "gpt2":
+        own = {"family": family.name, **own}
+    return {
+        # a model that transformers would compute differently must not be opened under the family's name
+        **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
+        **{field: _value(config, ours) for field, ours in family.fields.items()},
+        **(_rope_fields(config) if config.positions == "rotary" else {}),
+        **_layer_fields(config),
+        # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
+        **({} if config.n_vocab >= family.own_vocabulary else dict.fromkeys(family.token_ids)),
+        "dtype": str(dtype).removeprefix("torch."),
+        **({"handgrad": own} if own else {}),
+    }
+
+
+def _value(config: ModelConfig, ours: tuple[str, ...]) -> object:
+    """The value of a field of config.json."""
+    if ours == ("activation",):
+        return _HF_ACTIVATION[config.activation]
+    explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads}
+    return explicit.get(ours[0], getattr(config, ours[0]))
+
+
+def _own(config: ModelConfig) -> dict[str, Any]:
+    """Choices that the family's config.json cannot express."""
+    family = config.table
+    told = {name for ours in family.fields.values() for name in ours} | {"family"}
+    told |= {"rope_base", "rope_scaling"} if config.positions == "rotary" else set()
+    told |= {"window", "windowed"} if family.windows else set()
+    told |= {"unrotated"} if "no_rope_layer_interval" in family.defaults else set()
+    own = {}
+    for f in fields(ModelConfig):
+        value = getattr(config, f.name)
+        if f.name not in told and value != family.fixed.get(f.name, f.default):
+            own[f.name] = value
+    for ours in family.fields.values():  # one field that stands for several of ours: they must agree
+        for name in ours[1:]:
+            pair = {"d_rho": config.query_width, "d_head": config.value_width}
+            first, other = (pair.get(n, getattr(config, n)) for n in (ours[0], name))
+            own |= {} if first == other else {name: other}
+    return own
+
+
+def _rope_fields(config: ModelConfig) -> dict[str, object]:
+    """Rotary positions in the form that old and new versions of transformers read."""
+    scaling = config.rope_scaling
+    given = {name: x for name, x in scaling._asdict().items() if x != UNSCALED._asdict()[name] or name == "factor"}
+    if scaling.rope_type == "llama3":
+        given |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    plain = scaling.rope_type == "default"
+    return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
+
+
+def _layer_fields(config: ModelConfig) -> dict[str, object]:
+    """Fields that list a choice for every block."""
+    family = config.table
+    written: dict[str, object] = {}
+    if "no_rope_layer_interval" in family.defaults:
+        written["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.n_blocks)]
+    if family.windows:
+        written["sliding_window"] = config.window
+    if family.windows in ("late blocks", "unrotated blocks"):
+        kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
+        written["use_sliding_window"] = config.window is not None
+        written["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in kinds]
+    return written
