@@ -12,6 +12,8 @@ from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .smollm3 import SMOLLM3
 
+__all__ = ["FAMILIES", "Family", "full_name"]
+
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3)}
 
 

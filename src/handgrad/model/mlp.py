@@ -53,12 +53,12 @@ class MLP(Parts):
 
     def activate(self, a_7: list[Tensor]) -> Tensor:
         """a_7, or gate and up → a_8"""
-        return gated.forward(*a_7, self.g) if self.gated else activation.forward(a_7[0], self.g)
+        return gated.forward(a_7[0], a_7[1], self.g) if self.gated else activation.forward(a_7[0], self.g)
 
     def backward_activation(self, delta_8: Tensor, a_7: list[Tensor]) -> tuple[branches.ErrorSignals, Tensor]:
         """Δ_8 → Δ_7, or the error signals of gate and up; and a_8"""
         if self.gated:
-            *parts, a_8 = gated.backward(delta_8, *a_7, self.g)
+            *parts, a_8 = gated.backward(delta_8, a_7[0], a_7[1], self.g)
         else:
             *parts, a_8 = activation.backward(delta_8, a_7[0], self.g)
         return branches.ErrorSignals(self.projections(), parts), a_8
