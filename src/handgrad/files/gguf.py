@@ -14,6 +14,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,6 +127,19 @@ def dequantise(stored: Stored) -> Tensor:
             f"tensors of type {stored.kind} cannot be unpacked: use a file with other types, such as Q8_0 or Q4_K"
         ) from None
     return torch.from_numpy(unpacked).reshape(stored.shape)
+
+
+@cache
+def can_dequantise(kind: str) -> bool:
+    """Whether `dequantise` unpacks tensors of this type."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    try:
+        dequantise(Stored(kind, (1, numbers), torch.zeros(1, size, dtype=torch.uint8)))
+    except HandgradError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
