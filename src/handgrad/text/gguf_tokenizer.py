@@ -1,0 +1,231 @@
+"""The tokenizer of a GGUF file, from its metadata.
+
+gpt2     byte-level BPE: tokens and merges; `tokenizer.ggml.pre` names how text is split before the merges apply
+llama    SentencePiece BPE: tokens with scores; the pair whose token has the highest score is merged first
+
+Tokens marked as control, and the begin, end, unknown and padding tokens, are special: found whole in any text. Tokens marked
+as user-defined are found whole too.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from itertools import chain
+from math import isfinite
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from ..errors import HandgradError, shown
+from ..files.gguf import GGUFFile
+from .chat import ChatTemplate
+from .tokenizer import Tokenizer, byte_level, library_errors
+
+MAX_TOKEN = 512  # characters of a SentencePiece token: all its splits are tried
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+SPACE = "▁"  # SentencePiece's sign for a space
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Splitting(NamedTuple):
+    """How text is split into words before merges apply. `pattern` matches the words; None is GPT-2's pattern."""
+
+    pattern: str | None = None
+    digits: bool = False  # every digit is a word, before the pattern applies
+    whole_words: bool = False  # a word that is a token needs no merges
+    compose: bool = False  # Unicode's form NFC first
+    add_bos: bool = False  # if the file does not say
+
+
+_GPT_2 = Splitting()
+_DIGITS = Splitting(digits=True)
+_LLAMA_BPE = Splitting(_LLAMA_3, whole_words=True, add_bos=True)
+SPLITTINGS = {
+    "default": _GPT_2, "gpt-2": _GPT_2, "phi-2": _GPT_2,
+    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,
+    "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE, "llama-bpe": _LLAMA_BPE,
+    "dbrx": Splitting(_LLAMA_3), "smaug-bpe": Splitting(_LLAMA_3),
+    "qwen2": Splitting(_QWEN_2, compose=True),
+    "tekken": Splitting(_TEKKEN, whole_words=True, add_bos=True),
+}  # fmt: skip
+
+
+def read_tokenizer(file: GGUFFile) -> Tokenizer:
+    """Build the tokenizer. Its extra files hold the special tokens and the chat template, if there is one."""
+    kind = file.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise HandgradError(f"{file.path}: the tokenizer is of the kind {shown(kind)}; gpt2 and llama are supported")
+    vocabulary = _vocabulary(file)
+    types = _token_types(file, len(vocabulary))
+    special = _special_tokens(file)
+    with library_errors(f"{file.path} has no usable tokenizer"):
+        if kind == "gpt2":
+            splitting = _splitting(file)
+            inner = _byte_pairs(file, vocabulary, splitting)
+            add_bos = splitting.add_bos
+        else:
+            inner = _sentencepiece(file, vocabulary, types, special.get("unk"))
+            add_bos = True
+        _add_tokens(inner, vocabulary, types, special)
+        add_bos = file.boolean("tokenizer.ggml.add_bos_token", add_bos) and "bos" in special
+        add_eos = file.boolean("tokenizer.ggml.add_eos_token", False) and "eos" in special
+        around = [special["bos"]] * add_bos + ["$A"] + [special["eos"]] * add_eos
+        if len(around) > 1:
+            ids = [(token, vocabulary[token]) for token in around if token != "$A"]
+            inner.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        **{f"{name}_token": token for name, token in special.items()},
+    }
+    extra_files = {"tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
+    if has_template(file):
+        extra_files["chat_template.jinja"] = file.text("tokenizer.chat_template")
+    return Tokenizer(inner, extra_files)
+
+
+def has_template(file: GGUFFile) -> bool:
+    """Whether the file has a chat template."""
+    return "tokenizer.chat_template" in file.metadata
+
+
+def chat_template(file: GGUFFile, now: datetime | None = None) -> ChatTemplate:
+    """The chat template of the file, with its special tokens."""
+    if not has_template(file):
+        raise HandgradError(f"{file.path} has no chat template: give one with --chat-template FILE")
+    special = {f"{name}_token": token for name, token in _special_tokens(file).items()}
+    return ChatTemplate(file.text("tokenizer.chat_template"), special, f"the chat template of {file.path}", now)
+
+
+def _vocabulary(file: GGUFFile) -> dict[str, int]:
+    tokens = file.array("tokenizer.ggml.tokens", str)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if not tokens:
+        raise HandgradError(f"{file.path}: tokenizer.ggml.tokens is empty: convert the model again")
+    if len(vocabulary) < len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if vocabulary[token] != i)
+        raise HandgradError(f"{file.path}: the vocabulary has {shown(twice)} twice: convert the model again")
+    return vocabulary
+
+
+def _token_types(file: GGUFFile, n: int) -> list[int]:
+    types = file.array("tokenizer.ggml.token_type", int, [NORMAL] * n)
+    _check_length(file, "tokenizer.ggml.token_type", types, n)
+    return types
+
+
+def _check_length(file: GGUFFile, key: str, values: Sequence[object], n: int) -> None:
+    if len(values) != n:
+        raise HandgradError(f"{file.path}: {key} has {len(values):,} values for {n:,} tokens: convert the model again")
+
+
+def _special_tokens(file: GGUFFile) -> dict[str, str]:
+    """The tokens that the file names as begin, end, unknown and padding."""
+    tokens = file.array("tokenizer.ggml.tokens", str)
+    found = {}
+    for name, key in SPECIAL.items():
+        i = file.metadata.get(f"tokenizer.ggml.{key}")
+        if i is None:
+            continue
+        if type(i) is not int or not 0 <= i < len(tokens):
+            raise HandgradError(
+                f"{file.path}: tokenizer.ggml.{key} is {shown(i)}, not an id below {len(tokens):,}: convert the model again"
+            )
+        found[name] = tokens[i]
+    return found
+
+
+def _splitting(file: GGUFFile) -> Splitting:
+    name = file.text("tokenizer.ggml.pre")
+    if name not in SPLITTINGS:
+        raise HandgradError(
+            f"{file.path}: tokenizer.ggml.pre is {shown(name)}; this way of splitting text is not known, only"
+            f" {', '.join(SPLITTINGS)}"
+        )
+    return SPLITTINGS[name]
+
+
+def _byte_pairs(file: GGUFFile, vocabulary: dict[str, int], splitting: Splitting) -> tokenizers.Tokenizer:
+    merges = []
+    for merge in file.array("tokenizer.ggml.merges", str):
+        space = merge.find(" ", 1)
+        if space < 0:
+            raise HandgradError(f"{file.path}: the merge {shown(merge)} is not two tokens: convert the model again")
+        merges.append((merge[:space], merge[space + 1 :]))
+    inner = byte_level(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.whole_words))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    if splitting.pattern is not None:
+        split = pre_tokenizers.Split(Regex(splitting.pattern), "isolated")
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    elif splitting.digits:
+        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_only])
+    if splitting.compose:
+        inner.normalizer = normalizers.NFC()
+    return inner
+
+
+def _sentencepiece(
+    file: GGUFFile, vocabulary: dict[str, int], types: list[int], unknown: str | None
+) -> tokenizers.Tokenizer:
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if file.metadata.get(f"tokenizer.ggml.{key}"):
+            raise HandgradError(f"{file.path}: tokenizer.ggml.{key} is not supported for a tokenizer of the kind llama")
+    scores = file.array("tokenizer.ggml.scores", float)
+    _check_length(file, "tokenizer.ggml.scores", scores, len(vocabulary))
+    if not all(map(isfinite, scores)):
+        raise HandgradError(
+            f"{file.path}: tokenizer.ggml.scores has values that are not finite: convert the model again"
+        )
+    merges = _merges_of_scores(file, vocabulary, types, scores)
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    inner = tokenizers.Tokenizer(model)
+    prefix = file.boolean("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", SPACE)
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return inner
+
+
+def _merges_of_scores(
+    file: GGUFFile, vocabulary: dict[str, int], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """Every way to split a token into two tokens, tokens with high scores first."""
+    normal = {token for token, i in vocabulary.items() if types[i] == NORMAL}
+    longest = max(normal, key=len, default="")
+    if len(longest) > MAX_TOKEN:
+        raise HandgradError(
+            f"{file.path}: the token {shown(longest)} has {len(longest):,} characters; the maximum is {MAX_TOKEN}"
+        )
+    in_order = sorted(normal, key=lambda token: (-scores[vocabulary[token]], vocabulary[token]))
+    splits = (((token[:i], token[i:]) for i in range(1, len(token))) for token in in_order)
+    return [(a, b) for a, b in chain.from_iterable(splits) if a in normal and b in normal]
+
+
+def _add_tokens(
+    inner: tokenizers.Tokenizer, vocabulary: dict[str, int], types: list[int], special: dict[str, str]
+) -> None:
+    """Make the library find special and user-defined tokens whole. All of them are in the vocabulary."""
+
+    def added(tokens: Iterable[str], is_special: bool) -> list[AddedToken]:
+        return [AddedToken(token, normalized=False, special=is_special) for token in tokens if token]
+
+    control = [token for token, i in vocabulary.items() if types[i] in (UNKNOWN, CONTROL) or token in special.values()]
+    inner.add_special_tokens(added(control, True))
+    plain = (token for token, i in vocabulary.items() if types[i] == USER_DEFINED and token not in special.values())
+    inner.add_tokens(added(plain, False))
