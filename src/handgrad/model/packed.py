@@ -1,0 +1,147 @@
+"""Frozen matrices that stay packed in memory, and the buffers into which they are unpacked for a while.
+
+    matrix = Packed(data, "Q4_1", (576, 576))          the bytes of a GGUF file, which may stay memory-mapped
+    matrix = Packed.of(weight.bfloat16())              or two bytes per number
+    w = matrix.tensor(torch.float32)                   (rows, columns)
+
+    with scratch.unpacked(matrices, torch.float32):    e.g. all matrices of a block, for all pieces of a batch
+        …                                              here `matrix.tensor` returns the buffer at once
+
+The orientation is that of the file: (f_out, f_in) in GGUF.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..ops import packed
+
+KINDS = tuple(packed.KINDS)
+_KIND_OF = {dtype: kind for kind, dtype in packed.FLOATS.items()}
+
+
+class Packed:
+    """A matrix of `shape` (rows, columns) as bytes: data (rows, bytes per row), uint8. It has no gradient.
+
+    Not a tensor, so a model's `.to(dtype)`, `.half()` and so on do not see it, and copies of a model share it."""
+
+    def __init__(self, data: Tensor, kind: str, shape: tuple[int, int]):
+        if kind not in KINDS:
+            raise HandgradError(f"matrices of type {kind} cannot stay packed; these can: {', '.join(KINDS)}")
+        rows, columns = shape
+        try:
+            width = packed.bytes_per_row(columns, kind)
+        except ValueError as error:
+            raise HandgradError(str(error)) from None
+        if data.dtype != torch.uint8 or data.shape != (rows, width):
+            raise HandgradError(
+                f"a {kind} matrix of {rows} × {columns} has uint8 data of {(rows, width)}, not {data.dtype} of"
+                f" {tuple(data.shape)}: is the file truncated?"
+            )
+        self.data, self.kind, self.shape = data, kind, (rows, columns)
+
+    @classmethod
+    def of(cls, w: Tensor, kind: str | None = None) -> "Packed":
+        """A matrix in the bytes of its own dtype, without a copy; or rounded to F16, BF16 or Q8_0."""
+        rows, columns = w.shape
+        kind = kind or _KIND_OF.get(w.dtype)
+        if kind is None:
+            raise HandgradError(f"a matrix of {w.dtype} cannot be packed as it is: convert it, or name a type")
+        if kind == "F16" and w.dtype != torch.float16 and w.abs().max() > torch.finfo(torch.float16).max:
+            raise HandgradError("a weight is too large for float16: use bfloat16")
+        try:
+            return cls(packed.pack(w.detach(), kind), kind, (rows, columns))
+        except ValueError as error:
+            raise HandgradError(str(error)) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, or in the mapped file."""
+        return self.data.nbytes
+
+    def unpack(self, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, written into `out` (rows, columns) if given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        return packed.unpack(self.data, self.kind, out)
+
+    def tensor(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, for reading: those of `Scratch.unpacked` if this matrix is among them, or a new tensor."""
+        held = _held.get().get(self)
+        return held if held is not None and held.dtype == dtype else self.unpack(dtype=dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Some rows, unpacked: ids (…) → (…, columns)"""
+        picked = self.reordered(ids.flatten()).unpack(dtype=dtype)
+        return picked.view(*ids.shape, self.shape[1])
+
+    def reordered(self, ids: Tensor) -> "Packed":
+        """These rows in this order, packed: a copy of their bytes. Un-permutes the rotary rows of q and k."""
+        return Packed(self.data.index_select(0, ids), self.kind, (len(ids), self.shape[1]))
+
+    def between(self, start: int, stop: int) -> "Packed":
+        """The rows from `start` to `stop`, packed, without a copy: a large head is unpacked in parts."""
+        data = self.data[start:stop]
+        return Packed(data, self.kind, (len(data), self.shape[1]))
+
+    def __deepcopy__(self, memo: object) -> "Packed":
+        return self  # never changes
+
+    def __repr__(self) -> str:
+        return f"Packed({self.shape[0]} × {self.shape[1]}, {self.kind}, {self.nbytes:,} bytes)"
+
+
+# Per thread: a matrix that one thread has unpacked is not there for another, which would not know when the buffer is reused.
+_held: ContextVar[dict[Packed, Tensor]] = ContextVar("held", default={})  # noqa: B039  never changed in place
+
+
+class Scratch:
+    """A pool of buffers by shape and dtype: one block after the other is unpacked into the same memory. A model owns one; a
+    copy of the model starts with none of its buffers."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+
+    @contextmanager
+    def unpacked(self, matrices: Iterable[Packed], dtype: torch.dtype = torch.float32) -> Iterator[None]:
+        """Unpack matrices once. In the context, `tensor(dtype)` of each returns its buffer. Do not keep it: afterwards other
+        matrices use it."""
+        held, taken = dict(_held.get()), []
+        try:
+            for matrix in matrices:
+                if matrix not in held or held[matrix].dtype != dtype:
+                    taken.append(self._take(matrix, dtype))
+                    held[matrix] = matrix.unpack(taken[-1])
+            token = _held.set(held)
+            try:
+                yield
+            finally:
+                _held.reset(token)
+        finally:
+            for buffer in taken:
+                self._free[_key(buffer.shape, buffer.dtype, buffer.device)].append(buffer)
+
+    def clear(self) -> None:
+        """Free the buffers that are not in use."""
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that are not in use."""
+        return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+
+    def _take(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
+        free = self._free[_key(matrix.shape, dtype, matrix.data.device)]
+        return free.pop() if free else torch.empty(matrix.shape, dtype=dtype, device=matrix.data.device)
+
+    def __deepcopy__(self, memo: object) -> "Scratch":
+        return Scratch()
+
+
+def _key(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+    return tuple(shape), dtype, device

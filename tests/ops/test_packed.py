@@ -1,0 +1,139 @@
+"""ops.packed against gguf's own numbers and paper.packed, to the last bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.ops import packed as fast
+from handgrad.paper import packed as plain
+
+KINDS = list(fast.KINDS)
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes of float16; others: 0
+
+
+def random_data(rows: int, f_in: int, kind: str, seed: int = 0) -> Tensor:
+    """Random bytes, except that no scale is infinite or NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = rows, fast.bytes_per_row(f_in, kind)
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    blocks = data.view(-1, fast.KINDS[kind].bytes)
+    ones = 0x7F if kind in ("BF16", "F32") else 0x7C  # the exponent's bits of the highest byte
+    for start in SCALES.get(kind, (0,)):
+        highest = blocks[:, start + (3 if kind == "F32" else 1)]
+        highest[highest & ones == ones] ^= 0x08
+    return data
+
+
+def expected(data: Tensor, kind: str) -> Tensor:
+    numbers = gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(np.ascontiguousarray(numbers))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def quantized(w: Tensor, kind: str) -> Tensor:
+    data = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(data.copy()).view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "f_in"), [(1, 256), (3, 768), (577, 256), (31, 1280)])
+def test_equal_to_gguf_on_random_bytes(kind: str, rows: int, f_in: int) -> None:
+    data = random_data(rows, f_in, kind)
+    before = data.clone()
+    out = torch.full((rows, f_in), torch.nan)
+    assert fast.unpack(data, kind, out) is out
+    assert out.isfinite().all()
+    assert same_bits(out, expected(data, kind))
+    assert torch.equal(data, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_to_the_literal_formulas(kind: str) -> None:
+    data = random_data(5, 512, kind, seed=1)
+    exact = plain.unpack(data, kind)
+    assert exact.dtype == torch.float64
+    assert same_bits(fast.unpack(data, kind, torch.empty(5, 512)), exact.float())  # rounded once
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_equal_to_gguf_on_quantized_matrices(kind: str, scale: float) -> None:
+    w = scale * torch.randn(7, 96)
+    w[2, 32:64] = 0  # a block whose scale is 0
+    data = quantized(w, kind)
+    out = fast.unpack(data, kind, torch.empty(7, 96))
+    assert same_bits(out, expected(data, kind))
+    steps = {"Q8_0": 2 * 127, "Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "F16": 1024, "BF16": 128, "F32": 1 << 20}
+    assert (out - w).abs().max() <= 4.01 * w.abs().max() / steps[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_make_no_difference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_data(13, 512, kind, seed=2)
+    monkeypatch.setattr(fast, "NUMBERS_AT_ONCE", 3 * 256)  # 26 blocks of K-quants, 3 at a time
+    assert same_bits(fast.unpack(data, kind, torch.empty(13, 512)), expected(data, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_are_the_float32_numbers_converted(kind: str, dtype: torch.dtype) -> None:
+    """Not more exact than float32: a float64 model has exactly the weights of the float32 model."""
+    data = random_data(3, 256, kind, seed=3)
+    out = fast.unpack(data, kind, torch.empty(3, 256, dtype=dtype))
+    assert torch.equal(out, fast.unpack(data, kind, torch.empty(3, 256)).to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_independent(kind: str) -> None:
+    data = random_data(9, 512, kind, seed=4)
+    whole = fast.unpack(data, kind, torch.empty(9, 512))
+    ids = torch.tensor([8, 0, 0, 3, 8])
+    assert same_bits(fast.unpack(data[ids], kind, torch.empty(5, 512)), whole[ids])
+    assert same_bits(fast.unpack(data[2:7:2], kind, torch.empty(3, 512)), whole[2:7:2])  # not contiguous
+    assert fast.unpack(data[:0], kind, torch.empty(0, 512)).shape == (0, 512)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [1, 2, 3, 32])
+def test_data_at_any_place_of_a_file(kind: str, offset: int) -> None:
+    data = random_data(3, 256, kind, seed=5)
+    file = torch.zeros(offset + data.numel() + 5, dtype=torch.uint8)
+    there = file[offset : offset + data.numel()].view(data.shape).copy_(data)
+    assert same_bits(fast.unpack(there, kind, torch.empty(3, 256)), expected(data, kind))
+
+
+def test_writes_only_into_out() -> None:
+    data = random_data(4, 64, "Q4_1")
+    buffer = torch.full((12, 64), torch.nan)
+    fast.unpack(data, "Q4_1", buffer[4:8])
+    assert buffer[:4].isnan().all()
+    assert buffer[8:].isnan().all()
+    assert same_bits(buffer[4:8], expected(data, "Q4_1"))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
+def test_packs_the_bytes_that_gguf_packs(kind: str, scale: float) -> None:
+    w = scale * torch.randn(5, 192)
+    w[1, 64:96] = 0
+    w[3, :32] = scale * torch.arange(-16, 16) / 32  # halves are rounded away from zero
+    assert torch.equal(fast.pack(w, kind), quantized(w, kind))
+    assert torch.equal(fast.pack(w.t().contiguous().t(), kind), quantized(w, kind))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    data = random_data(3, 64, "Q4_1")
+    with pytest.raises(ValueError, match="32 numbers at a time"):
+        fast.unpack(data, "Q4_1", torch.empty(3, 65))
+    for out in (torch.empty(3, 96), torch.empty(4, 64), torch.empty(64, 3).t()):
+        with pytest.raises(ValueError, match="does not unpack into"):
+            fast.unpack(data, "Q4_1", out)
+    with pytest.raises(ValueError, match="does not unpack into"):
+        fast.unpack(data.view(torch.int8), "Q4_1", torch.empty(3, 64))
+    with pytest.raises(ValueError, match="packing to Q4_1 is not supported"):
+        fast.pack(torch.zeros(3, 64), "Q4_1")
