@@ -41,17 +41,17 @@ def _forward(x: _Inputs, window: int | None = None) -> list[grouped_query.Forwar
     return grouped_query.forward(x.q.unbind(), x.k.unbind(), x.v.unbind(), window)
 
 
-class _Signals(NamedTuple):
+class _ErrorSignals(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
 
 
-def _backward(x: _Inputs, window: int | None = None) -> _Signals:
+def _signals(x: _Inputs, window: int | None = None) -> _ErrorSignals:
     """The error signals of all q, k and v"""
     heads = _forward(x, window)
     raw = grouped_query.delta_raw(x.delta.unbind(), x.v.unbind(), heads, x.q.shape[2])
-    return _Signals(
+    return _ErrorSignals(
         torch.stack(grouped_query.delta_q(raw, x.k.unbind())),
         torch.stack(grouped_query.delta_k(raw, x.q.unbind(), len(x.k))),
         torch.stack(grouped_query.delta_v(x.delta.unbind(), heads, len(x.v))),
@@ -69,7 +69,7 @@ def grouped_queries(rng: RandomInputs) -> float:
 def grouped_queries_backward(rng: RandomInputs) -> float:
     """Δ of q^i ∈ (n_T, d_ρ) is Δ_raw^i k^g: each query head has its own"""
     x = _grouped(rng)
-    return gradient_error(_backward(x).q, lambda q: _by_torch(q, x.k, x.v), x.q, x.delta, rng)
+    return gradient_error(_signals(x).q, lambda q: _by_torch(q, x.k, x.v), x.q, x.delta, rng)
 
 
 @check("L-gqa-sum", BEYOND, "", AUTOGRAD)
@@ -77,7 +77,7 @@ def grouped_keys_and_values(rng: RandomInputs) -> float:
     """Δ of k^g ∈ (n_T, d_ρ) is Σ_i (Δ_raw^i)ᵗ q^i, and Δ of v^g ∈ (n_T, d_h) is Σ_i (ρ^i)ᵗ Δ^i, over the query heads of
     the group"""
     x = _grouped(rng)
-    ours = _backward(x)
+    ours = _signals(x)
     return max(
         gradient_error(ours.k, lambda k: _by_torch(x.q, k, x.v), x.k, x.delta, rng),
         gradient_error(ours.v, lambda v: _by_torch(x.q, x.k, v), x.v, x.delta, rng),
@@ -93,7 +93,7 @@ def groups_of_one(rng: RandomInputs) -> float:
     saved = [attention.forward(a, head) for head in heads]
     q, k, v = (torch.stack([getattr(f, name) for f in saved]) for name in "qkv")
     x = _Inputs(q, k, v, deltas)
-    ours, errors = _backward(x), []
+    ours, errors = _signals(x), []
     for i, (head, f, out) in enumerate(zip(heads, saved, _forward(x), strict=True)):
         back = attention.backward(deltas[i], a, head, f)
         errors += [
@@ -132,7 +132,7 @@ def sliding_window_backward(rng: RandomInputs) -> float:
     """Δ of q, k and v with a window: the formulas of the causal mask, with the ρ of the window"""
     x = _inputs(rng, 1, 1)
     window = rng.size(2, x.q.shape[1] - 1)
-    ours = _backward(x, window)
+    ours = _signals(x, window)
     return max(
         gradient_error(ours.q, lambda q: _by_torch(q, x.k, x.v, window), x.q, x.delta, rng),
         gradient_error(ours.k, lambda k: _by_torch(x.q, k, x.v, window), x.k, x.delta, rng),
