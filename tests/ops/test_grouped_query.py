@@ -1,4 +1,4 @@
-"""ops.attention with grouped queries and with windows, against dense softmax in float64."""
+"""ops.attention with grouped queries and with windows, against paper.grouped_query and dense softmax in float64."""
 
 import math
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from conftest import ATTENTION_ROUNDING, ROUNDING, rounded
 from handgrad.ops import _tiles
 from handgrad.ops import attention as fast
+from handgrad.paper import grouped_query as plain
 from handgrad.proof.oracles import differentiate, relative_error
 from handgrad.tolerances import IDENTITY_TOLERANCE
 
@@ -51,6 +52,23 @@ def by_autograd(
 ) -> list[Tensor]:
     out = dense(q, k, v, lengths, causal, window)
     return [out, *differentiate(lambda q, k, v: dense(q, k, v, lengths, causal, window), q, k, v, upstream=delta)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 70])
+@pytest.mark.parametrize("heads", GROUPS)
+def test_equal_to_the_paper(heads: tuple[int, int], window: int | None) -> None:
+    n, d_rho, d_h = 67, 3, 5
+    q, k, v, delta = inputs(n, heads, d_rho, d_h)
+    f = plain.forward(q.unbind(1), k.unbind(1), v.unbind(1), window)
+    raw = plain.delta_raw(delta.unbind(1), v.unbind(1), f, d_rho)
+    expected = [
+        [head.a for head in f],
+        plain.delta_q(raw, k.unbind(1)),
+        plain.delta_k(raw, q.unbind(1), heads[1]),
+        plain.delta_v(delta.unbind(1), f, heads[1]),
+    ]
+    for x, y in zip(signals(q, k, v, delta, fast.spans_of((n,)), True, window), expected, strict=True):
+        assert relative_error(x, torch.stack(y, 1), floor=1.0) <= IDENTITY_TOLERANCE
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -14,6 +14,7 @@ from handgrad.paper import (
     attention,
     embedding,
     gated,
+    grouped_query,
     kv_cache,
     layernorm,
     linear,
@@ -34,6 +35,7 @@ LAYERS_BEYOND = [
 ]  # fmt: skip
 LAYERS_BEYOND += [f"L-rope-{x}" for x in ("fwd", "bwd", "orthogonal", "relative", "forms", "scaling")]
 LAYERS_BEYOND += ["L-silu-fwd", "L-silu-bwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches"]
+LAYERS_BEYOND += ["L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd"]
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
@@ -206,28 +208,44 @@ def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Te
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
 
 
+def with_key_heads_in_turn(i: int, n_heads: int, n_kv: int) -> int:
+    return i % n_kv
+
+
+def with_one_key_more(scaled: torch.Tensor, window: int | None) -> torch.Tensor:
+    return WINDOW(scaled, None if window is None else window + 1)
+
+
+def of_the_last_head(x: Sequence[torch.Tensor], n_kv: int) -> list[torch.Tensor]:
+    repeat = len(x) // n_kv
+    return list(x[repeat - 1 :: repeat])
+
+
 ROTATE, PERMUTATION, YARN_SHARE = (
     rotary.forward,
     rotary.permutation,
     rotary.yarn_share,
 )  # a broken one is made from the right one
 
+WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
+
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
         "E-mask", "E-out-tri", "E-rho", "E-attn-fwd", "E-compose", "E-weighted-1", "E-weighted-2", "E-weighted-3",
         "E-dbk-zero", "E-dscaled", "E-mha-fwd", "P-bk-impotent", "P-swap-bq", "P-drho-free", "P-linmix-causal",
         "P-kv-lastcol", "P-kv-oldrows", "P-mha-compose", "D-gen-loop", "D-table1",
-        "X-first-row", "X-last-dead", "X-renorm", "X-stack", "R1", "R2", "R16", "R17",
+        "X-first-row", "X-last-dead", "X-renorm", "X-stack", "R1", "R2", "R16", "R17", "L-gqa-heads",
     }),
     "a missing 1/√d_ρ": (attention, "scale", lambda raw, d_rho: raw, FORWARD | FROM_12 | SCORES | {
         "E-scaled", "E-attn-fwd", "E-compose", "E-mha-fwd", "P-var-drho", "P-drho-free", "D-gen-loop", "X-stack",
+        "L-gqa-heads",
     }),
     "a missing 1/√d_ρ in the cache": (kv_cache, "scale", lambda raw, d_rho: raw, {
         "E-kv-rho", "E-kv-out", "P-qv-cache", "D-gen-loop", "R4",
     }),
     "a dropped softmax correction": (attention, "delta_causal", without_the_correction, FROM_10 | SCORES | {
         "E-attn-dcausal", "P-dcausal-rowsum", "E-softmax-diff", "E-dbk-zero", "P-drho-free", "P-identity",
-        "X-first-row", "X-stack", "R2", "R18",
+        "X-first-row", "X-stack", "R2", "R18", "L-gqa-heads",
     }),
     "a wrong sign in LayerNorm": (layernorm, "delta_prev", with_a_wrong_sign, FROM_10 | {
         "E-ln-dx", "X-ln-rowsum", "X-stack", "R8", "R19",
@@ -302,6 +320,20 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "L-gate-bwd", "L-gate-branches",
     }),
     "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
+    "key heads assigned in turn": (grouped_query, "group", with_key_heads_in_turn, {
+        "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum",
+    }),
+    "the keys of the first group for all": (
+        grouped_query, "delta_q", lambda deltas, k: [delta @ k[0] for delta in deltas], {"L-gqa-bwd", "L-gqa-heads"},
+    ),
+    "a shared key with the error signal of one head": (grouped_query, "sum_over_group", of_the_last_head, {"L-gqa-sum"}),
+    "a mean over the group": (grouped_query, "sum_over_group", lambda x, n_kv: [
+        total / (len(x) // n_kv) for total in SUM_OVER_GROUP(x, n_kv)
+    ], {"L-gqa-sum"}),
+    "a missing 1/√d_ρ in a group": (grouped_query, "scale", lambda raw, d_rho: raw, {
+        "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd",
+    }),
+    "a window with one key more": (grouped_query, "mask", with_one_key_more, {"L-window-fwd", "L-window-bwd"}),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9"}),
 }  # fmt: skip
 
