@@ -43,6 +43,10 @@ YARN_OPTIONS = {
     "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False,
 }  # fmt: skip
 YARN_FACTOR = {**YARN, "attention_factor": 1.3}
+YARN_ONE_SCALE = {**YARN, "mscale": 0.7}  # one of the two scales alone has no effect
+# the blend would end above the last pair of a head; it would end below the first
+YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 2000}
+YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
 WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
 
 
@@ -64,6 +68,8 @@ def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
         "llama, linear": {"rope_parameters": LINEAR},
         "llama, llama3": {"rope_parameters": LLAMA3, **WIDE},
         "llama, yarn": {"rope_parameters": YARN, **WIDE},
+        "llama, yarn with a wide blend": {"rope_parameters": YARN_WIDE_BLEND, **WIDE},
+        "llama, yarn without a blend": {"rope_parameters": YARN_NO_BLEND, **WIDE},
         "llama, yarn with options": {"rope_parameters": YARN_OPTIONS, **WIDE},
         "mistral, window": {"sliding_window": 4},
         "mistral, window of one": {"sliding_window": 1, "num_key_value_heads": 1},
@@ -76,7 +82,7 @@ def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
         "qwen3, biases": {"attention_bias": True},
         "qwen3, windows": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},
-        "qwen3, yarn": {"rope_parameters": YARN, **WIDE},
+        "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
         "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
         "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
         "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
@@ -97,11 +103,11 @@ TYPICAL = [
 ]  # fmt: skip
 
 
-def transformers_model(name: str) -> Any:
+def transformers_model(name: str, **changes: Any) -> Any:
     """The member in float64, with norms not 1 and biases not 0: errors would be invisible in a new model."""
     family, fields = MEMBERS[name]
     base = SMALL_GPT2 if family == "gpt2" else SMALL
-    config = AutoConfig.for_model(family, **copy.deepcopy({**base, **fields}))
+    config = AutoConfig.for_model(family, **copy.deepcopy({**base, **fields, **changes}))
     network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     randomise(network)
     return in_float64(network)

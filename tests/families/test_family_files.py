@@ -167,13 +167,12 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", PUBLISHED)
 @pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_fields_of_published_files_that_change_nothing(family: str, field: str, copy_of: Callable[[str], Path]) -> None:
+def test_fields_of_published_files_that_change_nothing(family: str, copy_of: Callable[[str], Path]) -> None:
     folder = copy_of(family)
     tokens, _ = batch()
     before = hg.load(folder, dtype="float64").logits(tokens, LENGTHS)
-    edit(folder, **{field: PUBLISHED[field]})
+    edit(folder, **PUBLISHED)
     assert torch.equal(hg.load(folder, dtype="float64").logits(tokens, LENGTHS), before)
 
 
@@ -206,8 +205,9 @@ EVERYWHERE: dict[str, Any] = {
     "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 64,
     "attention_multiplier": 0.5, "residual_multiplier": 0.5, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
     "clip_qkv": 8.0, "num_experts": 8, "num_local_experts": 8, "use_qk_norm": True, "qk_layernorm": True,
-    "add_cross_attention": True, "is_encoder_decoder": True, "hidden_act": "quick_gelu",
+    "add_cross_attention": True, "hidden_act": "quick_gelu",
 }  # fmt: skip
+ALL_WINDOWED = {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 SLIDING = ["sliding_attention", "full_attention"]
 OF_A_FAMILY: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"sliding_window": 4}, "sliding_window"),
@@ -222,13 +222,9 @@ OF_A_FAMILY: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
     ("qwen2", {"layer_types": 5}, "layer_types"),
-    ("qwen2", {"layer_types": None, "use_sliding_window": True, "sliding_window": 0}, "sliding_window|window"),
-    ("qwen2", {"layer_types": None, "use_sliding_window": True, "sliding_window": "4"}, "sliding_window|window"),
-    (
-        "qwen2",
-        {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": "1"},
-        "max_window_layers",
-    ),
+    ("qwen2", {**ALL_WINDOWED, "sliding_window": 0}, "window"),
+    ("qwen2", {**ALL_WINDOWED, "sliding_window": "4"}, "window"),
+    ("qwen2", {**ALL_WINDOWED, "max_window_layers": "1"}, "max_window_layers"),
     ("qwen2", {"no_rope_layers": [0, 1]}, "no_rope_layers"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias"),
     ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
@@ -250,7 +246,7 @@ ROTARY: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}, "factor"),
     ({"rope_type": "linear", "factor": "two", "rope_theta": 1e4}, "factor"),
     ({"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}, "low_freq_factor|high_freq_factor"),
-    ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta"),
+    ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta|rope_base"),
 ]
 SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 2}, "num_key_value_heads|n_kv_heads"),
@@ -280,11 +276,11 @@ def assert_refused(folder: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("field", EVERYWHERE)
-@pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_field_that_changes_the_mathematics_is_refused(family: str, field: str, copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of(family)
-    edit(folder, **{field: EVERYWHERE[field]})
-    assert_refused(folder, field)
+def test_field_that_changes_the_mathematics_is_refused(field: str, copy_of: Callable[[str], Path]) -> None:
+    for family in LLAMA_LIKE:
+        folder = copy_of(family)
+        edit(folder, **{field: EVERYWHERE[field]})
+        assert_refused(folder, field)
 
 
 @pytest.mark.parametrize(("family", "fields", "message"), OF_A_FAMILY, ids=str)
@@ -319,11 +315,11 @@ def test_shape_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
-@pytest.mark.parametrize("family", LLAMA_LIKE)
-def test_missing_size_is_named(family: str, field: str, copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of(family)
-    edit(folder, without=(field,))
-    assert_refused(folder, field)
+def test_missing_size_is_named(field: str, copy_of: Callable[[str], Path]) -> None:
+    for family in LLAMA_LIKE:
+        folder = copy_of(family)
+        edit(folder, without=(field,))
+        assert_refused(folder, field)
 
 
 @pytest.mark.parametrize("family", MEMBER)
