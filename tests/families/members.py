@@ -1,0 +1,204 @@
+"""Small random models of every family, made by transformers, and transformers itself in float64 as their judge."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
+
+import handgrad as hg
+from handgrad.proof.oracles import relative_error
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+LIMIT = 1e-8  # relative, in float64
+LENGTHS = [7, 1, 12]  # uneven, one of them a single token
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SMALL = {
+    "vocab_size": 29, "hidden_size": 18, "intermediate_size": 11, "num_hidden_layers": 2, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 4, "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "sliding_window": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, **NO_TOKEN_IDS,
+}  # fmt: skip
+SMALL_GPT2 = {"vocab_size": 29, "n_positions": 32, "n_embd": 15, "n_head": 3, "n_layer": 2, **NO_TOKEN_IDS}
+
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
+# with heads of 16 features, frequencies of all three bands: kept, blended and divided by the factor
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+YARN_OPTIONS = {
+    "rope_type": "yarn", "factor": 8.0, "rope_theta": 1000.0, "original_max_position_embeddings": 48, "beta_fast": 4.0,
+    "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False,
+}  # fmt: skip
+YARN_FACTOR = {**YARN, "attention_factor": 1.3}
+YARN_ONE_SCALE = {**YARN, "mscale": 0.7}  # one of the two scales alone has no effect
+# the blend would end above the last pair of a head; it would end below the first
+YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 2000}
+YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
+WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
+
+
+def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Models by name: the family and the fields in which each differs from SMALL."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        f"{family}, {9 // kv} queries to a key": (family, {"num_key_value_heads": kv, "tie_word_embeddings": kv != 3})
+        for family in LLAMA_LIKE
+        for kv in (9, 3, 1)
+    }
+    for name, fields in {
+        "gpt2, tied": {},
+        "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+        "llama, biases": {"attention_bias": True, "mlp_bias": True},
+        "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
+        "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
+        "llama, gelu gate": {"hidden_act": "gelu"},
+        "llama, tanh gate": {"hidden_act": "gelu_pytorch_tanh"},
+        "llama, linear": {"rope_parameters": LINEAR},
+        "llama, llama3": {"rope_parameters": LLAMA3, **WIDE},
+        "llama, yarn": {"rope_parameters": YARN, **WIDE},
+        "llama, yarn with a wide blend": {"rope_parameters": YARN_WIDE_BLEND, **WIDE},
+        "llama, yarn without a blend": {"rope_parameters": YARN_NO_BLEND, **WIDE},
+        "llama, yarn with options": {"rope_parameters": YARN_OPTIONS, **WIDE},
+        "mistral, window": {"sliding_window": 4},
+        "mistral, window of one": {"sliding_window": 1, "num_key_value_heads": 1},
+        "mistral, window wider than the text": {"sliding_window": 500},
+        "mistral, width not a multiple of the heads": {"hidden_size": 17},
+        "qwen2, windows above": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        "qwen2, windows by layer": {
+            "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
+        "qwen3, biases": {"attention_bias": True},
+        "qwen3, windows": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},
+        "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
+        "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
+        "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+        "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
+        "smollm3, windows where unrotated": {
+            "use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2,
+        },
+        "smollm3, biases": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
+        "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    }.items():  # fmt: skip
+        found[name] = (name.split(",")[0], fields)
+    return found
+
+
+MEMBERS = _choices()
+TYPICAL = [
+    "gpt2, tied", "llama, 3 queries to a key", "mistral, window", "qwen2, windows above",
+    "qwen3, 9 queries to a key", "smollm3, windows where unrotated",
+]  # fmt: skip
+
+
+def transformers_model(name: str, **changes: Any) -> Any:
+    """The member in float64, with norms not 1 and biases not 0: errors would be invisible in a new model."""
+    family, fields = MEMBERS[name]
+    base = SMALL_GPT2 if family == "gpt2" else SMALL
+    config = AutoConfig.for_model(family, **copy.deepcopy({**base, **fields, **changes}))
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    randomise(network)
+    return in_float64(network)
+
+
+def randomise(network: torch.nn.Module) -> None:
+    """Turn the network to float64 and add N(0, 0.3²) to every parameter."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.double().parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def _float_means_double() -> Iterator[None]:
+    with (
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+def in_float64(network: Any) -> Any:
+    """Make RMSNorm and the rotary tables of a transformers model compute in float64. They cast to float32, whatever the
+    model's dtype; their own code runs with that dtype replaced."""
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            with _float_means_double():
+                return forward(*arguments, **options)
+
+        return run
+
+    for module in network.double().modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            with _float_means_double():
+                frequencies = ROPE_INIT_FUNCTIONS.get(module.rope_type, module.compute_default_rope_parameters)
+                module.inv_freq, module.attention_scaling = frequencies(module.config)
+            assert module.inv_freq.dtype == torch.float64
+        if type(module).__name__.endswith(("RotaryEmbedding", "RMSNorm")):
+            module.forward = wrapped(module.forward)
+    return network
+
+
+def from_folder(folder: Path) -> Any:
+    """A saved model as transformers opens it, in float64."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    return in_float64(network.eval())
+
+
+def their_logits(network: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """(n) ids end to end → (n, V): transformers runs each sequence by itself."""
+    logits = torch.cat([network(input_ids=ids[None], use_cache=False).logits[0] for ids in tokens.split(lengths)])
+    assert logits.dtype == torch.float64
+    return logits
+
+
+def their_gradients(
+    network: Any, tokens: Tensor, targets: Tensor, lengths: list[int]
+) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss and the gradient of every trainable parameter by autograd. transformers' own loss is in float32."""
+    network.zero_grad()
+    loss = F.cross_entropy(their_logits(network, tokens, lengths), targets)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
+
+
+def assert_equal_gradients(ours: dict[str, Tensor], expected: dict[str, Tensor], limit: float = LIMIT) -> None:
+    """Equal names, shapes and values. A gradient that is 0 in theory (b_k of a layer without rotation) is measured
+    relative to the largest of all."""
+    assert set(ours) == set(expected)
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    assert largest > 1e-4, "nothing to compare"
+    errors = {name: relative_error(ours[name], grad, floor=1e-4 * largest) for name, grad in expected.items()}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= limit, f"{worst}: {errors[worst]:.1e}"
+
+
+def our_gradients(model: hg.GPT) -> dict[str, Tensor]:
+    """What loss_and_grads has left in the trainable parameters."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in found.values())
+    return found  # type: ignore[return-value]
+
+
+def batch(n_vocab: int = 29, lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor]:
+    """Packed tokens and targets; some targets, all of the last three among them, are masked."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(n_vocab, (2, sum(lengths)), generator=generator)
+    targets[torch.rand(len(targets), generator=generator) < 0.3] = -100
+    targets[-3:] = -100
+    assert (targets != -100).sum() > len(targets) // 3
+    return tokens, targets

@@ -1,0 +1,111 @@
+"""LoRA adapters of every family, exchanged with PEFT in both directions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from members import LENGTHS, LIMIT, TYPICAL, batch, from_folder, their_gradients, their_logits, transformers_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+import handgrad as hg
+from conftest import perturb
+from handgrad.proof.oracles import relative_error
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = {"gpt2": ["c_attn", "c_fc", "c_proj"]}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "dora": {"use_dora": True}}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers and about DoRA
+
+
+def layers_of(name: str) -> list[str]:
+    return LAYERS.get(name.split(",")[0], LINEAR)
+
+
+def factors(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """PEFT's parameter names without its prefix and the adapter's name."""
+    return {n.removeprefix("base_model.model.").replace(".default", ""): grad for n, grad in grads.items()}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_path: Path) -> None:
+    base = transformers_model(name)
+    base.save_pretrained(tmp_path / "m")
+    options = LoraConfig(
+        r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=layers_of(name), **KINDS[kind]
+    )  # fmt: skip
+    theirs = get_peft_model(base, options).double().eval()
+    perturb(theirs, seed=5)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    names = hg.lora.load(ours, tmp_path / "adapter")
+    assert len(names) == 2 * (4 if name.startswith("gpt2") else 7)
+
+    tokens, targets = batch()
+    assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT
+    loss, their_grads = their_gradients(theirs, tokens, targets, LENGTHS)
+    expected = factors(their_grads)
+    assert ours.loss_and_grads(tokens, targets, LENGTHS) == pytest.approx(loss, rel=LIMIT)
+    found = dict(ours.named_parameters())
+    for layer in names:
+        pairs = [(f"{layer}.down", f"{layer}.lora_A.weight", True), (f"{layer}.up", f"{layer}.lora_B.weight", True)]
+        if kind == "dora":
+            pairs.append((f"{layer}.magnitude", f"{layer}.lora_magnitude_vector.weight", False))
+        for mine, other, transposed in pairs:
+            grad = found[mine].grad
+            assert grad is not None, mine
+            assert relative_error(grad.t() if transposed else grad, expected.pop(other), floor=1e-4) <= LIMIT, mine
+    assert not expected, "PEFT trains more than we do"
+    assert {n for n, p in ours.named_parameters() if p.grad is not None} == {
+        n for n, p in ours.named_parameters() if p.requires_grad
+    }
+
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in (ours, theirs)]
+    for parameters in trained:
+        torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4).step()
+    theirs.save_pretrained(tmp_path / "after")
+    hg.lora.save(ours, tmp_path / "ours")
+    after, mine_after = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("after", "ours"))
+    assert set(mine_after) == set(after)
+    for tensor in after:
+        assert relative_error(mine_after[tensor], after[tensor]) <= LIMIT, tensor
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
+    transformers_model(name).save_pretrained(tmp_path / "m")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    hg.lora.inject(ours, rank=3, alpha=5, targets=layers_of(name), dora=kind == "dora")
+    perturb(ours)
+    hg.lora.save(ours, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(from_folder(tmp_path / "m"), tmp_path / "adapter").eval()
+    tokens, _ = batch()
+    assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path) -> None:
+    base = transformers_model(name)
+    base.save_pretrained(tmp_path / "m")
+    theirs = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=layers_of(name))).double()
+    perturb(theirs, seed=5)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    hg.lora.load(ours, tmp_path / "adapter")
+    hg.lora.merge(ours)
+    hg.save(ours, tmp_path / "merged")
+    merged, expected = from_folder(tmp_path / "merged").state_dict(), theirs.merge_and_unload().state_dict()
+    assert set(merged) == set(expected)
+    for tensor in expected:
+        assert relative_error(merged[tensor], expected[tensor]) <= LIMIT, tensor
+
+
+def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_path: Path) -> None:
+    transformers_model("llama, 3 queries to a key").save_pretrained(tmp_path / "m")
+    model = hg.load(tmp_path / "m", dtype="float64")
+    names = hg.lora.inject(model, rank=2)
+    assert {n.rpartition(".")[2] for n in names} == set(LINEAR) and len(names) == 14

@@ -1,0 +1,349 @@
+"""Folders of every family: what we save transformers opens; fields of config.json old and new, omitted and refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from members import (
+    LENGTHS,
+    LIMIT,
+    LLAMA3,
+    LLAMA_LIKE,
+    MEMBERS,
+    NO_TOKEN_IDS,
+    TYPICAL,
+    YARN,
+    batch,
+    from_folder,
+    randomise,
+    their_logits,
+    transformers_model,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import handgrad as hg
+from handgrad.proof.oracles import relative_error
+
+# fields that say nothing about the computation, or that a list beside them overrides
+SILENT = ("transformers_version", "_name_or_path", "max_window_layers", "no_rope_layer_interval", "use_sliding_window")
+MEMBER = {family: f"{family}, 3 queries to a key" for family in LLAMA_LIKE} | {"gpt2": "gpt2, tied"}
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """config.json as transformers understands it. Two of its names are one activation."""
+    fields = AutoConfig.from_pretrained(folder).to_dict()
+    if fields.get("hidden_act") == "gelu_pytorch_tanh":
+        fields["hidden_act"] = "gelu_new"
+    return {name: value for name, value in fields.items() if name not in SILENT and value is not None}
+
+
+def edit(folder: Path, without: tuple[str, ...] = (), **fields: Any) -> None:
+    """Change fields of config.json and leave out others."""
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in raw.items() if name not in without}))
+
+
+def assert_opened_alike(folder: Path) -> None:
+    tokens, _ = batch()
+    ours = hg.load(folder, dtype="float64")
+    with torch.no_grad():
+        expected = their_logits(from_folder(folder), tokens, LENGTHS)
+    assert relative_error(ours.logits(tokens, LENGTHS), expected) <= LIMIT
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One saved model of every family; copy a folder before changing it."""
+    folder = tmp_path_factory.mktemp("originals")
+    for family, name in MEMBER.items():
+        transformers_model(name).save_pretrained(folder / family)
+    return {family: folder / family for family in MEMBER}
+
+
+@pytest.fixture
+def copy_of(originals: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    return lambda family: shutil.copytree(originals[family], tmp_path / family)
+
+
+# ── both directions ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_transformers_opens_what_we_save(name: str, tmp_path: Path) -> None:
+    theirs = transformers_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hg.save(hg.load(tmp_path / "theirs", dtype="float64"), tmp_path / "ours")
+    assert fields_of(tmp_path / "ours") == fields_of(tmp_path / "theirs")
+    reopened, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    expected = theirs.state_dict()
+    assert set(reopened.state_dict()) == set(expected)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in reopened.state_dict().items())
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs")]
+    assert files[0].keys() == files[1].keys()
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_dtype_survives(name: str, dtype: str, tmp_path: Path) -> None:
+    theirs = transformers_model(name).to(getattr(torch, dtype))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = hg.load(tmp_path / "theirs")
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    hg.save(model, tmp_path / "ours")
+    ours, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == dtype
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_a_folder_in_several_files(family: str, tmp_path: Path) -> None:
+    transformers_model(MEMBER[family]).save_pretrained(tmp_path / "m", max_shard_size="4KB")
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 2
+    assert_opened_alike(tmp_path / "m")
+
+
+# ── fields of config.json ───────────────────────────────────────────────────────────────────────────────────────────
+
+OLD = [
+    {"rope_theta": 77.0},
+    {"rope_theta": 77.0, "rope_scaling": None},
+    {"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2}},
+    {"rope_theta": 77.0, "rope_scaling": {"rope_type": "default"}},
+    {"rope_theta": 1e4, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 16}},  # max / original
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}},  # the original length is max_position_embeddings
+    {"rope_theta": 9.0, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},  # the inner one holds
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 77.0},
+    {"rope_parameters": {**YARN, "beta_fast": None, "beta_slow": None, "attention_factor": None}},
+    {},
+]
+
+
+@pytest.mark.parametrize("fields", OLD, ids=str)
+@pytest.mark.parametrize("name", ["llama, llama3", "smollm3, llama3"])
+def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    transformers_model(name).save_pretrained(tmp_path / "m")
+    edit(tmp_path / "m", without=("rope_parameters",))
+    edit(tmp_path / "m", **fields)
+    assert_opened_alike(tmp_path / "m")
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
+    sizes = {
+        "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11, "num_hidden_layers": 5,
+        "num_attention_heads": 32, **NO_TOKEN_IDS,
+    }  # fmt: skip
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    randomise(network)
+    network.save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(sizes))
+    assert_opened_alike(tmp_path / "m")
+    hg.save(hg.load(tmp_path / "m", dtype="float64"), tmp_path / "ours")
+    ours, theirs = fields_of(tmp_path / "ours"), fields_of(tmp_path / "m")
+    said = set(theirs) - {"architectures", "dtype"}
+    assert {name: ours.get(name) for name in said} == {name: theirs[name] for name in said}
+
+
+PUBLISHED = {
+    "_name_or_path": "/data/checkpoints/x", "_attn_implementation_autoset": True, "attention_dropout": 0.1,
+    "auto_map": {"AutoConfig": "configuration_x.XConfig"}, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0,
+    "initializer_range": 0.04, "is_llama_config": True, "pretraining_tp": 1, "quantization_config": None,
+    "rope_interleaved": False, "torch_dtype": "bfloat16", "transformers.js_config": {"dtype": "q4"},
+    "transformers_version": "4.40.1", "use_cache": False, "unsloth_fixed": True, "neftune_noise_alpha": 5.0,
+    "partial_rotary_factor": 1.0, "is_causal": True, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+    "tokenizer_class": "PreTrainedTokenizerFast", "return_dict": True, "output_attentions": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LLAMA_LIKE)
+def test_fields_of_published_files_that_change_nothing(family: str, copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of(family)
+    tokens, _ = batch()
+    before = hg.load(folder, dtype="float64").logits(tokens, LENGTHS)
+    edit(folder, **PUBLISHED)
+    assert torch.equal(hg.load(folder, dtype="float64").logits(tokens, LENGTHS), before)
+
+
+def test_a_window_that_is_switched_off(copy_of: Callable[[str], Path]) -> None:
+    """Published Qwen2.5 files name a window that use_sliding_window does not use."""
+    for family in ("qwen2", "qwen3"):
+        folder = copy_of(family)
+        edit(folder, without=("layer_types",), use_sliding_window=False, sliding_window=2, max_window_layers=0)
+        assert_opened_alike(folder)
+
+
+def test_a_tied_file_that_holds_the_head_twice_and_old_rotary_tables(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors")
+    edit(folder, tie_word_embeddings=True)
+    model = hg.load(folder, dtype="float64")
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    assert_opened_alike(folder)
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# fields that change the mathematics, or that say the weights were made for other mathematics
+EVERYWHERE: dict[str, Any] = {
+    "is_causal": False, "partial_rotary_factor": 0.5, "rope_interleaved": True, "attention_chunk_size": 8,
+    "quantization_config": {"quant_method": "gptq", "bits": 4}, "per_layer_config": {"0": {"intermediate_size": 7}},
+    "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 64,
+    "attention_multiplier": 0.5, "residual_multiplier": 0.5, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+    "clip_qkv": 8.0, "num_experts": 8, "num_local_experts": 8, "use_qk_norm": True, "qk_layernorm": True,
+    "add_cross_attention": True, "hidden_act": "quick_gelu",
+}  # fmt: skip
+ALL_WINDOWED = {"layer_types": None, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+SLIDING = ["sliding_attention", "full_attention"]
+OF_A_FAMILY: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"sliding_window": 4}, "sliding_window"),
+    ("llama", {"layer_types": SLIDING, "sliding_window": 4}, "layer_types|sliding_window"),
+    ("llama", {"no_rope_layers": [0, 1]}, "no_rope_layers"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("mistral", {"mlp_bias": True}, "mlp_bias"),
+    ("mistral", {"layer_types": SLIDING, "sliding_window": 4}, "layer_types"),
+    ("mistral", {"no_rope_layers": [0, 1]}, "no_rope_layers"),
+    ("qwen2", {"mlp_bias": True}, "mlp_bias"),
+    ("qwen2", {"layer_types": SLIDING}, "layer_types|sliding_window"),
+    ("qwen2", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen2", {"layer_types": 5}, "layer_types"),
+    ("qwen2", {**ALL_WINDOWED, "sliding_window": 0}, "window"),
+    ("qwen2", {**ALL_WINDOWED, "sliding_window": "4"}, "window"),
+    ("qwen2", {**ALL_WINDOWED, "max_window_layers": "1"}, "max_window_layers"),
+    ("qwen2", {"no_rope_layers": [0, 1]}, "no_rope_layers"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+    ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    ("smollm3", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": "all"}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+]
+ROTARY: list[tuple[dict[str, Any], str]] = [
+    ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "dynamic"),
+    ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "rope_theta": 1e4}, "longrope"),
+    ({"type": "mrope", "mrope_section": [1, 1], "rope_theta": 1e4}, "mrope"),
+    ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "full_attention"),
+    ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
+    ({"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}, "factor"),
+    ({"rope_type": "linear", "factor": "two", "rope_theta": 1e4}, "factor"),
+    ({"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}, "low_freq_factor|high_freq_factor"),
+    ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta|rope_base"),
+]
+SHAPES: list[tuple[dict[str, Any], str]] = [
+    ({"num_key_value_heads": 2}, "num_key_value_heads|n_kv_heads"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads|n_kv_heads"),
+    ({"num_attention_heads": 0}, "num_attention_heads|n_heads"),
+    ({"head_dim": 5}, "even"),
+    ({"head_dim": -4}, "head_dim|d_rho"),
+    ({"hidden_size": "18"}, "hidden_size|d_model"),
+    ({"intermediate_size": 12}, "mlp.*weight"),
+    ({"hidden_size": 36}, "weight"),
+    ({"num_hidden_layers": 3}, r"model\.layers\.2\."),
+    ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
+    ({"vocab_size": 30}, r"embed_tokens"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps|eps"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps|eps"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings|tied"),
+    ({"model_type": "t5"}, "t5"),
+    ({"model_type": "gemma2"}, "gemma2"),
+    ({"model_type": None}, "model_type"),
+]
+
+
+def assert_refused(folder: Path, message: str) -> None:
+    with pytest.raises(hg.HandgradError, match=message) as error:
+        hg.load(folder, dtype="float64")
+    assert str(folder) in str(error.value), "the message does not say which file"
+
+
+@pytest.mark.parametrize("field", EVERYWHERE)
+def test_field_that_changes_the_mathematics_is_refused(field: str, copy_of: Callable[[str], Path]) -> None:
+    for family in LLAMA_LIKE:
+        folder = copy_of(family)
+        edit(folder, **{field: EVERYWHERE[field]})
+        assert_refused(folder, field)
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), OF_A_FAMILY, ids=str)
+def test_field_that_this_family_does_not_compute_is_refused(
+    family: str, fields: dict[str, Any], message: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(family)
+    edit(folder, **fields)
+    assert_refused(folder, message)
+
+
+@pytest.mark.parametrize(("parameters", "message"), ROTARY, ids=str)
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_rotary_form_that_is_not_implemented_is_refused(
+    field: str, parameters: dict[str, Any], message: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("qwen3")
+    edit(folder, without=("rope_parameters",))
+    edit(folder, **{field: parameters})
+    assert_refused(folder, message)
+
+
+@pytest.mark.parametrize(("fields", "message"), SHAPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_shape_that_does_not_fit_is_refused(
+    family: str, fields: dict[str, Any], message: str, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of(family)
+    edit(folder, without=("layer_types",))
+    edit(folder, **fields)
+    assert_refused(folder, message)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_missing_size_is_named(field: str, copy_of: Callable[[str], Path]) -> None:
+    for family in LLAMA_LIKE:
+        folder = copy_of(family)
+        edit(folder, without=(field,))
+        assert_refused(folder, field)
+
+
+@pytest.mark.parametrize("family", MEMBER)
+def test_missing_misshapen_and_unknown_tensors_are_named(
+    family: str, originals: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(originals[family] / "model.safetensors")
+    matrices = [n for n, t in tensors.items() if t.ndim == 2 and t.shape[0] != t.shape[1] and ".0." in n]
+    gains = [n for n in tensors if "norm" in n or "ln_" in n]
+    first, gain = matrices[0], gains[0]
+    for name, broken in {
+        first: {k: t for k, t in tensors.items() if k != first},
+        gain: {k: t for k, t in tensors.items() if k != gain},
+        matrices[-1]: {**tensors, matrices[-1]: tensors[matrices[-1]].t().contiguous()},
+        f"{first}_extra": {**tensors, f"{first}_extra": torch.ones(3)},
+    }.items():
+        folder = shutil.copytree(originals[family], tmp_path / "m", dirs_exist_ok=True)
+        save_file(broken, folder / "model.safetensors")
+        assert_refused(folder, name.replace(".", r"\.").removeprefix(r"transformer\."))
+
+
+def test_biases_that_config_json_does_not_announce_are_refused(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.bias"] = torch.ones(36, dtype=torch.float64)
+    save_file(tensors, folder / "model.safetensors")
+    assert_refused(folder, r"model\.layers\.1\.self_attn\.q_proj\.bias")
