@@ -97,6 +97,11 @@ class GGUFFile:
         )
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file rather than a directory."""
+    return path.suffix == ".gguf"
+
+
 def open_gguf(path: str | Path) -> GGUFFile:
     """Read the metadata and map the tensors of a GGUF file. Raises MissingError if it does not exist."""
     path = Path(path)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import chain
 from math import isfinite
+from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
@@ -19,7 +20,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ..errors import HandgradError, shown
 from ..files.gguf import GGUFFile
-from .chat import ChatTemplate
+from ..files.reading import read_text
+from .chat import SOURCE_BYTES, ChatTemplate
 from .tokenizer import Tokenizer, byte_level, library_errors
 
 MAX_TOKEN = 512  # characters of a SentencePiece token: all its splits are tried
@@ -104,11 +106,13 @@ def has_template(file: GGUFFile) -> bool:
     return "tokenizer.chat_template" in file.metadata
 
 
-def chat_template(file: GGUFFile, now: datetime | None = None) -> ChatTemplate:
-    """The chat template of the file, with its special tokens."""
+def chat_template(file: GGUFFile, given: Path | None = None, now: datetime | None = None) -> ChatTemplate:
+    """The chat template in the file `given`, or that of the GGUF file; special tokens are always the latter's."""
+    special = {f"{name}_token": token for name, token in _special_tokens(file).items()}
+    if given is not None:
+        return ChatTemplate(read_text(given, SOURCE_BYTES), special, str(given), now)
     if not has_template(file):
         raise HandgradError(f"{file.path} has no chat template: give one with --chat-template FILE")
-    special = {f"{name}_token": token for name, token in _special_tokens(file).items()}
     return ChatTemplate(file.text("tokenizer.chat_template"), special, f"the chat template of {file.path}", now)
 
 
