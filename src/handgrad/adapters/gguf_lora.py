@@ -30,12 +30,10 @@ _NAMES = {
 def factors_of(adapters: Mapping[str, LoRA], modules_to_save: Iterable[str] = ()) -> Factors:
     """The factors of a model's adapters by the name of their layer. Raises for what a GGUF adapter cannot hold."""
     for name in modules_to_save:
-        raise HandgradError(
-            f"a GGUF adapter cannot hold {name}, trained in full (modules_to_save): merge the adapter instead"
-        )
+        raise HandgradError(f"a GGUF adapter cannot hold {name}, trained in full (modules_to_save): merge the adapter")
     for name, adapter in adapters.items():
         if adapter.magnitude is not None:
-            raise HandgradError(f"a GGUF adapter cannot hold DoRA's magnitude of {name}: merge the adapter instead")
+            raise HandgradError(f"a GGUF adapter cannot hold DoRA's magnitude of {name}: merge the adapter")
     return {name: (adapter.down, adapter.up, adapter.scale) for name, adapter in adapters.items()}
 
 
@@ -67,7 +65,7 @@ def write_gguf_lora(path: str | Path, factors: Factors, architecture: str, n_hea
 
 
 def _common_alpha(factors: Factors) -> float:
-    """alpha = scale · r of most layers: their factors are written unchanged. Never 0, which llama.cpp takes for "no alpha"."""
+    """scale · r of most layers, whose factors are then written unchanged. Never 0, which llama.cpp takes for "no alpha"."""
     products = [scale * up.shape[0] for _, up, scale in factors.values()]
     found = [x for x in products if x]
     alpha = max(found, key=found.count) if found else 1.0
@@ -78,8 +76,8 @@ def _gguf_name(layer: str) -> str:
     match = _LAYER.fullmatch(layer)
     if match is None:
         raise HandgradError(
-            f"a GGUF adapter has no name for the layer {layer!r}; it holds q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj"
-            " and down_proj of model.layers.N: merge the adapter instead"
+            f"a GGUF adapter has no name for the layer {layer!r}, only for q_proj, k_proj, v_proj, o_proj, gate_proj,"
+            " up_proj and down_proj of model.layers.N: merge the adapter"
         )
     return f"blk.{int(match[1])}.{_NAMES[match[2]]}"
 

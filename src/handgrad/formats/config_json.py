@@ -91,7 +91,7 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     known |= set(_ROPE) if family.fixed.get("positions") == "rotary" else set()
     known |= set(_WINDOW) if family.windows else set()
     for field, value in raw.items():
-        neutral = (None, _NEUTRAL[field]) if field in _NEUTRAL else (None, False, [], {}, "")
+        neutral: tuple[object, ...] = (None, _NEUTRAL[field]) if field in _NEUTRAL else (None, False, [], {}, "")
         if field in known or value in neutral:
             continue
         if not field.startswith("_") and not any(word in field for word in ("token_id", "dropout", "version")):

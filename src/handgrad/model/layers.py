@@ -26,9 +26,9 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
 class Like(nn.Module):
     """The dtype and device of a layer without a weight. `model.to(dtype)` changes them as it does those of a weight."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
+        self.register_buffer("empty", torch.empty(0, dtype=dtype, device=device), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,7 +114,7 @@ class Linear(Affine):
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
         """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
-        self.weight, self.packed, self.like = None, packed, Like(dtype)
+        self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
         return linear.forward(a, self.w, self.added_bias())
@@ -220,7 +220,7 @@ class Embedding(nn.Module):
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
         """Replace the weight by these bytes."""
-        self.weight, self.packed, self.like = None, packed, Like(dtype)
+        self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     @property
     def trains(self) -> bool:

@@ -158,13 +158,13 @@ class Network(Parts):
             head.pack(self.embed.packed, self.dtype)
         else:
             head.weight = self.embed.weight
-            head.weight.grad = None  # it was the gradient of the embedding alone
+            self.embed.zero_grad()  # it was the gradient of the embedding alone
         self.config = replace(self.config, tied=True)
 
     def untie(self) -> None:
-        """Give the logits layer a copy of the embedding as its own weight."""
-        if self.config.tied and not self.packed:  # packed weights never change: both uses may share them
-            head = self.head.plain()
+        """Give the logits layer a copy of the embedding as its own weight. Packed weights, which never change, stay shared."""
+        head = self.head.plain()
+        if self.config.tied and head.weight is not None:
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-            self.embed.weight.grad = None  # it was the gradient of both
+            self.embed.zero_grad()  # it was the gradient of both
             self.config = replace(self.config, tied=False)
