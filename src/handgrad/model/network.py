@@ -162,7 +162,7 @@ class Network(Parts):
         self.config = replace(self.config, tied=True)
 
     def untie(self) -> None:
-        """Give the logits layer a copy of the embedding as its own weight. Packed weights, which never change, stay shared."""
+        """Give the logits layer a copy of the embedding as its own weight. Packed weights never change and stay shared."""
         head = self.head.plain()
         if self.config.tied and head.weight is not None:
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
