@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from handgrad.errors import HandgradError
 from handgrad.files.gguf import dequantise, open_gguf
-from handgrad.formats.gguf import ARCHITECTURES, read_model
+from handgrad.formats.gguf import read_model
+from handgrad.formats.gguf_architectures import ARCHITECTURES
 from handgrad.text import downloads
 
 Tensors = dict[str, np.ndarray]
