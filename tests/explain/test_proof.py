@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from tiny_session import TEXT, make_session
+from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain import proof as module
 from handgrad.explain.proof import CheckResults, Prover
 from handgrad.explain.session import Session
 from handgrad.model.layers import QueryKeyValue
-from handgrad.ops import activation, attention, embedding, layernorm, linear, lora, loss
+from handgrad.model.passes import Pass
+from handgrad.ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
 from handgrad.text import tokenizer
 
 
@@ -31,7 +32,8 @@ def failed_stations(results: CheckResults, kind: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     "shape",
     [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
-     {"activation": "relu", "n_blocks": 1}, {"activation": "relu2", "n_blocks": 1}],
+     {"activation": "relu", "n_blocks": 1}, {"activation": "relu2", "n_blocks": 1},
+     LLAMA, QWEN3, SMOLLM3, SCALED, {**LLAMA, "lora": 2}, {**QWEN3, "lora": 2, "n_blocks": 1}],
 )  # fmt: skip
 def test_every_station_passes(shape: dict[str, object]) -> None:
     results = check_all(make_session(**shape))  # type: ignore[arg-type]
@@ -53,6 +55,16 @@ def without_second_mean(
     return (g - g.mean(1, keepdim=True)) * inv_sigma
 
 
+def unrotated(delta: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return delta
+
+
+def gate_without_slope(
+    delta: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return delta * up, delta * torch.sigmoid(gate) * gate, gated.forward(gate, up, name)
+
+
 BREAKAGES = {
     "a norm's gradient of b": (layernorm, "grad_b", lambda delta, into: -delta.sum(0), {"blocks.1.a_2", "a_11"}),
     "a norm without its second mean": (
@@ -68,6 +80,14 @@ BREAKAGES = {
         loss, "forward_and_delta",
         lambda logits, targets, weight: (loss.forward(logits, targets), torch.softmax(logits, 1) * weight), {"loss"},
     ),
+    "an RMSNorm that keeps the part along its output": (
+        rmsnorm, "backward", lambda delta, a_bar, inv_rms, w: delta * w * inv_rms, {"a_11", "blocks.1.a_6", "blocks.0.a_2"},
+    ),
+    "a gain of the queries' norm": (
+        rmsnorm, "grad_w", lambda delta, a_bar, into: (a_bar * delta).flatten(0, -2).mean(0), {"blocks.1.a_3", "a_11"},
+    ),
+    "a rotation that is not undone": (rotary, "backward", unrotated, {"blocks.1.a_3"}),
+    "a gate without its slope": (gated, "backward", gate_without_slope, {"blocks.1.a_8"}),
     "a linear layer's gradient of b": (linear, "grad_b", lambda delta, into: 2 * delta.sum(0), {"blocks.0.a_7"}),
 }  # fmt: skip
 
@@ -76,7 +96,8 @@ BREAKAGES = {
 def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module_, function, wrong, expected = BREAKAGES[name]
     monkeypatch.setattr(module_, function, wrong)
-    results = check_all(make_session())
+    today = module_ in (rmsnorm, rotary, gated)
+    results = check_all(make_session(**QWEN3) if today else make_session())
     assert expected <= failed_stations(results)
     for id in expected:
         failed = {c["kind"] for c in results.checks[id] if not c["passed"]}
@@ -91,7 +112,7 @@ def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.Mo
 
 
 def test_identities_alone_detect_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, draw: int | None) -> None:
+    def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, run: Pass) -> None:
         self.weight.grad = a.t() @ delta
         self.bias.grad = delta.sum(0) + 1e-3  # type: ignore[union-attr]
 
@@ -103,7 +124,7 @@ def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lora, "grad_d", lambda g, a, into: 2 * torch.mm(a.t(), g))
     session = make_session(lora=2)
     with torch.no_grad():
-        session.model.blocks[0].mlp.c_fc.up += 0.1  # type: ignore[union-attr]
+        session.model.blocks[0].mlp.expand.up += 0.1  # type: ignore[attr-defined]
     assert "blocks.0.a_7" in failed_stations(check_all(session, differences=False))
 
 

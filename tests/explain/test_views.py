@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 import torch
-from tiny_session import TEXT, make_session
+from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain import attention_view, captions, lens_view, values, views
@@ -22,6 +22,12 @@ SHAPES = [
     {"key_bias": False, "causal": False},
     {"activation": "relu"},
     {"activation": "relu2"},
+    LLAMA,
+    QWEN3,
+    SMOLLM3,
+    {**SCALED, "n_blocks": 2},
+    {**LLAMA, "lora": 2},
+    {**QWEN3, "lora": 2},
 ]
 
 
@@ -58,11 +64,12 @@ def test_every_station_and_every_parameter_is_shown(shape: dict[str, object]) ->
                 assert given["shape"] == list(x.shape)
                 assert given["statistics"]["norm"] == pytest.approx(x.double().norm().item())
         for parameter, given in zip(station.parameters, view["parameters"], strict=True):
-            shown |= set(parameter.names)
+            shown.add(parameter.name)
             if not given["frozen"]:
-                assert given["grad_norm"] == sentence.trace[given["name"]].norm().item()
+                grad = sentence.trace[given["name"]]
+                assert given["grad_norm"] == grad.norm().item() and given["shape"] == list(grad.shape)
     assert shown == {name for name, _ in session.model.named_parameters()}
-    assert (not session.model.transformer.wte.weight.requires_grad) == bool(shape.get("lora"))
+    assert (not session.model.embed.weight.requires_grad) == bool(shape.get("lora"))
 
 
 def test_the_errors_of_all_heads_sum_to_delta_2() -> None:
@@ -71,7 +78,7 @@ def test_the_errors_of_all_heads_sum_to_delta_2() -> None:
     t, block = sentence.trace, session.model.blocks[1]
     head, n = 1, len(sentence.ids)
     view = attention_view.at_head(session, sentence, 1, head)
-    w_q, w_k, w_v = (part.chunk(3, 1)[head] for part in block.attn.c_attn.weight.data.chunk(3, 1))
+    w_q, w_k, w_v = (part.chunk(3, 1)[head] for part in block.attn.qkv.weight.data.chunk(3, 1))
     rho, raw, q = t["blocks.1.rho"][head], t["blocks.1.delta_raw"][head], t["blocks.1.q"][head]
     signal = t["blocks.1.delta_3"][:, 8:16]
     sent = torch.stack(
@@ -90,7 +97,7 @@ def test_the_errors_of_all_heads_sum_to_delta_2() -> None:
             + t["blocks.1.delta_raw"][h].T @ t["blocks.1.q"][h] @ parts[1].T
         )
         for h in range(3)
-        for parts in [[part.chunk(3, 1)[h] for part in block.attn.c_attn.weight.data.chunk(3, 1)]]
+        for parts in [[part.chunk(3, 1)[h] for part in block.attn.qkv.weight.data.chunk(3, 1)]]
     )
     assert torch.allclose(total, t["blocks.1.delta_2"])
     assert view["all_heads"] == pytest.approx(total.norm().item())
@@ -101,8 +108,9 @@ def _cells(given: dict) -> np.ndarray:  # type: ignore[type-arg]
     return cells.astype(float) * given["scale"] / 127
 
 
-def test_the_lens_predicts_the_change_of_the_logits() -> None:
-    session = make_session(dtype=torch.float64)
+@pytest.mark.parametrize("shape", [{}, LLAMA])
+def test_the_lens_predicts_the_change_of_the_logits(shape: dict[str, object]) -> None:
+    session = make_session(dtype=torch.float64, **shape)  # type: ignore[arg-type]
     sentence = session.sentence(TEXT)
     station = session.by_id["blocks.0.a_10"]
     rows = lens_view.lens(session, sentence, station)["rows"]
@@ -111,7 +119,7 @@ def test_the_lens_predicts_the_change_of_the_logits() -> None:
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return model.lm_head.forward(model.transformer.ln_f.forward(x)[0])
+            return model.head.forward(model.final_norm.forward(x)[0])
 
     measured = (logits(a - step * delta) - logits(a + step * delta)) / (2 * step)
     best = measured.topk(3, 1)
@@ -133,7 +141,7 @@ def test_replacing_a_token() -> None:
     t = 3
     swap = views.at_station(session, sentence, session.by_id["a_0"])["swaps"][t]["swaps"][0]
     other, step = ord(swap["word"]) if len(swap["word"]) == 1 else int(swap["word"][1:-1]), 1e-6
-    w = session.model.transformer.wte.weight.data
+    w = session.model.embed.weight.data
     row = sentence.ids[t]
     assert sentence.ids.count(row) == 1
     original = w[row].clone()

@@ -1,17 +1,37 @@
 """A small session for tests: byte tokens, two blocks, weights large enough that no gradient is nearly zero."""
 
+from typing import Any
+
 import torch
 
 import handgrad as hg
 from handgrad.explain.session import Session, add_adapters
+from handgrad.ops.rope_scaling import Scaling
 from handgrad.text import tokenizer
 
 TEXT = "to be, or not"
 
+# Shapes of other families: grouped queries; q/k norms, biases and a head width of their own; no rotation and a window
+LLAMA: dict[str, Any] = {"preset": "nano-llama", "n_heads": 4, "n_kv_heads": 2, "d_hidden": 40}
+QWEN3 = {**LLAMA, "family": "qwen3", "qk_norm": True, "qkv_bias": True, "d_rho": 10, "d_head": 10}
+SMOLLM3 = {
+    **LLAMA,
+    "family": "smollm3",
+    "unrotated": (1,),
+    "window": 4,
+    "windowed": (1,),
+    "tied": False,
+    "n_kv_heads": 1,
+}
+SCALED = {**LLAMA, "n_blocks": 1, "n_kv_heads": 4, "mlp_bias": True, "activation": "gelu_tanh",
+          "rope_scaling": Scaling("yarn", 4.0, original_max_position_embeddings=12)}  # fmt: skip
 
-def make_session(seed: int = 0, dtype: torch.dtype = torch.float32, lora: int = 0, **shape: object) -> Session:
+
+def make_session(
+    seed: int = 0, dtype: torch.dtype = torch.float32, lora: int = 0, preset: str = "nano", **shape: object
+) -> Session:
     small = {"n_vocab": 256, "n_context": 48, "d_model": 24, "n_heads": 3, "n_blocks": 2}
-    model = hg.GPT(hg.preset("nano", **{**small, **shape}), seed=seed, dtype=dtype)
+    model = hg.GPT(hg.preset(preset, **{**small, **shape}), seed=seed, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from ..model.attention import Attention
 from ..model.gpt import GPT
-from ..ops import linear
+from ..model.trace import Trace
+from ..ops import linear, rotary
 from . import captions
+from .norms import frozen
 from .pictures import picture
 from .session import Session, TracedSentence
 from .views import labels_of
@@ -24,19 +27,26 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
     t, here = sentence.trace, f"blocks.{block}."
     rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
     rho, raw = rho[head], raw[head]
-    q, k, v = (_wide(t[here + letter][head]) for letter in "qkv")
-    width = config.value_width
-    with session.model_at(sentence.version) as model, torch.no_grad():
-        w_q, w_k, w_v = _head_weights(model, block)
+    width, size = config.value_width, config.n_heads // config.kv_heads
+    indices = {"q": head, "k": head // size, "v": head // size}  # heads of keys and values may be shared
+    q, k, v = (_wide(t[here + letter][i]) for letter, i in indices.items())
     signal = delta_3[:, head * width : (head + 1) * width]
-    value = linear.backward(rho.t() @ signal, w_v[head])  # (22)
-    query, key = linear.backward(raw @ k, w_q[head]), linear.backward(raw.t() @ q, w_k[head])  # (30)
-    # What token t sends to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts q_t w_kᵗ. Only its norm is needed,
-    # so the vectors themselves, (n, n, d), are never made.
-    along_v, along_k = linear.backward(signal, w_v[head]), linear.backward(q, w_k[head])
-    product = (along_v * along_k).sum(1, keepdim=True)
-    squares = rho**2 * along_v.square().sum(1, keepdim=True) + 2 * rho * raw * product
-    sent = (squares + raw**2 * along_k.square().sum(1, keepdim=True)).clamp(min=0).sqrt()
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        attn = model.blocks[block].attn
+        pairs = _projections(attn)
+        branches = {letter: _Branch(model, t, block, letter, i, pairs[letter]) for letter, i in indices.items()}
+        value = branches["v"].backward(rho.t() @ signal)  # (22)
+        query, key = branches["q"].backward(raw @ k), branches["k"].backward(raw.t() @ q)  # (30)
+        # What token t sends to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts x_ts w_kᵗ, where x_ts is q_t on its way back through the
+        # rotation and the norm of key s, if there are any. Only the length is needed, so the vectors themselves, (n, n, d),
+        # are never made.
+        w_k, w_v = branches["k"].w, branches["v"].w
+        x = branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
+    along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
+    along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
+    product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
+    squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
+    sent = squares.clamp(min=0).sqrt()
     labels = labels_of(session, sentence)
     norms = {"value": value.norm().item(), "query": query.norm().item(), "key": key.norm().item()}
     signals = delta_3.view(len(delta_3), config.n_heads, width)
@@ -52,17 +62,57 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
         "maps": {
             name: {"picture": picture(x, full_range=name == "rho"), "name": here + name} for name, x in maps.items()
         },
-        "vectors": {name: {"picture": picture(x), "name": here + name} for name, x in (("q", q), ("k", k), ("v", v))},
+        "vectors": {
+            name: {"picture": picture(x), "name": here + name, "head": indices[name]}
+            for name, x in (("q", q), ("k", k), ("v", v))
+        },
+        "group": list(range(head // size * size, (head // size + 1) * size)),
+        "sent_caption": captions.about_sent(attn.rotated, attn.normed),
         "caption": captions.about_attention(rho, sent, labels),
         "branches_caption": captions.about_branches(norms["value"], norms["query"], norms["key"]),
     }  # fmt: skip
 
 
-def _head_weights(model: GPT, block: int) -> list[tuple[Tensor, ...]]:
-    attn = model.blocks[block].attn
-    widths = [attn.queries, attn.queries, attn.values]
-    weight = _wide(attn.c_attn.effective_weight().detach())
-    return [part.chunk(attn.n_heads, 1) for part in torch.split(weight, widths, 1)]
+class _Branch:
+    """The way of an error signal from one head of q, k or v back to a_2."""
+
+    def __init__(
+        self, model: GPT, trace: Trace, block: int, letter: str, head: int, pair: tuple[Tensor, Tensor | None]
+    ):
+        attn, (w, b) = model.blocks[block].attn, pair
+        steps = letter in "qk"  # values are neither rotated nor normalized
+        heads = attn.n_heads if letter == "q" else attn.n_kv_heads
+        self.w = _wide(w.chunk(heads, 1)[head])
+        self.rotation = model.rotation(torch.arange(len(trace["a_0"]))) if steps and attn.rotated else None
+        self.norm = frozen(getattr(attn, f"{letter}_norm")) if steps and attn.normed else None
+        if self.norm is not None:
+            bias = None if b is None else _wide(b.chunk(heads)[head])
+            x = linear.forward(_wide(trace[f"blocks.{block}.a_2"]), self.w, bias)
+            self.saved = self.norm.forward(x[:, None])[1]
+
+    def to_projection(self, signal: Tensor) -> Tensor:
+        """The error signal of a head's q, k or v, (n, …, d_ρ) → that of what its projection computes"""
+        if self.rotation is not None:
+            signal = rotary.backward(signal, *self.rotation)
+        if self.norm is not None:
+            signal = self.norm.backward(signal, self.norm.rebuild_output(self.saved)[0], self.saved)
+        return signal
+
+    def backward(self, signal: Tensor) -> Tensor:
+        """(n, d_ρ) or (n, d_h) → (n, d), this branch's part of Δ_2"""
+        return linear.backward(self.to_projection(signal[:, None])[:, 0], self.w)
+
+
+def _projections(attn: Attention) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Weight (d, width) and bias of q, k and v, whether they are one layer or three."""
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name, layer in zip(attn.inputs, attn.projections(), strict=True):
+        plain = layer.plain()
+        weights = torch.split(layer.effective_weight(), plain.widths, 1)
+        b = plain.added_bias()
+        biases = [None] * len(weights) if b is None else torch.split(b, plain.widths)
+        found |= dict(zip(plain.parts or [name], zip(weights, biases, strict=True), strict=True))
+    return found
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -84,6 +84,15 @@ def about_attention(rho: Tensor, sent: Tensor, labels: Sequence[str]) -> str:
     return text + (f" On average, {percent(first)} of the attention goes to the first token." if first > 0.3 else "")
 
 
+def about_sent(rotated: bool, normed: bool) -> str:
+    """What the map of errors between tokens shows: the length of a sum of two products."""
+    steps = [*(["rotated back"] if rotated else []), *(["passed back through the norm of the key"] if normed else [])]
+    text = (
+        "From each token (row) to each other token (column), through values and keys: length of ρ Δ wᵥᵗ + Δ_raw q wₖᵗ"
+    )
+    return f"{text}, with q {' and '.join(steps)} before wₖᵗ." if steps else f"{text}."
+
+
 def about_branches(value: float, query: float, key: float) -> str:
     lengths = {"values": value, "queries": query, "keys": key}
     largest = max(lengths, key=lambda name: lengths[name])

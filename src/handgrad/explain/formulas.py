@@ -5,17 +5,30 @@ their equation numbers, the errata that apply, and the functions that implement 
 """
 
 import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from latex2mathml.converter import convert
 
 from ..model.layers import Affine
+from ..model.norms import LayerNorm, Norm, RMSNorm
 
 
 class Formula(NamedTuple):
     latex: str
-    equation: str  # equation number in the paper, or the table or section it is in
+    equation: (
+        str  # equation number in the paper, the table or section it is in, or for a layer beyond it the check's id
+    )
+
+
+class Branch(NamedTuple):
+    """A linear layer: the number or letter of its parameters, and its output and error signal in LaTeX."""
+
+    number: str
+    output: str
+    delta: str
+    layer: Affine
 
 
 ERRATA = {
@@ -46,6 +59,12 @@ def mathml(latex: str) -> str:
 # ── the layers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def subscripted(letter: str, number: str) -> str:
+    """w, 6 → w_{6}; w, gate → w_{\\mathrm{gate}}"""
+    upright = number.isalpha() and len(number) > 1
+    return rf"{letter}_{{\mathrm{{{number}}}}}" if upright else rf"{letter}_{{{number}}}"
+
+
 def _norm_back(i: int) -> str:
     """Λ: the error signal that a norm sends back, (40) row by row, as ops/layernorm.py computes it."""
     return (
@@ -54,8 +73,12 @@ def _norm_back(i: int) -> str:
     )
 
 
-def norm(i: int, back: str) -> dict[str, Any]:
+def norm(layer: Norm, i: int, back: str) -> dict[str, Any]:
     """The norm of a_i, with output a_{i+1}. `back` is the part of Δ_i that does not come through the norm."""
+    return _NORMS[type(layer)](i, back)
+
+
+def _layer_norm(i: int, back: str) -> dict[str, Any]:
     o = i + 1
     return {
         "summary": "Normalises each token separately to mean 0 and standard deviation 1, then scales each feature by w and"
@@ -84,126 +107,131 @@ def norm(i: int, back: str) -> dict[str, Any]:
     }
 
 
-def linear(i: int, o: int, summary: str, layer: Affine, bias: bool = True) -> dict[str, Any]:
-    """a_o = a_i w_i + b_i, plus the adapter's branch if it has one, with a magnitude m per output for DoRA."""
-    adapted, dora = layer.adapted, layer.named_symbols().get("m") is not None
-    product = rf"a_{{{i}}} w_{{{i}}}" + (rf" + s \, a_{{{i}}} d_{{{i}}} u_{{{i}}}" if adapted else "")
-    signal = r"\Delta_z" if dora else rf"\Delta_{{{o}}}"
-    added = rf" + \tilde b_{{{i}}}" if bias else ""
-    forward = rf"a_{{{o}}} = {product}{added}"
-    extra: tuple[Formula, ...] = ()
-    if dora:
-        forward = rf"z = {product} \qquad a_{{{o}}} = z \, \mathrm{{diag}}(m_{{{i}}} / c){added}"
-        extra = (
+def _rms_norm(i: int, back: str) -> dict[str, Any]:
+    o = i + 1
+    return {
+        "summary": "Divides each token by the root mean square of its features, then scales each feature by w. Unlike the"
+        " paper's norm, it neither subtracts a mean nor adds an offset. In the backward pass, the error loses its part along"
+        " the one change of a token that the norm ignores: scaling it.",
+        "forward": (
             Formula(
-                rf"\Delta_z = \Delta_{{{o}}} \, \mathrm{{diag}}(m_{{{i}}} / c) \qquad \partial m_{{{i}}} ="
-                rf" \frac{{1}}{{c}} \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}} \circ z",
-                "DoRA",
+                rf"\mathrm{{rms}}_{{{i}}} = \sqrt{{\mathrm{{mean}}(a_{{{i}}} \circ a_{{{i}}}) + \varepsilon}} \qquad"
+                rf" \bar a_{{{i}}} = \frac{{a_{{{i}}}}}{{\mathrm{{rms}}_{{{i}}}}}",
+                "L-rms-fwd",
             ),
-        )
-    back = rf" + s \, {signal} (d_{{{i}}} u_{{{i}}})^t" if adapted else ""
-    grads = (
-        rf"\partial d_{{{i}}} = s \, a_{{{i}}}^t {signal} u_{{{i}}}^t \qquad \partial u_{{{i}}} = s \,"
-        rf" (a_{{{i}}} d_{{{i}}})^t {signal}"
-        if adapted
-        else rf"\partial w_{{{i}}} = a_{{{i}}}^t \Delta_{{{o}}}"
-        + (rf" \qquad \partial b_{{{i}}} = \sum_{{\mathrm{{tok}}}} \Delta_{{{o}}}" if bias else "")
-    )
-    lora_names = ("upstream", "backward", "grad_d", "grad_u", *(("column_norms", "grad_m") if dora else ()))
+            Formula(rf"a_{{{o}}} = \bar a_{{{i}}} \, \mathrm{{diag}}(w_{{{i}}})", "L-rms-fwd"),
+        ),
+        "backward": (
+            Formula(rf"G = \Delta_{{{o}}} \, \mathrm{{diag}}(w_{{{i}}})", "L-rms-bwd"),
+            Formula(
+                rf"\Delta_{{{i}}} = {back}\frac{{1}}{{\mathrm{{rms}}_{{{i}}}}} \left[ G - \bar a_{{{i}}} \circ"
+                rf" \mathrm{{mean}}(G \circ \bar a_{{{i}}}) \right]",
+                "L-rms-bwd",
+            ),
+            Formula(rf"\partial w_{{{i}}} = \sum_{{\mathrm{{tok}}}} \bar a_{{{i}}} \circ \Delta_{{{o}}}", "L-rms-grad"),
+        ),
+        "errata": (),
+        "sources": (
+            ("forward", "paper/rmsnorm.py forward"),
+            ("forward", "ops/rmsnorm.py forward"),
+            ("backward", "paper/rmsnorm.py delta_prev"),
+            ("backward", "ops/rmsnorm.py backward"),
+            ("backward", "ops/rmsnorm.py grad_w"),
+        ),
+        "derived_in": ("rmsnorm",),
+    }
+
+
+_NORMS: dict[type[Norm], Callable[[int, str], dict[str, Any]]] = {LayerNorm: _layer_norm, RMSNorm: _rms_norm}
+
+
+def linear(i: int, branches: Sequence[Branch], summary: str, beyond: str = "") -> dict[str, Any]:
+    """Linear layers that read a_i: output = a_i w + b, plus the adapter's branch if it has one, with a magnitude m per
+    output for DoRA. `beyond` is the check of several branches, which the paper does not have."""
+    forward, extra, terms, grads = [], [], [], []
+    adapted = any(branch.layer.adapted for branch in branches)
+    for branch in branches:
+        w, b, d, u, m = (subscripted(letter, branch.number) for letter in "wbdum")
+        z = subscripted("z", branch.number) if len(branches) > 1 else "z"
+        output, delta = branch.output, branch.delta
+        lora, dora = branch.layer.adapted, has_magnitude(branch.layer)
+        product = rf"a_{{{i}}} {w}" + (rf" + s \, a_{{{i}}} {d} {u}" if lora else "")
+        signal = delta if not dora else rf"\Delta_{z}" if z == "z" else rf"\Delta_{{{z}}}"
+        bias = branch.layer.plain().bias is not None
+        added = rf" + \tilde {b}" if bias else ""
+        if dora:
+            forward.append(
+                Formula(rf"{z} = {product} \qquad {output} = {z} \, \mathrm{{diag}}({m} / c){added}", "DoRA")
+            )
+            extra.append(
+                Formula(
+                    rf"{signal} = {delta} \, \mathrm{{diag}}({m} / c) \qquad \partial {m} ="
+                    rf" \frac{{1}}{{c}} \sum_{{\mathrm{{tok}}}} {delta} \circ {z}",
+                    "DoRA",
+                )
+            )
+        else:
+            forward.append(Formula(rf"{output} = {product}{added}", beyond or "Table 2"))
+        terms.append(rf"{signal} {w}^t" + (rf" + s \, {signal} ({d} {u})^t" if lora else ""))
+        if lora:
+            grad = (
+                rf"\partial {d} = s \, a_{{{i}}}^t {signal} {u}^t \qquad \partial {u} = s \, (a_{{{i}}} {d})^t {signal}"
+            )
+        else:
+            grad = rf"\partial {w} = a_{{{i}}}^t {delta}"
+            grad += rf" \qquad \partial {b} = \sum_{{\mathrm{{tok}}}} {delta}" if bias else ""
+        grads.append(Formula(grad, "45, 46" if lora else beyond or "Table 3"))
+    back = rf"\Delta_{{{i}}} = {' + '.join(terms)}"
     return {
         "summary": summary,
-        "forward": (Formula(forward, "DoRA" if dora else "Table 2"),),
-        "backward": (
-            *extra,
-            Formula(rf"\Delta_{{{i}}} = {signal} w_{{{i}}}^t{back}", "44, R3" if adapted else "Table 2"),
-            Formula(grads, "45, 46" if adapted else "Table 3"),
-        ),
+        "forward": tuple(forward),
+        "backward": (*extra, Formula(back, "44, R3" if adapted else beyond or "Table 2"), *grads),
         "errata": ("R3", "R11") if adapted else (),
-        "sources": (
-            ("forward", "ops/linear.py forward"),
-            *([("forward", "ops/lora.py forward")] if adapted else []),
-            ("backward", "ops/linear.py backward"),
-            *([("backward", f"ops/lora.py {name}") for name in lora_names] if adapted else []),
-            ("backward", "ops/linear.py grad_w"),
-            *([("backward", "ops/linear.py grad_b")] if bias else []),
-        ),
+        "sources": _linear_sources([branch.layer for branch in branches]),
     }
 
 
-def embedding(tied: bool) -> dict[str, Any]:
+def has_magnitude(layer: Affine) -> bool:
+    """Whether the layer has a DoRA adapter."""
+    return layer.named_symbols().get("m") is not None
+
+
+def _linear_sources(layers: Sequence[Affine]) -> tuple[tuple[str, str], ...]:
+    adapted, dora = any(layer.adapted for layer in layers), any(has_magnitude(layer) for layer in layers)
+    lora_names = ("upstream", "backward", "grad_d", "grad_u", *(("column_norms", "grad_m") if dora else ()))
+    return (
+        ("forward", "ops/linear.py forward"),
+        *([("forward", "ops/lora.py forward")] if adapted else []),
+        ("backward", "ops/linear.py backward"),
+        *([("backward", f"ops/lora.py {name}") for name in lora_names] if adapted else []),
+        ("backward", "ops/linear.py grad_w"),
+        *([("backward", "ops/linear.py grad_b")] if any(layer.plain().bias is not None for layer in layers) else []),
+    )
+
+
+def embedding(tied: bool, positions: bool) -> dict[str, Any]:
+    """With a table of positions, or without: then they enter in attention."""
     head = r" + \Delta_{12}^t a_{11}" if tied else ""
+    position = r"\mathrm{ohe}(0, \dots, n_T - 1)"
+    added = rf" + {position} \, w_{{\mathrm{{pos}}}}" if positions else ""
+    tables = (
+        "Each token selects its row of the token table, its position selects a row of the position table, and the two rows"
+        " are added. In the backward pass, the error of each token is added to the gradient of exactly these rows."
+        if positions
+        else "Each token selects its row of the token table. There is no table of positions: they enter in attention, as"
+        " rotations of queries and keys. In the backward pass, the error of each token is added to the gradient of its row."
+    )
+    by_token = Formula(
+        rf"\partial w_{{\mathrm{{tok}}}} = \mathrm{{ohe}}(a_0)^t \Delta_1{head}", "3, R9" if tied else "3"
+    )
+    by_position = Formula(rf"\partial w_{{\mathrm{{pos}}}} = {position}^t \Delta_1", "3")
     return {
         "title": "Embedding",
-        "summary": "Each token selects its row of the token table, its position selects a row of the position table, and the"
-        " two rows are added. In the backward pass, the error of each token is added to the gradient of exactly these"
-        " rows.",
-        "forward": (
-            Formula(
-                r"a_1 = \mathrm{ohe}(a_0) \, w_{\mathrm{tok}} + \mathrm{ohe}(0, \dots, n_T - 1) \, w_{\mathrm{pos}}",
-                "2",
-            ),
-        ),
-        "backward": (
-            Formula(rf"\partial w_{{\mathrm{{tok}}}} = \mathrm{{ohe}}(a_0)^t \Delta_1{head}", "3, R9" if tied else "3"),
-            Formula(r"\partial w_{\mathrm{pos}} = \mathrm{ohe}(0, \dots, n_T - 1)^t \Delta_1", "3"),
-        ),
+        "summary": tables,
+        "forward": (Formula(rf"a_1 = \mathrm{{ohe}}(a_0) \, w_{{\mathrm{{tok}}}}{added}", "2"),),
+        "backward": (by_token, by_position) if positions else (by_token,),
         "errata": ("R9",) if tied else (),
         "sources": (("forward", "ops/embedding.py forward"), ("backward", "ops/embedding.py grad_w")),
-    }
-
-
-def attention(causal: bool, layer: Affine, key_bias: bool) -> dict[str, Any]:
-    mask = r"\mathrm{mask}" if causal else ""
-    tiles = ("rho_tile", "causal_signal_tile", "_backward_in_tiles")
-    adapted = layer.adapted
-    b_k = r" + \tilde b_k" if key_bias else ""
-    made = rf"q = a_2 w_q + \tilde b_q \qquad k = a_2 w_k{b_k} \qquad v = a_2 w_v + \tilde b_v"
-    grads = (
-        r"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t \Delta_{\mathrm{raw}} k \qquad"
-        r" \partial w_k = (\Delta_{\mathrm{raw}} a_2)^t q" + (r" \qquad \partial b_k = 0" if key_bias else "")
-    )
-    if adapted:  # w is everything that multiplies a_2: the frozen weight and the adapter
-        turned = r" \, \mathrm{diag}(m_2 / c)" if layer.named_symbols().get("m") is not None else ""
-        made += rf" \qquad [w_q \; w_k \; w_v] = (w_2 + s \, d_2 u_2){turned}"
-        signal = rf"\Delta_{{qkv}}{turned}"
-        grads = (
-            r"\Delta_{qkv} = [\Delta_{\mathrm{raw}} k \;\; \Delta_{\mathrm{raw}}^t q \;\; \rho^t \Delta_3^h] \qquad"
-            rf" \partial d_2 = s \, a_2^t {signal} u_2^t \qquad \partial u_2 = s \, (a_2 d_2)^t {signal}"
-        )
-    return {
-        "title": "Attention",
-        "summary": "The only layer in which tokens exchange information. The query of each token is compared with the keys"
-        f" of {'that token and all earlier ones' if causal else 'all tokens'}; the better a key matches, the more of its"
-        " token's value is taken. In the backward pass, the error splits into two branches: one through the values, one"
-        " through the weights ρ to the queries and keys that produced them.",
-        "forward": (
-            Formula(made, "9, 4, 43" if adapted else "9, 4"),
-            Formula(
-                rf"\rho = \mathrm{{softmax}}\left({mask}\left(\frac{{q k^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
-                r" a_3^h = \rho \, v",
-                "18, 34",
-            ),
-        ),
-        "backward": (
-            Formula(
-                r"\Delta_{\mathrm{causal}} = [\Delta_3^h v^t - ((\Delta_3^h v^t) \ominus \rho)^{\sim}] \circ \rho",
-                "25",
-            ),
-            Formula(r"\Delta_{\mathrm{raw}} = \frac{\Delta_{\mathrm{causal}}}{\sqrt{d_\rho}}", "28"),
-            Formula(
-                r"\Delta_2 = \sum_h \left( \rho^t \Delta_3^h w_v^t + \Delta_{\mathrm{raw}} k \, w_q^t +"
-                r" \Delta_{\mathrm{raw}}^t q \, w_k^t \right)",
-                "33, 35",
-            ),
-            Formula(grads, "45, 46" if adapted else "23, 31, 32"),
-        ),
-        "errata": (*(["R1"] if causal else []), "R32", *(["R3", "R11"] if adapted else [])),
-        "sources": (
-            ("forward", "ops/linear.py forward"),
-            ("forward", "ops/attention.py forward"),
-            *[("backward", f"ops/attention.py {name}") for name in tiles],
-            ("backward", "model/layers.py QueryKeyValue.accumulate_bias"),
-        ),
     }
 
 
@@ -226,29 +254,64 @@ def skip(left: int, branch: int, o: int) -> dict[str, Any]:
 # g and g' of activations beyond the paper, with their checks
 _BEYOND_G = {
     "relu2": (Formula(r"g(x) = \max(x, 0)^2", "L-relu2-fwd"), Formula(r"g'(x) = 2 \max(x, 0)", "L-relu2-bwd")),
+    "silu": (
+        Formula(r"g(x) = x \, \sigma(x) \qquad \sigma(x) = \frac{1}{1 + e^{-x}}", "L-silu-fwd"),
+        Formula(r"g'(x) = \sigma(x) \left[ 1 + x \, (1 - \sigma(x)) \right]", "L-silu-bwd"),
+    ),
+}
+_NAMES_OF_G = {
+    "gelu_tanh": "GELU, in its tanh form",
+    "gelu": "GELU",
+    "relu": "ReLU",
+    "relu2": "Squared ReLU (the positive part, squared)",
+    "silu": "SiLU (x times its sigmoid)",
+}
+_INNER_G = {
+    "gelu_tanh": "ops/activation.py _gelu_tanh",
+    "gelu": "ops/activation.py _gelu",
+    "relu2": "ops/activation.py _relu2",
+    "silu": "ops/gated.py _silu",
 }
 
 
 def activation(g: str) -> dict[str, Any]:
-    inner = {"gelu_tanh": "_gelu_tanh", "gelu": "_gelu", "relu2": "_relu2"}.get(g)
-    name = {
-        "gelu_tanh": "GELU, in its tanh form",
-        "gelu": "GELU",
-        "relu": "ReLU",
-        "relu2": "Squared ReLU (the positive part, squared)",
-    }[g]
     return {
         "title": "Activation",
-        "summary": f"{name}: lets positive hidden values pass and suppresses negative ones. In the backward pass, the slope"
-        " of the function at each value decides how much of the error passes.",
+        "summary": f"{_NAMES_OF_G[g]}: lets positive hidden values pass and suppresses negative ones. In the backward pass,"
+        " the slope of the function at each value decides how much of the error passes.",
         "forward": (Formula(r"a_8 = g(a_7)", "Table 2"), *_BEYOND_G.get(g, ())[:1]),
         "backward": (Formula(r"\Delta_7 = \Delta_8 \circ g'(a_7)", "Table 2"), *_BEYOND_G.get(g, ())[1:]),
         "errata": ("R39",) if g == "gelu_tanh" else (),
         "sources": (
             ("forward", "ops/activation.py forward"),
             ("backward", "ops/activation.py backward"),
-            *([("backward", f"ops/activation.py {inner}")] if inner else []),
+            *([("backward", _INNER_G[g])] if g in _INNER_G else []),
         ),
+    }
+
+
+def gated_activation(g: str) -> dict[str, Any]:
+    gate, up = r"\mathrm{gate}", r"\mathrm{up}"
+    back = (
+        rf"\Delta_{{{gate}}} = \Delta_8 \circ {up} \circ g'({gate}) \qquad \Delta_{{{up}}} = \Delta_8 \circ g({gate})"
+    )
+    return {
+        "title": "Gated activation",
+        "summary": f"Each hidden value of up is multiplied by a function of its gate. The function: {_NAMES_OF_G[g]}. In the"
+        " backward pass, the product rule gives two errors: that of up is multiplied by the function, that of the gate by up"
+        " and by the slope of the function.",
+        "forward": (Formula(rf"a_8 = g({gate}) \circ {up}", "L-gate-fwd"), *_BEYOND_G.get(g, ())[:1]),
+        "backward": (Formula(back, "L-gate-bwd"), *_BEYOND_G.get(g, ())[1:]),
+        "errata": (),
+        "sources": (
+            ("forward", "paper/gated.py forward"),
+            ("forward", "ops/gated.py forward"),
+            ("backward", "paper/gated.py delta_gate"),
+            ("backward", "paper/gated.py delta_up"),
+            ("backward", "ops/gated.py backward"),
+            ("backward", _INNER_G[g]),
+        ),
+        "derived_in": ("gated",),
     }
 
 

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import HandgradError
-from ..model.gpt import GPT
-from ..ops import layernorm, linear
+from ..ops import linear
 from . import captions
+from .norms import frozen
 from .session import Session, TracedSentence
 from .stations import Station
 from .views import labels_of, with_probabilities
@@ -17,17 +16,18 @@ from .views import labels_of, with_probabilities
 def lens(session: Session, sentence: TracedSentence, station: Station, top: int = 5) -> dict[str, Any]:
     """Read each row of the residual stream through the last norm and the head: the tokens the model would predict here,
     and the tokens that a step along −Δ makes more and less likely. That change of the logits is, to first order, −Δ through
-    the derivative of the norm, which is (40) with the gain on the other side, and then through the head."""
+    the derivative of the norm, which is its backward pass with the gain on the other side, and then through the head."""
     if not station.stream:
         raise HandgradError("the lens reads the residual stream only: choose the embedding or a skip connection")
-    assert station.a is not None and station.incoming is not None
-    a, delta = sentence.trace[station.a], sentence.trace[station.incoming]
+    a, delta = sentence.trace[station.a[0]], sentence.trace[station.incoming[0]]
     with session.model_at(sentence.version) as model, torch.no_grad():
-        norm = model.transformer.ln_f
+        norm = model.final_norm
         a_11, saved = norm.forward(a)
-        probabilities = torch.softmax(model.lm_head.forward(a_11), 1)
-        change = layernorm.backward(-delta, layernorm.normalized(saved), saved.inv_sigma, torch.ones_like(norm.weight))
-        push = _without_bias(model, change * norm.weight)
+        probabilities = torch.softmax(model.head.forward(a_11), 1)
+        unit = frozen(norm)
+        unit.weight.fill_(1)
+        change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.weight
+        push = linear.forward(change, model.head.effective_weight(), None)
     rows = []
     targets = sentence.targets[0].tolist()
     labels = labels_of(session, sentence)
@@ -44,10 +44,6 @@ def lens(session: Session, sentence: TracedSentence, station: Station, top: int 
             "caption": captions.about_lens(labels[t], session.token_text(first), chance, word, share or 0.0),
         })  # fmt: skip
     return {"station": station.id, "rows": rows}
-
-
-def _without_bias(model: GPT, change: Tensor) -> Tensor:
-    return linear.forward(change, model.lm_head.effective_weight(), None)
 
 
 def _pushed(session: Session, found: Any, sign: int) -> list[dict[str, Any]]:

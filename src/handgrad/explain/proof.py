@@ -25,6 +25,7 @@ from ..proof.oracles import relative_error
 from ..tolerances import ENTRY_FLOOR
 from .session import Session, TracedSentence
 from .stations import Station
+from .symbols import symbol
 from .views import LARGE
 
 MAX_RESULTS = 32  # sentences whose results are cached; they are small
@@ -188,29 +189,27 @@ class Prover:
             return checks
         if station.id == "loss":
             add("loss", "twin", checker.errors["loss"], checker.limit)
-        elif station.a in checker.errors:
-            add(f"{_symbol(station.a)}", "twin", checker.errors[station.a], checker.limit)
-        for name in dict.fromkeys([station.incoming, *station.outgoing]):
-            if name is not None and name in checker.errors:
-                way = "incoming" if name == station.incoming else "outgoing"
-                add(f"{_symbol(name)}, {way}", "autograd", checker.errors[name], checker.limit)
+        else:
+            for name in station.a:
+                add(symbol(name), "twin", checker.errors[name], checker.limit)
+        for name in dict.fromkeys([*station.incoming, *station.outgoing]):
+            way = "incoming" if name in station.incoming else "outgoing"
+            add(f"{symbol(name)}, {way}", "autograd", checker.errors[name], checker.limit)
+        prefix = self.session.model.config.table.names["blocks"].rpartition(".")[0] + "."
         for name in _trained_names(station, checker):
-            add(f"gradient of {name.removeprefix('transformer.')}", "autograd", checker.errors[name], checker.limit)
-        if station.incoming in checker.rounding:
-            add(f"{_symbol(station.incoming)} as the model computed it", "rounding",
-                checker.rounding[station.incoming], checker.rounding_limit)  # fmt: skip
+            add(f"gradient of {name.removeprefix(prefix)}", "autograd", checker.errors[name], checker.limit)
+        for name in station.incoming:
+            add(f"{symbol(name)} as the model computed it", "rounding", checker.rounding[name], checker.rounding_limit)
         for what, error in self._identities(checker, station):
             add(what, "identity", error, checker.limit)
         return checks
 
     def _compare_with_differences(self, checker: Checker, station: Station) -> list[dict[str, Any]]:
         checks = []
-        signals = [
-            name for name in dict.fromkeys([*station.outgoing, station.incoming]) if name and name in checker.errors
-        ]
+        signals = list(dict.fromkeys([*station.outgoing, *station.incoming]))
         for name in signals[: 1 if self.session.size > LARGE else None]:
             error = checker.difference(name)
-            checks.append((f"{_symbol(name)} along a random direction", error))
+            checks.append((f"{symbol(name)} along a random direction", error))
         names = _trained_names(station, checker)
         if names and sum(checker.grads[name].numel() for name in names) <= MAX_DIFFERENCE_PARAMETERS:
             checks.append(("all gradients here along a random direction", checker.difference_of(names)))
@@ -223,46 +222,73 @@ class Prover:
     def _identities(self, checker: Checker, station: Station) -> list[tuple[str, float]]:
         """Return the identities that hold for any numbers, with their errors in float64."""
         ours, config = checker.ours, self.session.model.config
+        here = "" if station.block is None else f"blocks.{station.block}."
+        centred = "mu_10" in ours  # the norms subtract the mean, so shifting a row of the stream changes nothing
         found = []
-        if station.incoming is not None and config.causal:
-            found.append(
-                ("the last row is 0, because the last token has no target", _largest(ours[station.incoming][-1]))
-            )
-        if station.stream and station.incoming is not None:
-            found.append(
-                (f"each row of {_symbol(station.incoming)} sums to 0", _largest_row_sum(ours[station.incoming]))
-            )
+        if station.incoming and config.causal:
+            last = max(_largest(ours[name][-1]) for name in station.incoming)
+            found.append(("the last row is 0, because the last token has no target", last))
+        if station.stream and centred:
+            (name,) = station.incoming
+            found.append((f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name])))
         if station.index in (2, 6, 11):
-            found.append(
-                (f"each row of {_symbol(station.outgoing[0])} sums to 0", _largest_row_sum(ours[station.outgoing[0]]))
-            )
+            found.append(self._norm_identity(ours, station, here, centred))
         if station.id in ("a_12", "loss"):
             found.append(("each row of Δ₁₂ sums to 0", _largest_row_sum(ours["delta_12"])))
         if station.index == 3:
-            here = f"blocks.{station.block}."
-            causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
-            # a row that sees only one token is 0 up to the rounding of what ρ was multiplied with
-            size = _largest(ours[f"{here}delta_3"]) * _largest(ours[f"{here}v"])
-            found.append(("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)))
-            found.append(("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)))
-            if config.causal:
-                found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
-            name = next((n for p in station.parameters if p.symbol == "b_k" for n in p.names), "")
-            if name in checker.grads:
-                keys = next(p for p in station.parameters if p.symbol == "b_k")
-                assert keys.columns is not None
-                found.append(("∂b_k is 0 (29)", _largest(checker.grads[name][slice(*keys.columns)])))
-        if station.id in ("a_1", "a_12") and config.tied and "transformer.wte.weight" in checker.grads:
+            found += self._attention_identities(checker, station, here)
+        if station.id in ("a_1", "a_12") and config.tied and self._embedding in checker.grads:
             found.append(("∂w_tok is the sum of the gradients of both uses (R9)", self._tied_gradient_error(checker)))
         return found
 
+    def _norm_identity(self, ours: dict[str, Tensor], station: Station, here: str, centred: bool) -> tuple[str, float]:
+        """A norm that subtracts the mean ignores shifts of a row. One that does not ignores its scale, but for ε: the error
+        signal it sends back has the product ε/rms³ (G ⊖ ā) with ā."""
+        (name,) = station.outgoing
+        if centred:
+            return f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name])
+        i, o = station.index - 1, station.index
+        beside = {2: "delta_5", 6: "delta_10"}.get(o)  # what reaches the norm's input by the skip connection
+        signal = ours[name] if beside is None else ours[name] - ours[here + beside]
+        what = symbol(name) if beside is None else f"{symbol(name)} − {symbol(beside)}"
+        a_bar, rms = ours[f"{here}a_bar_{i}"], ours[f"{here}rms_{i}"]
+        through = (ours[f"{here}delta_{o}"] * ours[f"{here}a_{o}"]).sum(1)  # G ⊖ ā
+        left = (signal * a_bar).sum(1) - self.session.model.config.eps / rms[:, 0] ** 3 * through
+        size = ours[name].norm(dim=1) * a_bar.norm(dim=1)
+        error = _largest(left) / max(_largest(size), 1e-300)
+        return f"{what} has no part along ā{subscript(i)}, up to its share of ε", error
+
+    def _attention_identities(self, checker: Checker, station: Station, here: str) -> list[tuple[str, float]]:
+        assert station.block is not None
+        ours, attn = checker.ours, self.session.model.blocks[station.block].attn
+        causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
+        # a row that sees only one token is 0 up to the rounding of what ρ was multiplied with
+        size = _largest(ours[f"{here}delta_3"]) * _largest(ours[f"{here}v"])
+        found = [
+            ("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)),
+            ("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)),
+        ]
+        if attn.causal:
+            found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
+        if attn.window is not None:
+            found.append((f"ρ is 0 more than {attn.window - 1} tokens back", _largest(rho.tril(-attn.window))))
+        for keys in station.parameters:
+            if keys.symbol == "b_k" and keys.name in checker.grads and not attn.rotated and not attn.normed:
+                found.append(("∂b_k is 0 (29)", _largest(keys.view(checker.grads[keys.name]))))
+        return found
+
+    @property
+    def _embedding(self) -> str:
+        """The name of the token table in the model."""
+        return self.session.by_id["a_1"].parameters[0].name
+
     def _tied_gradient_error(self, checker: Checker) -> float:
         """Relative error of ∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. A trained table implies a head without an adapter."""
-        ours = checker.ours
-        picked = torch.zeros_like(checker.grads["transformer.wte.weight"])
+        ours, grad = checker.ours, checker.grads[self._embedding]
+        picked = torch.zeros_like(grad)
         picked.index_add_(0, ours["a_0"], ours["blocks.0.delta_1"])
         picked.addmm_(ours["delta_12"].t(), ours["a_11"])
-        return relative_error(checker.grads["transformer.wte.weight"], picked)
+        return relative_error(grad, picked)
 
 
 def _lower_priority() -> None:
@@ -272,7 +298,7 @@ def _lower_priority() -> None:
 
 
 def _trained_names(station: Station, checker: Checker) -> list[str]:
-    return [name for name in dict.fromkeys(n for p in station.parameters for n in p.names) if name in checker.grads]
+    return [name for name in dict.fromkeys(p.name for p in station.parameters) if name in checker.grads]
 
 
 def _largest_row_sum(x: Tensor, least: float = 0.0) -> float:
@@ -282,11 +308,3 @@ def _largest_row_sum(x: Tensor, least: float = 0.0) -> float:
 
 def _largest(x: Tensor) -> float:
     return x.abs().max().item()
-
-
-def _symbol(name: str | None) -> str:
-    """blocks.0.delta_5 → Δ₅"""
-    last = (name or "").rpartition(".")[2]
-    kind, _, index = last.partition("_")
-    low = subscript(int(index)) if index.isdigit() else f"_{index}"
-    return ("Δ" if kind == "delta" else kind) + low

@@ -4,9 +4,14 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 
+from ..model.attention import Attention
 from ..model.block import Block
-from ..model.layers import Head, QueryKeyValue
-from ..ops import activation, attention, embedding, layernorm, linear, lora, loss
+from ..model.layers import Linear, QueryKeyValue
+from ..ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
+from ..paper import gated as paper_gated
+from ..paper import grouped_query
+from ..paper import rmsnorm as paper_rmsnorm
+from ..paper import rotary as paper_rotary
 
 SOURCES: dict[str, Callable[..., object]] = {
     "ops/embedding.py forward": embedding.forward,
@@ -15,6 +20,26 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/layernorm.py backward": layernorm.backward,
     "ops/layernorm.py grad_w": layernorm.grad_w,
     "ops/layernorm.py grad_b": layernorm.grad_b,
+    "paper/rmsnorm.py forward": paper_rmsnorm.forward,
+    "paper/rmsnorm.py delta_prev": paper_rmsnorm.delta_prev,
+    "paper/rmsnorm.py forward_heads": paper_rmsnorm.forward_heads,
+    "paper/rmsnorm.py delta_prev_heads": paper_rmsnorm.delta_prev_heads,
+    "ops/rmsnorm.py forward": rmsnorm.forward,
+    "ops/rmsnorm.py backward": rmsnorm.backward,
+    "ops/rmsnorm.py grad_w": rmsnorm.grad_w,
+    "paper/rotary.py forward": paper_rotary.forward,
+    "paper/rotary.py delta_prev": paper_rotary.delta_prev,
+    "ops/rotary.py forward": rotary.forward,
+    "ops/rotary.py backward": rotary.backward,
+    "paper/grouped_query.py forward": grouped_query.forward,
+    "paper/grouped_query.py sum_over_group": grouped_query.sum_over_group,
+    "paper/gated.py forward": paper_gated.forward,
+    "paper/gated.py delta_gate": paper_gated.delta_gate,
+    "paper/gated.py delta_up": paper_gated.delta_up,
+    "paper/gated.py delta_prev": paper_gated.delta_prev,
+    "ops/gated.py forward": gated.forward,
+    "ops/gated.py backward": gated.backward,
+    "ops/gated.py _silu": gated._silu,
     "ops/linear.py forward": linear.forward,
     "ops/linear.py backward": linear.backward,
     "ops/linear.py grad_w": linear.grad_w,
@@ -36,7 +61,9 @@ SOURCES: dict[str, Callable[..., object]] = {
     "ops/attention.py causal_signal_tile": attention.causal_signal_tile,
     "ops/attention.py _backward_in_tiles": attention._backward_in_tiles,
     "model/layers.py QueryKeyValue.accumulate_bias": QueryKeyValue.accumulate_bias,
-    "model/layers.py Head.accumulate_weight": Head.accumulate_weight,
+    "model/layers.py Linear.accumulate_weight": Linear.accumulate_weight,
+    "model/attention.py Attention.forward": Attention.forward,
+    "model/attention.py Attention.backward": Attention.backward,
     "model/block.py Block.forward": Block.forward,
     "model/block.py Block.backward": Block.backward,
     "ops/loss.py forward_and_delta": loss.forward_and_delta,

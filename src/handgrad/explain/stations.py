@@ -1,25 +1,33 @@
-"""The list of stations: every layer of a GPT in the order of the forward pass, as in Table 2 of the paper.
+"""The list of stations: every layer of a model in the order of the forward pass, as in Table 2 of the paper.
 
-A station is one layer. Forward, it computes a_i. Backward, it receives Δ_i and computes the error signal of its input
-and the gradients of its parameters.
+A station is one layer. Forward, it computes a_i, or several outputs from the same input (gate and up). Backward, it receives
+Δ_i and computes the error signal of its input and the gradients of its parameters. What a station shows follows from the
+layers: their kind, `numbered()`, `named_symbols()` and `parts_of`.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..model.block import Block
 from ..model.gpt import GPT
-from ..model.layers import Affine, LayerNorm
+from ..model.layers import Affine
+from ..model.mlp import MLP
+from ..model.norms import Norm
 from . import formulas
-from .formulas import Formula
+from .attention_formulas import attention
+from .formulas import Branch, Formula, subscripted
 
 
 class Parameter(NamedTuple):
     symbol: str  # w_6
-    names: tuple[str, ...]  # of the model's parameters that contain it
-    columns: tuple[int, int] | None = None  # its range of the last axis, if it is a part
+    name: str  # of the model's parameter that contains it
+    view: Callable[[Tensor], Tensor]  # the parameter, or its gradient → this part of it, oriented as in the paper
+    gradient: str  # its gradient's name in the trace
 
 
 @dataclass(frozen=True)
@@ -32,145 +40,188 @@ class Station:
     forward: tuple[Formula, ...]
     backward: tuple[Formula, ...]
     errata: tuple[str, ...]
-    a: str | None  # the output, by its name in the trace
-    incoming: str | None  # the error signal at the output, by its name in the trace
+    a: tuple[str, ...]  # the outputs, by their names in the trace
+    incoming: tuple[str, ...]  # the error signals at the outputs, by their names in the trace
     outgoing: tuple[str, ...]  # the error signals it computes, by their names in the trace
     parameters: tuple[Parameter, ...]
     sources: tuple[tuple[str, str], ...]  # "forward" or "backward", and a name of sources.SOURCES
     stream: bool = False  # part of the residual stream: the logit lens applies
-
-
-def stations_of(model: GPT) -> list[Station]:
-    """Return the stations of a model in the order of the forward pass."""
-    config = model.config
-    t = model.transformer
-    names = {p: name for name, p in model.named_parameters()}
-    found: list[Station] = []
-
-    def add(id: str, index: int, block: int | None, kind: dict[str, Any], **rest: object) -> None:
-        fields: dict[str, Any] = {"stream": False, "parameters": (), "outgoing": (), **kind, **rest}
-        found.append(Station(id=id, index=index, block=block, **fields))
-
-    tables = (Parameter("w_tok", ("transformer.wte.weight",)), Parameter("w_pos", ("transformer.wpe.weight",)))
-    add("a_0", 0, None, formulas.tokens(), a=None, incoming=None)
-    add(
-        "a_1",
-        1,
-        None,
-        formulas.embedding(config.tied),
-        a="blocks.0.a_1",
-        incoming="blocks.0.delta_1",
-        parameters=tables,
-        stream=True,
-    )
-    for b, block in enumerate(model.blocks):
-        here = f"blocks.{b}."
-
-        def add_to_block(
-            i: int, kind: dict[str, Any], outgoing: tuple[str, ...], b: int = b, here: str = here, **rest: object
-        ) -> None:
-            names = tuple(here + name for name in outgoing)
-            add(f"{here}a_{i}", i, b, kind, a=f"{here}a_{i}", incoming=f"{here}delta_{i}", outgoing=names, **rest)
-
-        attn, mlp = block.attn, block.mlp
-        norm_1, norm_5 = formulas.norm(1, r"\Delta_5 + "), formulas.norm(5, r"\Delta_{10} + ")
-        add_to_block(2, norm_1, ("delta_1",), title="First norm", parameters=_parameters(block.ln_1, 1, names))
-        add_to_block(
-            3,
-            formulas.attention(config.causal, attn.c_attn, config.key_bias),
-            ("delta_2", "delta_causal", "delta_raw"),
-            parameters=_attention_parameters(block, config.key_bias, names),
-        )
-        summary = "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width."
-        add_to_block(
-            4,
-            formulas.linear(3, 4, summary, attn.c_proj),
-            ("delta_3",),
-            title="Projection",
-            parameters=_parameters(attn.c_proj, 3, names),
-        )
-        add_to_block(5, formulas.skip(1, 4, 5), ("delta_4",), title="Skip connection")
-        add_to_block(6, norm_5, ("delta_5",), title="Second norm", parameters=_parameters(block.ln_2, 5, names))
-        summary = "Maps each token separately to a wider hidden vector; each hidden value responds to one pattern."
-        add_to_block(
-            7,
-            formulas.linear(6, 7, summary, mlp.c_fc),
-            ("delta_6",),
-            title="Expand",
-            parameters=_parameters(mlp.c_fc, 6, names),
-        )
-        add_to_block(8, formulas.activation(config.activation), ("delta_7",))
-        summary = "Maps back to the stream's width: each hidden value adds its row of w₈, scaled by that value."
-        add_to_block(
-            9,
-            formulas.linear(8, 9, summary, mlp.c_proj),
-            ("delta_8",),
-            title="Contract",
-            parameters=_parameters(mlp.c_proj, 8, names),
-        )
-        add_to_block(10, formulas.skip(5, 9, 10), ("delta_9",), title="Skip connection")
-    last = f"blocks.{len(model.blocks) - 1}.delta_10"
-    add(
-        "a_11",
-        11,
-        None,
-        formulas.norm(10, ""),
-        title="Last norm",
-        a="a_11",
-        incoming="delta_11",
-        outgoing=(last,),
-        parameters=_parameters(t.ln_f, 10, names),
-    )
-    summary = "Scores every token of the vocabulary by how well it matches the final vector at each position."
-    head = formulas.linear(11, 12, summary, model.lm_head, config.logits_bias)
-    head_parameters = _parameters(model.lm_head, 11, names)
-    if config.tied:
-        if not model.lm_head.adapted:  # one gradient for both uses
-            both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
-            head["backward"] = (*head["backward"][:-1], Formula(both, "Table 3, R9"))
-        head |= {
-            "errata": (*head["errata"], "R9"),
-            "sources": (*head["sources"], ("backward", "model/layers.py Head.accumulate_weight")),
-        }
-        head_parameters = tuple(
-            p._replace(symbol="w_11 = w_tokᵗ") if p.symbol == "w_11" else p for p in head_parameters
-        )
-    add(
-        "a_12",
-        12,
-        None,
-        head,
-        title="Logits",
-        a="a_12",
-        incoming="delta_12",
-        outgoing=("delta_11",),
-        parameters=head_parameters,
-    )
-    add("loss", 13, None, formulas.loss(), a="y_pred", incoming=None, outgoing=("delta_12",))
-    return found
+    derived_in: tuple[str, ...] = ()  # pages of docs/layers that derive what is not in the paper
 
 
 Names = dict[nn.Parameter, str]  # the name of each parameter in the model
 
 
-def _parameters(layer: Affine | LayerNorm, i: int, names: Names) -> tuple[Parameter, ...]:
-    """Return the parameters of layer i, those of its adapter first."""
-    symbols = layer.named_symbols().items()
-    return tuple(Parameter(f"{symbol}_{i}", (names[p],)) for symbol, p in symbols if p is not None)
+def stations_of(model: GPT) -> list[Station]:
+    """Return the stations of a model in the order of the forward pass."""
+    config = model.config
+    names = {p: name for name, p in model.named_parameters()}
+    found: list[Station] = []
+
+    def add(id: str, index: int, block: int | None, kind: dict[str, Any], **rest: object) -> None:
+        fields: dict[str, Any] = {"parameters": (), "outgoing": (), "a": (), "incoming": (), **kind, **rest}
+        found.append(Station(id=id, index=index, block=block, **fields))
+
+    tables = tuple(
+        Parameter(name, names[table.weight], _unchanged, f"grad_{name}") for name, table in model.tables().items()
+    )
+    add("a_0", 0, None, formulas.tokens())
+    add(
+        "a_1",
+        1,
+        None,
+        formulas.embedding(config.tied, positions="w_pos" in model.tables()),
+        a=("blocks.0.a_1",),
+        incoming=("blocks.0.delta_1",),
+        parameters=tables,
+        stream=True,
+    )
+    for b, block in enumerate(model.blocks):
+        here = f"blocks.{b}."
+        for i, (kind, outputs, outgoing, numbers) in enumerate(_block(block, model), 2):
+            layers = block.numbered()
+            add(
+                f"{here}a_{i}",
+                i,
+                b,
+                kind,
+                a=tuple(f"{here}a_{output}" for output in outputs),
+                incoming=tuple(f"{here}delta_{output}" for output in outputs),
+                outgoing=tuple(f"{here}delta_{name}" for name in outgoing),
+                parameters=tuple(p for n in numbers for p in _parameters(layers[n], n, names, here)),
+            )
+    last = f"blocks.{len(model.blocks) - 1}.delta_10"
+    add(
+        "a_11",
+        11,
+        None,
+        formulas.norm(model.final_norm, 10, ""),
+        title="Last norm",
+        a=("a_11",),
+        incoming=("delta_11",),
+        outgoing=(last,),
+        parameters=_parameters(model.final_norm, "10", names),
+    )
+    kind, parameters = _head(model, names)
+    add("a_12", 12, None, kind, a=("a_12",), incoming=("delta_12",), outgoing=("delta_11",), parameters=parameters)
+    add("loss", 13, None, formulas.loss(), a=("y_pred",), outgoing=("delta_12",))
+    return found
 
 
-def _attention_parameters(block: Block, key_bias: bool, names: Names) -> tuple[Parameter, ...]:
-    """Return w_q, w_k, w_v and their biases, which are column ranges of one matrix."""
-    attn = block.attn
+def _block(block: Block, model: GPT) -> list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], list[str]]]:
+    """The layers of a block from a_2 to a_10: formulas, outputs, outgoing error signals, numbers of their parameters."""
+    attn, mlp = block.attn, block.mlp
+    norm_1 = {**formulas.norm(block.norm_1, 1, r"\Delta_5 + "), "title": "First norm"}
+    norm_5 = {**formulas.norm(block.norm_2, 5, r"\Delta_{10} + "), "title": "Second norm"}
+    mixes = "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width."
+    back = "Maps back to the stream's width: each hidden value adds its row of w₈, scaled by that value."
+    projection = {**formulas.linear(3, [_branch("3", "4", attn.out)], mixes), "title": "Projection"}
+    contract = {**formulas.linear(8, [_branch("8", "9", mlp.contract)], back), "title": "Contract"}
+    activation = formulas.gated_activation(mlp.g) if mlp.gated else formulas.activation(mlp.g)
+    skip = [{**formulas.skip(*numbers), "title": "Skip connection"} for numbers in ((1, 4, 5), (5, 9, 10))]
+    inner = mlp.letters()
+    in_attention = [number for number in attn.numbered() if number != "3"]
+    return [
+        (norm_1, ("2",), ("1",), ["1"]),
+        (attention(attn, model.config), ("3",), ("2", "causal", "raw"), in_attention),
+        (projection, ("4",), ("3",), ["3"]),
+        (skip[0], ("5",), ("4",), []),
+        (norm_5, ("6",), ("5",), ["5"]),
+        (_expand(mlp), inner, ("6",), _reading_a_6(mlp)),
+        (activation, ("8",), inner, []),
+        (contract, ("9",), ("8",), ["8"]),
+        (skip[1], ("10",), ("9",), []),
+    ]
+
+
+def _branch(number: str, output: str, layer: Affine) -> Branch:
+    """The layer of w_number, with output a_i; an output with a word for a name is that word."""
+    a = subscripted("a", output) if output.isdigit() else rf"\mathrm{{{output}}}"
+    return Branch(number, a, subscripted(r"\Delta", output), layer)
+
+
+def _expand(mlp: MLP) -> dict[str, Any]:
+    """The layers that read a_6. A layer that holds several side by side has their outputs side by side."""
+    branches: list[Branch] = []
+    joined: list[Formula] = []
+    letters = iter(mlp.letters())
+    for number, layer in zip(_reading_a_6(mlp), mlp.projections(), strict=True):
+        here = list(islice(letters, len(layer.plain().widths)))
+        each = [_branch(letter, letter, layer) for letter in here]
+        one = each[0]._replace(number=number)
+        if len(each) > 1:
+            w = _beside(subscripted("w", letter) for letter in here)
+            joined.append(Formula(f"{subscripted('w', number)} = {w}", "L-gate-branches"))
+            one = one._replace(output=_beside(e.output for e in each), delta=_beside(e.delta for e in each))
+        branches.append(one)
+    if not mlp.gated:
+        summary = "Maps each token separately to a wider hidden vector; each hidden value responds to one pattern."
+        return {**formulas.linear(6, branches, summary), "title": "Expand"}
+    summary = (
+        "Maps each token separately to two wider hidden vectors: up, whose values respond to patterns, and gate, which"
+        " decides how much of each passes. In the backward pass, the errors of both add up."
+    )
+    made = formulas.linear(6, branches, summary, "L-gate-branches")
+    both = ("backward", "paper/gated.py delta_prev")
+    return {
+        **made,
+        "forward": (*made["forward"], *joined),
+        "sources": (*made["sources"], both),
+        "title": "Expand",
+        "derived_in": ("gated",),
+    }
+
+
+def _reading_a_6(mlp: MLP) -> list[str]:
+    """The numbers of the layers that read a_6."""
+    return [number for number in mlp.numbered() if number != "8"]
+
+
+def _beside(symbols: Iterable[str]) -> str:
+    return "[" + r" \; ".join(symbols) + "]"
+
+
+def _head(model: GPT, names: Names) -> tuple[dict[str, Any], tuple[Parameter, ...]]:
+    summary = "Scores every token of the vocabulary by how well it matches the final vector at each position."
+    kind = {**formulas.linear(11, [_branch("11", "12", model.head)], summary), "title": "Logits"}
+    parameters = _parameters(model.head, "11", names)
+    if model.config.tied:
+        if not model.head.adapted:  # one gradient for both uses
+            both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
+            kind["backward"] = (*kind["backward"][:-1], Formula(both, "Table 3, R9"))
+        kind |= {
+            "errata": (*kind["errata"], "R9"),
+            "sources": (*kind["sources"], ("backward", "model/layers.py Linear.accumulate_weight")),
+        }
+        shared = Parameter("w_11 = w_tokᵗ", names[model.embed.weight], _unchanged, "grad_w_tok")
+        parameters = tuple(shared if p.symbol == "w_11" else p for p in parameters)
+    return kind, parameters
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parameters(layer: Affine | Norm, number: str, names: Names, here: str = "") -> tuple[Parameter, ...]:
+    """Return the parameters of a layer, those of its adapter first, under the trace's names."""
     found = []
-    for symbol, p in attn.c_attn.named_symbols().items():
-        if p is None or symbol not in "wb":
-            found += [] if p is None else [Parameter(f"{symbol}_2", (names[p],))]
+    plain = layer.plain() if isinstance(layer, Affine) else None
+    for letter, p in layer.named_symbols().items():
+        if p is None:
             continue
-        start = 0
-        for letter, width in (("q", attn.queries), ("k", attn.queries), ("v", attn.values)):
-            if symbol == "b" and letter == "k" and not key_bias:
-                continue
-            found.append(Parameter(f"{symbol}_{letter}", (names[p],), (start, start + width)))
-            start += width
+        views: dict[str, Callable[[Tensor], Tensor]] = {number: _unchanged}
+        if plain is not None and plain.parts and letter in "wb":
+            parts = plain.parts_of(letter, p.detach())
+            views = {part: partial(_part, plain.parts_of, letter, part) for part in parts}
+        elif plain is not None and letter == "w" and not plain.in_out:
+            views = {number: Tensor.t}
+        for part, view in views.items():
+            found.append(Parameter(f"{letter}_{part}", names[p], view, f"{here}grad_{letter}_{part}"))
     return tuple(found)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _part(parts_of: Callable[[str, Tensor], dict[str, Tensor]], letter: str, part: str, x: Tensor) -> Tensor:
+    return parts_of(letter, x)[part]

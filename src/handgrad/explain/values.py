@@ -17,7 +17,7 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
     """Return a tensor of the trace as a matrix; `head` selects one of a tensor with heads."""
     if name == "delta_0":
         with session.model_at(sentence.version) as model, torch.no_grad():
-            return linear.backward(sentence.trace["blocks.0.delta_1"], model.transformer.wte.weight)
+            return linear.backward(sentence.trace["blocks.0.delta_1"], model.embed.weight)
     if name.endswith(".sent") or name not in sentence.trace:
         raise HandgradError(f"the trace has no matrix {name!r}")
     x = sentence.trace[name]

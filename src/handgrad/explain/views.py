@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..formatting import subscript
 from ..model.gpt import GPT
 from ..ops import linear
 from . import captions
@@ -17,6 +16,7 @@ from .session import Session, TracedSentence
 from .sources import source
 from .stations import Parameter, Station
 from .steps import OPTIMIZERS
+from .symbols import symbol, symbols
 
 LARGE = 5_000_000  # parameters; above, finite differences are taken only for the station being viewed
 
@@ -50,7 +50,8 @@ def _station_entry(station: Station) -> dict[str, Any]:
         "id": station.id, "index": station.index, "block": station.block, "title": station.title,
         "summary": station.summary, "forward": split(station.forward), "backward": split(station.backward),
         "errata": station.errata, "sources": station.sources, "stream": station.stream,
-        "outgoing": [name.rpartition(".")[2] for name in station.outgoing],
+        "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
+        "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
     }  # fmt: skip
 
 
@@ -65,11 +66,11 @@ def overview(session: Session, sentence: TracedSentence) -> dict[str, Any]:
     losses = [-math.log(max(y_pred[i, x].item(), 1e-45)) for i, x in enumerate(sentence.targets[0, :-1].tolist())]
     flows, rows = [], []
     for station in session.stations:
-        a = t[station.a].norm(dim=1).tolist() if station.a and station.id != "loss" else None
-        delta = _incoming(sentence, station)
-        flows.append({"id": station.id, "a": a, "delta": None if delta is None else delta.norm(dim=1).tolist()})
+        a = _lengths(sentence, station.a) if station.id != "loss" else None
+        delta = _lengths(sentence, station.incoming)
+        flows.append({"id": station.id, "a": _listed(a), "delta": _listed(delta)})
         if delta is not None and station.index not in (0, 12):
-            rows.append((_name(station), delta.norm(dim=1)))
+            rows.append((_name(station), delta))
     groups, sizes = _groups(session, sentence)
     return {
         "id": sentence.id, "text": sentence.text, "version": sentence.version,
@@ -88,7 +89,7 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, 
     for station in session.stations:
         layer = _layer(station)
         for parameter in station.parameters:
-            grad = _gradient(sentence, station, parameter)
+            grad = sentence.trace.get(parameter.gradient)
             if grad is None or (session.model.config.tied and station.id == "a_12" and parameter.symbol != "b_11"):
                 continue
             norm = grad.norm().item()
@@ -105,15 +106,20 @@ def _layer(station: Station) -> str:
 
 def _name(station: Station) -> str:
     where = "" if station.block is None else f" of block {station.block + 1}"
-    return f"Δ{subscript(station.index)}{where}"
+    return f"{symbols(station.incoming)}{where}"
 
 
 def labels_of(session: Session, sentence: TracedSentence) -> list[str]:
     return [session.token_text(id) for id in sentence.ids]
 
 
-def _incoming(sentence: TracedSentence, station: Station) -> Tensor | None:
-    return sentence.trace[station.incoming] if station.incoming is not None else None
+def _lengths(sentence: TracedSentence, names: tuple[str, ...]) -> Tensor | None:
+    """The length of each token's row, over all these matrices side by side."""
+    return torch.cat([sentence.trace[name] for name in names], 1).norm(dim=1) if names else None
+
+
+def _listed(x: Tensor | None) -> list[float] | None:
+    return None if x is None else x.tolist()
 
 
 # ── one station ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,30 +135,30 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
     """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns."""
     labels = labels_of(session, sentence)
     view: dict[str, Any] = {"id": station.id, "maps": [], "parameters": []}
-    tensors = [("a", station.a), ("delta", station.incoming)]
+    deltas = station.incoming
     if station.id == "loss":
-        tensors = [("a", "y_pred"), ("delta", "delta_12")]
+        deltas = station.outgoing  # none arrives here
         view["positions"] = _positions(session, sentence)
         targets = [session.token_text(int(i)) for i in sentence.targets[0, :-1]]
         probabilities = [row["probability"] for row in view["positions"] if row["target"] is not None]
         view["loss_caption"] = captions.about_loss(labels, targets, probabilities)
-    for kind, name in tensors:
-        if name is not None:
-            x = sentence.trace[name]
-            if kind == "delta":
-                caption = captions.about_error(x, labels)
-            elif station.index >= 12:
-                caption = captions.about_scores(x, labels, session.token_text)
-            else:
-                caption = captions.about_activations(x, labels)
-            view["maps"].append(_map(x, kind, name, station, caption, limit))
+    pairs = zip(station.a, deltas, strict=True)
+    for kind, name in [(kind, name) for pair in pairs for kind, name in zip(("a", "delta"), pair, strict=True)]:
+        x = sentence.trace[name]
+        if kind == "delta":
+            caption = captions.about_error(x, labels)
+        elif station.index >= 12:
+            caption = captions.about_scores(x, labels, session.token_text)
+        else:
+            caption = captions.about_activations(x, labels)
+        view["maps"].append(_map(x, kind, name, caption, limit))
     if station.id == "a_0":
-        view |= _swaps(session, sentence, labels, limit, station)
+        view |= _swaps(session, sentence, labels, limit)
     norms: dict[str, float] = {}
     sizes: dict[str, float] = {}
     with session.model_at(sentence.version) as model:
         for parameter in station.parameters:
-            shown = _parameter(model, sentence, station, parameter, limit)
+            shown = _parameter(model, sentence, parameter, limit)
             view["parameters"].append(shown)
             sizes[parameter.symbol] = shown["norm"]
             if shown["grad_norm"] is not None:
@@ -161,47 +167,29 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
     return view
 
 
-def _map(x: Tensor, kind: str, name: str, station: Station, caption: str, limit: int) -> dict[str, Any]:
-    symbol = ("a" if kind == "a" else "Δ") + subscript(station.index)
-    if station.id == "loss":
-        symbol = "y_pred" if kind == "a" else "Δ₁₂"
+def _map(x: Tensor, kind: str, name: str, caption: str, limit: int) -> dict[str, Any]:
     return {
-        "kind": kind, "name": name, "symbol": symbol, "shape": list(x.shape), "picture": picture(x, limit=limit),
+        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(x, limit=limit),
         "statistics": statistics(x), "lengths": x.norm(dim=1).tolist(), "caption": caption,
     }  # fmt: skip
 
 
-def _parameter(
-    model: GPT, sentence: TracedSentence, station: Station, parameter: Parameter, limit: int
-) -> dict[str, Any]:
-    full = model.get_parameter(parameter.names[0])
-    value = full.data if parameter.columns is None else full.data[..., slice(*parameter.columns)]
-    grad = _gradient(sentence, station, parameter) if full.requires_grad else None
+def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int) -> dict[str, Any]:
+    full = model.get_parameter(parameter.name)
+    value = parameter.view(full.data)
+    grad = sentence.trace.get(parameter.gradient) if full.requires_grad else None
     return {
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
-        "norm": value.norm().item(), "name": gradient_name(station, parameter),
+        "norm": value.norm().item(), "name": parameter.gradient,
         "grad_norm": None if grad is None else grad.norm().item(),
         "picture": None if grad is None else picture(grad, limit=limit // 2),
     }  # fmt: skip
 
 
-def gradient_name(station: Station, parameter: Parameter) -> str:
-    """Return the name of a parameter's gradient in the trace."""
-    symbol = parameter.symbol.split(" = ")[-1].removesuffix("ᵗ")
-    return (f"blocks.{station.block}." if station.block is not None else "") + f"grad_{symbol}"
-
-
-def _gradient(sentence: TracedSentence, station: Station, parameter: Parameter) -> Tensor | None:
-    name = gradient_name(station, parameter)
-    return sentence.trace.get(name)
-
-
-def _swaps(
-    session: Session, sentence: TracedSentence, labels: list[str], limit: int, station: Station
-) -> dict[str, Any]:
+def _swaps(session: Session, sentence: TracedSentence, labels: list[str], limit: int) -> dict[str, Any]:
     """Δ_0 = Δ_1 w_tokᵗ: how the loss would change, to first order, if another token stood here (Section 2)."""
     with session.model_at(sentence.version) as model, torch.no_grad():
-        delta_0 = linear.backward(sentence.trace["blocks.0.delta_1"], model.transformer.wte.weight)
+        delta_0 = linear.backward(sentence.trace["blocks.0.delta_1"], model.embed.weight)
     delta_0 = delta_0[:, : session.tokenizer.n_vocab]
     rows: list[dict[str, Any]] = []
     for t, id in enumerate(sentence.ids):
@@ -214,7 +202,7 @@ def _swaps(
     if improvable:
         t = min(improvable, key=lambda t: rows[t]["swaps"][0]["change"])
         caption = captions.about_swaps(labels, t, rows[t]["swaps"][0]["word"], rows[t]["swaps"][0]["change"])
-    made = _map(delta_0, "delta", "delta_0", station, caption, limit)
+    made = _map(delta_0, "delta", "delta_0", caption, limit)
     return {"maps": [made], "swaps": rows, "swaps_caption": caption}
 
 

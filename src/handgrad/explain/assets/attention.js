@@ -18,20 +18,21 @@ export function attentionCard(head, state, actions, labels) {
   );
   const square = (key, title, kind, positive, caption) =>
     heatmap({ title, kind, positive, caption, picture: head.maps[key].picture, name: key === "sent" ? null : head.maps[key].name, head: head.head, sentence: state.overview.id, rowLabels: labels, columnLabels: labels, square: true, selected: state.token, select: (row) => actions.select({ token: row }) });
-  const vector = (key) => heatmap({ title: key, kind: "a", picture: head.vectors[key].picture, name: head.vectors[key].name, head: head.head, sentence: state.overview.id, rowLabels: labels, selected: state.token, caption: "" });
+  const vector = (key) => heatmap({ title: key, kind: "a", picture: head.vectors[key].picture, name: head.vectors[key].name, head: head.vectors[key].head, sentence: state.overview.id, rowLabels: labels, selected: state.token, caption: "" });
   return el(
     "section",
     { class: "card attention", "aria-label": "Attention", "data-shown-head": head.head },
     el("h3", {}, `Head ${head.head + 1} of ${head.heads.length}`),
     el("p", { class: "soft" }, "Choose a head. The bar next to each number shows the size of the error that reaches this head."),
     picker,
+    head.group.length > 1 ? el("p", { class: "soft", id: "head-group" }, `Heads ${head.group.map((h) => h + 1).join(", ")} share their keys and values; the errors that reach these add up.`) : null,
     el("p", { class: "caption", id: "head-caption" }, head.caption),
     el(
       "div",
       { class: "squares" },
       square("rho", "ρ · attention weights", "a", true, "How much each token (row) attends to each other token (column). Each row sums to 1."),
       square("delta_raw", "Δ_raw · error of the attention scores", "delta", false, "Below 0: more attention would lower the loss. Above 0: less would. Each row sums to 0."),
-      square("sent", "error sent back between tokens", "delta", true, "From each token (row) to each other token (column), through values and keys: length of ρ Δ wᵥᵗ + Δ_raw q wₖᵗ."),
+      square("sent", "error sent back between tokens", "delta", true, head.sent_caption),
     ),
     branches(head),
     el("details", {}, el("summary", {}, "Queries, keys and values"), el("div", { class: "vectors" }, ["q", "k", "v"].map(vector))),

@@ -1,7 +1,6 @@
 // How numbers, shapes and tokens are written: all text of the page that shows one comes from here.
 
 const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-const SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉";
 
 // `digits` significant digits: 0.0123, −7, 1.50·10⁻⁷
 export function number(x, digits = 3) {
@@ -18,7 +17,6 @@ export function number(x, digits = 3) {
 export const exact = (x) => String(Number(x.toPrecision(9)));
 export const count = (n, noun = "") => `${n.toLocaleString("en")}${noun && ` ${noun}${n === 1 ? "" : "s"}`}`;
 export const percent = (p) => (p >= 0.0995 ? `${Math.round(100 * p)} %` : `${Number((100 * p).toPrecision(2))} %`);
-export const subscript = (i) => [...String(i)].map((c) => SUBSCRIPTS[c]).join("");
 // 24 × 1,024
 export const shapeOf = (shape) => shape.map((n) => n.toLocaleString("en")).join(" × ");
 
@@ -37,10 +35,4 @@ export function visible(label) {
       return c;
     })
     .join("");
-}
-
-// Names of trace tensors as symbols: delta_5 → Δ₅, delta_raw → Δ_raw
-export function symbolOf(name) {
-  const [, index] = name.match(/^delta_(.*)$/);
-  return /^\d+$/.test(index) ? `Δ${subscript(index)}` : `Δ_${index}`;
 }

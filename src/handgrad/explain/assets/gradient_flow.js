@@ -2,7 +2,7 @@
 
 import { paint } from "./colours.js";
 import { el } from "./dom.js";
-import { number, subscript } from "./format.js";
+import { number } from "./format.js";
 import { heatmap, pictureOf } from "./heatmap.js";
 
 let which = "delta"; // or "a"
@@ -18,7 +18,7 @@ export function drawFlow(panel, state, go) {
   const most = Math.max(...known), least = Math.max(Math.min(...known), most - 4);
   const share = (x) => (x === null ? 0 : Math.max(0.03, (x - least) / (most - least || 1)));
   const symbol = which === "delta" ? "Δ" : "a";
-  const names = rows.map((f) => `${f.station.block === null ? "" : `${f.station.block + 1}·`}${symbol}${subscript(f.station.index)}`);
+  const names = rows.map((f) => `${f.station.block === null ? "" : `${f.station.block + 1}·`}${which === "delta" ? f.station.delta_symbol : f.station.symbol}`);
   const picture = pictureOf(logs.map((row) => row.map(share)));
   const figure = heatmap({
     title: `‖${symbol}‖ of every token at every station`, kind: which, picture, rowLabels: names, columnLabels: labels, positive: true, square: false,

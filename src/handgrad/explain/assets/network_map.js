@@ -2,7 +2,7 @@
 // lavender.
 
 import { el, svg } from "./dom.js";
-import { number, subscript } from "./format.js";
+import { number } from "./format.js";
 
 const LINE = 26; // distance of the main line from the edge, in pixels
 const BEND = 9; // distance of a skip connection from the edge
@@ -35,7 +35,7 @@ export function drawMap(nav, state, go) {
     const current = station.id === state.station && state.view === "station";
     const mark = proof?.passed === false ? "✘" : proof?.passed ? "✔" : "";
     const status = proof?.passed === false ? ", check failed" : proof?.passed ? ", verified" : "";
-    const symbol = station.id === "loss" ? "L" : `a${subscript(station.index)}`;
+    const symbol = station.id === "loss" ? "L" : station.symbol;
     const button = el(
       "button",
       {

@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { attentionCard } from "./attention.js";
 import { el, math } from "./dom.js";
-import { number, shapeOf, subscript, symbolOf } from "./format.js";
+import { number, shapeOf } from "./format.js";
 import { heatmap } from "./heatmap.js";
 import { lensCard } from "./lens.js";
 import { lossCard, tokenTable } from "./loss.js";
@@ -58,7 +58,7 @@ export async function drawStation(panel, state, actions) {
 
 function heading(station, state, actions) {
   const where = station.block === null ? "" : `Block ${station.block + 1} · `;
-  const symbol = station.id === "loss" ? "" : ` a${subscript(station.index)}`;
+  const symbol = station.id === "loss" ? "" : ` ${station.symbol}`;
   const forward = state.direction === "forward";
   return el(
     "div",
@@ -90,18 +90,21 @@ function formulas(station, state, view) {
     { class: "formulas", "aria-label": "Formulas" },
     column("forward", station.forward),
     column("backward", station.backward),
+    station.derived_in.length ? el("p", { class: "soft", id: "derived-in" }, `Beyond the paper: derived in ${station.derived_in.join(", ")}. Names such as L-rms-fwd are checks of handgrad verify.`) : null,
     errata.length ? el("details", { class: "errata" }, el("summary", {}, `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`), el("ul", {}, errata)) : null,
   );
 }
 
 function shapeText(way, station, shape) {
-  if (way === "forward") return shape("a") ? `${station.id === "loss" ? "y_pred" : `a${subscript(station.index)}`} is ${shapeOf(shape("a"))}` : "";
+  const is = (symbols) => `${symbols} ${symbols.includes(", ") ? "are" : "is"}`;
+  if (way === "forward") return shape("a") ? `${is(station.symbol)} ${shapeOf(shape("a"))}` : "";
   const incoming = shape("delta");
   if (!incoming) return "";
   if (station.id === "loss") return `Δ₁₂ is ${shapeOf(incoming)}; the backward pass starts with it`;
-  const outgoing = station.outgoing.map(symbolOf).join(", ");
-  const rest = outgoing ? `; computed from it: ${outgoing}` : station.id === "a_0" ? "" : "; the backward pass ends here";
-  return `Δ${subscript(station.index)} is ${shapeOf(incoming)}${rest}`;
+  if (station.id === "a_0") return `Δ₀ is ${shapeOf(incoming)}`;
+  const from = station.delta_symbol.includes(", ") ? "them" : "it";
+  const rest = station.outgoing ? `; computed from ${from}: ${station.outgoing}` : "; the backward pass ends here";
+  return `${is(station.delta_symbol)} ${shapeOf(incoming)}${rest}`;
 }
 
 // ── matrices, parameters, source code ──────────────────────────────────────────────────────────────────────────────
@@ -127,7 +130,7 @@ function statistics(view) {
   const names = { norm: "length ‖·‖", mean: "mean", spread: "standard deviation", least: "minimum", most: "maximum" };
   const head = el("tr", {}, el("td", {}), Object.values(names).map((n) => el("th", { scope: "col" }, n)));
   const rows = view.maps.map((m) =>
-    el("tr", {}, el("th", { scope: "row", class: m.kind === "a" ? "forward" : "backward" }, m.symbol), Object.keys(names).map((k) => el("td", { class: "figure", title: m.statistics[k], "data-stat": `${m.kind} ${k}`, "data-value": m.statistics[k] }, number(m.statistics[k])))),
+    el("tr", { "data-name": m.name }, el("th", { scope: "row", class: m.kind === "a" ? "forward" : "backward" }, m.symbol), Object.keys(names).map((k) => el("td", { class: "figure", title: m.statistics[k], "data-stat": `${m.kind} ${k}`, "data-value": m.statistics[k] }, number(m.statistics[k])))),
   );
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Statistics" }, el("table", { class: "statistics" }, el("thead", {}, head), el("tbody", {}, rows)));
 }

@@ -1,0 +1,190 @@
+"""The page of models of other families: what it shows follows from the layers, and every number is the trace's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, make_session
+
+import handgrad as hg
+from handgrad.explain import attention_view, values, views
+from handgrad.explain.proof import CheckResults, Prover
+from handgrad.explain.session import Session
+from handgrad.explain.stations import Station
+from handgrad.explain.steps import take_step
+from handgrad.families import FAMILIES
+from handgrad.ops import rmsnorm
+from handgrad.text import tokenizer
+
+LAYERS = Path(__file__).parents[2] / "docs" / "layers"
+
+
+def formulas_of(station: Station) -> str:
+    return " ".join(f.latex for f in [*station.forward, *station.backward])
+
+
+def symbols_of(session: Session) -> set[str]:
+    return {parameter.symbol for station in session.stations for parameter in station.parameters}
+
+
+def test_a_llama_block_shows_its_own_layers() -> None:
+    session = make_session(**LLAMA)
+    norm, attn, gate, activation = (session.by_id[f"blocks.0.a_{i}"] for i in (2, 3, 7, 8))
+    assert symbols_of(session) == {
+        "w_tok", "w_1", "w_q", "w_k", "w_v", "w_3", "w_5", "w_gate", "w_up", "w_8", "w_10", "w_11 = w_tokᵗ",
+    }  # fmt: skip
+    everything = " ".join(formulas_of(station) for station in session.stations)
+    assert r"\tilde b" not in everything and r"\partial b" not in everything and "pos" not in everything
+    assert r"\mathrm{rms}_{1}" in formulas_of(norm) and r"\mu" not in everything
+    assert ("backward", "ops/rmsnorm.py backward") in norm.sources
+    assert "R(t)" in formulas_of(attn) and "R(-t)" in formulas_of(attn) and r"\frac{4}{2}" in formulas_of(attn)
+    assert "norm" not in formulas_of(attn) and "unless" not in formulas_of(attn)
+    assert gate.a == ("blocks.0.a_gate", "blocks.0.a_up") and gate.outgoing == ("blocks.0.delta_6",)
+    assert activation.outgoing == gate.incoming == ("blocks.0.delta_gate", "blocks.0.delta_up")
+    assert r"a_8 = g(\mathrm{gate}) \circ \mathrm{up}" in formulas_of(activation)
+    entry = views.table(session)["stations"][session.stations.index(gate)]
+    assert (entry["symbol"], entry["delta_symbol"], entry["outgoing"]) == ("gate, up", "Δ_gate, Δ_up", "Δ₆")
+    pages = {page for station in session.stations for page in station.derived_in}
+    assert pages == {"rmsnorm", "rotary", "grouped_query", "gated"}
+    assert all((LAYERS / f"{page}.md").is_file() for page in pages)
+
+
+def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> None:
+    qwen3 = make_session(**QWEN3).by_id["blocks.1.a_3"]
+    for part in (
+        r"\hat q_t",
+        r"\partial w_{q \, \mathrm{norm}}",
+        r"\partial w_{k \, \mathrm{norm}}",
+        r"\partial b_k = \sum",
+    ):
+        assert part in formulas_of(qwen3)
+    assert "R32" not in qwen3.errata
+    session = make_session(**SMOLLM3)
+    first, second = (session.by_id[f"blocks.{i}.a_3"] for i in (0, 1))
+    assert "R(t)" in formulas_of(first) and "unless" not in formulas_of(first)
+    assert "R(t)" not in formulas_of(second) and r"t - 4 \lt \beta" in formulas_of(second)
+    assert "does not rotate" in second.summary and "the 3 before it" in second.summary
+
+
+def test_the_gated_station_shows_both_branches() -> None:
+    session = make_session(**LLAMA)
+    sentence = session.sentence(TEXT)
+    view = views.at_station(session, sentence, session.by_id["blocks.1.a_7"])
+    names = [f"blocks.1.{name}" for name in ("a_gate", "delta_gate", "a_up", "delta_up")]
+    assert [m["name"] for m in view["maps"]] == names
+    assert [m["symbol"] for m in view["maps"]] == ["gate", "Δ_gate", "up", "Δ_up"]
+    for given in view["maps"]:
+        x = sentence.trace[given["name"]]
+        assert given["shape"] == list(x.shape) and given["statistics"]["most"] == x.max().item()
+    flow = next(f for f in views.overview(session, sentence)["flows"] if f["id"] == "blocks.1.a_7")
+    both = torch.cat([sentence.trace[name] for name in names[1::2]], 1)
+    assert flow["delta"] == pytest.approx(both.norm(dim=1).tolist())
+
+
+def rotated(x: torch.Tensor, session: Session) -> torch.Tensor:
+    c = session.model.config
+    theta = c.rope_base ** (-torch.arange(0, c.query_width, 2, dtype=x.dtype) / c.query_width)
+    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * theta
+    turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], 1)
+
+
+@pytest.mark.parametrize(("shape", "block"), [(LLAMA, 1), (QWEN3, 0), (SMOLLM3, 1)])
+def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
+    """Autograd through one head, written with torch's functions: all it sends back, and what each token sends to each."""
+    session = make_session(dtype=torch.float64, **shape)  # type: ignore[arg-type]
+    sentence, head = session.sentence(TEXT), 1
+    view = attention_view.at_head(session, sentence, block, head)
+    t, attn, c = sentence.trace, session.model.blocks[block].attn, session.model.config
+    group = head // (c.n_heads // c.kv_heads)
+    a_2 = t[f"blocks.{block}.a_2"].clone().requires_grad_()
+
+    def made(letter: str, i: int, heads: int) -> torch.Tensor:
+        layer = getattr(attn, letter)
+        x = F.linear(a_2, layer.weight, layer.bias).chunk(heads, 1)[i]
+        if attn.normed and letter != "v":
+            x = F.rms_norm(x, x.shape[1:], getattr(attn, f"{letter}_norm").weight, c.eps)
+        return rotated(x, session) if attn.rotated and letter != "v" else x
+
+    with torch.enable_grad():
+        q, k, v = made("q", head, c.n_heads), made("k", group, c.kv_heads), made("v", group, c.kv_heads)
+        ones = torch.ones(len(q), len(q), dtype=torch.bool)
+        hidden = ones.triu(1) | (ones.tril(-attn.window) if attn.window else ~ones)
+        out, keys_only = (
+            F.softmax((x @ k.T / k.shape[1] ** 0.5).masked_fill(hidden, -torch.inf), 1) @ v for x in (q, q.detach())
+        )
+        signal = t[f"blocks.{block}.delta_3"].chunk(c.n_heads, 1)[head]
+        joined = torch.autograd.grad((out * signal).sum(), a_2, retain_graph=True)[0]
+        rows = (keys_only * signal).sum(1)
+        sent = torch.stack([torch.autograd.grad(row, a_2, retain_graph=True)[0].norm(dim=1) for row in rows])
+    assert view["joined"] == pytest.approx(joined.norm().item(), rel=1e-9)
+    assert view["maps"]["sent"]["picture"]["largest"] == pytest.approx(sent.max().item(), rel=1e-9)
+    for name, x, i in (("q", q, head), ("k", k, group), ("v", v, group)):
+        given = view["vectors"][name]
+        assert given["head"] == i
+        assert torch.allclose(values.matrix(session, sentence, given["name"], given["head"]), x)
+    first = group * (c.n_heads // c.kv_heads)
+    assert view["group"] == list(range(first, first + c.n_heads // c.kv_heads))
+    assert ("rotated back" in view["sent_caption"]) == attn.rotated
+    assert all(p.grad is None for p in session.model.parameters())
+
+
+def test_a_step_on_a_llama_model_and_on_its_adapters() -> None:
+    for shape in (LLAMA, {**LLAMA, "lora": 2}):
+        session = make_session(**shape)
+        taken = take_step(session, session.sentence(TEXT), 1e-3, "SGD")
+        expected, got = taken["predicted"] - taken["loss"], taken["measured"] - taken["loss"]
+        assert expected < 0 and got == pytest.approx(expected, rel=0.2)
+    number = session.find(taken["id"]).version
+    assert {name.rpartition(".")[2] for name in session.version(number).weights} == {"down", "up"}
+
+
+def failed_checks(session: Session, kind: str | None = None) -> set[str]:
+    prover, results = Prover(session), CheckResults()
+    for station in session.stations:
+        prover.check_now(session.sentence(TEXT), results, station)
+    found = results.checks.items()
+    return {id for id, checks in found for c in checks if not c["passed"] and kind in (None, c["kind"])}
+
+
+def test_the_identity_of_a_norm_without_mean_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rmsnorm, "backward", lambda delta, a_bar, inv_rms, w: delta * w * inv_rms)
+    assert {"a_11", "blocks.0.a_2", "blocks.0.a_6"} <= failed_checks(make_session(**LLAMA), "identity")
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_on_some_layers(dora: bool) -> None:
+    model = make_session(**{**QWEN3, "n_blocks": 1}).model
+    hg.lora.inject(model, 2, targets=("q_proj", "v_proj", "gate_proj"), dora=dora)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape) * p.requires_grad
+    session = Session(model, tokenizer.make("bytes", ()), "adapted", "for a test", TEXT)
+    assert failed_checks(session) == set()
+    trained = {"d_q", "u_q", "d_v", "u_v", "d_gate", "u_gate", *(["m_q", "m_v", "m_gate"] if dora else [])}
+    assert trained < symbols_of(session) and not {"d_k", "d_up"} & symbols_of(session)
+    attn, gate = (formulas_of(session.by_id[f"blocks.0.a_{i}"]) for i in (3, 7))
+    assert r"(w_q + s \, d_q u_q)" in attn and r"d_{\mathrm{gate}}" in gate and r"d_{\mathrm{up}}" not in gate
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_projections_side_by_side_in_one_matrix(monkeypatch: pytest.MonkeyPatch, lora: int) -> None:
+    """A family that stores q, k and v, and gate and up, each as one transposed matrix needs nothing of its own."""
+    llama = FAMILIES["llama"]
+    separate = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.expand")
+    names = {name: path for name, path in llama.names.items() if name not in separate}
+    names |= {"attn.qkv": "qkv_proj", "mlp.gate_expand": "gate_up_proj"}
+    monkeypatch.setitem(FAMILIES, "fused", replace(llama, name="fused", names=names))
+    session = make_session(**{**LLAMA, "family": "fused", "n_blocks": 1, "lora": lora})
+    assert failed_checks(session) == set()
+    sentence = session.sentence(TEXT)
+    for station in session.stations:
+        for given in views.at_station(session, sentence, station)["parameters"]:
+            if not given["frozen"]:
+                assert given["shape"] == list(sentence.trace[given["name"]].shape)
+    expected = {"w_q", "w_k", "w_v", "w_gate", "w_up", *(["d_2", "u_2", "d_6", "u_6"] if lora else [])}
+    assert expected < symbols_of(session)
+    assert r"w_{6} = [w_{\mathrm{gate}} \; w_{\mathrm{up}}]" in formulas_of(session.by_id["blocks.0.a_7"])
+    assert attention_view.at_head(session, sentence, 0, 3)["joined"] > 0
