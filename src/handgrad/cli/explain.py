@@ -66,7 +66,7 @@ def explain(
     if lora:
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
-    if sum(p.numel() for p in network.parameters()) < SMALL:
+    if network.size < SMALL:
         torch.set_num_threads(1)
     session = Session(network, tokenizer, name, note, text or TEXT)
     session.encode(session.text)  # report an invalid sentence now

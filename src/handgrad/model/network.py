@@ -57,7 +57,7 @@ class Network(Parts):
                 self.to_empty(device=device or torch.get_default_device())
             except (AssertionError, RuntimeError) as reason:
                 if "alloc" in str(reason):
-                    count = sum(p.numel() for p in self.parameters())
+                    count = self.size
                     raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
                 raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
             if config.tied:
@@ -92,6 +92,12 @@ class Network(Parts):
     @property
     def blocks(self) -> list[Block]:
         return list(self._blocks)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters, packed weights and adapters included."""
+        matrices = {x.packed for x in self.modules() if isinstance(x, Linear | Embedding) and x.packed is not None}
+        return sum(p.numel() for p in self.parameters()) + sum(math.prod(x.shape) for x in matrices)
 
     @property
     def device(self) -> torch.device:
