@@ -22,7 +22,9 @@ import typer
 from typer.testing import CliRunner
 
 import handgrad as hg
+import tiny_gguf
 from handgrad.cli.app import app
+from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
 from handgrad.text import tokenizer
@@ -119,7 +121,7 @@ class Folder:
         return words
 
     def _make(self, name: str) -> None:
-        if Path(name).exists() or name in config.PRESETS:
+        if Path(name).exists() or name in config.PRESETS or name in FETCHED:
             return
         if name == "merged":
             self.run("merge", "runs/mine", "--out", "merged")
@@ -140,6 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    tiny_gguf.put_in_cache()
     return Folder(tmp_path)
 
 
