@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,9 @@ from safetensors.torch import save_file
 import handgrad as hg
 from conftest import save_as_others
 from handgrad.adapters import merge_record
-from handgrad.files import manifest
+from handgrad.files import gguf, manifest
 from handgrad.formats import huggingface
-from handgrad.text import chat
+from handgrad.text import chat, gguf_tokenizer
 from handgrad.text.chat import ChatTemplate
 from handgrad.training.config import TrainOptions
 from handgrad.training.option_file import read_option_file
@@ -263,7 +264,53 @@ OPTIONS = [
     Case("options are a pipe", lambda d: os.mkfifo(d / "c.toml"), read_options("c.toml"), "it is a pipe"),
 ]  # fmt: skip
 
-CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS]
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gguf_text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def gguf_array(name: str, *texts: str, n: int = 1) -> bytes:
+    """A metadata entry: n times these texts."""
+    return gguf_text(name) + struct.pack("<IIQ", 9, 8, n * len(texts)) + b"".join(map(gguf_text, texts)) * n
+
+
+def gguf_setting(name: str, value: str) -> bytes:
+    return gguf_text(name) + struct.pack("<I", 8) + gguf_text(value)
+
+
+def gguf_file(*entries: bytes, tensors: int = 0) -> Make:
+    content = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(entries)) + b"".join(entries)
+    return lambda folder: (folder / "m.gguf").write_bytes(content)
+
+
+def gguf_tokenizer_of(folder: Path) -> object:
+    return gguf_tokenizer.read_tokenizer(gguf.open_gguf(folder / "m.gguf"))
+
+
+def open_gguf_file(folder: Path) -> object:
+    return gguf.open_gguf(folder / "m.gguf")
+
+
+LONG_PIECES = [
+    gguf_setting("tokenizer.ggml.model", "llama"),
+    gguf_array("tokenizer.ggml.tokens", *(chr(65 + i // 512) * (1 + i % 512) for i in range(512 * 100))),
+    gguf_text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 512 * 100) + bytes(4 * 512 * 100),
+]
+GGUF = [
+    Case("2 million texts", gguf_file(gguf_array("a", "ab", n=(1 << 21) - 1)), open_gguf_file, None),
+    Case("texts of wide characters", gguf_file(gguf_array("a", "a" * 300 + "🙂", n=140_000)), open_gguf_file, None),
+    Case("too many texts", gguf_file(gguf_array("a", "", n=1 << 22)), open_gguf_file, "more than 2,097,152 elements"),
+    Case("a huge header", gguf_file(*[gguf_setting(f"{i}", "x" * 10**6) for i in range(60)]), open_gguf_file, "48 MB"),
+    Case("2**16 tensors", gguf_file(tensors=1 << 16), open_gguf_file, "it ends at the name of a tensor"),
+    Case("a GGUF pipe", lambda d: os.mkfifo(d / "m.gguf"), open_gguf_file, "it is a pipe"),
+    Case("an endless GGUF file", partial(sparse, gguf_file(), "m.gguf"), open_gguf_file, "not with GGUF"),
+    Case("pieces of all lengths", gguf_file(*LONG_PIECES), gguf_tokenizer_of, "more than 4,194,304 characters"),
+]  # fmt: skip
+
+CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS, *GGUF]
 
 
 @pytest.fixture(scope="module")

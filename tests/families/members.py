@@ -22,7 +22,7 @@ logging.disable_progress_bar()
 
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {
     "vocab_size": 29, "hidden_size": 18, "intermediate_size": 11, "num_hidden_layers": 2, "num_attention_heads": 9,
@@ -75,6 +75,7 @@ def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
         "mistral, window of one": {"sliding_window": 1, "num_key_value_heads": 1},
         "mistral, window wider than the text": {"sliding_window": 500},
         "mistral, width not a multiple of the heads": {"hidden_size": 17},
+        "phi3, window, untied": {"sliding_window": 4, "tie_word_embeddings": False},
         "qwen2, windows above": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         "qwen2, windows by layer": {
             "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
@@ -98,7 +99,7 @@ def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
 
 MEMBERS = _choices()
 TYPICAL = [
-    "gpt2, tied", "llama, 3 queries to a key", "mistral, window", "qwen2, windows above",
+    "gpt2, tied", "llama, 3 queries to a key", "mistral, window", "phi3, window, untied", "qwen2, windows above",
     "qwen3, 9 queries to a key", "smollm3, windows where unrotated",
 ]  # fmt: skip
 

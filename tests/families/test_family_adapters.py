@@ -14,7 +14,10 @@ from conftest import perturb
 from handgrad.proof.oracles import relative_error
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LAYERS = {"gpt2": ["c_attn", "c_fc", "c_proj"]}
+LAYERS = {
+    "gpt2": ["c_attn", "c_fc", "attn.c_proj", "mlp.c_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "dora": {"use_dora": True}}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers and about DoRA
@@ -42,7 +45,7 @@ def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_
     theirs.save_pretrained(tmp_path / "adapter")
     ours = hg.load(tmp_path / "m", dtype="float64")
     names = hg.lora.load(ours, tmp_path / "adapter")
-    assert len(names) == 2 * (4 if name.startswith("gpt2") else 7)
+    assert len(names) == 2 * len(layers_of(name))
 
     tokens, targets = batch()
     assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT

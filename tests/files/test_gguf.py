@@ -148,8 +148,8 @@ SPLIT = entry("split.count", 2, struct.pack("<H", 3))
 DATA = bytes(256)
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it is empty"),
-    "another file": (b"PK\3\4" + DATA, "not GGUF; give a GGUF file"),
-    "cut in the magic": (b"GG", "not GGUF"),
+    "another file": (b"PK\3\4" + DATA, "not with GGUF; give a GGUF file"),
+    "cut in the magic": (b"GG", "not with GGUF"),
     "cut in the version": (b"GGUF\3", "ends at the version, which needs 4 bytes"),
     "version 1": (header(version=1), "version 1 is not supported"),
     "version 99": (header(version=99), "version 99 is not supported"),
@@ -165,6 +165,15 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         header(n_entries=1, entries=entry("a", 9, struct.pack("<IQ", 0, 2**60))), f"more than {MAX_VALUES:,} elements",
     ),
     "a long array": (header(n_entries=1, entries=entry("a", 9, struct.pack("<IQ", 12, 10**6))), "needs 8,000,000 bytes"),
+    "a text that is cut": (
+        header(n_entries=1, entries=entry("a", 9, struct.pack("<IQ", 8, 3) + text("x") * 2)), 'ends at "a", which needs 8',
+    ),
+    "a text of any length": (
+        header(n_entries=1, entries=entry("a", 9, struct.pack("<IQQ", 8, 1, 2**63) + DATA)), '"a" claims 9,223,',
+    ),
+    "a text that is not text": (
+        header(n_entries=1, entries=entry("a", 9, struct.pack("<IQQ", 8, 1, 1) + b"\xff")), '"a" is not UTF-8 text',
+    ),
     "an array of arrays": (header(n_entries=1, entries=entry("a", 9, struct.pack("<IQ", 9, 10))), "an array of arrays"),
     "two equal names": (header(n_entries=2, entries=SPLIT.replace(b"split", b"other") * 2), "two entries \"other.count\""),
     "a part of a model": (header(n_entries=1, entries=SPLIT), "one of 3 parts .* llama-gguf-split --merge"),

@@ -69,13 +69,19 @@ def test_equal_to_the_paper(lengths: list[int], heads: int, d_rho: int, d_h: int
     assert rho[:, across].abs().sum() == 0, "a token attends to another sequence"
 
 
-def test_both_forward_kernels_agree() -> None:
-    q, k, v = (torch.randn(2, 3, 200, 8).double() for _ in range(3))
-    for causal in (True, False):
-        one = fast._forward_by_library(q, k, v, causal)
-        two = fast._forward_in_tiles(*(x.flatten(0, 1) for x in (q, k, v)), None, causal, None)
-        for x, y in zip(one, two, strict=True):
-            assert relative_error(x.flatten(0, 1), y) <= IDENTITY_TOLERANCE
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 1), (True, 60), (True, 150)])
+@pytest.mark.parametrize("key_heads", [6, 2])
+def test_both_forward_kernels_agree(key_heads: int, causal: bool, window: int | None) -> None:
+    q, k, v = (torch.randn(2 * 200, heads, 8).double() for heads in (6, key_heads, key_heads))
+    (span,) = fast.spans_of((200, 200))
+    by_head = [fast._by_head(x, span.keys, span) for x in (q, k, v)]
+    stacked = [fast._stack(x, span.keys, span, key_heads, torch.float64) for x in (q, k, v)]
+    out, lse = fast._forward_by_library(*by_head, causal, window)
+    found = torch.empty_like(q), torch.empty(400, 6).double()
+    for x, target in zip(fast._forward_in_tiles(*stacked, None, causal, window), found, strict=True):
+        fast._unstack(x, target, span.queries, span, key_heads)
+    for x, y in zip((out, lse), found, strict=True):
+        assert relative_error(fast._by_head(y, span.queries, span), x) <= IDENTITY_TOLERANCE
 
 
 def signals(

@@ -137,3 +137,15 @@ def test_unknown_gate_is_refused() -> None:
             f(x, x, "swish")
     with pytest.raises(ValueError, match="unknown gate 'relu'"):
         plain.delta_gate(x, x, x, "relu")
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("name", plain.NAMES)
+def test_written_over_gate_and_up(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "ENTRIES_AT_ONCE", 20)
+    both, delta = torch.randn(11, 14).to(dtype), torch.randn(11, 7).to(dtype)
+    gate, up = both[:, :7], both[:, 7:]
+    expected = fast.backward(delta, gate, up, name)
+    found = fast.backward(delta, gate, up, name, into=(gate, up))
+    assert found[0] is gate and found[1] is up
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

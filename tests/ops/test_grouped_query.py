@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.models.llama.modeling_llama import repeat_kv
 
 from conftest import ATTENTION_ROUNDING, ROUNDING, rounded
 from handgrad.ops import _tiles
@@ -188,3 +190,16 @@ def test_bad_input_is_named(heads: tuple[int, int, int], causal: bool, window: i
     q, k, v = (torch.zeros(3, h, 2) for h in heads)
     with pytest.raises(ValueError, match=said):
         fast.forward(q, k, v, fast.spans_of((3,)), causal, window)
+
+
+def test_the_conventions_are_those_of_transformers() -> None:
+    """Which keys a window shows, and which key head a query head reads."""
+    n, window = 9, 4
+    q, k, v, delta = inputs(n, (6, 2), 3, 3)
+    _, saved = fast.forward(q, k, v, fast.spans_of((n,)), True, window)
+    rho, _ = fast.maps(delta, saved, (n,), True, window)
+    t = torch.arange(n)
+    visible = sliding_window_causal_mask_function(window)(0, 0, t[:, None], t[None, :])
+    assert torch.equal(rho > 0, visible.expand(6, n, n))
+    wide_k, wide_v = (repeat_kv(x.transpose(0, 1)[None], 3)[0].transpose(0, 1) for x in (k, v))
+    assert torch.equal(dense(q, k, v, (n,), True, None), dense(q, wide_k, wide_v, (n,), True, None))

@@ -272,3 +272,20 @@ def test_yarn_scales_the_scores() -> None:
 def test_wrong_arguments_are_refused(d_rho: int, scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fast.frequencies(d_rho, 10_000.0, fast.Scaling(**scaling))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_written_over_its_input(interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are rotated where they are, in the product of which they are a part."""
+    monkeypatch.setattr(fast, "ENTRIES_AT_ONCE", 40)
+    _, _, positions, theta = make(11, 3, 4)
+    cos, sin = fast.angles(positions, theta if dtype == torch.float64 else theta.float())
+    stream = torch.randn(11, 20).to(dtype)
+    x, rest = stream[:, :12].view(11, 3, 4), stream[:, 12:].clone()
+    for rotate in (fast.forward, fast.backward):
+        expected = rotate(x, cos, sin, interleaved)
+        rotate(x, cos, sin, interleaved, into=stream[:, :12].view(11, 3, 4))
+        assert torch.equal(x, expected) and torch.equal(stream[:, 12:], rest)
+        other = torch.empty_like(expected)
+        assert torch.equal(rotate(x, cos, sin, interleaved, into=other), rotate(x, cos, sin, interleaved))

@@ -316,17 +316,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an id as text": ({"bos_token_id": "0"}, 'bos_token_id is "0", not an id'),
     "no merges": ({"merges": None}, "has no tokenizer.ggml.merges"),
     "a merge of one": ({"merges": ["ab"]}, 'the merge "ab" is not two tokens'),
-    "a merge of unknown tokens": ({"merges": ["hello world"]}, "has no usable tokenizer"),
+    "a merge of unknown tokens": ({"merges": ["hello world"]}, "the tokens and merges are not a vocabulary"),
     "add_bos as a number": ({"add_bos_token": 1}, "add_bos_token is 1, not true or false"),
     "no scores": ({"model": "llama"}, "has no tokenizer.ggml.scores"),
     "too few scores": ({"model": "llama", "scores": [0.5]}, "scores has 1 values for 5.. tokens"),
     "scores that are not finite": ({"model": "llama", "scores": [float("nan")] * 2, "tokens": ["a", "b"], "token_type": None,
          "eos_token_id": 1, "bos_token_id": 1}, "scores has values that are not"),
     "a precompiled map": ({"model": "llama", "precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not supported"),
-    "a long piece": (
-        {"model": "llama", "tokens": ["x" * 9999, "<|endoftext|>"], "token_type": None, "scores": [0.5, 0.5],
+    "very many splits": (
+        {"model": "llama", "tokens": [c * n for c in "abcdefgh" for n in range(1, 530)], "token_type": None,
+         "scores": [0.5] * 8 * 529, "eos_token_id": None, "bos_token_id": None},
+        "imply more than 1,048,576 merges",
+    ),
+    "very long pieces": (
+        {"model": "llama", "tokens": [c * 2_000_000 for c in "abc"], "token_type": None, "scores": [0.5] * 3,
          "eos_token_id": None, "bos_token_id": None},
-        "has 9,999 characters",
+        "have more than 4,194,304 characters",
+    ),
+    "very many special tokens": (
+        {"tokens": [f"t{i}" for i in range(20_000)], "token_type": [3] * 20_000},
+        "20,000 tokens are special or user-defined; the maximum is 16,384",
     ),
 }  # fmt: skip
 
@@ -337,6 +346,17 @@ def test_bad_metadata_are_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(HandgradError, match=message) as error:
         read(tmp_path / "bad.gguf", byte_pairs(**changes))
     assert "bad.gguf" in str(error.value)
+
+
+def test_a_file_may_name_no_special_tokens(trained: sentencepiece.SentencePieceProcessor, tmp_path: Path) -> None:
+    named = {"bos_token_id": None, "eos_token_id": None}
+    made = read(tmp_path / "a.gguf", byte_pairs("llama-bpe", **named))
+    assert (
+        made.inner.encode("a b").ids == made.encode("a b")
+        and "bos" not in made.extra_files["tokenizer_config.json"][:90]
+    )
+    made = read(tmp_path / "b.gguf", pieces(trained, **named, unknown_token_id=None))
+    assert made.inner.encode("a b").ids == made.encode("a b") == trained.encode("a b")
 
 
 def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:

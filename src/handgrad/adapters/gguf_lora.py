@@ -14,7 +14,11 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..files.atomic import check_writable, new_file, rename_onto
+from ..model.config import ModelConfig
+from ..model.gpt import GPT
 from ..ops import rotary
+from . import peft
+from .injection import adapters_of
 from .lora import LoRA
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]  # layer: down (f_in, r), up (r, f_out), scale
@@ -30,21 +34,41 @@ _NAMES = {
 def factors_of(adapters: Mapping[str, LoRA], modules_to_save: Iterable[str] = ()) -> Factors:
     """The factors of a model's adapters by the name of their layer. Raises for what a GGUF adapter cannot hold."""
     for name in modules_to_save:
-        raise HandgradError(
-            f"a GGUF adapter cannot hold {name}, trained in full (modules_to_save): merge the adapter instead"
-        )
+        raise HandgradError(f"a GGUF adapter cannot hold {name}, trained in full (modules_to_save): merge the adapter")
     for name, adapter in adapters.items():
         if adapter.magnitude is not None:
-            raise HandgradError(f"a GGUF adapter cannot hold DoRA's magnitude of {name}: merge the adapter instead")
+            raise HandgradError(f"a GGUF adapter cannot hold DoRA's magnitude of {name}: merge the adapter")
     return {name: (adapter.down, adapter.up, adapter.scale) for name, adapter in adapters.items()}
+
+
+def check(model: GPT) -> None:
+    """Raise if the adapters of the model cannot be written as a GGUF file."""
+    factors = factors_of(adapters_of(model), model.adapter.modules_to_save if model.adapter is not None else ())
+    _check_architecture(_architecture(model.config))
+    for layer in factors:
+        _gguf_name(layer)
+
+
+def write(config: ModelConfig, adapter: Path, path: Path) -> None:
+    """Write the adapter in a PEFT folder, for a model of this configuration, as a GGUF file."""
+    write_gguf_lora(path, peft.read_factors(adapter), _architecture(config), config.n_heads, config.kv_heads)
+
+
+def _architecture(config: ModelConfig) -> str:
+    """GGUF's name of the family."""
+    return "llama" if config.family == "mistral" else config.family
+
+
+def _check_architecture(architecture: str) -> None:
+    if architecture not in _INTERLEAVED:
+        known = ", ".join(_INTERLEAVED)
+        raise HandgradError(f"GGUF adapters for architecture {architecture!r} are not supported; available: {known}")
 
 
 def write_gguf_lora(path: str | Path, factors: Factors, architecture: str, n_heads: int, n_kv_heads: int) -> None:
     """Write the factors of layers with Hugging Face's names, in float32, atomically. `architecture` is that of the base
     model's GGUF file."""
-    if architecture not in _INTERLEAVED:
-        known = ", ".join(_INTERLEAVED)
-        raise HandgradError(f"GGUF adapters for architecture {architecture!r} are not supported; available: {known}")
+    _check_architecture(architecture)
     if not factors:
         raise HandgradError("there are no adapters to write: inject or load some first")
     file = Path(path)
@@ -67,7 +91,7 @@ def write_gguf_lora(path: str | Path, factors: Factors, architecture: str, n_hea
 
 
 def _common_alpha(factors: Factors) -> float:
-    """alpha = scale · r of most layers: their factors are written unchanged. Never 0, which llama.cpp takes for "no alpha"."""
+    """scale · r of most layers, whose factors are then written unchanged. Never 0, which llama.cpp takes for "no alpha"."""
     products = [scale * up.shape[0] for _, up, scale in factors.values()]
     found = [x for x in products if x]
     alpha = max(found, key=found.count) if found else 1.0
@@ -78,8 +102,8 @@ def _gguf_name(layer: str) -> str:
     match = _LAYER.fullmatch(layer)
     if match is None:
         raise HandgradError(
-            f"a GGUF adapter has no name for the layer {layer!r}; it holds q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj"
-            " and down_proj of model.layers.N: merge the adapter instead"
+            f"a GGUF adapter has no name for the layer {layer!r}, only for q_proj, k_proj, v_proj, o_proj, gate_proj,"
+            " up_proj and down_proj of model.layers.N: merge the adapter"
         )
     return f"blk.{int(match[1])}.{_NAMES[match[2]]}"
 

@@ -55,7 +55,7 @@ def unmerge(model: GPT, merged: Merged) -> None:
     layers = layers_of(model)
     for name, adapter in merged.adapters.items():
         base = layers[name].plain() if name in layers else None
-        if base is None or base.weight.shape != adapter.base.weight.shape:
+        if base is None or base.w.shape != adapter.base.w.shape:
             raise HandgradError(f"the adapter belongs to {name}, which this model does not have in that shape")
         w = base.effective_weight().double()
         if adapter.magnitude is not None:

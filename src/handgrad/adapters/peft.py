@@ -223,6 +223,14 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
+def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
+    file, config = folder / TENSORS, read_config(folder)
+    factors, _, _ = _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)
+    prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
+    return {name: (p["lora_A"].t(), p["lora_B"].t(), config.scale_of(name)) for name, p in factors.items()}
+
+
 def base_of(folder: Path) -> str | None:
     """The name of the base model in the adapter's configuration."""
     name = read_json(folder / CONFIG).get("base_model_name_or_path")

@@ -19,8 +19,11 @@ OPTIONS: Options = {
         " them.",
     },
     "Model": {
-        "model": "A model directory, a run folder, an adapter to continue, or a name on the hub.",
+        "model": "A model directory, a .gguf file, smollm2, a run folder, an adapter to continue, or a name on the hub.",
         "dtype": "Data type: float32, float64 or bfloat16.",
+        "packed": "Keep the matrices of a GGUF model packed: less memory, the same gradients.",
+        "base_dtype": "Keep the matrices of a model directory in two bytes: bfloat16 or float16.",
+        "gguf": "Also write the adapter as adapter.gguf, for llama.cpp's --lora.",
         "full": "Train all weights instead of an adapter.",
         "rank": "Rank of the adapters.",
         "alpha": "Scale of the adapters: their output is multiplied by alpha/rank. [default: the rank]",
@@ -64,6 +67,7 @@ def finetune(**given: Any) -> None:
 
       handgrad finetune --model path/to/gpt2 --data examples.jsonl
       handgrad finetune --model path/to/gpt2 --data examples.jsonl --rank 4 --targets c_attn,lm_head
+      handgrad finetune --model smollm2 --packed --data examples.jsonl
       handgrad finetune --resume
     """
     from ..training.finetune import prepare

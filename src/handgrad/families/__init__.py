@@ -8,13 +8,14 @@ from .family import Family
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "full_name"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)}
 
 
 def full_name(name: str) -> str:

@@ -18,6 +18,7 @@ from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
 _KINDS = ("full_attention", "sliding_attention")
 # Fields of other families that some files carry, with the value that changes nothing.
 _NEUTRAL = {
@@ -35,7 +36,7 @@ _NO_EFFECT = frozenset({
     "unsloth_version", "gradient_checkpointing", "embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout",
     "hidden_dropout", "resid_dropout", "embd_dropout", "finetuning_task", "prefix", "attn_implementation", "handgrad",
     "_attn_implementation", "_attn_implementation_autoset", "max_sequence_length", "license", "use_bfloat16",
-    "output_past", "mask_token_id", "cls_token_id", "router_aux_loss_coef",
+    "output_past", "mask_token_id", "cls_token_id", "router_aux_loss_coef", "neftune_noise_alpha",
 })  # fmt: skip
 
 
@@ -90,7 +91,8 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     known |= set(_ROPE) if family.fixed.get("positions") == "rotary" else set()
     known |= set(_WINDOW) if family.windows else set()
     for field, value in raw.items():
-        if field in known or value in (None, False, [], {}, "") or value == _NEUTRAL.get(field, ...):
+        neutral: tuple[object, ...] = (None, _NEUTRAL[field]) if field in _NEUTRAL else (None, False, [], {}, "")
+        if field in known or value in neutral:
             continue
         if not field.startswith("_") and not any(word in field for word in ("token_id", "dropout", "version")):
             raise HandgradError(
@@ -122,16 +124,19 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     scaling = UNSCALED
     if kind != "default":
         known = {field: given[field] for field in given if field in Scaling._fields}
-        scaling = _checked(Scaling(kind, **known), config)
+        for field in _NEEDED[kind]:
+            if field not in known:
+                raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
+        scaling = _checked(Scaling(kind, **known), config, known.get("factor") is not None)
     return {"rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
 
 
-def _checked(scaling: Scaling, config: ModelConfig) -> Scaling:
+def _checked(scaling: Scaling, config: ModelConfig, given_factor: bool) -> Scaling:
     """Fill in what transformers computes from other fields, and check the values."""
-    context = scaling.original_max_position_embeddings
-    if scaling.rope_type in ("llama3", "yarn") and context is None:
+    if scaling.rope_type in ("llama3", "yarn") and scaling.original_max_position_embeddings is None:
         scaling = scaling._replace(original_max_position_embeddings=config.n_context)
-    elif scaling.rope_type == "yarn" and scaling.factor is None:
+    context = scaling.original_max_position_embeddings
+    if not given_factor and is_number(context) and context:
         scaling = scaling._replace(factor=config.n_context / context)
     for field, value in scaling._asdict().items():
         if field not in ("rope_type", "truncate") and value is not None and not (is_number(value) and value > 0):
@@ -153,12 +158,24 @@ def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tupl
     return tuple(i for i, flag in enumerate(rotated[: config.n_blocks]) if not flag)
 
 
+def _kinds(raw: dict[str, Any], config: ModelConfig, family: Family) -> list[str] | None:
+    """layer_types, if the file has them: the kind of attention of every block."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != config.n_blocks or not set(map(str, kinds)) <= set(_KINDS):
+        raise HandgradError(f"layer_types must name {' or '.join(_KINDS)} for every block, not {shown(kinds)}")
+    if family.windows == "every block" and "full_attention" in kinds and raw.get("sliding_window") is not None:
+        raise HandgradError("layer_types with full_attention is not supported here: every block has the window")
+    return kinds
+
+
 def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
     """The sliding window, and the blocks that have it."""
     if not family.windows:
         return {}
     width = raw.get("sliding_window", family.defaults["sliding_window"])
-    kinds = raw.get("layer_types")
+    kinds = _kinds(raw, config, family)
     if "use_sliding_window" in family.defaults and not raw.get("use_sliding_window", False):
         if kinds and "sliding_attention" in kinds:
             raise HandgradError("layer_types asks for sliding_attention, but use_sliding_window is false")
@@ -166,11 +183,11 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     if width is None:
         return {}
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != config.n_blocks or not set(map(str, kinds)) <= set(_KINDS):
-            raise HandgradError(f"layer_types must name {' or '.join(_KINDS)} for every block, not {shown(kinds)}")
         blocks = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     elif family.windows == "late blocks":
-        blocks = tuple(range(raw.get("max_window_layers", family.defaults["max_window_layers"]), config.n_blocks))
+        first = raw.get("max_window_layers", family.defaults["max_window_layers"])
+        check_integer("max_window_layers", first)
+        blocks = tuple(range(first, config.n_blocks))
     elif family.windows == "unrotated blocks":
         blocks = config.unrotated
     else:

@@ -17,12 +17,15 @@ from ..errors import HandgradError, MissingError
 from ..families import full_name
 from ..files import manifest
 from ..files.atomic import write_folder
+from ..files.gguf import is_gguf
 from ..files.reading import read_bytes, read_json
 from ..files.tensors import Header, missing_weights, read_headers, read_tensors
 from ..model.config import ModelConfig
 from ..model.dtype import DTYPES, STORED_DTYPES, as_dtype
 from ..model.gpt import GPT
+from ..model.packed import Packed, Scratch
 from .config_json import config_json, read_config
+from .gguf import read_model
 
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
 _WEIGHT_FILES = (
@@ -37,15 +40,25 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 _MAX_SHARDS = 1000
+TWO_BYTES = (torch.bfloat16, torch.float16)
 
 
-def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    base_dtype: torch.dtype | str | None = None,
+) -> GPT:
     """Load a directory with config.json and model.safetensors, in its stored dtype unless another is given.
 
     The file is memory-mapped: a weight that keeps its dtype and device uses memory only once it is read or changed, and
-    the file itself never changes."""
+    the file itself never changes.
+
+    base_dtype   keep matrices in this dtype of two bytes, frozen, and compute in `dtype` (default: float32)"""
     folder = Path(path)
     dtype = None if dtype is None else as_dtype(dtype)
+    kept = None if base_dtype is None else as_dtype(base_dtype, TWO_BYTES, "base_dtype")
     config = load_config(folder)
     manifest.check_present(folder)
     names = config.table.names
@@ -55,16 +68,36 @@ def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: to
     tensors = {full_name(name): t for name, t in _weights(headers).items()}
     head = tensors.get(head_name)  # the file decides, not config.json
     config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors[embed_name])))
-    model = GPT(config, device="meta")
     stored = tensors[embed_name].dtype
-    dtype = dtype or (stored if stored in DTYPES else torch.float32)
+    dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
+    weights: dict[str, Tensor | Packed] = dict(tensors)
+    if kept is not None:
+        weights = {name: Packed.of(t.to(kept)) if t.ndim == 2 else t for name, t in tensors.items()}
+    model = build(config, weights, dtype, device)
+    model.source = str(folder.absolute())
+    return model
+
+
+def build(
+    config: ModelConfig,
+    weights: dict[str, Tensor | Packed],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> GPT:
+    """A model with these weights by Hugging Face's names. If matrices are packed, everything is frozen."""
+    model = GPT(config, device="meta")
     for name, _ in list(model.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        found = tensors.pop(name)
-        setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(found.to(device=device, dtype=dtype)))
+        path, _, kind = name.rpartition(".")
+        owner, found = model.get_submodule(path), weights[name]
+        if isinstance(found, Packed):
+            owner.pack(found, dtype)  # type: ignore[operator]
+            model.scratch = model.scratch or Scratch()
+        else:
+            setattr(owner, kind, torch.nn.Parameter(found.to(device=device, dtype=dtype)))
     if config.tied:
         model.tie()
-    model.source = str(folder.absolute())
+    if model.packed:
+        model.requires_grad_(False)
     return model
 
 
@@ -101,7 +134,9 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of a directory's weights."""
+    """The dtype of a directory's weights; float32 for a GGUF file, which is unpacked."""
+    if is_gguf(folder):
+        return torch.float32
     headers = _headers(folder)
     if not headers:
         raise HandgradError(f"{folder}: all tensors are missing")
@@ -211,12 +246,11 @@ def write_model(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     config = config_json(model.config, next(iter(tensors.values())).dtype)
     if like is not None:
-        existing = {
-            name: x for name, x in read_json(like / "config.json").items() if name not in ("torch_dtype", "handgrad")
-        }
+        before = read_model(like).config if is_gguf(like) else read_json(like / "config.json")
+        existing = {name: x for name, x in before.items() if name not in ("torch_dtype", "handgrad")}
         ends = ("bos_token_id", "eos_token_id", "pad_token_id")
         config = existing | {name: x for name, x in config.items() if name not in ends or name not in existing}
-        with contextlib.suppress(MissingError):
+        with contextlib.suppress(MissingError, NotADirectoryError):
             generation = read_bytes(like / "generation_config.json")
             (folder / "generation_config.json").write_bytes(generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -239,6 +273,8 @@ def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str
 
 
 def _check_saveable(model: GPT) -> None:
+    if model.packed:
+        raise HandgradError("the weights are packed, and only adapters can be saved: load it without packed=True")
     adapted = list(adapters_of(model))
     if adapted:
         raise HandgradError(f"{adapted[0]} has an adapter: merge or remove the adapters before saving the model")

@@ -1,4 +1,5 @@
-"""Find and load the model a user names: a preset, a model directory, a run folder, an adapter, a name on the hub."""
+"""Find and load the model a user names: a preset, a model directory, a GGUF file, a run folder, an adapter, a model that
+`handgrad get` fetches, a name on the hub."""
 
 import importlib.util
 import os
@@ -10,14 +11,17 @@ import torch
 
 from .. import adapters
 from ..errors import HandgradError, shown
+from ..files.gguf import is_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.gpt import GPT
-from ..text import tokenizer
+from ..text import downloads, tokenizer
 from ..text.tokenizer import Tokenizer
+from .gguf_model import gguf_config, load_gguf
 from .huggingface import load as load_directory
 from .huggingface import load_config
 from .run_folder import RUNS, model_folder, newest_run
 
+FETCHED = ("smollm2",)  # models among the downloads
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt"]
 
 
@@ -26,7 +30,7 @@ class Found:
     """The model a user named: a preset, which is a shape without weights, or a folder with weights."""
 
     name: str  # as given, or the run that was chosen
-    folder: Path | None  # of the model or the adapter; None: a preset
+    folder: Path | None  # of the model or the adapter, or a GGUF file; None: a preset
     note: str = ""  # a remark for the user about the choice
 
     @property
@@ -38,7 +42,7 @@ class Found:
         """The model's shape; for an adapter, that of its base model."""
         if self.folder is None:
             return preset(self.name)
-        return load_config(base_of(self.folder) if adapters.is_adapter(self.folder) else self.folder)
+        return config_of(base_of(self.folder) if adapters.is_adapter(self.folder) else self.folder)
 
 
 def find_model(name: str | None) -> Found:
@@ -46,8 +50,9 @@ def find_model(name: str | None) -> Found:
 
     1. no name: the newest run in runs/ that has a checkpoint
     2. the name of a preset: the preset, even if a folder has the same name
-    3. a folder: a model directory, an adapter, or a run (its best checkpoint)
-    4. a name on the hub, owner/model, which is downloaded
+    3. a folder or a GGUF file: a model directory, an adapter, or a run (its best checkpoint)
+    4. a model that `handgrad get` fetches: smollm2
+    5. a name on the hub, owner/model, which is downloaded
     """
     if name is None:
         newest = newest_run(with_checkpoint=True)
@@ -61,13 +66,17 @@ def find_model(name: str | None) -> Found:
         return Found(
             name, None, f"{name} is the preset here; for the folder of that name write ./{name}" if both else ""
         )
-    if "/" not in name and not Path(name).expanduser().is_dir():
-        raise HandgradError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a directory")
+    path = Path(name).expanduser()
+    if "/" not in name and name not in FETCHED and not path.is_dir() and not is_gguf(path):
+        raise HandgradError(
+            f"{name!r} is neither a preset ({', '.join(PRESETS)}), nor a model to fetch ({', '.join(FETCHED)}), nor a"
+            " directory, nor a .gguf file"
+        )
     return Found(name, locate(name))
 
 
 def weights_folder(name: str | None) -> Path:
-    """The folder of the named model, for commands that need weights."""
+    """The folder or GGUF file of the named model, for commands that need weights."""
     found = find_model(name)
     if found.folder is not None:
         return found.folder
@@ -79,38 +88,76 @@ def _hub_hint(name: str) -> str:
     return f", or openai-community/{name} to download it from the hub" if name.startswith("gpt2") else ""
 
 
-def load(path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
-    """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a PEFT adapter together
-    with its base model, the best checkpoint of a run folder, or, with huggingface_hub installed, a model on the hub.
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    packed: bool = False,
+    base_dtype: torch.dtype | str | None = None,
+) -> GPT:
+    """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a GGUF file, a PEFT
+    adapter together with its base model, the best checkpoint of a run folder, "smollm2", which is fetched if necessary, or,
+    with huggingface_hub installed, a model on the hub.
 
-    Weights keep their stored dtype unless another is given; float16 becomes float32."""
-    return open_folder(locate(path), dtype, device)
+    Weights keep their stored dtype unless another is given; float16 becomes float32, and so does what GGUF packs.
+
+    packed       keep the matrices of a GGUF file packed: they are frozen, and unpacked one block at a time when used
+    base_dtype   keep the matrices of a directory in two bytes, "bfloat16" or "float16", frozen, and compute in float32
+    """
+    return open_folder(locate(path), dtype, device, packed=packed, base_dtype=base_dtype)
 
 
-def open_folder(folder: Path, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None) -> GPT:
-    """Load the model or adapter in a folder."""
+def open_folder(
+    folder: Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    packed: bool = False,
+    base_dtype: torch.dtype | str | None = None,
+) -> GPT:
+    """Load the model or adapter in a folder, or the model in a GGUF file."""
     if adapters.is_adapter(folder):
-        model = load_directory(base_of(folder), dtype=dtype, device=device)
+        model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype)
         adapters.load(model, folder)
         return model
-    return load_directory(folder, dtype=dtype, device=device)
+    if is_gguf(folder):
+        if base_dtype is not None:
+            raise HandgradError(f"{folder} is a GGUF file, which has its own types: give packed instead of base_dtype")
+        return load_gguf(folder, dtype=dtype, device=device, packed=packed)
+    if packed:
+        raise HandgradError(
+            f'{folder} is not a GGUF file, so nothing is packed in it: leave out packed, or give base_dtype="bfloat16"'
+        )
+    return load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+
+
+def config_of(folder: Path) -> ModelConfig:
+    """The configuration of the model in a folder or GGUF file."""
+    return gguf_config(folder) if is_gguf(folder) else load_config(folder)
 
 
 def locate(path: str | Path) -> Path:
-    """The folder of a model or an adapter, downloaded from the hub if necessary."""
+    """The folder of a model or an adapter, or a GGUF file; fetched or downloaded if necessary."""
     if not isinstance(path, str | Path) or not str(path):
         raise HandgradError(f"give the folder or the name of a model, not {shown(path)}")
     name = str(path)
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return model_folder(folder)
+    if is_gguf(folder):
+        return folder
+    if name in FETCHED:
+        return downloads.fetch(name)[0]
     if (
         os.path.lexists(folder)
         or len(name) > 200
         or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
         or name.startswith(".")
     ):
-        raise HandgradError(f"{name} is not a directory: give a folder with config.json, or the folder of a run")
+        raise HandgradError(
+            f"{name} is not a directory: give a folder with config.json, the folder of a run, or a .gguf file"
+        )
     if name in PRESETS and not name.startswith("gpt2"):
         raise HandgradError(
             f"{name!r} is a preset, a shape without weights, and no folder has that name: hg.GPT(hg.preset({name!r})) makes"
@@ -133,8 +180,8 @@ def base_of(adapter: Path) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
-    """The folder that holds a model's tokenizer: its own, or for an adapter that of its base model."""
-    if os.path.lexists(folder / "tokenizer.json") or os.path.lexists(folder / "vocab.json"):
+    """The folder or GGUF file that holds a model's tokenizer: its own, or for an adapter that of its base model."""
+    if is_gguf(folder) or os.path.lexists(folder / "tokenizer.json") or os.path.lexists(folder / "vocab.json"):
         return folder
     if adapters.is_adapter(folder):
         return tokenizer_folder(base_of(folder))

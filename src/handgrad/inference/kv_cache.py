@@ -19,8 +19,8 @@ class Cache:
     def __init__(self, model: GPT, batch: int):
         self.config, self.batch = model.config, batch
         self.length = 0
-        self._k = self._empty(model.embed.weight, self.config.query_width)
-        self._v = self._empty(model.embed.weight, self.config.value_width)
+        self._k = self._empty(next(model.parameters()), self.config.query_width)
+        self._v = self._empty(next(model.parameters()), self.config.value_width)
 
     def _empty(self, like: Tensor, width: int) -> Tensor:
         c = self.config
@@ -87,7 +87,8 @@ def advance(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     run = Pass(rotation=model.rotation(positions))
     a = model.embeddings(tokens.reshape(-1), positions)
     for i, block in enumerate(model.blocks):
-        a, _ = block.forward(a, run._replace(cache=BlockCache(cache, i)))
+        with model.unpacked(block):
+            a, _ = block.forward(a, run._replace(cache=BlockCache(cache, i)))
     cache.length += t
     last = a.view(b, t, -1)[:, -1]
     return model.head.forward(model.final_norm.forward(last.contiguous())[0])

@@ -80,7 +80,8 @@ class Attention(Parts):
             q, q_norm = self.q_norm.forward(q)
             k, k_norm = self.k_norm.forward(k)
         if self.rotated:
-            q, k = rotary.forward(q, *run.query_rotation()), rotary.forward(k, *run.key_rotation())
+            q = rotary.forward(q, *run.query_rotation(), into=q)  # over what the projections computed for this alone
+            k = rotary.forward(k, *run.key_rotation(), into=k)
         if run.cache is not None:
             return Saved(run.cache.attend(q, k, v, self.window))
         heads = attention.forward(q, k, v, run.spans, self.causal, self.window)[1]
@@ -96,11 +97,11 @@ class Attention(Parts):
             for i, norm, kept, rotation in (
                 (0, "q_norm", saved.q_norm, run.query_rotation), (1, "k_norm", saved.k_norm, run.key_rotation)
             ):  # fmt: skip
-                signal = rotary.backward(into[i], *rotation()) if self.rotated else into[i]
+                signal = rotary.backward(into[i], *rotation(), into=into[i]) if self.rotated else into[i]
                 if self.normed:
                     layer: Norm = getattr(self, norm)
                     signal = layer.backward(signal, layer.rebuild_output(kept)[0], kept)
-                signals.replace(i, signal)
+                    signals.replace(i, signal)
         return signals.backward(a_2, run, needs_input)
 
     def numbered(self) -> dict[str, Affine | Norm]:

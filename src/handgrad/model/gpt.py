@@ -9,24 +9,19 @@ The stream is (n, d): all sequences packed end to end, one row per token. Parame
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_integer
-from ..errors import HandgradError, NonFiniteError, shown
+from ..errors import HandgradError, NonFiniteError
 from ..machine import trim_heap
-from ..ops import attention, embedding, loss, rotary
+from ..ops import attention, loss
 from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
-from .block import Block, Saved
-from .config import ModelConfig
-from .dtype import as_dtype
-from .layers import Affine, Embedding, Linear, freeze
+from .block import Saved
+from .layers import Affine, freeze
 from .logits import Logits
-from .norms import NORMS, Norm
-from .parts import Parts, part
+from .network import Network
 from .passes import Pass, Record, no_record
 from .readout import readout, row_groups
 
@@ -49,96 +44,12 @@ class ForwardState(NamedTuple):
     record: Record
 
 
-class GPT(Parts):
+class GPT(Network):
     """A decoder-only transformer with hand-derived gradients.
 
     model = GPT(preset("nano"), seed=1)
     loss = model.loss_and_grads(tokens, targets)     mean over the targets ≠ −100; p.grad accumulates
     """
-
-    embed: Embedding = part("embed")
-    positions: Embedding = part("positions")
-    _blocks: Any = part("blocks")
-    final_norm: Norm = part("final_norm")
-    head: Affine = part("head")
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        seed: int = 0,
-        dtype: torch.dtype | str = torch.float32,
-        device: torch.device | str | None = None,
-    ):
-        super().__init__()
-        if not isinstance(config, ModelConfig):
-            raise HandgradError(
-                f"GPT takes a ModelConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
-                " preset, hg.load(path) reads one"
-            )
-        check_integer("seed", seed)
-        dtype = as_dtype(dtype)
-        self.config = config
-        self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
-        self.source = ""  # the folder it was read from
-        meta = torch.device("meta")
-        self._build(meta)
-        self.to(dtype)
-        if device is None or torch.device(device).type != "meta":
-            try:
-                self.to_empty(device=device or torch.get_default_device())
-            except (AssertionError, RuntimeError) as reason:
-                if "alloc" in str(reason):
-                    count = sum(p.numel() for p in self.parameters())
-                    raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
-                raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
-            if config.tied:
-                self.head.plain().weight = self.embed.weight  # to_empty made two of one
-            self._initialize(seed)
-
-    def _build(self, device: torch.device) -> None:
-        c, names = self.config, self.config.table.names
-        self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device))
-        if c.positions == "learned":
-            self.add("positions", names["positions"], Embedding(c.n_context, c.d_model, device))
-        self.add("blocks", names["blocks"], nn.ModuleList(Block(c, i, device) for i in range(c.n_blocks)))
-        self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
-        shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
-        head = Linear(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
-        self.add("head", names["head"], head)
-
-    @torch.no_grad()
-    def _initialize(self, seed: int) -> None:
-        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
-        generator = torch.Generator().manual_seed(seed)
-        joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}
-        for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-            elif p.ndim == 1:
-                p.fill_(1)
-            else:
-                std = 0.02 / math.sqrt(2 * self.config.n_blocks) if id(p) in joining else 0.02
-                p.copy_(torch.randn(p.shape, generator=generator) * std)
-
-    @property
-    def blocks(self) -> list[Block]:
-        return list(self._blocks)
-
-    @property
-    def device(self) -> torch.device:
-        return self.embed.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed.weight.dtype
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
-        super().requires_grad_(requires_grad)
-        if not requires_grad:
-            freeze(self.parameters())
-        return self
 
     # ── the public calls ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,7 +60,8 @@ class GPT(Parts):
         a = self.embeddings(batch.ids, batch.positions)
         run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions))
         for block in self.blocks:
-            a, _ = block.forward(a, run)
+            with self.unpacked(block):
+                a, _ = block.forward(a, run)
         logits = self._finite(self.head.forward(self.final_norm.forward(a)[0]))
         return logits.view(*tokens.shape, -1).as_subclass(Logits)
 
@@ -164,11 +76,12 @@ class GPT(Parts):
         n_targets = count_targets(pieces)
         state = self.forward_pass(pieces, lowest=len(self.blocks))
         total = 0.0
-        for piece, a_10 in zip(pieces, state.a_10, strict=True):
-            a_11 = self.final_norm.forward(a_10)[0]
-            for rows in row_groups(len(piece.targets), self.head):
-                summed = loss.forward(self.head.forward(a_11[rows]), piece.targets[rows])
-                total += self._finite(summed).item()
+        with self.unpacked(self.head):
+            for piece, a_10 in zip(pieces, state.a_10, strict=True):
+                a_11 = self.final_norm.forward(a_10)[0]
+                for rows in row_groups(len(piece.targets), self.head):
+                    summed = loss.forward(self.head.forward(a_11[rows]), piece.targets[rows])
+                    total += self._finite(summed).item()
         return total / n_targets
 
     @torch.no_grad()
@@ -215,7 +128,8 @@ class GPT(Parts):
         freeze(p for p in self.parameters() if not p.requires_grad)
         # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
         # all gradients of a block are final at once.
-        together = recompute == "blocks" or not pieces
+        # Packed weights are then unpacked once for all pieces.
+        together = recompute == "blocks" or self.packed or not pieces
         windows = [pieces] if together else [[piece] for piece in pieces]
         fresh = [p for p in self.parameters() if p.grad is None]
         if len(windows) > 1:  # gradients allocated between the activations of two pieces would fragment memory
@@ -256,29 +170,6 @@ class GPT(Parts):
         batch = self.pack(tokens, lengths)
         return split(batch, check_targets(tokens, targets, self.config, self.device), at_once, dropout_seed)
 
-    def layers(self) -> list[list[nn.Parameter]]:
-        """The parameters layer by layer, in the order in which their gradients become final."""
-        head = list(self.head.parameters())
-        blocks = [list(block.parameters()) for block in reversed(self.blocks)]
-        embeddings = [table.weight for table in self.tables().values()]
-        if self.config.tied:  # a tied weight is final only when the embedding has added its part
-            embeddings += [p for p in head if p is not self.embed.weight]
-        return [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
-
-    def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """a_0 → a_1"""
-        learned = self.positions.weight if self.has("positions") else None
-        return embedding.forward(ids, positions, self.embed.weight, learned)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of these positions; None without rotary positions."""
-        c = self.config
-        if c.positions != "rotary":
-            return None
-        wide = torch.promote_types(self.dtype, torch.float32)
-        theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
-        return rotary.angles(positions, theta, factor)
-
     # ── the two passes ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def forward_pass(
@@ -300,11 +191,12 @@ class GPT(Parts):
         state.a_10.extend(self.embeddings(p.ids, p.positions) for p in pieces)
         for i, block in enumerate(self.blocks):
             state.blocks.append([])
-            for j in range(len(pieces)):
-                a_1 = state.a_10[j]
-                state.a_10[j], saved = block.forward(a_1, self._pass(i, j, state))
-                if i >= lowest:
-                    state.blocks[i].append(a_1 if recompute else saved)
+            with self.unpacked(block):
+                for j in range(len(pieces)):
+                    a_1 = state.a_10[j]
+                    state.a_10[j], saved = block.forward(a_1, self._pass(i, j, state))
+                    if i >= lowest:
+                        state.blocks[i].append(a_1 if recompute else saved)
         return state
 
     def backward_pass(
@@ -319,25 +211,27 @@ class GPT(Parts):
         deltas: list[Tensor] = []
         if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
             trim_heap()  # the forward pass frees more than the head can use
-        for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
-            total, delta_10 = readout(
-                self.final_norm, self.head, a_10, piece, 1 / n_targets, self._finite, state.record
-            )
-            value += total / n_targets
-            deltas.append(delta_10)
+        with self.unpacked(self.head):
+            for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
+                total, delta_10 = readout(
+                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self._finite, state.record
+                )
+                value += total / n_targets
+                deltas.append(delta_10)
         if not self.config.tied:
             finished(next(layers))
         finished(next(layers))
         for i in reversed(range(state.lowest, len(self.blocks))):
-            for j in range(len(state.pieces)):
-                run = self._pass(i, j, state)
-                saved = state.blocks[i].pop(0) if once else state.blocks[i][j]
-                if isinstance(saved, Tensor):
-                    saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
-                deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
-                del saved
+            with self.unpacked(self.blocks[i]):
+                for j in range(len(state.pieces)):
+                    run = self._pass(i, j, state)
+                    saved = state.blocks[i].pop(0) if once else state.blocks[i][j]
+                    if isinstance(saved, Tensor):
+                        saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
+                    deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
+                    del saved
             finished(next(layers))
-        if self._embeddings_train():
+        if self.embeddings_train():
             for piece, delta_1 in zip(state.pieces, deltas, strict=True):
                 self.embed.backward(delta_1, piece.ids)
                 if self.has("positions"):
@@ -354,22 +248,15 @@ class GPT(Parts):
         return Pass(
             attention.spans_of(piece.lengths, query_rows),
             query_rows,
-            state.all_signals or i > state.lowest or self._embeddings_train(),
+            state.all_signals or i > state.lowest or self.embeddings_train(),
             piece.dropout_seed,
             no_record if record is no_record else lambda name, value: record(f"blocks.{i}.{name}", value),
             state.rotations[j],
         )
 
-    def _embeddings_train(self) -> bool:
-        return any(table.weight.requires_grad for table in self.tables().values())
-
-    def tables(self) -> dict[str, Embedding]:
-        """The embeddings by the paper's names."""
-        return {"w_tok": self.embed, **({"w_pos": self.positions} if self.has("positions") else {})}
-
     def _lowest(self) -> int:
         """The first block that the backward pass has to visit."""
-        if self._embeddings_train():
+        if self.embeddings_train():
             return 0
         return next((i for i, block in enumerate(self.blocks) if block.trains()), len(self.blocks))
 
@@ -378,21 +265,6 @@ class GPT(Parts):
         if not self.training or not any(isinstance(x, Affine) and x.dropout for x in self.modules()):
             return None
         return int(torch.randint(1 << 31, ())) if seed is None else seed
-
-    def tie(self) -> None:
-        """Make the logits layer the token embedding transposed, and discard the weight it had."""
-        head = self.head.plain()
-        head.weight = self.embed.weight
-        head.weight.grad = None  # it was the gradient of the embedding alone
-        self.config = replace(self.config, tied=True)
-
-    def untie(self) -> None:
-        """Give the logits layer a copy of the embedding as its own weight."""
-        if self.config.tied:
-            head = self.head.plain()
-            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-            self.embed.weight.grad = None  # it was the gradient of both
-            self.config = replace(self.config, tied=False)
 
     def _finite(self, a: Tensor) -> Tensor:
         """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""

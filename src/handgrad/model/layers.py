@@ -10,7 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ..errors import HandgradError
 from ..ops import embedding, linear
+from .packed import Packed
 from .passes import PLAIN, Pass
 
 
@@ -19,6 +21,22 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
         p.requires_grad_(False)
         p.grad = None
+
+
+class Like(nn.Module):
+    """The dtype and device of a layer without a weight. `model.to(dtype)` changes them as it does those of a weight."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.register_buffer("empty", torch.empty(0, dtype=dtype, device=device), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.empty.dtype  # type: ignore[return-value]
+
+    def unpacked(self, packed: Packed | None) -> Tensor:
+        assert packed is not None
+        return packed.tensor(self.dtype)
 
 
 class Affine(nn.Module, ABC):
@@ -63,7 +81,11 @@ class Linear(Affine):
 
     parts    column widths of several layers side by side, by their letters: {"q": 768, "k": 768, "v": 768}
     weight   a Parameter to share instead of one of its own: a tied head has the embedding's
+
+    `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
     """
+
+    packed: Packed | None = None
 
     def __init__(
         self,
@@ -79,7 +101,7 @@ class Linear(Affine):
         super().__init__()
         self.in_out = stored == "in_out"
         shape = (f_in, f_out) if self.in_out else (f_out, f_in)
-        self.weight = nn.Parameter(torch.empty(shape, device=device)) if weight is None else weight
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device)) if weight is None else weight
         self.bias = nn.Parameter(torch.empty(f_out, device=device)) if bias else None
         self.parts = parts or {}
         self.widths = list(self.parts.values()) or [f_out]  # columns of each part of the output
@@ -87,7 +109,12 @@ class Linear(Affine):
     @property
     def w(self) -> Tensor:
         """(f_in, f_out), a view of the weight"""
-        return self.weight if self.in_out else self.weight.t()
+        w = self.like.unpacked(self.packed) if self.weight is None else self.weight
+        return w if self.in_out else w.t()
+
+    def pack(self, packed: Packed, dtype: torch.dtype) -> None:
+        """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
+        self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
         return linear.forward(a, self.w, self.added_bias())
@@ -102,7 +129,7 @@ class Linear(Affine):
     def accumulate_weight(self, delta: Tensor, a: Tensor) -> None:
         """(∂w)ᵗ = Δᵗ a where the weight is stored transposed. A tied weight's gradient is added to the embedding's own
         (R9)."""
-        if self.weight.requires_grad:
+        if self.weight is not None and self.weight.requires_grad:
             left, right = (delta, a) if self.in_out else (a, delta)
             self.weight.grad = linear.grad_w(left, right, self.weight.grad)
 
@@ -119,6 +146,8 @@ class Linear(Affine):
 
     def set_effective_weight(self, w: Tensor) -> None:
         """Copy w (f_in, f_out) into the weight, in whichever orientation it is stored."""
+        if self.weight is None:
+            raise HandgradError("a packed weight cannot be changed: load the model without packed=True")
         self.weight.copy_(w if self.in_out else w.t())
 
     def plain(self) -> "Linear":
@@ -181,12 +210,29 @@ class QueryKeyValue(Linear):
 
 
 class Embedding(nn.Module):
-    """weight (rows, d)"""
+    """weight (rows, d), or packed bytes of which only the rows that are looked up are unpacked"""
+
+    packed: Packed | None = None
 
     def __init__(self, rows: int, d: int, device: torch.device | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, d, device=device))
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, d, device=device))
+
+    def pack(self, packed: Packed, dtype: torch.dtype) -> None:
+        """Replace the weight by these bytes."""
+        self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
+
+    @property
+    def trains(self) -> bool:
+        return self.weight is not None and self.weight.requires_grad
+
+    def table(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A table and the rows to look up in it: the weight itself, or the unpacked rows in the order of the ids."""
+        if self.weight is not None:
+            return self.weight, ids
+        assert self.packed is not None
+        return self.packed.rows(ids, self.like.dtype), torch.arange(len(ids), device=ids.device)
 
     def backward(self, delta: Tensor, ids: Tensor) -> None:
-        if self.weight.requires_grad:
+        if self.weight is not None and self.weight.requires_grad:
             self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)

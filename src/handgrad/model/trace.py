@@ -77,7 +77,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
                 named[f"{prefix}grad_{letter}_{number}"] = p.grad.t() if turned else p.grad
 
     for name, table in model.tables().items():
-        if table.weight.grad is not None:
+        if table.weight is not None and table.weight.grad is not None:
             named[f"grad_{name}"] = table.weight.grad
     for i, block in enumerate(model.blocks):
         for number, layer in block.numbered().items():

@@ -80,9 +80,9 @@ def forward(
     for span in spans:
         operands = (q, span.queries), (k, span.keys), (v, span.keys)
         limit = _limit(window, span)
-        if v.device.type == "cpu" and q.shape[2] == v.shape[2] and span.positions is None and limit is None:
+        if v.device.type == "cpu" and q.shape[2] == v.shape[2] and span.positions is None:
             queries, keys, values = (_by_head(x, rows, span) for x, rows in operands)
-            out, row_lse = _forward_by_library(queries, keys, values, causal)
+            out, row_lse = _forward_by_library(queries, keys, values, causal, limit)
             _by_head(a, span.queries, span).copy_(out)
             _by_head(lse, span.queries, span).copy_(row_lse)
         else:
@@ -197,17 +197,26 @@ def _backward_in_tiles(
     return grad_q.mul_(scale), grad_k.mul_(scale), grad_v  # Δ_raw k, Δ_rawᵗ q, ρᵗ Δ
 
 
-def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
     """torch's forward kernel for the CPU, which also returns the log-sum-exp; k and v may have fewer heads than q.
     (B, h, T, w) → (B, h, T, w), (B, h, T)"""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if window is None:
+        out, lse = kernel(q, k, v, 0.0, causal)
+        return out, lse
+    tiles = []
+    for rows, seen, hidden in _tiles.of_queries(q[:, 0], k[:, 0], None, causal, window):
+        mask = q.new_zeros(rows.stop - rows.start, seen.stop - seen.start)
+        for columns, part in hidden:
+            mask[:, columns].masked_fill_(part, -math.inf)
+        tiles.append(kernel(q[:, :, rows], k[:, :, seen], v[:, :, seen], 0.0, False, attn_mask=mask))
+    return torch.cat([out for out, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2)
 
 
 def _forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The same with matrix products only: for any device, for d_ρ ≠ d_h, for queries in some rows only, and for windows.
+    """The same with matrix products only: for any device, for d_ρ ≠ d_h, and for queries in some rows only.
     (g, rows, width) as in the backward pass → (g, rows, d_h), (g, rows)"""
     out, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
     zero = lse.new_zeros(1, 1, 1)

@@ -20,32 +20,39 @@ def forward(gate: Tensor, up: Tensor, name: str) -> Tensor:
         raise ValueError(f"unknown gate {name!r}; choose one of {', '.join(NAMES)}")
     a_8 = gate.new_empty(gate.shape)
     for x, u, out in zip(*(activation.parts(tensor) for tensor in (gate, up, a_8)), strict=True):
-        x = _wide(x)
-        value = torch.sigmoid(x).mul_(x) if name == "silu" else activation.forward(x, name)
+        wide = _wide(x)
+        if name == "silu":
+            value = torch.sigmoid(wide, out=out if wide is x else None).mul_(wide)
+        else:
+            value = activation.forward(wide, name)
         torch.mul(value, u, out=out)
     return a_8
 
 
-def backward(delta: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Δ_gate = Δ_8 ∘ up ∘ g'(gate), Δ_up = Δ_8 ∘ g(gate); and a_8"""
-    d_gate, d_up, a_8 = (gate.new_empty(gate.shape) for _ in range(3))
-    slope = _silu if name == "silu" else activation.backward
+def backward(
+    delta: Tensor, gate: Tensor, up: Tensor, name: str, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Δ_gate = Δ_8 ∘ up ∘ g'(gate), Δ_up = Δ_8 ∘ g(gate); and a_8
+
+    Δ_gate and Δ_up are written `into` these tensors, which may be gate and up themselves: less memory traffic."""
+    a_8 = gate.new_empty(gate.shape)
+    d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2)) if into is None else into
     tensors = (delta, gate, up, d_gate, d_up, a_8)
     for d, x, u, out_gate, out_up, out in zip(*(activation.parts(tensor) for tensor in tensors), strict=True):
-        x, d_times_up = _wide(x), _wide(d) * u
-        signal, value = slope(d_times_up, x, name)
-        out_gate.copy_(signal)
+        x, signal = _wide(x), _wide(d) * u
+        if name == "silu":
+            sigma = torch.sigmoid(x)
+            value = x * sigma
+        else:
+            signal, value = activation.backward(signal, x, name)
+        torch.mul(value, u, out=out)  # the last use of up, which may be overwritten now
         torch.mul(value, d, out=out_up)
-        torch.mul(value, u, out=out)
+        if name == "silu":
+            torch.mul(signal, value.addcmul_(value, sigma, value=-1).add_(sigma), out=out_gate)  # g' = σ + g (1 − σ)
+        else:
+            out_gate.copy_(signal)
     return d_gate, d_up, a_8
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.bfloat16 else x
-
-
-def _silu(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Δ ∘ g' and g, with g = x σ and g' = σ + g (1 − σ)"""
-    sigma = torch.sigmoid(x)
-    value = x * sigma
-    return torch.addcmul(value, value, sigma, value=-1).add_(sigma).mul_(delta), value

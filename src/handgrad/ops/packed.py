@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUMBERS_AT_ONCE = 1 << 18  # so that all steps of a part work in the CPU cache
+NUMBERS_PER_THREAD = 1 << 18  # at once, so that all steps of a part work in the cache of a core
 
 
 class Kind(NamedTuple):
@@ -59,7 +59,7 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
         )
     blocks = _aligned(data).view(-1, size)
     result = out.view(-1, numbers)
-    step = max(NUMBERS_AT_ONCE // numbers, 1)
+    step = max(NUMBERS_PER_THREAD * torch.get_num_threads() // numbers, 1)
     for start in range(0, len(blocks), step):
         x, y = blocks[start : start + step], result[start : start + step]
         part = y if y.dtype == torch.float32 else torch.empty(y.shape, device=y.device)
@@ -107,18 +107,12 @@ def _q8_0(x: Tensor, out: Tensor) -> None:
 
 def _q4_0(x: Tensor, out: Tensor) -> None:
     (d,) = _scales(x, 0, 1)
-    q = x[:, 2:].contiguous()
-    low, high = out.view(-1, 2, 16).unbind(1)
-    torch.mul(_field(q, 0x0F, minus=8), d, out=low)
-    torch.mul(_field(q, 0xF0, minus=0x80), d / 16, out=high)
+    _nibbles(x[:, 2:], d, d, out.view(-1, 2, 16), minus=8)
 
 
 def _q4_1(x: Tensor, out: Tensor) -> None:
     d, m = _scales(x, 0, 2)
-    q = x[:, 4:].contiguous()
-    low, high = out.view(-1, 2, 16).unbind(1)
-    torch.mul(_field(q, 0x0F), d, out=low)
-    torch.mul(_field(q, 0xF0), d / 16, out=high)
+    _nibbles(x[:, 4:], d, d, out.view(-1, 2, 16))
     out.add_(m)
 
 
@@ -136,13 +130,13 @@ def _q5_1(x: Tensor, out: Tensor) -> None:
 
 def _q4_k(x: Tensor, out: Tensor) -> None:
     scale, offset = _six_bits(x)
-    _nibbles(x[:, 16:], 32, out)
-    out.view(-1, 8, 32).mul_(scale).sub_(offset)
+    _nibbles(x[:, 16:], scale[:, 0::2], scale[:, 1::2], out.view(-1, 4, 2, 32))
+    out.view(-1, 8, 32).sub_(offset)
 
 
 def _q5_k(x: Tensor, out: Tensor) -> None:
     scale, offset = _six_bits(x)
-    _nibbles(x[:, 48:], 32, out)
+    _nibbles(x[:, 48:], 1, 1, out.view(-1, 4, 2, 32))
     bits = x[:, 16:48].contiguous()
     groups = out.view(-1, 8, 32)
     for g in range(8):
@@ -153,7 +147,7 @@ def _q5_k(x: Tensor, out: Tensor) -> None:
 def _q6_k(x: Tensor, out: Tensor) -> None:
     (d,) = _scales(x, 208, 1)
     scale = d * x[:, 192:208].contiguous().view(torch.int8)
-    _nibbles(x[:, :128], 64, out)
+    _nibbles(x[:, :128], 1, 1, out.view(-1, 2, 2, 64))
     pairs = x[:, 128:192].contiguous().view(-1, 2, 32)
     quarters = out.view(-1, 2, 4, 32)
     for i in range(4):
@@ -176,12 +170,12 @@ def _field(q: Tensor, mask: int, minus: int = 0, signed: bool = False) -> Tensor
     return (field.view(torch.int8) if signed or minus else field).float()
 
 
-def _nibbles(x: Tensor, width: int, out: Tensor) -> None:
-    """q from groups of `width` bytes: their low halves, then their high halves"""
-    q = x.contiguous().view(-1, width)
-    low, high = out.view(-1, 2, width).unbind(1)
-    low.copy_(_field(q, 0x0F))
-    torch.mul(_field(q, 0xF0), 1 / 16, out=high)
+def _nibbles(x: Tensor, low_scale: Tensor | int, high_scale: Tensor | int, out: Tensor, minus: int = 0) -> None:
+    """out (…, 2, width): the low halves of `width` bytes, then their high halves, minus `minus`, times their scales"""
+    low, high = out.unbind(-2)
+    q = x.contiguous().view(low.shape)
+    torch.mul(_field(q, 0x0F, minus), low_scale, out=low)
+    torch.mul(_field(q, 0xF0, 16 * minus), high_scale / 16, out=high)
 
 
 def _five_bits(bits: Tensor, x: Tensor, out: Tensor) -> None:

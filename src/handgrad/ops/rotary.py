@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
-ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
+ENTRIES_AT_ONCE = 1 << 17  # so that the elementwise steps below work in the CPU cache
 
 
 def frequencies(
@@ -49,25 +49,30 @@ def angles(positions: Tensor, theta: Tensor, attention_factor: float = 1.0) -> t
     return angle.cos().mul_(attention_factor), angle.sin_().mul_(attention_factor)
 
 
-def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane"""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
+    """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane
+
+    Written `into` this tensor, which may be x itself: less memory and less traffic."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+    both = torch.stack((cos, cos), 2 if interleaved else 1).flatten(1)  # (n, d_ρ)
     rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
-    for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, cos, sin)), strict=True):
-        wide = part.float() if part.dtype == torch.bfloat16 else part
-        rotated = torch.empty_like(wide) if wide is not part else result
+    for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, both, sin)), strict=True):
+        if part.dtype == torch.bfloat16:
+            wide, rotated = part.float(), torch.empty(part.shape, dtype=torch.float32, device=x.device)
+        else:
+            wide, rotated = part.clone() if result.data_ptr() == part.data_ptr() else part, result
+        torch.mul(wide, c[:, None], out=rotated)  # the same angles for all heads
         (x_i, x_j), (y_i, y_j) = _planes(wide, interleaved), _planes(rotated, interleaved)
-        c, s = c[:, None], s[:, None]  # the same for all heads
-        torch.mul(x_i, c, out=y_i).addcmul_(x_j, s, value=-1)
-        torch.mul(x_j, c, out=y_j).addcmul_(x_i, s)
+        y_i.addcmul_(x_j, s[:, None], value=-1)
+        y_j.addcmul_(x_i, s[:, None])
         if rotated is not result:
             result.copy_(rotated)
     return out
 
 
-def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
     """Δ_x = m R(t)ᵗ Δ_y = m R(−t) Δ_y"""
-    return forward(delta, cos, -sin, interleaved)
+    return forward(delta, cos, -sin, interleaved, into)
 
 
 def half_split_order(d_rho: int, device: torch.device | str = "cpu") -> Tensor:

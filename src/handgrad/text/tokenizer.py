@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from ..errors import HandgradError, printable
+from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
 from .downloads import fetch
 from .tokenizer_check import check
@@ -198,7 +199,12 @@ def make(kind: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def read(path: Path) -> Tokenizer:
-    """Read tokenizer.json, a folder that contains it, or a folder with GPT-2's vocab.json and merges.txt."""
+    """Read tokenizer.json, a folder that contains it, a folder with GPT-2's vocab.json and merges.txt, or the metadata of a
+    GGUF file."""
+    if is_gguf(path):
+        from .gguf_tokenizer import read_tokenizer
+
+        return read_tokenizer(open_gguf(path))
     extra_files: dict[str, str] = {}
     if path.is_dir():
         extra_files = {n: read_text(path / n) for n in EXTRA_FILES if (path / n).exists()}

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_origin, get_type_hints
 
 from ..adapters.config import LoRAConfig
 from ..adapters.patterns import split_names
@@ -28,6 +28,7 @@ class TrainOptions:
 
     command: ClassVar[str] = "train"
     exports_result: ClassVar[bool] = False  # whether the best checkpoint is copied to a fixed name in the end
+    gguf: ClassVar[bool] = False  # whether the adapter is also written as a GGUF file
 
     # data and model
     data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
@@ -91,8 +92,7 @@ class TrainOptions:
     @classmethod
     def types(cls) -> dict[str, Any]:
         """Every option by the name that the command line and `hg.train` give it, with its type."""
-        hidden = ("command", "exports_result")
-        return {name: kind for name, kind in get_type_hints(cls).items() if name not in hidden}
+        return {name: kind for name, kind in get_type_hints(cls).items() if get_origin(kind) is not ClassVar}
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
@@ -142,6 +142,9 @@ class FinetuneOptions(TrainOptions):
     skip_bad: bool = False  # skip invalid lines
     too_long: str = "cut"  # longer than the context: "cut" the example (texts are split), or "drop" it
     batch_examples: int = 16
+    packed: bool = False  # keep the matrices of a GGUF file packed
+    base_dtype: str | None = None  # keep the matrices of a directory in two bytes: "bfloat16" or "float16"
+    gguf: bool = False  # type: ignore[misc]  # also write the adapter as a GGUF file
     clock: str | None = None  # time that chat templates see; recorded for resuming
     adapter: LoRAConfig | None = DEFAULT_ADAPTER  # None: train all weights
     # defaults that differ from pre-training
@@ -154,6 +157,14 @@ class FinetuneOptions(TrainOptions):
         for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
             if getattr(self, name) not in choices:
                 raise HandgradError(f"{flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+        if self.base_dtype not in (None, "bfloat16", "float16"):
+            raise HandgradError(f"--base-dtype must be bfloat16 or float16, not {self.base_dtype!r}")
+        if self.packed and self.base_dtype is not None:
+            raise HandgradError("--packed keeps the types of a GGUF file, --base-dtype is for directories: give one")
+        for name in ("packed", "base_dtype", "gguf"):
+            if getattr(self, name) and self.adapter is None:
+                why = "writes an adapter" if name == "gguf" else "freezes the weights"
+                raise HandgradError(f"{flag(name)} {why}, and --full trains them: leave one of the two out")
 
     @classmethod
     def types(cls) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import adapters
+from ..adapters import gguf_lora
 from ..errors import HandgradError
 from ..formats import models
 from ..formats.run_folder import Checkpoint
@@ -32,11 +33,15 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     directory = checkpoint.folder if checkpoint is not None else models.weights_folder(options.model)
     options, clock = _pin_sources(options, directory if checkpoint is None else None, ranks)
     tokenizer = _tokenizer(directory, options)
-    model = models.open_folder(directory, getattr(torch, options.dtype))
+    model = models.open_folder(
+        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype
+    )
     check_vocabulary(tokenizer, model.config)
     if checkpoint is None:
         _choose_weights(model, options)
 
+    if options.gguf:
+        gguf_lora.check(model)
     training, validation, summary = _examples(options, clock, tokenizer, model, directory, ranks, display)
     if ranks.first:
         display.examples(summary, training, tokenizer)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..adapters import gguf_lora
 from ..errors import HandgradError
 from ..files import manifest
 from ..files.atomic import write_folder, write_text
@@ -306,4 +307,6 @@ def conclude(job: Job, run: Run) -> Path:
         manifest.write(partial)
 
     write_folder(path, fill, follow=False)
+    if job.options.gguf:
+        gguf_lora.write(job.model.config, path, run.folder / "adapter.gguf")
     return path

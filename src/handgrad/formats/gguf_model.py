@@ -1,0 +1,45 @@
+"""Load the model of a GGUF file: unpacked, or with its matrices packed as they are in the file."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..files.gguf import Stored, dequantise
+from ..model.config import ModelConfig
+from ..model.dtype import as_dtype
+from ..model.gpt import GPT
+from ..model.packed import KINDS, Packed
+from .config_json import read_config
+from .gguf import read_model
+from .huggingface import build
+
+
+def load_gguf(
+    path: Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    packed: bool = False,
+) -> GPT:
+    """Load in float32 unless another dtype is given. With `packed`, matrices stay in the types of the file, mapped from it,
+    and are unpacked to `dtype` whenever they are used; everything is then frozen."""
+    computed = torch.float32 if dtype is None else as_dtype(dtype)
+    config, tensors, _ = read_model(path)
+    weights = {name: _weight(stored, packed) for name, stored in tensors.items()}
+    model = build(read_config(config, path), weights, computed, device)
+    model.source = str(path.absolute())
+    return model
+
+
+def gguf_config(path: Path) -> ModelConfig:
+    """The configuration of the model in a GGUF file."""
+    return read_config(read_model(path).config, path)
+
+
+def _weight(stored: Stored, packed: bool) -> Tensor | Packed:
+    """Matrices of a type that we cannot unpack ourselves are unpacked at once."""
+    if packed and len(stored.shape) == 2 and stored.kind in KINDS and stored.kind != "F32":
+        rows, columns = stored.shape
+        return Packed(stored.data, stored.kind, (rows, columns))
+    return dequantise(stored)

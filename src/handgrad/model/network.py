@@ -1,0 +1,170 @@
+"""`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_integer
+from ..errors import HandgradError, shown
+from ..ops import embedding, rotary
+from .block import Block
+from .config import ModelConfig
+from .dtype import as_dtype
+from .layers import Affine, Embedding, Linear, freeze
+from .norms import NORMS, Norm
+from .packed import Scratch
+from .parts import Parts, part
+
+
+class Network(Parts):
+    """Embeddings, blocks, final norm and head, under the family's names."""
+
+    embed: Embedding = part("embed")
+    positions: Embedding = part("positions")
+    _blocks: Any = part("blocks")
+    final_norm: Norm = part("final_norm")
+    head: Affine = part("head")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise HandgradError(
+                f"GPT takes a ModelConfig, not {shown(config)}: hg.GPT(hg.preset({shown(config)})) makes a model from a"
+                " preset, hg.load(path) reads one"
+            )
+        check_integer("seed", seed)
+        dtype = as_dtype(dtype)
+        self.config = config
+        self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
+        self.source = ""  # the folder or file it was read from
+        self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
+        meta = torch.device("meta")
+        self._build(meta)
+        self.to(dtype)
+        if device is None or torch.device(device).type != "meta":
+            try:
+                self.to_empty(device=device or torch.get_default_device())
+            except (AssertionError, RuntimeError) as reason:
+                if "alloc" in str(reason):
+                    count = sum(p.numel() for p in self.parameters())
+                    raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
+                raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
+            if config.tied:
+                self.head.plain().weight = self.embed.weight  # to_empty made two of one
+            self._initialize(seed)
+
+    def _build(self, device: torch.device) -> None:
+        c, names = self.config, self.config.table.names
+        self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device))
+        if c.positions == "learned":
+            self.add("positions", names["positions"], Embedding(c.n_context, c.d_model, device))
+        self.add("blocks", names["blocks"], nn.ModuleList(Block(c, i, device) for i in range(c.n_blocks)))
+        self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
+        shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
+        head = Linear(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
+        self.add("head", names["head"], head)
+
+    @torch.no_grad()
+    def _initialize(self, seed: int) -> None:
+        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
+        generator = torch.Generator().manual_seed(seed)
+        joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif p.ndim == 1:
+                p.fill_(1)
+            else:
+                std = 0.02 / math.sqrt(2 * self.config.n_blocks) if id(p) in joining else 0.02
+                p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self._blocks)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
+        super().requires_grad_(requires_grad)
+        if not requires_grad:
+            freeze(self.parameters())
+        return self
+
+    def embeddings_train(self) -> bool:
+        return any(table.trains for table in self.tables().values())
+
+    def tables(self) -> dict[str, Embedding]:
+        """The embeddings by the paper's names."""
+        return {"w_tok": self.embed, **({"w_pos": self.positions} if self.has("positions") else {})}
+
+    def layers(self) -> list[list[nn.Parameter]]:
+        """The parameters layer by layer, in the order in which their gradients become final."""
+        head = list(self.head.parameters())
+        blocks = [list(block.parameters()) for block in reversed(self.blocks)]
+        embeddings = [p for table in self.tables().values() for p in table.parameters()]
+        if self.config.tied:  # a tied weight is final only when the embedding has added its part
+            embeddings += [p for p in head if p is not self.embed.weight]
+        return [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+
+    def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """a_0 → a_1"""
+        learned = self.positions.weight if self.has("positions") else None
+        table, rows = self.embed.table(ids)
+        return embedding.forward(rows, positions, table, learned)
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are packed."""
+        return self.scratch is not None
+
+    def unpacked(self, *modules: nn.Module) -> AbstractContextManager[None]:
+        """Within the context the packed weights of these modules are unpacked once, instead of at every use."""
+        if self.scratch is None:
+            return nullcontext()
+        matrices = [x.packed for m in modules for x in m.modules() if isinstance(x, Linear) and x.packed is not None]
+        return self.scratch.unpacked(matrices, self.dtype)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of these positions; None without rotary positions."""
+        c = self.config
+        if c.positions != "rotary":
+            return None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
+        return rotary.angles(positions, theta, factor)
+
+    def tie(self) -> None:
+        """Make the logits layer the token embedding transposed, and discard the weight it had."""
+        head = self.head.plain()
+        if self.embed.packed is not None:
+            head.pack(self.embed.packed, self.dtype)
+        else:
+            head.weight = self.embed.weight
+            self.embed.zero_grad()  # it was the gradient of the embedding alone
+        self.config = replace(self.config, tied=True)
+
+    def untie(self) -> None:
+        """Give the logits layer a copy of the embedding as its own weight. Packed weights never change and stay shared."""
+        head = self.head.plain()
+        if self.config.tied and head.weight is not None:
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            self.embed.zero_grad()  # it was the gradient of both
+            self.config = replace(self.config, tied=False)
