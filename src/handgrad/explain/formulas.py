@@ -272,7 +272,7 @@ _INNER_G = {
     "gelu_tanh": "ops/activation.py _gelu_tanh",
     "gelu": "ops/activation.py _gelu",
     "relu2": "ops/activation.py _relu2",
-    "silu": "ops/gated.py _silu",
+    "silu": "paper/gated.py g_prime",
 }
 
 
