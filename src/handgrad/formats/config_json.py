@@ -53,11 +53,9 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         raise HandgradError(f"{file}: 'handgrad' may hold {', '.join(choices)}, not {shown(own)}")
     values: dict[str, Any] = dict(family.fixed)
     for field, ours in family.fields.items():
-        if field not in raw and field not in family.defaults:
-            raise HandgradError(f"{file} has no field {field!r}")
         value = raw.get(field, family.defaults.get(field))
-        if value is None and family.defaults.get(field) is not None:
-            value = family.defaults[field]
+        if value is None and field in raw and family.defaults.get(field) is not None:
+            raise HandgradError(f"{file}: {field} ({ours[0]}) is null: give a value, or leave it out")
         if ours == ("activation",):
             possible = GATES if values.get("gated") else PLAIN
             supported = [theirs for theirs, name in ACTIVATIONS.items() if name in possible]
@@ -65,6 +63,9 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
                 raise HandgradError(f"{file}: {field} {shown(value)} is not one of {', '.join(supported)}")
             value = ACTIVATIONS[value]
         values |= dict.fromkeys(ours, value)
+    missing = [field for field in family.fields if field not in raw and field not in family.defaults]
+    if missing:
+        raise HandgradError(f"{file} has no field {missing[0]!r}")
     own = {name: tuple(x) if isinstance(x, list) else x for name, x in own.items()}
     try:
         config = ModelConfig(**{**values, **own, "family": family.name})
