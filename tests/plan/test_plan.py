@@ -15,7 +15,7 @@ from handgrad.display.plan import tables
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
-from handgrad.plan.parameters import lora_targets, parameters, target_ranks
+from handgrad.plan.parameters import parameters, target_ranks
 from handgrad.plan.timing import Forecast, Peak, best_of, predict
 from handgrad.proof.oracles import count_multiply_adds
 from handgrad.training.config import FinetuneOptions
@@ -69,13 +69,13 @@ def test_flop_of_frozen_layers_are_excluded(targets: str) -> None:
     hg.lora.inject(model, 2, targets=split_names([targets]))
     ranks = dict.fromkeys(hg.lora.adapters_of(model), 2)
     assert ranks == target_ranks(model.config, 2, targets)
-    forward, backward = flop(model.config, Work.of(16), ranks)
+    forward, backward = flop(model.config, Work.of(16, model.config), ranks)
     n_backward = 3 - min((int(name.split(".")[2]) for name in ranks if name != "lm_head"), default=3)
     masked = n_backward * 20 * 3 * (16 * 16 - 16 * 17 // 2)  # computed in a tile, not counted by the plan
     kernel = 8 * 3 * 3 * 16 * 17 // 2  # counted by the plan, not by torch
-    # A branch computes a d and Δ uᵗ twice, and torch does not count its two in-place products, which are as large. The
-    # lowest c_attn has no input error signal: it computes Δ uᵗ once, and has one in-place product.
-    branch = 16 * 2 * (12 - 36) if "transformer.h.0.attn.c_attn" in ranks else 0
+    # A branch computes a d and Δ uᵗ twice, but the lowest c_attn has no input error signal and computes Δ uᵗ once.
+    shapes = [layer.effective_weight().shape for layer in hg.lora.adapters_of(model).values()]
+    branch = 16 * 2 * (sum(f_in + f_out for f_in, f_out in shapes) - 36 * ("transformer.h.0.attn.c_attn" in ranks))
     counted = count_multiply_adds(lambda: model.loss_and_grads(tokens, answers))
     assert counted == (forward + backward) // 2 + masked - kernel + branch
 
@@ -85,31 +85,23 @@ def test_flop_of_rows_without_a_target_are_excluded() -> None:
     model = make_model(n_blocks=2)
     tokens, targets = make_batch(model, [16], ignored=0)
     targets[:12] = -100
-    work = Work.of_batch(targets, [16])
-    assert work == Work(16, 4, 16 * 17 // 2, 13 + 14 + 15 + 16)
+    work = Work.of_batch(targets, [16], model.config)
+    assert work == Work(16, 4, {None: 16 * 17 // 2}, {None: 13 + 14 + 15 + 16})
     forward, backward = flop(model.config, work, {})
-    pairs = 3 * (work.pairs + work.row_pairs)
+    pairs = 3 * (work.pairs[None] + work.row_pairs[None])
     tile = 3 * 16 * (20 * 16 + (8 + 20) * 4)  # heads, keys, queries; the last block's forward pass is tiled too
     counted = count_multiply_adds(lambda: model.loss_and_grads(tokens, targets))
     assert counted == (forward + backward) // 2 - (8 + 20) * pairs + tile
-    assert forward + backward < sum(flop(model.config, Work.of(16), {}))
+    assert forward + backward < sum(flop(model.config, Work.of(16, model.config), {}))
 
 
 def test_work_of_a_batch() -> None:
+    causal, both_ways = hg.preset("nano"), hg.preset("nano", causal=False)
     even = torch.zeros(3, 8, dtype=torch.int64)
-    assert Work.of_batch(even, None) == Work.of(8).times(3)
+    assert Work.of_batch(even, None, causal) == Work.of(8, causal).times(3)
     uneven = torch.zeros(6, dtype=torch.int64)
-    assert Work.of_batch(uneven, [5, 1]) == Work(6, 6, 16, 16)
-    assert Work.of_batch(uneven, [5, 1], causal=False) == Work(6, 6, 26, 26)
-
-
-def test_saved_numbers_match_the_blocks() -> None:
-    model = make_model(n_blocks=2, dtype=torch.float32)
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    with torch.no_grad():
-        saved = model.forward_pass(model.pieces(tokens, tokens, None)).blocks
-    count = sum(x.numel() for (s,) in saved for x in (*s.norm_1, *s.heads, *s.norm_5, s.a_7))
-    assert count == 16 * 2 * saved_per_token(model.config)
+    assert Work.of_batch(uneven, [5, 1], causal) == Work(6, 6, {None: 16}, {None: 16})
+    assert Work.of_batch(uneven, [5, 1], both_ways) == Work(6, 6, {None: 26}, {None: 26})
 
 
 def test_bytes() -> None:
@@ -161,6 +153,16 @@ def test_targets_with_commas_or_repeated() -> None:
     config = hg.preset("nano")
     for targets in ("c_attn,mlp.c_fc", ("c_attn", "mlp.c_fc"), ("c_attn,mlp.c_fc", "c_attn")):
         assert make_plan(config, rank=4, targets=targets).trainable == 4 * 4 * (128 + 384 + 128 + 512)
+    assert make_plan(config, rank=4).targets == ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj")
+    assert make_plan(config, rank=4, targets="paper").targets == (
+        "q",
+        "k",
+        "v",
+        "attn.c_proj",
+        "c_fc",
+        "mlp.c_proj",
+        "lm_head",
+    )
     assert split_names(["c_attn, lm_head", "h.[0,1].*", "h.{0,2}", ""]) == ("c_attn", "lm_head", "h.[0,1].*", "h.{0,2}")
     by_pattern = make_plan(config, rank=4, targets="c_proj").trainable  # matches two layers, as in finetune
     assert by_pattern == make_plan(config, rank=4, targets="attn.c_proj,mlp.c_proj").trainable
@@ -178,14 +180,16 @@ def test_bad_input() -> None:
         ({"tokens": 65}, "do not fit into a context of 64"),
         ({"targets": "c_attn"}, "give --rank"),
         ({"rank": 4, "targets": "attention"}, "no linear layer matches attention"),
-        ({"rank": 4, "targets": "q,attention"}, "unknown linear layer 'attention'"),
+        ({"rank": 4, "targets": "q,attention"}, "no linear layer matches attention"),
         ({"recompute": "some"}, "none or blocks"),
         ({"rank": 4, "targets": "c_attn,q"}, "c_attn is q, k and v together"),
+        ({"rank": 4, "targets": ","}, "no target layers"),
+        ({"ranks": {"model.layers.0.mlp.up_proj": 2}}, "no linear layer model.layers.0.mlp.up_proj"),
+        ({"ranks": {"transformer.h.4.mlp.c_fc": 2}}, "no linear layer transformer.h.4.mlp.c_fc"),
         ({"batch": 0}, "at least 1"),
     ]:
         with pytest.raises(hg.HandgradError, match=message):
             make_plan(config, **arguments)
-    assert lora_targets("all-linear") == ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 @pytest.mark.parametrize("width", [40, 60, 100])

@@ -20,7 +20,8 @@ def to_json(plan: Plan) -> str:
         for p in parameters(c)
     ]  # fmt: skip
     plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks")}
-    return json.dumps({"config": vars(c), **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
+    config = {**vars(c), "rope_scaling": c.rope_scaling._asdict()}
+    return json.dumps({"config": config, **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
 
 
 def tables(plan: Plan, forecast: Forecast, name: str, width: int) -> list[Table]:
@@ -49,7 +50,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
                 shape = " × ".join(f"{n:,}" for n in p.shape)
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
         if layer == "logits" and c.tied:
-            table.add_row(layer, "w_11", *(["tied to transformer.wte.weight"] if named else []), "tied", "0")
+            table.add_row(layer, "w_11", *([f"tied to {c.table.names['embed']}.weight"] if named else []), "tied", "0")
         label = "one block" if layer == "block" else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
     if c.n_blocks > 1:

@@ -15,7 +15,7 @@ from ..formats.models import Found
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
 from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary
-from .parameters import Ranks, linear_shapes, parameters, target_of, target_ranks
+from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,13 @@ def make_plan(
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
-    shapes = linear_shapes(config)
-    n_adapters = sum(r * sum(shapes[target_of(name)]) for name, r in ranks.items()) + extra
+    n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     size = BYTES[dtype]
-    forward, backward = flop(config, Work.of(tokens, config.causal).times(batch), ranks, recompute)
+    forward, backward = flop(config, Work.of(tokens, config).times(batch), ranks, recompute)
 
     return Plan(
-        config, batch, tokens, dtype, max(ranks.values(), default=0), tuple(dict.fromkeys(map(target_of, ranks))),
-        recompute,
+        config, batch, tokens, dtype, max(ranks.values(), default=0), short_names(config, ranks), recompute,
         per_block=of["block"],
         embedding=of["embedding"],
         final_norm=of["final norm"],
@@ -121,9 +119,9 @@ def make_plan(
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
         bytes_optimizer=2 * size * trainable,
         bytes_saved=size * saved(config, batch, tokens, recompute),
-        bytes_temporary=size * temporary(config, batch, tokens, not ranks or "lm_head" in ranks)
+        bytes_temporary=size * temporary(config, batch, tokens, not ranks or config.table.names["head"] in ranks)
         + min(WORKSPACE, size * config.n_vocab * config.d_model),
-        bytes_cache_per_token=size * config.n_blocks * config.n_heads * (config.query_width + config.value_width),
+        bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         ranks=ranks,
     )  # fmt: skip
 

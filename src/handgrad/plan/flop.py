@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from ..model.config import ModelConfig
-from ..model.names import block_of
-from .parameters import Ranks, linear_shapes, target_of
+from ..model.names import block_of, without_block
+from .outline import LinearLayer, linear_layers
+from .parameters import Ranks
+
+Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
 
 
 @dataclass(frozen=True)
@@ -18,66 +20,71 @@ class Work:
 
     tokens: int
     rows: int  # tokens with a target: the last block and the head compute only these
-    pairs: int  # (query, key) pairs
-    row_pairs: int  # pairs whose query has a target
+    pairs: Pairs
+    row_pairs: Pairs  # whose query has a target
 
     @staticmethod
-    def of(length: int, causal: bool = True) -> "Work":
+    def of(length: int, config: ModelConfig) -> "Work":
         """The work of a sequence in which every token has a target."""
-        pairs = length * (length + 1) // 2 if causal else length * length
-        return Work(length, length, pairs, pairs)
+        return Work.of_batch(torch.zeros(1, length), None, config)
 
     def times(self, n: int) -> "Work":
         """The work of n such batches."""
-        return Work(n * self.tokens, n * self.rows, n * self.pairs, n * self.row_pairs)
+        pairs, row_pairs = ({window: n * x for window, x in y.items()} for y in (self.pairs, self.row_pairs))
+        return Work(n * self.tokens, n * self.rows, pairs, row_pairs)
 
     @staticmethod
-    def of_batch(targets: Tensor, lengths: Sequence[int] | None, causal: bool = True) -> "Work":
+    def of_batch(targets: Tensor, lengths: Sequence[int] | None, config: ModelConfig) -> "Work":
         """The work of a batch with targets (B, T), or (n) with `lengths`; −100 is no target."""
         sizes = torch.tensor(len(targets) * [targets.shape[1]] if lengths is None else list(lengths))
         ends = sizes.cumsum(0).repeat_interleave(sizes)
         length = sizes.repeat_interleave(sizes)
-        seen = torch.arange(len(length)) - ends + length + 1 if causal else length
+        keys = torch.arange(len(length)) - ends + length + 1 if config.causal else length
         has_target = targets.reshape(-1).cpu() != -100
-        return Work(len(length), int(has_target.sum()), int(seen.sum()), int(seen[has_target].sum()))
+        pairs, row_pairs = {}, {}
+        for window in {config.window_of(i) for i in range(config.n_blocks)}:
+            seen = keys if window is None else keys.clamp(max=window)
+            pairs[window], row_pairs[window] = int(seen.sum()), int(seen[has_target].sum())
+        return Work(len(length), int(has_target.sum()), pairs, row_pairs)
 
 
 def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none") -> tuple[int, int]:
     """FLOP of the forward and of the backward pass. Skipped work is not counted: weight gradients of frozen layers, the
     backward pass below the lowest trainable layer, and rows without a target in the last block. What adapters compute
     twice to save memory counts once."""
-    c, shapes = config, linear_shapes(config)
-    lowest = min((i for name in ranks if (i := block_of(name)) is not None), default=c.n_blocks) if ranks else 0
-    visited = c.n_blocks - lowest  # blocks in the backward pass
-    full, after = prod(shapes["c_attn"]), sum(prod(shapes[t]) for t in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"))
+    c, last, layers = config, config.n_blocks - 1, linear_layers(config)
+    head = c.table.names["head"]
+    in_block = [layer for name, layer in layers.items() if name != head and layer.part_of is None]
+    adapted = [(layers[without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
+    lowest = min((i for _, i, _ in adapted if i is not None), default=c.n_blocks) if ranks else 0
     scores = c.n_heads * (c.query_width + c.value_width)  # q kᵗ and ρ v
     signals = c.n_heads * (3 * c.query_width + 2 * c.value_width)  # q kᵗ again, Δ vᵗ, ρᵗ Δ, Δ_raw k and Δ_rawᵗ q
 
-    def blocks(count: int, per_pair: int) -> int:
-        """Multiply-adds of the last `count` blocks."""
-        if not count:
+    def rows(layer: LinearLayer, i: int | None) -> int:
+        """Rows that a layer of block i computes, or the head."""
+        return work.tokens if layer.every_row or (i is not None and i < last) else work.rows
+
+    def blocks(first: int, per_pair: int) -> int:
+        """Multiply-adds of the blocks from `first` on."""
+        if first > last:
             return 0
-        inner = (count - 1) * (work.tokens * (full + after) + per_pair * work.pairs)
-        return inner + work.tokens * full + work.rows * after + per_pair * work.row_pairs
+        inner, final = (sum(rows(layer, i) * layer.products for layer in in_block) for i in (-1, last))
+        pairs = sum(work.pairs[c.window_of(i)] for i in range(first, last)) + work.row_pairs[c.window_of(last)]
+        return (last - first) * inner + final + per_pair * pairs
 
-    def branch(name: str, rank: int) -> int:
-        """a d, then (a d) u"""
-        only_targets = name == "lm_head" or (
-            block_of(name) == c.n_blocks - 1 and target_of(name) not in ("c_attn", "q", "k", "v")
-        )
-        return (work.rows if only_targets else work.tokens) * rank * sum(shapes[target_of(name)])
-
-    head = work.rows * prod(shapes["lm_head"])
-    branches = sum(branch(name, rank) for name, rank in ranks.items())
-    of_blocks = branches - (branch("lm_head", ranks["lm_head"]) if "lm_head" in ranks else 0)
-    forward = blocks(c.n_blocks, scores) + head + branches
+    of_head = work.rows * layers[head].products
+    branches = [rows(layer, i) * rank * (layer.f_in + layer.f_out) for layer, i, rank in adapted]  # a d, then (a d) u
+    forward = blocks(0, scores) + of_head + sum(branches)
     # Δ wᵗ costs as much as a w, and so does aᵗ Δ of a trainable weight. A branch has Δ uᵗ, (Δ uᵗ) dᵗ and two gradients.
-    backward = blocks(visited, signals) + head + 2 * branches
+    backward = blocks(lowest, signals) + of_head + 2 * sum(branches)
     if not ranks:
-        backward += blocks(visited, 0) + head
-    elif visited:
-        # no layer below the lowest c_attn needs its error signal
-        backward -= work.tokens * (full + ranks.get(f"{c.table.names['blocks']}.{lowest}.attn.c_attn", 0) * c.d_model)
+        backward += blocks(lowest, 0) + of_head
+    elif lowest <= last:
+        # no layer below the lowest q, k and v needs their error signal
+        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block if layer.reads_a_2)
+        unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
+        backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":
-        backward += blocks(visited, scores) + of_blocks
+        in_blocks = (x for x, (_, i, _) in zip(branches, adapted, strict=True) if i is not None)
+        backward += blocks(lowest, scores) + sum(in_blocks)
     return 2 * forward, 2 * backward

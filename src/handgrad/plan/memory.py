@@ -1,19 +1,41 @@
 """Bytes of a training step: the tensors that exist at its peak, counted from the configuration."""
 
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from ..model.batch import TOKENS_AT_ONCE
 from ..model.config import ModelConfig
+from ..model.passes import Pass
 from ..model.readout import rows_at_once
+from ..ops.attention import spans_of
+from .outline import kinds_of_blocks, outline
 from .parameters import parameters
 
 WORKSPACE = 50_000_000  # bytes that the matmul library keeps allocated once it has multiplied large matrices
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 
 
-def saved_per_token(config: ModelConfig) -> int:
-    """Numbers that a block saves per token: a_1 and a_5 with two statistics each, q, k, v, a_3, the log-sum-exp, a_7."""
-    c = config
-    heads = c.n_heads * (2 * c.query_width + 2 * c.value_width + 1)
-    return 2 * (c.d_model + 2) + heads + c.hidden_width
+@lru_cache(maxsize=32)
+@torch.no_grad()
+def saved_per_token(config: ModelConfig, i: int = 0) -> int:
+    """Numbers that block i saves per token, counted in a forward pass of one token on the meta device: a_1 and a_5 with
+    their statistics, q, k, v, a_3, the log-sum-exp, a_7 or gate and up."""
+    model = outline(config, i)
+    run = Pass(spans_of((1,)), rotation=model.rotation(torch.zeros(1, device="meta")))
+    a_1 = torch.empty(1, config.d_model, device="meta", dtype=model.dtype)
+    saved = model.blocks[0].forward(a_1, run)[1]
+    storages = [x.untyped_storage() for x in _tensors(saved)]  # a part of a tensor keeps all of it in memory
+    return sum({x._cdata: x.nbytes() for x in storages}.values()) // a_1.itemsize
+
+
+def _tensors(saved: Any) -> list[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(saved, Tensor):
+        return [saved]
+    return [x for part in saved or () for x in _tensors(part)]
 
 
 def tokens_per_piece(batch: int, tokens: int) -> int:
@@ -23,19 +45,26 @@ def tokens_per_piece(batch: int, tokens: int) -> int:
 
 def saved(config: ModelConfig, batch: int, tokens: int, recompute: str) -> int:
     """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
-    for the batch, and what one block saves for one piece."""
-    piece = tokens_per_piece(batch, tokens)
+    for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position."""
+    c, piece = config, tokens_per_piece(batch, tokens)
+    angles = c.query_width if c.positions == "rotary" else 0
+    per_token = {i: saved_per_token(c, i) for i in kinds_of_blocks(c)}
     if recompute == "blocks":
-        return batch * tokens * config.d_model * (config.n_blocks + 2) + piece * saved_per_token(config)
-    return piece * saved_per_token(config) * config.n_blocks
+        return batch * tokens * (c.d_model * (c.n_blocks + 2) + angles) + piece * max(per_token.values())
+    return piece * (sum(count * per_token[i] for i, count in kinds_of_blocks(c).items()) + angles)
 
 
 def temporary(config: ModelConfig, batch: int, tokens: int, head_trains: bool) -> int:
     """Numbers in temporary buffers at the peak: the logits of some rows, or a block's feed-forward in the backward pass
-    (a_8, the slope, Δ_8 or Δ_7), whichever is more, and a few copies of the residual stream."""
+    (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by side), whichever is more, and a few
+    copies of the residual stream."""
     piece = tokens_per_piece(batch, tokens)
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
-    return max(rows * config.n_vocab, piece * 3 * config.hidden_width) + 4 * piece * config.d_model
+    mlp = outline(config).blocks[0].mlp
+    signals = len(mlp.letters())
+    copies = signals if len(mlp.projections()) < signals else 0
+    feed_forward = (2 + signals + copies) * config.hidden_width
+    return max(rows * config.n_vocab, piece * feed_forward) + 4 * piece * config.d_model
 
 
 def largest_layer(config: ModelConfig) -> int:

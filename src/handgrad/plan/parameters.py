@@ -1,4 +1,4 @@
-"""The parameters of a model and of its adapters, counted from the configuration."""
+"""The parameters of a model and of its adapters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,20 @@ from ..adapters.patterns import split_names
 from ..errors import HandgradError
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.names import without_block
+from ..model.layers import Affine
+from ..model.names import block_of, without_block
+from ..model.norms import Norm
+from .outline import linear_layers, outline
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of the model."""
+    """A tensor of the model, or the part of one that has a symbol of its own."""
 
     layer: str  # "embedding", "block", "final norm" or "logits"
     symbol: str  # in the paper
-    name: str  # in Hugging Face's files; in a block without its prefix transformer.h.N
-    shape: tuple[int, ...]
+    name: str  # in Hugging Face's files; in a block without its prefix, such as transformer.h.N
+    shape: tuple[int, ...]  # of a matrix: (f_in, f_out), however it is stored
 
     @property
     def count(self) -> int:
@@ -27,109 +30,81 @@ class Parameter:
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """All tensors, those of a block listed once; the fused c_attn is listed as q, k and v."""
-    c, d = config, config.d_model
-    queries, values, hidden = c.n_heads * c.query_width, c.n_heads * c.value_width, c.hidden_width
+    """All tensors, those of a block listed once. Matrices stored side by side, such as q, k and v, are listed one by one."""
+    model = outline(config)
+    names = {id(p): without_block(name) for name, p in model.named_parameters()}
     rows = [
-        Parameter("embedding", "w_tok", "transformer.wte.weight", (c.n_vocab, d)),
-        Parameter("embedding", "w_pos", "transformer.wpe.weight", (c.n_context, d)),
+        Parameter("embedding", symbol, names[id(p)], tuple(p.shape))
+        for symbol, table in model.tables().items()
+        for p in table.parameters()
     ]
-
-    def block(symbol: str, name: str, *shape: int) -> None:
-        rows.append(Parameter("block", symbol, name, shape))
-
-    block("w_1", "ln_1.weight", d)
-    block("b_1", "ln_1.bias", d)
-    for letter, width in (("q", queries), ("k", queries), ("v", values)):
-        block(f"w_{letter}", "attn.c_attn.weight", d, width)
-        if letter != "k" or c.key_bias:
-            block(f"b_{letter}", "attn.c_attn.bias", width)
-    block("w_3", "attn.c_proj.weight", values, d)
-    block("b_3", "attn.c_proj.bias", d)
-    block("w_5", "ln_2.weight", d)
-    block("b_5", "ln_2.bias", d)
-    block("w_6", "mlp.c_fc.weight", d, hidden)
-    block("b_6", "mlp.c_fc.bias", hidden)
-    block("w_8", "mlp.c_proj.weight", hidden, d)
-    block("b_8", "mlp.c_proj.bias", d)
-    rows.append(Parameter("final norm", "w_10", "transformer.ln_f.weight", (d,)))
-    rows.append(Parameter("final norm", "b_10", "transformer.ln_f.bias", (d,)))
-    if not c.tied:
-        rows.append(Parameter("logits", "w_11", "lm_head.weight", (d, c.n_vocab)))
-    if c.logits_bias:
-        rows.append(Parameter("logits", "b_11", "lm_head.bias", (c.n_vocab,)))
-    return rows
+    for number, layer in model.blocks[0].numbered().items():
+        rows += _parameters_of("block", number, layer, names)
+    rows += _parameters_of("final norm", "10", model.final_norm, names)
+    listed = [p for p in _parameters_of("logits", "11", model.head, names) if not (config.tied and p.symbol == "w_11")]
+    return rows + listed
 
 
-_BLOCK_TARGETS = ("c_attn", "q", "k", "v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+def _parameters_of(place: str, number: str, layer: Affine | Norm, names: dict[int, str]) -> list[Parameter]:
+    """The parameters of a layer, part by part."""
+    plain = layer.plain() if isinstance(layer, Affine) else None
+    found: dict[str, list[Parameter]] = {}
+    for letter, p in layer.named_symbols().items():
+        if p is None:
+            continue
+        views = {number: p.t() if plain is not None and letter == "w" and not plain.in_out else p}
+        if plain is not None and plain.parts:
+            views = plain.parts_of(letter, p)
+        for part, view in views.items():
+            row = Parameter(place, f"{letter}_{part}", names[id(p)], tuple(view.shape))
+            found.setdefault(part, []).append(row)
+    return [row for part in found.values() for row in part]
 
 
-LORA_TARGETS = {
-    "all-linear": ("c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),  # the matrices of a block, as stored
-    "paper": (
-        "q",
-        "k",
-        "v",
-        "attn.c_proj",
-        "mlp.c_fc",
-        "mlp.c_proj",
-        "lm_head",
-    ),  # Section 7 has separate adapters for q, k and v
-}
-
-
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(f_in, f_out) of every layer that can have an adapter."""
-    c, d = config, config.d_model
-    queries, values = c.n_heads * c.query_width, c.n_heads * c.value_width
-    return {
-        "c_attn": (d, 2 * queries + values),
-        "q": (d, queries),
-        "k": (d, queries),
-        "v": (d, values),
-        "attn.c_proj": (values, d),
-        "mlp.c_fc": (d, c.hidden_width),
-        "mlp.c_proj": (c.hidden_width, d),
-        "lm_head": (d, c.n_vocab),
-    }
-
-
-def lora_targets(targets: str) -> tuple[str, ...]:
-    """The layers named by "all-linear", "paper" or a comma-separated list."""
-    chosen = LORA_TARGETS.get(targets) or tuple(dict.fromkeys(t.strip() for t in targets.split(",") if t.strip()))
-    known = (*_BLOCK_TARGETS, "lm_head")
-    for name in chosen:
-        if name not in known:
-            options = ", ".join((*LORA_TARGETS, *known))
-            raise HandgradError(f"unknown linear layer {name!r}; available: {options}")
-    if not chosen:
-        raise HandgradError("no target for the adapters: give all-linear, paper, or comma-separated names")
-    if "c_attn" in chosen and {"q", "k", "v"} & set(chosen):
-        raise HandgradError("c_attn is q, k and v together: name c_attn or its parts, not both")
-    return chosen
-
-
-def lora_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
-    """Number of parameters: r (f_in + f_out) for each target, in every block; lm_head once"""
-    shapes = linear_shapes(config)
-    return sum(rank * sum(shapes[t]) * (1 if t == "lm_head" else config.n_blocks) for t in targets)
-
+# ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Ranks = Mapping[str, int]  # rank of the adapter by layer name; empty: all weights train
 
 
 def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -> Ranks:
-    """The rank for every layer that `targets` names, as in `adapters.choose`, or with separate adapters for q, k and v."""
-    names = split_names([targets] if isinstance(targets, str) else targets)
-    if {"paper", "q", "k", "v"} & set(names):
-        chosen = lora_targets(",".join(names))
-        blocks = (
-            f"{config.table.names['blocks']}.{i}.{t}" for i in range(config.n_blocks) for t in chosen if t != "lm_head"
-        )
-        return dict.fromkeys([*blocks, *(["lm_head"] if "lm_head" in chosen else [])], rank)
-    return dict.fromkeys(adapters.choose(GPT(config, device="meta"), names), rank)
+    """The rank for every layer that `targets` selects, as in `adapters.choose`, or for a part of one: the letter q selects
+    the columns of q in a layer that also holds k and v. "paper" selects the head and every matrix, each part of a layer
+    apart, as Section 7 counts them."""
+    patterns = split_names([targets] if isinstance(targets, str) else targets)
+    model = GPT(config, device="meta")
+    parts = {path: [f"{path}.{x}" for x in layer.plain().parts] for path, layer in adapters.layers_of(model).items()}
+    by_letter: dict[str, list[str]] = {"paper": []}
+    for path, own in parts.items():
+        by_letter["paper"] += own or [path]
+        for part in own:
+            by_letter.setdefault(part.rpartition(".")[2], []).append(part)
+    chosen = {name for pattern in patterns for name in by_letter.get(pattern, ())}
+    others = [pattern for pattern in patterns if pattern not in by_letter]
+    if others or not patterns:
+        chosen |= set(adapters.choose(model, others))
+    for path, own in parts.items():
+        if path in chosen and chosen & set(own):
+            whole, *letters, last = (name.rpartition(".")[2] for name in (path, *own))
+            raise HandgradError(
+                f"{whole} is {', '.join(letters)} and {last} together: name {whole} or its parts, not both"
+            )
+    return dict.fromkeys([name for path, own in parts.items() for name in (path, *own) if name in chosen], rank)
 
 
-def target_of(name: str) -> str:
-    """The key of a layer in `linear_shapes`: transformer.h.3.attn.c_attn → c_attn, transformer.h.3.mlp.c_fc → mlp.c_fc"""
-    return without_block(name).replace("attn.c_attn", "c_attn")
+def adapter_parameters(config: ModelConfig, ranks: Ranks) -> int:
+    """Number of parameters of the factors: r (f_in + f_out) for each layer"""
+    layers = linear_layers(config)
+    total = 0
+    for name, rank in ranks.items():
+        layer = layers.get(without_block(name))
+        if layer is None or (block_of(name) or 0) >= config.n_blocks:
+            raise HandgradError(f"the model has no linear layer {name}: the adapter belongs to another model")
+        total += rank * (layer.f_in + layer.f_out)
+    return total
+
+
+def short_names(config: ModelConfig, ranks: Ranks) -> tuple[str, ...]:
+    """The layers with adapters, without their blocks: c_attn, and attn.c_proj because mlp.c_proj exists as well"""
+    ends = [name.rpartition(".")[2] for name in linear_layers(config)]
+    names = dict.fromkeys(map(without_block, ranks))
+    return tuple(end if ends.count(end := name.rpartition(".")[2]) == 1 else name for name in names)

@@ -1,7 +1,8 @@
 """Predict the seconds of a training step, and measure the machine's matmul rate.
 
 Steps of the same shape with one and two blocks and a small vocabulary are timed on this machine, and extrapolated to all
-blocks and the full vocabulary. This accounts for the dtype, attention, memory traffic and the overhead of every call.
+blocks of each kind and the full vocabulary. This accounts for the dtype, attention, memory traffic and the overhead of
+every call.
 """
 
 import time
@@ -12,14 +13,17 @@ from functools import partial
 import torch
 
 from .. import adapters, optim
+from ..adapters.config import LoRAConfig
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from ..model.names import without_block
 from .estimate import Plan, make_plan
 from .memory import BYTES, tokens_per_piece
-from .parameters import target_of
+from .outline import kinds_of_blocks, linear_layers, with_blocks
 
 LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; a larger one is predicted from the matmul rate alone
 FEW, MANY = 256, 8192  # vocabulary sizes of the trial steps
+Shape = tuple[tuple[int, ...], int]  # of a trial step: blocks of the planned model, and the vocabulary's size
 
 
 @dataclass(frozen=True)
@@ -47,23 +51,23 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     """Seconds of a step: the gradients of every piece, the gradient's norm and one AdamW update. Trial steps run for
     about `budget` seconds."""
     c = plan.config
-    trials = {(1, min(FEW, c.n_vocab)), (min(2, c.n_blocks), min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))}
+    few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
+    small, large = ((0,), few), ((0,), many)
+    more = {((0, i), few): count - (i == 0) for i, count in kinds_of_blocks(c).items() if count > (i == 0)}
     piece = tokens_per_piece(plan.batch, plan.tokens)
-    largest = replace(c, n_blocks=2, n_vocab=min(MANY, c.n_vocab))
+    largest = replace(with_blocks(c, (0, 0)), n_vocab=many)
     trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
     if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
-    steps = {trial: _Trial(plan, *trial) for trial in trials}
-    found = _best_times(steps, budget)
-    small, large = (1, min(FEW, c.n_vocab)), (1, min(MANY, c.n_vocab))
+    found = _best_times({trial: _Trial(plan, *trial) for trial in {small, large, *more}}, budget)
 
     def extrapolate(get: Callable[[Times], float]) -> float:
         one = get(found[small])
         total = one
-        if c.n_blocks > 1:
-            total += (c.n_blocks - 1) * max(0.0, get(found[2, small[1]]) - one)
+        for two, count in more.items():
+            total += count * max(0.0, get(found[two]) - one)
         if c.n_vocab > FEW:
-            total += (c.n_vocab - FEW) / (large[1] - FEW) * max(0.0, get(found[large]) - one)
+            total += (c.n_vocab - FEW) / (many - FEW) * max(0.0, get(found[large]) - one)
         return total
 
     pieces = -(-plan.batch * plan.tokens // piece)
@@ -71,16 +75,19 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
 
 
 class _Trial:
-    """A training step of the planned shape, with fewer blocks and a smaller vocabulary."""
+    """A training step of the planned shape, with a few of its blocks and a smaller vocabulary."""
 
-    def __init__(self, plan: Plan, n_blocks: int, n_vocab: int):
-        self.model = GPT(replace(plan.config, n_blocks=n_blocks, n_vocab=n_vocab), dtype=getattr(torch, plan.dtype))
-        if plan.ranks:
-            of = {target_of(name).replace("c_attn", "attn.c_attn"): rank for name, rank in plan.ranks.items()}
-            separate = [of.pop(name) for name in ("q", "k", "v") if name in of]
-            if separate:  # a model has one fused adapter for q, k and v
-                of["attn.c_attn"] = max(separate)
-            adapters.inject(self.model, max(of.values()), targets=tuple(of), rank_pattern=of)
+    def __init__(self, plan: Plan, blocks: tuple[int, ...], n_vocab: int):
+        config = replace(with_blocks(plan.config, blocks), n_vocab=n_vocab)
+        self.model = GPT(config, dtype=getattr(torch, plan.dtype))
+        ranks: dict[str, int] = {}
+        for name, rank in plan.ranks.items():
+            inside = without_block(name)
+            layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
+            ranks[layer] = max(rank, ranks.get(layer, 0))
+        if ranks:
+            lora = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
+            adapters.apply(self.model, lora, any_rank=True)
         piece = tokens_per_piece(plan.batch, plan.tokens)
         self.tokens = torch.randint(n_vocab, (piece // plan.tokens, plan.tokens))
         self.recompute = plan.recompute
@@ -96,9 +103,9 @@ class _Trial:
         return Times(between - start, time.perf_counter() - between)
 
 
-def _best_times(steps: dict[tuple[int, int], _Trial], budget: float) -> dict[tuple[int, int], Times]:
+def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]:
     """Best times over several interleaved rounds; the first round is a warm-up."""
-    best: dict[tuple[int, int], Times] = {}
+    best: dict[Shape, Times] = {}
     end, rounds = time.perf_counter() + budget, 0
     while rounds < 2 or (time.perf_counter() < end and rounds < 200):
         for trial, step in steps.items():

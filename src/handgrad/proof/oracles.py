@@ -81,8 +81,21 @@ def directional_error(
     return best
 
 
-def count_multiply_adds(f: Callable[[], object]) -> int:
-    """Number of multiply-adds in the matrix products of f (torch's counter reports two FLOP for each)."""
-    with FlopCounterMode(display=False) as counter:
+def count_multiply_adds(f: Callable[[], object], batched: bool | None = None) -> int:
+    """Number of multiply-adds in the matrix products of f: all of them, only the batched ones (attention's), or only the
+    others. torch's counter reports two FLOP for each, and has to be told of products that are added in place."""
+    in_place = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
+    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _flop_of_product)) as counter:
         f()
-    return int(counter.get_total_flops()) // 2
+    total = 0
+    for operator, flop in counter.get_flop_counts().get("Global", {}).items():
+        if batched is None or batched == ("bmm" in str(operator)):
+            total += flop
+    return total // 2
+
+
+def _flop_of_product(
+    into: Sequence[int], a: Sequence[int], b: Sequence[int], *, out_shape: object = None, **options: object
+) -> int:
+    """Of shapes (…, n, f_in) and (…, f_in, f_out)"""
+    return 2 * math.prod(a) * b[-1]

@@ -94,7 +94,7 @@ class Job:
 
     def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
         """FLOP of a batch's matrix products, counted from its real tokens and targets."""
-        work = Work.of_batch(targets, lengths, self.model.config.causal)
+        work = Work.of_batch(targets, lengths, self.model.config)
         return sum(flop(self.model.config, work, self.adapter_ranks, self.options.recompute))
 
     @property

@@ -4,9 +4,11 @@ import torch
 
 from ...model.config import ModelConfig, preset
 from ...model.gpt import GPT
+from ...model.names import without_block
 from ...paper import transformer
 from ...plan.estimate import make_plan
-from ...plan.parameters import linear_shapes, lora_parameters, lora_targets
+from ...plan.outline import linear_layers
+from ...plan.parameters import adapter_parameters, target_ranks
 from ..oracles import relative_error
 from .check import AUTOGRAD, EXACT, IDENTITY, RandomInputs, check, mismatch
 from .transformer import cases
@@ -73,7 +75,7 @@ def ratio(rng: RandomInputs) -> tuple[float, str]:
 @check("N-emb-39M", NUMBERS, "", EXACT)
 def embedding(rng: RandomInputs) -> float:
     """the token embedding has n_vocab d ≈ 39M entries: 38,597,376"""
-    w_tok = GPT(preset("paper"), device="meta").transformer.wte.weight
+    (w_tok,) = GPT(preset("paper"), device="meta").embed.parameters()
     return mismatch((w_tok.numel(), 38_597_376), (round(w_tok.numel() / 1e6), 39))
 
 
@@ -97,7 +99,7 @@ def tied_saving(rng: RandomInputs) -> tuple[float, str]:
 @check("N-logits", NUMBERS, "", EXACT)
 def logits(rng: RandomInputs) -> float:
     """the logits layer has d n_vocab + n_vocab = 38,647,633 parameters"""
-    head = GPT(preset("paper"), device="meta").lm_head
+    head = GPT(preset("paper"), device="meta").head
     real = sum(p.numel() for p in head.parameters())
     return mismatch((make_plan(preset("paper")).logits, 38_647_633), (real, 38_647_633))
 
@@ -105,13 +107,13 @@ def logits(rng: RandomInputs) -> float:
 @check("N-lora-logits", NUMBERS, "", EXACT)
 def adapter_of_the_logits(rng: RandomInputs) -> float:
     """an adapter of rank 16 on the logits layer has r(d + n_vocab) = 816,400"""
-    return mismatch((lora_parameters(preset("paper"), 16, ("lm_head",)), 816_400))
+    return mismatch((make_plan(preset("paper"), rank=16, targets="lm_head").trainable, 816_400))
 
 
 @check("N-lora-logits-pct", NUMBERS, "", EXACT)
 def adapter_of_the_logits_share(rng: RandomInputs) -> tuple[float, str]:
     """≈ 2 % of the logits layer: 2.112 %"""
-    share = 100 * lora_parameters(preset("paper"), 16, ("lm_head",)) / make_plan(preset("paper")).logits
+    share = 100 * make_plan(preset("paper"), rank=16, targets="lm_head").trainable / make_plan(preset("paper")).logits
     return mismatch((round(share, 3), 2.112), (round(share), 2)), f"{share:.3f} %"
 
 
@@ -119,14 +121,16 @@ def adapter_of_the_logits_share(rng: RandomInputs) -> tuple[float, str]:
 def all_adapters(rng: RandomInputs) -> float:
     """on every matrix n_blocks[4r(2d) + r5d + r5d] + r(d + n_vocab) = 3,470,608, a pair for each of q, k and v"""
     d, b, r, v = 768, 12, 16, 50257
-    found = lora_parameters(COMPLETE, r, lora_targets("paper"))
+    ranks = target_ranks(COMPLETE, r, "paper")
+    found = adapter_parameters(COMPLETE, ranks)
     formula = b * (4 * r * 2 * d + r * 5 * d + r * 5 * d) + r * (d + v)
     short = r * (18 * d * b + d + v)
-    shapes = linear_shapes(COMPLETE)
+    layers = linear_layers(COMPLETE)
+    shapes = [(layers[without_block(name)], rank) for name, rank in ranks.items()]
     factors = [
-        torch.empty(s, device="meta") for t in lora_targets("paper") for s in ((shapes[t][0], r), (r, shapes[t][1]))
+        torch.empty(s, device="meta") for layer, rank in shapes for s in ((layer.f_in, rank), (rank, layer.f_out))
     ]
-    real = sum(x.numel() for x in factors[:-2]) * b + sum(x.numel() for x in factors[-2:])
+    real = sum(x.numel() for x in factors)
     return mismatch((found, 3_470_608), (formula, found), (short, found), (real, found))
 
 

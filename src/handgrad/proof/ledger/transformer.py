@@ -13,7 +13,8 @@ from ...model.config import preset
 from ...paper import loss, transformer
 from ...paper.attention import Head
 from ...paper.transformer import Backward, Block, Forward, Network, Options
-from ...plan.parameters import linear_shapes, parameters
+from ...plan.outline import linear_layers
+from ...plan.parameters import parameters
 from ...tolerances import FINITE_DIFFERENCE_TOLERANCE
 from ..oracles import directional_error, relative_error
 from ..reference import Choices, Reference, network_reference, reference_loss, weights_of_network
@@ -180,8 +181,8 @@ _GRADIENTS = [
 def printed_size(symbol: str) -> int:
     """The number of entries that `plan` counts for a parameter of the paper's network, r = 16."""
     config = preset("paper")
-    f_in, f_out = linear_shapes(config)["lm_head"]
-    sizes = {p.symbol: p.count for p in parameters(config)} | {"d_11": f_in * 16, "u_11": 16 * f_out}
+    head = linear_layers(config)["lm_head"]
+    sizes = {p.symbol: p.count for p in parameters(config)} | {"d_11": head.f_in * 16, "u_11": 16 * head.f_out}
     return sizes[symbol]
 
 
