@@ -75,7 +75,7 @@ def test_equal_to_gguf_on_quantized_matrices(kind: str, scale: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_make_no_difference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random_data(13, 512, kind, seed=2)
-    monkeypatch.setattr(fast, "NUMBERS_AT_ONCE", 3 * 256)  # 26 blocks of K-quants, 3 at a time
+    monkeypatch.setattr(fast, "NUMBERS_PER_THREAD", 3 * 256)  # 26 blocks of K-quants, 3 at a time
     assert same_bits(fast.unpack(data, kind, torch.empty(13, 512)), expected(data, kind))
 
 

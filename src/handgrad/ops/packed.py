@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUMBERS_AT_ONCE = 1 << 18  # so that all steps of a part work in the CPU cache
+NUMBERS_PER_THREAD = 1 << 18  # at once, so that all steps of a part work in the cache of a core
 
 
 class Kind(NamedTuple):
@@ -59,7 +59,7 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
         )
     blocks = _aligned(data).view(-1, size)
     result = out.view(-1, numbers)
-    step = max(NUMBERS_AT_ONCE // numbers, 1)
+    step = max(NUMBERS_PER_THREAD * torch.get_num_threads() // numbers, 1)
     for start in range(0, len(blocks), step):
         x, y = blocks[start : start + step], result[start : start + step]
         part = y if y.dtype == torch.float32 else torch.empty(y.shape, device=y.device)
