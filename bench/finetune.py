@@ -206,7 +206,5 @@ def on_instructions(base: Base, size: Size) -> list[Work]:
             "handgrad finetune": ours(),
             options_of(PACKED + RECOMPUTE): ours(*PACKED, *RECOMPUTE),
         }
-        work.append(
-            Work(f"at most {limit:,} tokens per step", base, base.write(records, "packed"), BATCH, steps, contenders)
-        )
+        work.append(Work(f"≤ {limit:,} tokens per step", base, base.write(records, "packed"), BATCH, steps, contenders))
     return work

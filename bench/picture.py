@@ -9,7 +9,7 @@ from handgrad.formatting import number
 from .measure import Machine
 from .scenarios import Row
 
-WIDTH, LABEL, BAR, GAP = 860, 300, 16, 8
+WIDTH, LABEL, BAR, GAP = 1000, 500, 16, 8
 COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
 
 
@@ -87,7 +87,7 @@ def _curves(parts: list[str], y: int, title: str, unit: str, rows: list[Row], va
 
 def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, list[tuple[int, float]]]) -> int:
     """Curves over the number of tokens; both axes start at zero."""
-    height, right = 190, WIDTH - 170
+    height, right = 190, WIDTH - 230
     most = max(x for curve in curves.values() for x, _ in curve)
     top = max(value for curve in curves.values() for _, value in curve)
     parts.append(f'<text class="h" x="10" y="{y}">{escape(title)}</text>')
@@ -110,5 +110,5 @@ def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, l
     for x in sorted({x for curve in curves.values() for x, _ in curve}):
         px = 60 + x / most * (right - 60)
         parts.append(f'<text x="{px:.1f}" y="{floor + 16}" text-anchor="middle">{x}</text>')
-    parts.append(f'<text x="{right + 8}" y="{floor + 16}">tokens</text>')
+    parts.append(f'<text x="{right + 24}" y="{floor + 16}">tokens</text>')
     return floor + 30

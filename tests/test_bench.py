@@ -33,7 +33,7 @@ CONTENDERS = {
 OF_INSTRUCTIONS = {
     "batches of 8": ["handgrad finetune", "transformers + peft"],
     "sorted by length": ["handgrad finetune", "transformers + peft, checkpointing"],
-    f"at most {TINY.packed_tokens} tokens per step": [
+    f"≤ {TINY.packed_tokens} tokens per step": [
         "… --packed",
         "handgrad finetune",
         "… --packed --recompute blocks",
