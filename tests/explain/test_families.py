@@ -15,6 +15,8 @@ from handgrad.explain.session import Session
 from handgrad.explain.stations import Station
 from handgrad.explain.steps import take_step
 from handgrad.families import FAMILIES
+from handgrad.model.layers import Embedding, Linear
+from handgrad.model.packed import Packed
 from handgrad.ops import rmsnorm
 from handgrad.text import tokenizer
 
@@ -188,3 +190,28 @@ def test_projections_side_by_side_in_one_matrix(monkeypatch: pytest.MonkeyPatch,
     assert expected < symbols_of(session)
     assert r"w_{6} = [w_{\mathrm{gate}} \; w_{\mathrm{up}}]" in formulas_of(session.by_id["blocks.0.a_7"])
     assert attention_view.at_head(session, sentence, 0, 3)["joined"] > 0
+
+
+def test_a_packed_model_with_adapters() -> None:
+    """Packed matrices are no parameters: the page shows the adapters, and every formula holds."""
+    model = make_session(**{**LLAMA, "n_blocks": 1}).model
+
+    def packed(layer: Linear | Embedding) -> None:
+        layer.pack(Packed.of(layer.weight.detach().bfloat16()), torch.float32)  # type: ignore[union-attr]
+
+    for layer in model.blocks[0].modules():
+        if isinstance(layer, Linear):
+            packed(layer)
+    hg.lora.inject(model, 2)
+    named = ("packed", "for a test", TEXT)
+    assert failed_checks(Session(model, tokenizer.make("bytes", ()), *named)) == set()
+    packed(model.head.plain())
+    packed(model.embed)
+    session = Session(model, tokenizer.make("bytes", ()), *named)
+    sentence = session.sentence(TEXT)
+    for station in session.stations:
+        assert views.at_station(session, sentence, station)["maps"]
+    assert {"d_q", "u_gate", "w_1"} < symbols_of(session) and not {"w_q", "w_tok"} & symbols_of(session)
+    assert attention_view.at_head(session, sentence, 0, 3)["joined"] > 0
+    assert values.matrix(session, sentence, "delta_0", None).shape == (len(TEXT), 256)
+    assert take_step(session, sentence, 1e-3, "SGD")["predicted"] < sentence.trace.loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from tiny_session import TEXT, make_session
+from tiny_session import QWEN3, TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain.export import MAX_BYTES, export
@@ -519,6 +519,47 @@ def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_
     assert page.locator("#loss").get_attribute("data-value") == page.locator("#loss-measured").get_attribute(
         "data-value"
     )
+
+
+def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) -> None:
+    """Grouped queries, rotation, q/k norms, RMSNorm and a gate, in one page load."""
+    session = make_session(**{**QWEN3, "n_blocks": 1})
+    trace = session.sentence(TEXT).trace
+    file = tmp_path / "page.html"
+    file.write_text(export(session, TEXT), encoding="utf-8")
+    page = open_page("#/station/a_0/forward", base=file.as_uri(), offline=True)
+    for station in session.stations:
+        expect_station(page, station.id)
+        expect(page.locator("#badge")).to_have_class("badge good")
+        assert page.locator(".formula math").count() >= 2 and page.locator("math merror").count() == 0
+        assert not re.search("null|undefined|NaN", page.locator("body").inner_text())
+        assert page.locator(".math").evaluate_all(
+            "lines => lines.filter((x) => x.scrollWidth > x.clientWidth + 1).length"
+        ) == 0  # fmt: skip
+        for name in () if station.id == "loss" else (*station.a, *station.incoming):
+            row = page.locator(f'tr[data-name="{name}"]')
+            shown = row.locator('[data-stat$=" norm"]').get_attribute("data-value")
+            assert float(shown or "") == pytest.approx(trace[name].double().norm().item(), rel=1e-5)
+        for parameter in station.parameters:
+            shown = page.locator(f'[data-grad="{parameter.gradient}"]').get_attribute("data-value")
+            assert float(shown or "") == pytest.approx(trace[parameter.gradient].norm().item(), rel=1e-5)
+        if station.id == "blocks.0.a_3":
+            page.click('[data-head-button="3"]')
+            expect(page.locator("#head-group")).to_contain_text("Heads 3, 4 share")
+            page.click("text=Queries, keys and values")
+            assert page.locator('canvas[data-name="blocks.0.k"]').get_attribute("data-head") == "1"
+        if station.id == "blocks.0.a_7":
+            expect(page.locator("h2").first).to_have_text("Expand gate, up")
+            expect(page.locator("#map .here")).to_contain_text("gate, up")
+            expect(page.locator("#derived-in")).to_contain_text("docs/layers/gated.md")
+            assert [(v["id"], v["nodes"][0]["html"]) for v in Axe().run(page).response["violations"]] == []
+        if station.id != "loss":
+            page.click("#walk-on")
+    page.click("#tab-flow")
+    expect(page.locator("#view-flow .caption").first).to_contain_text("the most error reaches")
+    page.click("#tab-step")
+    page.click("#step-one")
+    expect(page.locator("#loss-measured")).to_be_visible()
 
 
 def test_a_file_that_would_be_too_large_is_rejected(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def without_second_mean(
     return (g - g.mean(1, keepdim=True)) * inv_sigma
 
 
-def unrotated(delta: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def unrotated(delta: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, into: torch.Tensor) -> torch.Tensor:
     return delta
 
 

@@ -1,7 +1,6 @@
 """Models in GGUF files: configuration and tensors equal those that transformers reads, or wrote before."""
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,55 +8,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from handgrad.errors import HandgradError
-from handgrad.files.gguf import dequantise, open_gguf
+from handgrad.files.gguf import dequantise
 from handgrad.formats.gguf import read_model
 from handgrad.formats.gguf_architectures import ARCHITECTURES
-from handgrad.text import downloads
 
 Tensors = dict[str, np.ndarray]
-
-
-def without_vocabulary(path: Path, folder: Path) -> Path:
-    """A copy without the arrays of the metadata: transformers spends half a minute on those of a tokenizer."""
-    file = open_gguf(path)
-    writer = GGUFWriter(folder / "model.gguf", file.text("general.architecture"))
-    for key, value in file.metadata.items():
-        kind = GGUFValueType.get_type(value)
-        if kind != GGUFValueType.ARRAY and key != "general.architecture":
-            writer.add_key_value(key, value, kind)
-    for name, stored in file.tensors.items():
-        data = stored.data.view(torch.float32).view(-1) if stored.kind == "F32" else stored.data
-        writer.add_tensor(name, data.numpy(), raw_dtype=GGMLQuantizationType[stored.kind])
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
-    return folder / "model.gguf"
-
-
-def test_smollm2_equals_what_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers makes this table once for every module of the model, for 15 seconds
-    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-    (path,) = downloads.fetch("smollm2")
-    config, tensors, file = read_model(path)
-    without_vocabulary(path, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
-    ours = AutoConfig.for_model(**config).to_dict()
-    for name, value in theirs.config.to_dict().items():
-        if name not in ("_name_or_path", "_model_name_or_path", "architectures", "quantization_config", "unk_token_id"):
-            assert ours[name] == value, name
-    weights = theirs.state_dict()
-    assert set(weights) - {"lm_head.weight"} == set(tensors) and len(tensors) == 272
-    assert tensors["model.layers.3.mlp.up_proj.weight"].kind == "Q4_1"
-    assert tensors["model.embed_tokens.weight"].kind == "Q8_0"
-    for name, stored in tensors.items():
-        assert torch.equal(dequantise(stored), weights[name]), name
-    packed = sum(stored.data.numel() for stored in tensors.values())
-    assert packed == sum(stored.data.numel() for stored in file.tensors.values()) < 97e6
 
 
 # ── small models of transformers, written as llama.cpp's converter does ─────────────────────────────────────────────

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import HandgradError, MissingError
+from ..files.gguf import is_gguf
 from ..files.reading import open_regular
 from ..files.tensors import read_headers, read_tensors
 from ..model.gpt import GPT
@@ -29,6 +30,8 @@ def write_merge(record: Merged, merged: GPT, adapter: Path, folder: Path) -> Non
 
 def merged_adapter(folder: Path) -> str | None:
     """The fingerprint of the adapter that was merged into the model in a folder."""
+    if is_gguf(folder):
+        return None
     try:
         read_headers(folder / FILE)
     except MissingError:

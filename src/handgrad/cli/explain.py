@@ -66,7 +66,7 @@ def explain(
     if lora:
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
-    if sum(p.numel() for p in network.parameters()) < SMALL:
+    if network.size < SMALL:
         torch.set_num_threads(1)
     session = Session(network, tokenizer, name, note, text or TEXT)
     session.encode(session.text)  # report an invalid sentence now
@@ -124,9 +124,10 @@ def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
         return tokenizer.make("bytes", ())
     if network.config.n_vocab == 50257:
         return tokenizer.gpt2()
+    remedy = "put its tokenizer.json there" if folder else "choose a folder that has a tokenizer.json"
     raise HandgradError(
-        f"{folder} has no tokenizer, and its vocabulary of {network.config.n_vocab:,} is neither bytes (256) nor GPT-2's"
-        " (50,257): put its tokenizer.json there"
+        f"{folder or 'this preset'} has no tokenizer, and its vocabulary of {network.config.n_vocab:,} is neither bytes"
+        f" (256) nor GPT-2's (50,257): {remedy}"
     )
 
 

@@ -20,8 +20,8 @@ def plan(
     targets: Annotated[
         list[str] | None,
         typer.Option(
-            help="Layers with adapters, as in handgrad finetune; also q, k and v, and paper, the layers that Section 7"
-            " counts. Separate names with commas, or repeat the option. [default: all-linear]"
+            help="Layers with adapters, as in handgrad finetune; also q, k and v where one layer holds them, and paper, the"
+            " layers that Section 7 counts. Separate names with commas, or repeat the option. [default: all-linear]"
         ),
     ] = None,
     n_blocks: Annotated[int | None, typer.Option(help=MODEL_SHAPE["n_blocks"])] = None,
@@ -60,6 +60,11 @@ def plan(
       handgrad plan --model gpt2                    # 124,439,808
       handgrad plan --rank 16 --targets lm_head     # 816,400 trainable
       handgrad plan --n-blocks 12 --rank 16 --targets paper     # 3,470,608 trainable
+
+    Any other family, as a preset or a folder:
+
+      handgrad plan --model smollm2-shape --tokens 512                   # 134,515,008
+      handgrad plan --model smollm2-shape --tokens 512 --rank 16         # 4,884,480 trainable
     """
     from ..display import plan as display
     from ..formats.models import find_model

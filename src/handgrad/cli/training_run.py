@@ -13,7 +13,7 @@ from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
 from ..training.job import Job
-from ..training.lifecycle import Prepare, Request, Result, dry_run, execute
+from ..training.lifecycle import GGUF_ADAPTER, Prepare, Request, Result, dry_run, execute
 from ..training.option_file import read_option_file
 from ..training.plan import plan_job
 from . import console
@@ -97,5 +97,6 @@ def _print_result(result: Result) -> None:
             style="bold yellow", highlight=False,
         )  # fmt: skip
     what = "adapter" if job.model.adapter is not None else "model"
-    for name, path in ((what, result.path), ("report", result.folder / "report.html")):
+    written = [(what, result.path), ("gguf", result.folder / GGUF_ADAPTER), ("report", result.folder / "report.html")]
+    for name, path in written if job.options.gguf else (written[0], written[2]):
         console.say(f"{name:<8}{path}")

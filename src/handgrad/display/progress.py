@@ -162,8 +162,7 @@ class Board(Lines):
 def describe(job: Job) -> list[str]:
     """Two lines about a job: its model, and how it is trained."""
     o, r, m = job.options, job.recipe, job.model.config
-    parameters = list(job.model.parameters())
-    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    total, trained = job.model.size, sum(p.numel() for p in job.model.parameters() if p.requires_grad)
     until = plural(r.steps, "step") if r.steps else plural(r.minutes or 0, "minute")
     part = f"; {trained:,} of them trainable ({percent(trained / total)})" if trained < total else ""
     if job.adapter_ranks:

@@ -25,7 +25,7 @@ def attention(attn: Attention, config: ModelConfig) -> dict[str, Any]:
     changed = attn.normed or attn.rotated
     as_in_paper = not changed and not grouped and (fused or not adapted)
     no_effect = "k" in _biases(attn) and not changed  # b_k adds the same to all scores of a row
-    backward = _paper_backward(attn, adapted) if as_in_paper else _backward(attn, config, adapted, grouped)
+    backward = _errors_as_in_paper(attn, adapted) if as_in_paper else _errors(attn, config, adapted, grouped)
     return {
         "title": "Attention",
         "summary": _summary(attn, config),
@@ -105,7 +105,7 @@ def _rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
     scaled = config.rope_scaling.rope_type != "default"
     share = rf"\left( \frac{{1 - s_i}}{{{config.rope_scaling.factor:g}}} + s_i \right) " if scaled else ""
     theta = rf"\theta_i = {share}{base}^{{-2i / d_\rho}}"
-    rotates = r"R(t) : \text{plane } i \text{ by the angle } \theta_i t"
+    rotates = r"R(t) \text{ rotates plane } i \text{ by } \theta_i t"
     yield Formula(rf"{rotates} \qquad {theta}", "L-rope-scaling" if scaled else "L-rope-fwd")
 
 
@@ -115,7 +115,7 @@ def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
     yield Formula(
         rf"{rho} = \mathrm{{softmax}}\left({mask}\left(\frac{{{q} {k}^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
         rf" a_3^h = {rho} \, {v}",
-        "18, 34" + (", L-gqa-fwd" if grouped else ""),
+        "L-gqa-fwd" if grouped else "18, 34",
     )
     if grouped:
         yield Formula(
@@ -130,7 +130,7 @@ def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
 # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _scores_backward(grouped: bool) -> tuple[Formula, Formula]:
+def _errors_of_scores(grouped: bool) -> tuple[Formula, Formula]:
     h, v, rho = ("^h", "(v^g)", r"\rho^h") if grouped else ("", "v", r"\rho")
     causal, raw = f"{CAUSAL}{h}", f"{RAW}{h}"
     return (
@@ -139,7 +139,7 @@ def _scores_backward(grouped: bool) -> tuple[Formula, Formula]:
     )
 
 
-def _paper_backward(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
+def _errors_as_in_paper(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
     grads = (
         rf"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t {RAW} k \qquad"
         rf" \partial w_k = ({RAW} a_2)^t q" + (r" \qquad \partial b_k = 0" if "k" in _biases(attn) else "")
@@ -149,7 +149,7 @@ def _paper_backward(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
         gradients = _adapter_gradients(attn.qkv, "2", r"\Delta_{qkv}")
         grads = rf"{signals} \qquad {gradients}"
     return (
-        *_scores_backward(False),
+        *_errors_of_scores(False),
         Formula(
             rf"\Delta_2 = \sum_h \left( \rho^t \Delta_3^h w_v^t + {RAW} k \, w_q^t + {RAW}^t q \, w_k^t \right)",
             "33, 35",
@@ -158,7 +158,7 @@ def _paper_backward(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
     )
 
 
-def _backward(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool) -> tuple[Formula, ...]:
+def _errors(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool) -> tuple[Formula, ...]:
     """δ is the error signal of q, k or v, as in docs/layers/attention.md; all heads stand side by side in Δ_2."""
     signals = {"q": rf"{RAW} k", "k": rf"{RAW}^t q", "v": r"\rho^t \Delta_3^h"}
     if grouped:
@@ -167,17 +167,18 @@ def _backward(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool
     up = {"q": "^h", "k": "^g", "v": "^g"} if grouped else dict.fromkeys("qkv", "")
     made = [rf"\delta_{letter}{up[letter]} = {signals[letter]}" for letter in "qkv"]
     terms = [rf"\delta_{{{_projected(attn, x)}}} \, {_weight(attn, x)}^t" for x in "qkv"]
+    plus = r" \qquad + " if adapted else " + "  # a narrow page can break at \qquad
     return (
-        *_scores_backward(grouped),
-        Formula(r" \qquad ".join(made), "22, 30" + (", L-gqa-sum" if grouped else "")),
-        *_rotation_backward(attn, config),
-        *_norms_backward(attn),
-        Formula(rf"\Delta_2 = {' + '.join(terms)}", "33, 35"),
+        *_errors_of_scores(grouped),
+        Formula(r" \qquad ".join(made), "L-gqa-sum" if grouped else "22, 30"),
+        *_errors_of_rotation(attn, config),
+        *_errors_of_norms(attn),
+        Formula(rf"\Delta_2 = {plus.join(terms)}", "33, 35"),
         *_projection_gradients(attn),
     )
 
 
-def _rotation_backward(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
+def _errors_of_rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
     if attn.rotated:
         m = _attention_factor(config)
         back = [
@@ -186,7 +187,7 @@ def _rotation_backward(attn: Attention, config: ModelConfig) -> Iterator[Formula
         yield Formula(r" \qquad ".join(back), "L-rope-bwd")
 
 
-def _norms_backward(attn: Attention) -> Iterator[Formula]:
+def _errors_of_norms(attn: Attention) -> Iterator[Formula]:
     for letter in "qk" if attn.normed else "":
         x, y = _projected(attn, letter), rf"\hat {letter}" if attn.rotated else letter
         g = f"G_{letter}"

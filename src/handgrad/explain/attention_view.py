@@ -42,9 +42,9 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
         # are never made.
         w_k, w_v = branches["k"].w, branches["v"].w
         x = branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
-    along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
-    along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
-    product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
+        along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
+        along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
+        product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
     squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
     sent = squares.clamp(min=0).sqrt()
     labels = labels_of(session, sentence)

@@ -171,7 +171,8 @@ def linear(i: int, branches: Sequence[Branch], summary: str, beyond: str = "") -
                 )
             )
         else:
-            forward.append(Formula(rf"{output} = {product}{added}", beyond or "Table 2"))
+            equation = "43" if beyond and lora else beyond or "Table 2"
+            forward.append(Formula(rf"{output} = {product}{added}", equation))
         terms.append(rf"{signal} {w}^t" + (rf" + s \, {signal} ({d} {u})^t" if lora else ""))
         if lora:
             grad = (
@@ -181,7 +182,8 @@ def linear(i: int, branches: Sequence[Branch], summary: str, beyond: str = "") -
             grad = rf"\partial {w} = a_{{{i}}}^t {delta}"
             grad += rf" \qquad \partial {b} = \sum_{{\mathrm{{tok}}}} {delta}" if bias else ""
         grads.append(Formula(grad, "45, 46" if lora else beyond or "Table 3"))
-    back = rf"\Delta_{{{i}}} = {' + '.join(terms)}"
+    joined = r" \qquad + ".join(terms) if adapted else " + ".join(terms)  # a narrow page can break at \qquad
+    back = rf"\Delta_{{{i}}} = {joined}"
     return {
         "summary": summary,
         "forward": tuple(forward),
@@ -270,7 +272,7 @@ _INNER_G = {
     "gelu_tanh": "ops/activation.py _gelu_tanh",
     "gelu": "ops/activation.py _gelu",
     "relu2": "ops/activation.py _relu2",
-    "silu": "ops/gated.py _silu",
+    "silu": "paper/gated.py g_prime",
 }
 
 
@@ -296,7 +298,7 @@ def gated_activation(g: str) -> dict[str, Any]:
         rf"\Delta_{{{gate}}} = \Delta_8 \circ {up} \circ g'({gate}) \qquad \Delta_{{{up}}} = \Delta_8 \circ g({gate})"
     )
     return {
-        "title": "Gated activation",
+        "title": "Activation",
         "summary": f"Each hidden value of up is multiplied by a function of its gate. The function: {_NAMES_OF_G[g]}. In the"
         " backward pass, the product rule gives two errors: that of up is multiplied by the function, that of the gate by up"
         " and by the slope of the function.",

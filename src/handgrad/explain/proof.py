@@ -279,8 +279,8 @@ class Prover:
 
     @property
     def _embedding(self) -> str:
-        """The name of the token table in the model."""
-        return self.session.by_id["a_1"].parameters[0].name
+        """The name of the token table in the model; "" if it is packed."""
+        return next((p.name for p in self.session.by_id["a_1"].parameters if p.symbol == "w_tok"), "")
 
     def _tied_gradient_error(self, checker: Checker) -> float:
         """Relative error of ∂w_tok = ohe(a_0)ᵗ Δ_1 + Δ_12ᵗ a_11. A trained table implies a head without an adapter."""

@@ -39,7 +39,7 @@ SOURCES: dict[str, Callable[..., object]] = {
     "paper/gated.py delta_prev": paper_gated.delta_prev,
     "ops/gated.py forward": gated.forward,
     "ops/gated.py backward": gated.backward,
-    "ops/gated.py _silu": gated._silu,
+    "paper/gated.py g_prime": paper_gated.g_prime,
     "ops/linear.py forward": linear.forward,
     "ops/linear.py backward": linear.backward,
     "ops/linear.py grad_w": linear.grad_w,

@@ -63,7 +63,9 @@ def stations_of(model: GPT) -> list[Station]:
         found.append(Station(id=id, index=index, block=block, **fields))
 
     tables = tuple(
-        Parameter(name, names[table.weight], _unchanged, f"grad_{name}") for name, table in model.tables().items()
+        Parameter(name, names[table.weight], _unchanged, f"grad_{name}")
+        for name, table in model.tables().items()
+        if table.weight is not None  # a packed table is no parameter
     )
     add("a_0", 0, None, formulas.tokens())
     add(
@@ -193,8 +195,11 @@ def _head(model: GPT, names: Names) -> tuple[dict[str, Any], tuple[Parameter, ..
             "errata": (*kind["errata"], "R9"),
             "sources": (*kind["sources"], ("backward", "model/layers.py Linear.accumulate_weight")),
         }
-        shared = Parameter("w_11 = w_tokᵗ", names[model.embed.weight], _unchanged, "grad_w_tok")
-        parameters = tuple(shared if p.symbol == "w_11" else p for p in parameters)
+        shared = [
+            Parameter("w_11 = w_tokᵗ", p.name, _unchanged, "grad_w_tok") if p.symbol == "w_11" else p
+            for p in parameters
+        ]
+        parameters = tuple(shared)
     return kind, parameters
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..ops import linear
 from .pictures import picture
 from .session import Session, TracedSentence
+from .views import relaxed_signal
 
 Range = tuple[int, int]  # first and after the last
 
@@ -17,7 +17,7 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
     """Return a tensor of the trace as a matrix; `head` selects one of a tensor with heads."""
     if name == "delta_0":
         with session.model_at(sentence.version) as model, torch.no_grad():
-            return linear.backward(sentence.trace["blocks.0.delta_1"], model.embed.weight)
+            return relaxed_signal(model, sentence)
     if name.endswith(".sent") or name not in sentence.trace:
         raise HandgradError(f"the trace has no matrix {name!r}")
     x = sentence.trace[name]

@@ -186,10 +186,16 @@ def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit
     }  # fmt: skip
 
 
+def relaxed_signal(model: GPT, sentence: TracedSentence) -> Tensor:
+    """Δ_0 = Δ_1 w_tokᵗ (n, V)"""
+    w_tok = model.embed.table(torch.arange(model.config.n_vocab))[0]
+    return linear.backward(sentence.trace["blocks.0.delta_1"], w_tok)
+
+
 def _swaps(session: Session, sentence: TracedSentence, labels: list[str], limit: int) -> dict[str, Any]:
     """Δ_0 = Δ_1 w_tokᵗ: how the loss would change, to first order, if another token stood here (Section 2)."""
     with session.model_at(sentence.version) as model, torch.no_grad():
-        delta_0 = linear.backward(sentence.trace["blocks.0.delta_1"], model.embed.weight)
+        delta_0 = relaxed_signal(model, sentence)
     delta_0 = delta_0[:, : session.tokenizer.n_vocab]
     rows: list[dict[str, Any]] = []
     for t, id in enumerate(sentence.ids):

@@ -15,8 +15,8 @@ from ..files.atomic import write_folder
 from ..model.gpt import GPT
 from ..text import tokenizer
 from .convert import check_new_folder, parse_dtype
-from .huggingface import load, stored_dtype, write_model
-from .models import base_of, tokenizer_folder, weights_folder
+from .huggingface import stored_dtype, write_model
+from .models import base_of, open_folder, tokenizer_folder, weights_folder
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _adapter_folder(name: str) -> Path:
 def _open(base: Path, dtype: str | None) -> tuple[GPT, torch.dtype]:
     """The model, in float32 (float64 if stored so) to compare logits in, and the dtype to store it in."""
     before = stored_dtype(base)
-    network = load(base, dtype=torch.float64 if before == torch.float64 else torch.float32)
+    network = open_folder(base, torch.float64 if before == torch.float64 else torch.float32)
     return network, parse_dtype(dtype) or before
 
 

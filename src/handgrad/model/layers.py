@@ -223,6 +223,11 @@ class Embedding(nn.Module):
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     @property
+    def w(self) -> Tensor:
+        """(rows, d)"""
+        return self.like.unpacked(self.packed) if self.weight is None else self.weight
+
+    @property
     def trains(self) -> bool:
         return self.weight is not None and self.weight.requires_grad
 

@@ -1,7 +1,8 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -57,7 +58,7 @@ class Network(Parts):
                 self.to_empty(device=device or torch.get_default_device())
             except (AssertionError, RuntimeError) as reason:
                 if "alloc" in str(reason):
-                    count = sum(p.numel() for p in self.parameters())
+                    count = self.size
                     raise HandgradError(f"not enough memory for {count:,} parameters: choose a smaller shape") from None
                 raise HandgradError(f"cannot use device {device}: {str(reason).splitlines()[0]}") from None
             if config.tied:
@@ -92,6 +93,12 @@ class Network(Parts):
     @property
     def blocks(self) -> list[Block]:
         return list(self._blocks)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters, packed weights and adapters included."""
+        matrices = {x.packed for x in self.modules() if isinstance(x, Linear | Embedding) and x.packed is not None}
+        return sum(p.numel() for p in self.parameters()) + sum(math.prod(x.shape) for x in matrices)
 
     @property
     def device(self) -> torch.device:
@@ -135,12 +142,21 @@ class Network(Parts):
         """Whether weights are packed."""
         return self.scratch is not None
 
-    def unpacked(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        """Within the context the packed weights of these modules are unpacked once, instead of at every use."""
+    @contextmanager
+    def unpacked(self, *modules: nn.Module) -> Iterator[None]:
+        """Within the context the packed weights of these modules are unpacked once, instead of at every use. Blocks share
+        their buffers. That of the head, as large as ten blocks, and theirs do not exist at the same time."""
         if self.scratch is None:
-            return nullcontext()
+            yield
+            return
+        alone = self.head in modules
+        if alone:
+            self.scratch.clear()
         matrices = [x.packed for m in modules for x in m.modules() if isinstance(x, Linear) and x.packed is not None]
-        return self.scratch.unpacked(matrices, self.dtype)
+        with self.scratch.unpacked(matrices, self.dtype):
+            yield
+        if alone:
+            self.scratch.clear()
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of these positions; None without rotary positions."""

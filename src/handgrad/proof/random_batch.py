@@ -13,7 +13,7 @@ SMALL = 5_000_000  # parameters below which a second thread would only wait
 def verify_on_random_batch(model: GPT, seed: int, watch: Watch = iter) -> Report:
     """`verify` on three random sequences of different lengths, with a fifth of the targets ignored."""
     check_integer("seed", seed)
-    if sum(p.numel() for p in model.parameters()) < SMALL:
+    if model.size < SMALL:
         torch.set_num_threads(1)
     lengths = [min(n, model.config.n_context) for n in (9, 1, 6)]
     generator = torch.Generator().manual_seed(seed)

@@ -60,7 +60,7 @@ def choices_of(config: ModelConfig) -> Choices:
 
 def weights_of(model: GPT) -> tuple[Weights, list[Weights]]:
     """The model's parameters outside the blocks and of every block: views and sums of the model's tensors."""
-    outside: Weights = {name: (table.weight, None) for name, table in model.tables().items()}
+    outside: Weights = {name: (table.w, None) for name, table in model.tables().items()}
     outside |= {"10": _pair(model.final_norm), "11": _pair(model.head)}
     blocks = []
     for block in model.blocks:
@@ -233,6 +233,7 @@ class ReferenceModel:
         seen: dict[str, list[Tensor]] = {}
 
         def visit(start: int, name: str, x: Tensor) -> Tensor:
+            x = x if x.requires_grad else x.detach().requires_grad_()  # nothing below it is a parameter: packed weights
             seen.setdefault(name, []).append(x)
             return x
 

@@ -59,7 +59,7 @@ def verify(
     reference = ReferenceModel(wide, tokens, targets, lengths)
     expected = reference.differentiate()
 
-    report = Report(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokens.numel()} tokens")
+    report = Report(f"{model.size:,} parameters, {tokens.numel()} tokens")
 
     def add(section: str, id: str, note: str, oracle: str, limit: float, measure: Callable[[], object]) -> None:
         report.checks.append(run_check(id, section, "", note, oracle, limit, measure))
@@ -139,7 +139,7 @@ def _worst(found: Gradients, trained: list[str], expected: Reference) -> tuple[f
 
 def check_verifiable(model: GPT) -> None:
     """Raise if the model is too large for this machine, has an unsupported dtype, is all frozen, or holds NaN."""
-    needed, free = BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters()), free_memory()
+    needed, free = BYTES_PER_PARAMETER * model.size, free_memory()
     if needed > free:
         raise HandgradError(
             f"verifying this model in float64 needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB are free:"
@@ -225,7 +225,7 @@ def _parameter_probes(
 
 
 def _small(model: GPT) -> bool:
-    return sum(p.numel() for p in model.parameters()) <= SMALL_MODEL
+    return model.size <= SMALL_MODEL
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:

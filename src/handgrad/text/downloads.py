@@ -128,8 +128,8 @@ def _member(package: Path, name: str) -> Iterator[IO[bytes]]:
         with zipfile.ZipFile(package) as archive, archive.open(name) as file:
             yield file
     else:
-        with tarfile.open(package) as archive, closing(archive.extractfile(name)) as file:  # type: ignore[type-var]
-            yield file  # type: ignore[misc]
+        with tarfile.open(package) as source, closing(source.extractfile(name)) as member:  # type: ignore[type-var]
+            yield member  # type: ignore[misc]
 
 
 def default_corpus() -> tuple[list[Path], str]:

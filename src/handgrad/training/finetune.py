@@ -42,6 +42,8 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
 
     if options.gguf:
         gguf_lora.check(model)
+    if model.packed and options.sample_tokens and ranks.first:
+        display.say("The weights are packed: no samples while training, because each token would unpack every block.")
     training, validation, summary = _examples(options, clock, tokenizer, model, directory, ranks, display)
     if ranks.first:
         display.examples(summary, training, tokenizer)

@@ -35,6 +35,7 @@ C = TypeVar("C", bound=TrainOptions)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 LENGTHS = ("steps", "epochs", "minutes")
 # options that may change on resume: length and logging, not what is computed
+GGUF_ADAPTER = "adapter.gguf"
 FREE = {*LENGTHS, "log_every", "eval_every", "save_every", "keep", "patience", "sample_tokens", "tensorboard"}
 PATHS = {"data", "val_data", "model", "chat_template"}
 
@@ -308,5 +309,5 @@ def conclude(job: Job, run: Run) -> Path:
 
     write_folder(path, fill, follow=False)
     if job.options.gguf:
-        gguf_lora.write(job.model.config, path, run.folder / "adapter.gguf")
+        gguf_lora.write(job.model.config, path, run.folder / GGUF_ADAPTER)
     return path

@@ -161,7 +161,7 @@ def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
 
 def sample(job: Job) -> str:
     """Text that the model generates, with the beginning of the validation data as its prompt."""
-    if not job.options.sample_tokens or job.validation is None:
+    if not job.options.sample_tokens or job.validation is None or job.model.packed:  # a token would unpack every block
         return ""
     prompt = job.validation.sample_prompt()
     new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)

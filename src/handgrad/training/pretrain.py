@@ -8,8 +8,7 @@ import torch
 
 from .. import adapters, optim
 from ..errors import HandgradError
-from ..formats.huggingface import load, load_config
-from ..formats.models import find_model
+from ..formats.models import config_of, find_model, open_folder
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..model.config import ModelConfig, preset
@@ -35,7 +34,7 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
         fixed = f"--{options.shape[0][0].replace('_', '-')}" if options.shape else "--tokenizer"
         raise HandgradError(f"{fixed} cannot change an existing model ({directory}): leave it out")
     text_tokenizer = tokenizer.read(directory) if directory is not None else _tokenizer(options, files, ranks)
-    shape = load_config(directory) if directory is not None else _shape(options, text_tokenizer)
+    shape = config_of(directory) if directory is not None else _shape(options, text_tokenizer)
     check_vocabulary(text_tokenizer, shape)
     total = sum(file.stat().st_size for file in files)
     progress = display.reading(total) if ranks.first else lambda n: None
@@ -46,7 +45,7 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
     context = shape.n_context
     training, validation = batches.split(tokens, context, options.val_share, options.seed)
     dtype = getattr(torch, options.dtype)
-    model = load(directory, dtype=dtype) if directory is not None else GPT(shape, seed=options.seed, dtype=dtype)
+    model = open_folder(directory, dtype) if directory is not None else GPT(shape, seed=options.seed, dtype=dtype)
     batch = max(1, round((options.batch_tokens or 12 * context) / context))
     options = replace(options, batch_tokens=batch * context)
     recipe = _decide(options, batch, training, model.config.d_model)

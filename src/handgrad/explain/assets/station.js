@@ -90,7 +90,7 @@ function formulas(station, state, view) {
     { class: "formulas", "aria-label": "Formulas" },
     column("forward", station.forward),
     column("backward", station.backward),
-    station.derived_in.length ? el("p", { class: "soft", id: "derived-in" }, `Beyond the paper: derived in ${station.derived_in.join(", ")}. Names such as L-rms-fwd are checks of handgrad verify.`) : null,
+    station.derived_in.length ? el("p", { class: "soft derived", id: "derived-in" }, `Beyond the paper: derived in ${station.derived_in.join(", ")}. L-… names a check of handgrad verify.`) : null,
     errata.length ? el("details", { class: "errata" }, el("summary", {}, `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`), el("ul", {}, errata)) : null,
   );
 }

@@ -1,0 +1,71 @@
+"""A tiny random Llama with a byte tokenizer and a chat template as a GGUF file, in the place of SmolLM2."""
+
+from pathlib import Path
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+
+import handgrad as hg
+from handgrad.text import downloads
+from handgrad.text.tokenizer import make
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPE = {"n_context": 128, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "n_blocks": 2, "d_hidden": 64}
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers": "blk", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_tiny_smollm2(path: Path) -> None:
+    """Write the file, with matrices as Q8_0."""
+    made = make("bytes", []).inner
+    single = [made.id_to_token(i) for i in range(256)]
+    tokens = [*single, single[116] + single[104], "<|im_start|>", "<|im_end|>"]  # one merge: t h
+    model = hg.GPT(hg.preset("nano-llama", n_vocab=len(tokens), **SHAPE), seed=0)
+    c = model.config
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(c.n_context)
+    writer.add_embedding_length(c.d_model)
+    writer.add_feed_forward_length(c.hidden_width)
+    writer.add_block_count(c.n_blocks)
+    writer.add_head_count(c.n_heads)
+    writer.add_head_count_kv(c.kv_heads)
+    writer.add_rope_dimension_count(c.query_width)
+    writer.add_rope_freq_base(c.rope_base)
+    writer.add_layer_norm_rms_eps(c.eps)
+    writer.add_vocab_size(c.n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges([f"{tokens[116]} {tokens[104]}"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+    for name, p in model.named_parameters():
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        w = p.detach()
+        if name.split(".")[-2] in ("attn_q", "attn_k"):  # to the interleaved order
+            w = w.view(-1, 2, c.query_width // 2, c.d_model).transpose(1, 2).reshape(w.shape)
+        if w.ndim == 2:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(w.contiguous().numpy(), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, w.to(torch.float32).numpy())
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+
+
+def put_in_cache() -> None:
+    """Write it where `handgrad get smollm2` puts the real one."""
+    (member,) = downloads.DOWNLOADS["smollm2"].members
+    write_tiny_smollm2(downloads.cache_path("smollm2") / Path(member).name)
