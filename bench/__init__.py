@@ -10,7 +10,11 @@ memory is measured in a separate process per contender.
     cases.py       models and batches of train, memory, lora, sft
     compete.py     compares, times and measures the contenders of a case
     scenarios.py   all scenarios; attention and products
+    bases.py       models and examples of finetune and context
     finetune.py    the command finetune, and the same by transformers + peft
+    peft_peer.py   the process of transformers + peft
+    context.py     the command finetune on one example of increasing length
+    process.py     peak memory of a process
     explain.py     the page of handgrad explain in a browser
     picture.py     the plot
 """
@@ -21,7 +25,9 @@ SCENARIOS = {
     "lora": "A step with LoRA adapters of rank 16 on every matrix of every block.",
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
+    "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
     "attention": "The backward pass of attention alone, against torch's kernel.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
+WITH_MODEL = ("finetune", "context")  # scenarios that take --model

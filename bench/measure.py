@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .process import memory_of
+
 BUSY = 0.3  # load per core above which measurements are unreliable
 Watch = Callable[[Iterable[int]], Iterable[int]]  # may wrap the rounds in a progress bar
 
@@ -84,7 +86,7 @@ def take_turns(
 
 def resident() -> int:
     """Resident memory of this process, in bytes."""
-    return _status("VmRSS")
+    return memory_of("VmRSS")
 
 
 def peak_during(run: Callable[[], object]) -> int:
@@ -92,9 +94,4 @@ def peak_during(run: Callable[[], object]) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     run()
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+    return memory_of("VmHWM")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from handgrad.model.readout import rows_at_once
-from handgrad.ops.attention import ROWS
+from handgrad.ops._tiles import ROWS
 from handgrad.optim import OptimizerInBackward
 from handgrad.text import tokenizer
 from handgrad.training.config import Recipe, TrainOptions

@@ -1,6 +1,7 @@
 """The plot, as SVG: for each case its speed and memory relative to the reference, and how both grow with the number of
 tokens."""
 
+from collections.abc import Callable
 from html import escape
 
 from handgrad.formatting import number
@@ -8,7 +9,7 @@ from handgrad.formatting import number
 from .measure import Machine
 from .scenarios import Row
 
-WIDTH, LABEL, BAR, GAP = 860, 300, 16, 8
+WIDTH, LABEL, BAR, GAP = 1000, 500, 16, 8
 COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
 
 
@@ -27,18 +28,20 @@ def draw(rows: list[Row], machine: Machine) -> str:
     parts: list[str] = []
     y = _bars(parts, 30, "speed: times as fast as the reference (longer is better)", speed, "#d9822b")
     y = _bars(parts, y + 30, "peak memory: share of the reference's (shorter is better)", memory, "#2b6cb0")
-    steps = sorted((r for r in rows if r.scenario == "train" and "GPT-2" in r.case), key=lambda r: r.tokens)
-    model = steps[0].case.split(",")[0] if steps else ""
-    for title, unit, value in (
-        (f"seconds of a training step of {model}", "s", lambda r: r.seconds),
-        ("peak memory of a training step above weights and optimizer state", "GB", lambda r: r.memory / 1e9),
+    for scenario, title, memory_title in (
+        ("train", "a training step of {}", "memory of a training step above weights and optimizer state"),
+        (
+            "context",
+            "a LoRA step on one example",
+            "memory of fine-tuning on one example, above an interpreter with torch",
+        ),
     ):
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for r in steps:
-            if value(r):
-                curves.setdefault(r.contender, []).append((r.tokens, value(r)))
-        if any(len(curve) > 1 for curve in curves.values()):
-            y = _growth(parts, y + 30, title, unit, curves)
+        steps = sorted((r for r in rows if r.scenario == scenario and r.tokens), key=lambda r: r.tokens)
+        if scenario == "train":
+            steps = [r for r in steps if "GPT-2" in r.case]
+            title = title.format(steps[0].case.split(",")[0] if steps else "")
+        y = _curves(parts, y, f"seconds of {title}", "s", steps, lambda r: r.seconds)
+        y = _curves(parts, y, f"peak {memory_title}", "GB", steps, lambda r: (r.above_torch or r.memory) / 1e9)
     y += 24
     parts.append(f'<text x="10" y="{y}">{escape(machine.state)}</text>')
     if machine.busy:
@@ -71,9 +74,20 @@ def _bars(parts: list[str], y: int, title: str, bars: list[tuple[str, float]], c
     return y
 
 
+def _curves(parts: list[str], y: int, title: str, unit: str, rows: list[Row], value: Callable[[Row], float]) -> int:
+    """A curve for every contender with several numbers of tokens."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for r in rows:
+        if value(r):
+            curves.setdefault(r.contender, []).append((r.tokens, value(r)))
+    if any(len(curve) > 1 for curve in curves.values()):
+        return _growth(parts, y + 30, title, unit, curves)
+    return y
+
+
 def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, list[tuple[int, float]]]) -> int:
     """Curves over the number of tokens; both axes start at zero."""
-    height, right = 190, WIDTH - 170
+    height, right = 190, WIDTH - 230
     most = max(x for curve in curves.values() for x, _ in curve)
     top = max(value for curve in curves.values() for _, value in curve)
     parts.append(f'<text class="h" x="10" y="{y}">{escape(title)}</text>')
@@ -96,5 +110,5 @@ def _growth(parts: list[str], y: int, title: str, unit: str, curves: dict[str, l
     for x in sorted({x for curve in curves.values() for x, _ in curve}):
         px = 60 + x / most * (right - 60)
         parts.append(f'<text x="{px:.1f}" y="{floor + 16}" text-anchor="middle">{x}</text>')
-    parts.append(f'<text x="{right + 8}" y="{floor + 16}">tokens</text>')
+    parts.append(f'<text x="{right + 24}" y="{floor + 16}">tokens</text>')
     return floor + 30

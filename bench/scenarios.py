@@ -11,11 +11,11 @@ from handgrad.ops import attention
 
 from . import SCENARIOS
 from . import explain as page
-from . import finetune as finetuning
 from .cases import CASES, Row
 from .compete import compare, compete
+from .context import context
+from .finetune import finetune
 from .measure import Machine, Watch, take_turns
-from .peers import RANK
 from .sizes import Size
 
 LIBRARY_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -86,23 +86,6 @@ def products(size: Size, watch: Watch) -> list[Row]:
     return rows
 
 
-def finetune(size: Size, watch: Watch) -> list[Row]:
-    count, steps = size.finetune
-    hand, peft, tokens = finetuning.side_by_side(size)
-    name = f"{count} examples per step, LoRA r={RANK}"
-    rows = []
-    for contender, found in (("handgrad finetune", hand), ("transformers + peft", peft)):
-        best, middle = min(found["seconds"]), sorted(found["seconds"])[len(found["seconds"]) // 2]
-        rows.append(
-            Row(
-                "finetune", name, contender, tokens, best, middle, min(peft["seconds"]) / best,
-                memory=found["memory"], memory_ratio=found["memory"] / peft["memory"],
-                note=f"{tokens:,} tokens per step without padding; {steps} steps; equal losses; memory of the process",
-            )
-        )  # fmt: skip
-    return rows
-
-
 def explain(size: Size, watch: Watch) -> list[Row]:
     rows = []
     tokens, found = page.measure(*size.explain)
@@ -115,6 +98,7 @@ def explain(size: Size, watch: Watch) -> list[Row]:
 
 SELF_CONTAINED: dict[str, Callable[[Size, Watch], list[Row]]] = {
     "finetune": finetune,
+    "context": context,
     "attention": attention_backward,
     "products": products,
     "explain": explain,
@@ -132,6 +116,7 @@ def run(scenario: str, size: Size, watch: Watch) -> list[Row]:
 def as_json(rows: list[Row], machine: Machine, size: Size) -> str:
     """All figures and the state of the machine; NaN is null."""
     figures = [{k: (None if v != v else v) for k, v in asdict(row).items()} for row in rows]
+    state = asdict(machine) | {"busy": machine.busy}
     return json.dumps(
-        {"size": size.name, "machine": asdict(machine) | {"busy": machine.busy}, "rows": figures}, indent=1
+        {"size": size.name, "model": size.base or size.label, "machine": state, "rows": figures}, indent=1
     )

@@ -22,6 +22,10 @@ class Size:
     examples: int  # sft
     longest: int  # tokens of the longest example of sft and finetune
     finetune: tuple[int, int]  # examples per step, steps
+    instruction_steps: int  # finetune with --model: steps of 8 examples
+    packed_tokens: int  # of a step with packed weights
+    context: tuple[int, ...]  # tokens of the example
+    process_rounds: int  # finetune and context
     attention: tuple[int, ...]  # tokens
     products: tuple[str, ...]  # layers
     product_tokens: int
@@ -29,6 +33,7 @@ class Size:
     explain: tuple[str, int]  # model, words of the sentence
     rounds: int  # maximum
     measure_seconds: float  # budget of each time prediction
+    base: str = ""  # --model of finetune and context; "": `model` with random weights
 
 
 GPT2 = hg.preset("gpt2")
@@ -48,6 +53,10 @@ FULL = Size(
     examples=24,
     longest=900,
     finetune=(24, 3),
+    instruction_steps=5,
+    packed_tokens=1024,
+    context=(512, 1024, 2048, 4096, 8192),
+    process_rounds=2,
     attention=(128, 256, 512, 1024, 2048, 4096),
     products=("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head"),
     product_tokens=1024,
@@ -70,6 +79,10 @@ QUICK = Size(
     examples=2,
     longest=900,
     finetune=(6, 2),
+    instruction_steps=3,
+    packed_tokens=1024,
+    context=(512, 1024),
+    process_rounds=1,
     attention=(128, 512, 1024),
     products=("c_fc", "head"),
     product_tokens=1024,
@@ -93,6 +106,10 @@ TINY = Size(
     examples=3,
     longest=128,
     finetune=(3, 2),
+    instruction_steps=2,
+    packed_tokens=500,
+    context=(32, 64, 128),
+    process_rounds=1,
     attention=(32, 128),
     products=("c_fc", "head"),
     product_tokens=32,

@@ -4,6 +4,7 @@ the load of the machine. The figures themselves are not tested."""
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from bench import SCENARIOS, __main__, explain, scenarios
+from bench import SCENARIOS, __main__, explain, finetune, process, scenarios
 from bench.measure import Machine
 from bench.sizes import SIZES, TINY
 
@@ -28,6 +29,15 @@ CONTENDERS = {
     "finetune": {"handgrad finetune", "transformers + peft"},
     "attention": {"handgrad", "library kernel"},
     "products": {"as written", "transposed"},
+}
+OF_INSTRUCTIONS = {
+    "batches of 8": ["handgrad finetune", "transformers + peft"],
+    "sorted by length": ["handgrad finetune", "transformers + peft, checkpointing"],
+    f"≤ {TINY.packed_tokens} tokens per step": [
+        "… --packed",
+        "handgrad finetune",
+        "… --packed --recompute blocks",
+    ],
 }
 WITH_MEMORY = {"memory", "lora", "finetune"}
 
@@ -71,6 +81,58 @@ def test_scenario_compares_results_and_times(
     assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
 
 
+def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(tmp_path: Path) -> None:
+    """A tiny Llama with packed weights stands for the model; forked processes, so that torch is imported once."""
+    arguments = ["--model", "smollm2", "--tiny", "--json", tmp_path / "figures.json", "--plot", tmp_path / "plot.svg"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "forked_bench.py", *arguments],
+        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["model"] == "smollm2" and f"load {found['machine']['load']:.2f}" in done.stdout
+    rows = [row for row in found["rows"] if row["scenario"] == "finetune"]
+    for case, contenders in OF_INSTRUCTIONS.items():
+        ours = [row for row in rows if row["case"] == case]
+        assert [row["contender"] for row in ours] == contenders
+        assert all(row["seconds"] > 0 and row["ratio"] > 0 and row["memory"] and row["above_torch"] for row in ours)
+        assert len({row["tokens"] for row in ours}) == 1 and ours[1]["ratio"] == ours[1]["above_torch_ratio"] == 1
+    assert rows[-1]["tokens"] <= TINY.packed_tokens < 1.2 * rows[-1]["tokens"]
+    for case, row in zip(OF_INSTRUCTIONS, (rows[0], rows[2], rows[4]), strict=True):
+        assert re.search(rf"{case}: tiny Llama, .* examples of \d+ to \d+ tokens", row["note"])
+    rows = [row for row in found["rows"] if row["scenario"] == "context"]
+    assert [row["tokens"] for row in rows] == [n for n in TINY.context for _ in range(2)]
+    assert all((row["bytes_per_token"] is None) == (row["tokens"] == TINY.context[0]) for row in rows)
+    plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
+    for text in ("seconds of a LoRA step on one example", "peak memory of fine-tuning on one example", "128 tokens"):
+        assert text in plot.replace("128tokens", "128 tokens")
+
+
+def test_different_losses_are_not_reported(tmp_path: Path) -> None:
+    def claim(loss: float) -> finetune.Run:
+        return lambda work, round_: finetune.Found([2.5, loss], [0.1, 0.1], 10**9)
+
+    work = finetune.Work("case", Any, tmp_path, 8, 2, {"handgrad finetune": claim(2.0), "peer": claim(2.0001)})
+    work.take_turns(2, iter)
+    work.contenders["handgrad finetune"] = claim(2.001)
+    with pytest.raises(
+        hg.HandgradError, match=r"case, handgrad finetune: the losses of step 2 differ: 2.001 and 2.0001"
+    ):
+        work.take_turns(1, iter)
+
+
+def test_memory_of_a_process_is_its_own() -> None:
+    """It does not begin at that of the process that starts it."""
+    ballast = bytearray(300_000_000)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    shown, peak = process.run_alone("test", "import sys; x = bytearray(50_000_000); print(sys.argv[1:])", [1, "b"])
+    assert shown == "['1', 'b']\n" and 50e6 < peak < 120e6
+    with pytest.raises(hg.HandgradError, match=r"^test failed: ValueError: why$"):
+        process.run_alone("test", "raise ValueError('why')")
+    free = "import bench.peft_peer, sys; print([name for name in sys.modules if name.startswith('handgrad')])"
+    assert process.run_alone("the peer", free)[0] == "[]\n", "handgrad configures the allocator of its process"
+
+
 @pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
 def test_explain_page_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -86,7 +148,7 @@ def test_explain_page_is_timed(
 
 
 def test_every_scenario_is_tested_and_described() -> None:
-    assert {*CONTENDERS, "explain"} == set(SCENARIOS)
+    assert {*CONTENDERS, "context", "explain"} == set(SCENARIOS)
     for size in SIZES.values():
         assert size.loop in size.train and set(size.compiled) <= set(size.train)
         assert set(size.peaks) <= set(scenarios.CASES)
@@ -154,7 +216,7 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         __main__.main([option])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(name in shown for name in (*SCENARIOS, "--quick", "--tiny", "--json", "--plot"))
+    assert all(name in shown for name in (*SCENARIOS, "--model", "--quick", "--tiny", "--json", "--plot"))
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -163,6 +225,9 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
     [
         (["nonsense"], "unknown scenario 'nonsense'; choose from train, memory, lora"),
         (["attention", "--quick", "--tiny"], "not allowed with"),
+        (["finetune", "train", "--model", "smollm2"], "--model is an option of finetune and context, not of train"),
+        (["context", "--quick", "--model", "no-such-model"], "'no-such-model' is neither a preset"),
+        (["context", "--quick", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
         (["attention", "--tiny", "--json", "no/such/folder/r.json"], "does not exist"),
         (["attention", "--tiny", "--plot", "."], "it is a folder"),
     ],

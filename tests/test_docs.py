@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import typer
+from bench.__main__ import parse as parse_bench
 from typer.testing import CliRunner
 
 import handgrad as hg
@@ -63,6 +64,8 @@ def check_parses(arguments: list[str]) -> None:
     name, *rest = arguments
     assert name in COMMANDS, f"there is no command {name}"
     COMMANDS[name].make_context(name, list(rest))
+    if name == "bench":
+        parse_bench(rest)  # the command passes its options on
     assert not any("\\n" in word for word in rest), f"{rest}: bash passes a backslash; write $'…'"
 
 
@@ -211,7 +214,9 @@ def test_commands_in_running_text_exist(page: Path) -> None:
     for line in re.findall(r"`handgrad ([^`]+)`", text):
         name, *words = words_of(line)
         assert name in COMMANDS or name.startswith("-"), f"{page.name}: handgrad {line}"
-        if name in COMMANDS and name != "bench":
+        if name == "bench":
+            parse_bench(words)
+        elif name in COMMANDS:
             known = {flag for p in COMMANDS[name].params for flag in (*p.opts, *p.secondary_opts)} | {"-h", "--help"}
             assert {word for word in words if word.startswith("--")} <= known, f"{page.name}: handgrad {line}"
 
@@ -228,6 +233,8 @@ def test_commands_are_found_and_checked() -> None:
         check_parses(words_of(r'generate --prompt "Q: why?\nA:"'))
     with pytest.raises(AssertionError):
         check_parses(["nonsense"])
+    with pytest.raises(SystemExit):
+        check_parses(["bench", "train", "--model", "smollm2"])
 
 
 def test_help_lists_the_counts_of_the_paper() -> None:
