@@ -344,6 +344,22 @@ def test_generate_uses_the_newest_run(folder: Path) -> None:
     assert "from runs/two" in invoke("generate", "--tokens", 2).stderr
 
 
+def test_generate_answers_a_message_through_the_chat_template(folder: Path) -> None:
+    model, message = hg.load("nano"), "Why é?"
+    (folder / "nano" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    made = tokenizer.read(folder / "nano")
+    ids = hg.generate(model, torch.tensor([made.encode(f"<user>{message}<answer>")]), 6)[0].tolist()
+    asked = ("generate", "--model", "./nano", "--tokens", 6, "--temperature", 0)
+    done = invoke(*asked, "--chat", message)
+    assert done.exit_code == 0 and done.stdout == made.decode(ids).rstrip("\ufffd") + "\n"
+    assert invoke(*asked, "--prompt", f"<user>{message}<answer>").stdout == f"<user>{message}<answer>{done.stdout}"
+    assert "--prompt, a text to continue, or --chat" in str(invoke(*asked, "--chat", "a", "--prompt", "b").exception)
+    (folder / "nano" / "chat_template.jinja").unlink()
+    assert "nano has no chat template: give the text to continue" in str(invoke(*asked, "--chat", "a").exception)
+
+
 # ── number formatting ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

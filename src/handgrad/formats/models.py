@@ -14,7 +14,8 @@ from ..errors import HandgradError, shown
 from ..files.gguf import is_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.gpt import GPT
-from ..text import downloads, tokenizer
+from ..text import chat, downloads, tokenizer
+from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .gguf_model import gguf_config, load_gguf
 from .huggingface import load as load_directory
@@ -191,6 +192,12 @@ def tokenizer_folder(folder: Path) -> Path | None:
 def tokenizer_of(folder: Path) -> Tokenizer:
     """The tokenizer of the model or adapter in a folder."""
     return tokenizer.read(tokenizer_folder(folder) or folder)
+
+
+def chat_template_of(folder: Path) -> ChatTemplate | None:
+    """The chat template of the model or adapter in a folder, if it has one."""
+    folder = tokenizer_folder(folder) or folder
+    return chat.find(folder) if chat.has_template(folder) else None
 
 
 def _from_hub(name: str) -> Path:
