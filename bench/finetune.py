@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from handgrad.errors import HandgradError
 
@@ -69,11 +70,7 @@ class Work:
         reference = self.found[list(self.contenders)[min(1, len(self.contenders) - 1)]][0].losses
         for name, runs in self.found.items():
             for found in runs:
-                for step, (a, b) in enumerate(zip(found.losses, reference, strict=True), 1):
-                    if not abs(a - b) <= 1e-4 * abs(b):
-                        raise HandgradError(
-                            f"{self.name}, {name}: the losses of step {step} differ: {a} and {b}; nothing is reported"
-                        )
+                check_losses(f"{self.name}, {name}", found.losses, reference)
 
     def rows(self, scenario: str, note: str) -> list[Row]:
         """The best of all rounds of every contender, compared with the second's."""
@@ -96,6 +93,13 @@ class Work:
         return rows
 
 
+def check_losses(name: str, losses: list[float], reference: list[float]) -> None:
+    """Raise if the losses of a step differ."""
+    for step, (a, b) in enumerate(zip(losses, reference, strict=True), 1):
+        if not abs(a - b) <= 1e-4 * abs(b):
+            raise HandgradError(f"{name}: the losses of step {step} differ: {a} and {b}; nothing is reported")
+
+
 # ── the contenders ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -112,11 +116,20 @@ def ours(*options: str) -> Run:
             arguments = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
             code = "from handgrad.cli.app import main; main()"
             _, memory = run_alone("handgrad finetune", code, ["finetune", *arguments, *options])
-            records = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
-        seconds = [0.0, *(r["seconds"] for r in records)]
-        return Found([r["loss"] for r in records], [b - a for a, b in itertools.pairwise(seconds)], memory)
+            return of_steps(step_records(Path(scratch) / "run"), memory)
 
     return run
+
+
+def step_records(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps, without evaluations."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def of_steps(records: list[dict[str, Any]], memory: int) -> Found:
+    seconds = [0.0, *(record["seconds"] for record in records)]
+    return Found([record["loss"] for record in records], [b - a for a, b in itertools.pairwise(seconds)], memory)
 
 
 def options_of(options: tuple[str, ...]) -> str:
@@ -128,21 +141,32 @@ def theirs(checkpointing: bool = False) -> Run:
     """transformers + peft on batches of BATCH examples, each padded to its longest."""
 
     def run(work: Work, round_: int) -> Found:
-        data, folder = work.base.read(work.data), work.base.folder
-        steps = []
-        for step in range(work.steps):
-            tokens, targets, lengths = data.batch(step * work.batch, work.batch)
-            pairs = zip(tokens.split(lengths), targets.split(lengths), strict=True)
-            steps.append([(ids.tolist(), expected.tolist()) for ids, expected in pairs])
-        job = {"base": str(folder / "base"), "start": str(folder / "start"), "lr": LR, "batch": BATCH}
-        (folder / "work.json").write_text(json.dumps(job | {"checkpointing": checkpointing, "steps": steps}))
-        out, memory = run_alone(
-            "transformers + peft", "from bench.peft_peer import main; main()", [folder / "work.json"],
-            MEMORY_SETTINGS[round_ % 2],
-        )  # fmt: skip
-        return Found(**json.loads(out.splitlines()[-1]), memory=memory)
+        settings = MEMORY_SETTINGS[round_ % 2]
+        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing)
 
     return run
+
+
+def run_peer(
+    base: Base,
+    data: Path,
+    batch: int,
+    lrs: list[float],
+    memory_settings: dict[str, str] = MEMORY_SETTINGS[0],
+    checkpointing: bool = False,
+) -> Found:
+    """The first steps of fine-tuning on the examples of a file by transformers + peft, one for each learning rate."""
+    found, folder = base.read(data), base.folder
+    steps = []
+    for step in range(len(lrs)):
+        tokens, targets, lengths = found.batch(step * batch, batch)
+        pairs = zip(tokens.split(lengths), targets.split(lengths), strict=True)
+        steps.append([(ids.tolist(), expected.tolist()) for ids, expected in pairs])
+    work = {"base": str(folder / "base"), "start": str(folder / "start"), "lrs": lrs, "batch": BATCH}
+    (folder / "work.json").write_text(json.dumps(work | {"checkpointing": checkpointing, "steps": steps}))
+    code = "from bench.peft_peer import main; main()"
+    out, memory = run_alone("transformers + peft", code, [folder / "work.json"], memory_settings)
+    return Found(**json.loads(out.splitlines()[-1]), memory=memory)
 
 
 # ── the work ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,10 +27,11 @@ def main() -> None:
     if work["checkpointing"]:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=work["lr"], betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     losses, seconds = [], []
-    for examples in work["steps"]:
+    for lr, examples in zip(work["lrs"], work["steps"], strict=True):
         begin = time.perf_counter()
+        optimizer.param_groups[0]["lr"] = lr
         n_targets = sum(target != -100 for _, targets in examples for target in targets)
         optimizer.zero_grad()
         total = 0.0
