@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt test long lint browser bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer test long lint browser bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -17,6 +17,14 @@ adapt: $(VENV)/.ready  # pre-train on Shakespeare, then fine-tune an adapter (2 
 	$(BIN)/python -c 'import pathlib, os; print("".join(p.read_text() for p in sorted(pathlib.Path(os.__file__).parent.glob("[a-f]*.py"))))' > build/adapt/python.txt
 	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
 		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
+
+finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses and answers before and after, in a few minutes
+	rm -rf build/finetune-demo
+	$(BIN)/python -m bench.demo
+
+finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transformers + peft; needs 16 GB of memory
+	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
+	$(BIN)/python -m bench.demo --peer
 
 # One process per core, one thread each; idle workers take over tests of others.
 test: lint browser

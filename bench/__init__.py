@@ -12,6 +12,7 @@ memory is measured in a separate process per contender.
     scenarios.py   all scenarios; attention and products
     bases.py       models and examples of finetune and context
     finetune.py    the command finetune, and the same by transformers + peft
+    demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
     peft_peer.py   the process of transformers + peft
     context.py     the command finetune on one example of increasing length
     process.py     peak memory of a process

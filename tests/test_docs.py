@@ -82,7 +82,9 @@ class Folder:
         (path / "logs").mkdir()
         (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
-        (path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for name in ("examples", "build/finetune-demo/train", "build/finetune-demo/validation"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (path / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
         hg.save(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
         tokenizer.make("bytes", []).write(path / "path/to/gpt2")

@@ -1,0 +1,268 @@
+"""`make finetune-demo`: SmolLM2 learns from real instructions in a few minutes. Prints its validation loss and its answers
+before and after, time and memory.
+
+    python -m bench.demo [--out FOLDER] [--peer]
+
+--peer takes the first steps of the finished run again, by transformers + peft.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import handgrad as hg
+from handgrad.errors import HandgradError
+from handgrad.formats import models
+from handgrad.formatting import clock, count, loss, percent, plural, size
+from handgrad.text import chat, tokenizer
+from handgrad.text.chat import Message
+from handgrad.text.downloads import fetch
+from handgrad.text.records import Location, convert
+from handgrad.training.lifecycle import Result
+
+from .bases import Base
+from .finetune import check_losses, of_steps, run_peer, step_records
+from .measure import Machine
+from .peers import RANK
+
+Record = dict[str, str]
+
+HELD_OUT = 20  # one record in so many is never trained on
+QUESTIONS, ANSWER_TOKENS = 5, 40  # the first held-out records are asked
+PEER_STEPS = 3
+OPTIONS = {
+    "packed": True, "recompute": "blocks", "gguf": True, "rank": RANK, "lr": 2e-3, "steps": 32, "batch_examples": 8,
+    "eval_every": 16, "log_every": 1, "sample_tokens": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What is fine-tuned on what, and where the results go."""
+
+    folder: Path
+    model: str = "smollm2"
+    records: list[Record] = field(default_factory=list)  # in Alpaca's format
+    options: dict[str, Any] = field(default_factory=lambda: dict(OPTIONS))
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def held_out(self) -> list[Record]:
+        return self.records[::HELD_OUT]
+
+    @property
+    def training(self) -> list[Record]:
+        """The other records, without copies of held-out ones."""
+        return [record for record in self.records if record not in self.held_out]
+
+    def write_data(self) -> dict[str, Path]:
+        """Write both parts as files; return their paths as options of hg.finetune."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        paths = {"data": self.folder / "train.jsonl", "val_data": self.folder / "validation.jsonl"}
+        for path, records in zip(paths.values(), (self.training, self.held_out), strict=True):
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return paths
+
+
+def instructions() -> list[Record]:
+    records: list[Record] = json.loads(fetch("instructions")[0].read_text())
+    return records
+
+
+# ── the story ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tell(demo: Demo, out: Console) -> None:
+    """Fine-tune, then ask the model before and after; print everything."""
+    data, machine = demo.write_data(), Machine.now()
+    say(out, command("finetune", {"model": demo.model, **data, "out": demo.run, **demo.options}), style="bold")
+    begin = time.perf_counter()
+    result = hg.finetune(demo.model, out=demo.run, **data, **demo.options)
+    seconds = time.perf_counter() - begin
+    if not result.outcome.finished:
+        raise HandgradError(f"{demo.run} was stopped at step {result.job.step}: run the command again")
+    ask(demo, result.path, out)
+    facts(out, demo, result, seconds, machine)
+    next_commands(out, demo)
+
+
+def ask(demo: Demo, adapter: Path, out: Console) -> None:
+    """Print the answers to the first held-out instructions, without and with the adapter."""
+    asked = demo.held_out[:QUESTIONS]
+    questions = [messages_of(record) for record in asked]
+    model = hg.load(demo.model)
+    before = answers(model, adapter, questions)
+    hg.lora.load(model, adapter)
+    after = answers(model, adapter, questions)
+    out.rule(f"the first {plural(len(asked), 'held-out instruction')}, answered before and after", style="dim")
+    for record, messages, *found in zip(asked, questions, before, after, strict=True):
+        out.print(side_by_side(messages[-1]["content"], [*found, shortened(record["output"])]))
+    say(out, f"greedy, at most {plural(ANSWER_TOKENS, 'token')} each\n", style="dim")
+
+
+def shortened(text: str) -> str:
+    """About as much as an answer holds."""
+    return textwrap.shorten(text, 5 * ANSWER_TOKENS, placeholder=" …")
+
+
+def messages_of(record: Record) -> list[Message]:
+    """What handgrad finetune makes of a record, without the answer."""
+    messages: list[Message] = convert(Location(Path("validation.jsonl"), 1), record, chat=True)["messages"]
+    return messages[:-1]
+
+
+def answers(model: hg.GPT, folder: Path, questions: Sequence[list[Message]]) -> list[str]:
+    """The most probable answers, through the tokenizer and the chat template in `folder`."""
+    vocabulary, template = tokenizer.read(folder), chat.find(folder)
+    found = []
+    for messages in questions:
+        ids = vocabulary.encode(template.render(messages, add_generation_prompt=True))
+        new = hg.generate(model, torch.tensor([ids]), ANSWER_TOKENS)[0].tolist()
+        ended = new.index(vocabulary.end) if vocabulary.end in new else None
+        found.append(vocabulary.decode(new[:ended]).strip() + ("" if ended is not None else " …"))
+    return found
+
+
+def side_by_side(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, expand=True, pad_edge=False
+    )
+    for name in ("before", "after", "in the data"):
+        table.add_column(name, ratio=1, overflow="fold", header_style="dim")
+    table.add_row(*map(Text, columns))
+    return table
+
+
+def facts(out: Console, demo: Demo, result: Result, seconds: float, machine: Machine) -> None:
+    """Print loss, time, memory and files."""
+    job = result.job
+    memory = peak_of(step_records(demo.run))
+    assert result.val_loss is not None
+    fall = 1 - result.val_loss / job.initial
+    rate = f"{job.tokens / job.seconds:,.0f} tokens/s in the steps"
+    files = [file for file in result.path.iterdir() if file.suffix == ".safetensors"]
+    weights = size(sum(file.stat().st_size for file in files))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in {
+        "validation loss": f"{loss(job.initial)} before, {loss(result.val_loss)} after ({percent(fall)} lower),"
+        f" on {plural(len(demo.held_out), 'held-out example')}",
+        "time": f"{clock(seconds)} for {plural(job.step, 'step')}, {count(job.tokens)} tokens: {rate}",
+        "peak memory": f"{size(memory)}, the whole process",
+        "machine": machine.state,
+        "adapter": f"{result.path} ({weights}, PEFT's format)",
+        "for llama.cpp": str(demo.run / "adapter.gguf"),
+        "report": str(demo.run / "report.html"),
+    }.items():
+        table.add_row(name, value)
+    out.print(table, highlight=False)
+
+
+def peak_of(records: list[dict[str, Any]]) -> int:
+    """Peak memory of the process up to the last of these steps."""
+    return max(record["memory"] for record in records)
+
+
+def next_commands(out: Console, demo: Demo) -> None:
+    say(out, "\nnext", style="bold")
+    for line in (
+        command("generate", {"model": demo.run, "chat": "Name three primary colours.", "temperature": 0}),
+        f"handgrad merge {demo.run} --out {demo.folder / 'merged'}",
+        "make finetune-demo-peer    # the first steps again, by transformers + peft",
+    ):
+        say(out, f"  {line}")
+
+
+# ── beside transformers + peft ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare(demo: Demo, out: Console) -> None:
+    """Take the first steps of the finished run again with transformers + peft; print losses, times and memory of both."""
+    if not (demo.run / "adapter").exists():
+        raise HandgradError(f"{demo.run} holds no finished run: start with make finetune-demo")
+    machine = Machine.now()
+    records, data = step_records(demo.run)[:PEER_STEPS], demo.folder / "train.jsonl"
+    ours, batch = of_steps(records, peak_of(records)), demo.options["batch_examples"]
+    with tempfile.TemporaryDirectory(dir=demo.folder) as scratch:
+        base = Base(demo.model, models.weights_folder(demo.model), Path(scratch), "", [])
+        base.write_peers_copy()
+        examples = base.read(data)
+        say(
+            out,
+            f"{plural(len(records), 'step')} by transformers + peft (15 GB for SmolLM2) …",
+            style="dim",
+        )
+        peer = run_peer(base, data, batch, [record["lr"] for record in records])
+    check_losses(demo.model, ours.losses, peer.losses)
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "tokens", "handgrad", "transformers + peft", "handgrad", "transformers + peft"):
+        table.add_column(name, justify="right")
+    for i, (a, b) in enumerate(zip(ours.losses, peer.losses, strict=True)):
+        tokens = examples.size(i * batch, batch)[0]
+        times = (f"{found.seconds[i]:.1f} s" for found in (ours, peer))
+        table.add_row(str(i + 1), count(tokens), f"loss {a:.5f}", f"loss {b:.5f}", *times)
+    table.add_row("", "", "", "", size(ours.memory), size(peer.memory))
+    out.print(table, highlight=False)
+    say(out, f"memory of the process: {ours.memory / peer.memory:.2f} of the peer's; {machine.state}", style="dim")
+    if machine.busy:
+        say(out, machine.warning, style="bold red")
+    else:
+        say(out, f"a step: {peer.per_step / ours.per_step:.1f} times as fast, without the first", style="dim")
+    say(
+        out,
+        "handgrad's steps are those of make finetune-demo, timed then; handgrad bench finetune --model smollm2 takes turns",
+        style="dim",
+    )
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def command(name: str, options: dict[str, Any]) -> str:
+    """The same on the command line: lr=1e-3, packed=True → --lr 1e-3 --packed"""
+    words = ["handgrad", name]
+    for option, value in options.items():
+        words += [f"--{option.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return shlex.join(words)
+
+
+def say(out: Console, text: str, style: str = "") -> None:
+    out.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/finetune-demo"), help="folder for data and results")
+    parser.add_argument("--peer", action="store_true", help="take the first steps again, by transformers + peft")
+    options = parser.parse_args(arguments)
+    out = Console(emoji=False)
+    if not out.is_terminal:
+        out.width = 100
+    try:
+        demo = Demo(options.out, records=instructions())
+        (compare if options.peer else tell)(demo, out)
+    except HandgradError as mistake:
+        sys.exit(f"finetune-demo: {mistake}")
+
+
+if __name__ == "__main__":
+    main()
