@@ -31,7 +31,8 @@ def run_alone(
             env=os.environ | (environment or {}),
         )  # fmt: skip
         if done.returncode:
-            raise HandgradError(f"{name} failed: {last_line(done.stderr)}")
+            killed = f"ended by signal {-done.returncode}" if done.returncode < 0 else ""
+            raise HandgradError(f"{name} failed: {killed or last_line(done.stderr)}")
         return done.stdout, int(peak.read_text())
 
 

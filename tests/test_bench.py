@@ -129,6 +129,8 @@ def test_memory_of_a_process_is_its_own() -> None:
     assert shown == "['1', 'b']\n" and 50e6 < peak < 120e6
     with pytest.raises(hg.HandgradError, match=r"^test failed: ValueError: why$"):
         process.run_alone("test", "raise ValueError('why')")
+    with pytest.raises(hg.HandgradError, match=r"^test failed: ended by signal 9$"):
+        process.run_alone("test", "import os; os.kill(os.getpid(), 9)")
     free = "import bench.peft_peer, sys; print([name for name in sys.modules if name.startswith('handgrad')])"
     assert process.run_alone("the peer", free)[0] == "[]\n", "handgrad configures the allocator of its process"
 
