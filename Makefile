@@ -18,7 +18,7 @@ adapt: $(VENV)/.ready  # pre-train on Shakespeare, then fine-tune an adapter (2 
 	$(BIN)/handgrad finetune --model build/adapt/shakespeare --data build/adapt/python.txt --out build/adapt/python \
 		--rank 2 --lr 5e-3 --steps 600 --batch-examples 12 --eval-batches 30
 
-finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses and answers before and after, in a few minutes
+finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses and answers before and after
 	rm -rf build/finetune-demo
 	$(BIN)/python -m bench.demo
 

@@ -119,6 +119,22 @@ def test_weights_of_two_bytes(tmp_path: Path) -> None:
     assert_same(gradients(kept), gradients(adapted(model)))
 
 
+def test_two_bytes_keep_learned_positions(tmp_path: Path) -> None:
+    model = hg.GPT(hg.preset("nano", n_vocab=33, n_blocks=1), seed=3)
+    model.positions.w.data.mul_(50)
+    hg.save(model, tmp_path / "m")
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float() if p.ndim == 2 else p.data
+    kept = hg.load(tmp_path / "m", base_dtype="bfloat16")
+    assert torch.equal(kept.logits(batch()[0], LENGTHS), model.logits(batch()[0], LENGTHS))
+    with pytest.raises(hg.HandgradError, match="weights are packed"):
+        hg.lora.inject(kept, 2, modules_to_save=("c_attn",))
+    model.embed.w.data[0, 0] = 1e6
+    hg.save(model, tmp_path / "m")
+    with pytest.raises(hg.HandgradError, match="too large for float16"):
+        hg.load(tmp_path / "m", base_dtype="float16")
+
+
 def test_packed_weights_cannot_change(tmp_path: Path) -> None:
     path = gguf_file(tmp_path, "Q8_0")
     hg.save(hg.GPT(hg.preset("nano-llama", n_blocks=1)), tmp_path / "m")

@@ -89,6 +89,9 @@ def apply(model: GPT, config: LoRAConfig, seed: int = 0, *, any_rank: bool = Fal
     names = choose(model, config.targets)
     _check_patterns(config, names)
     full = [module for name in config.modules_to_save for module in _modules_named(model, name).values()]
+    for module in model.modules():
+        if getattr(module, "packed", None) is not None and module in full:
+            raise HandgradError("modules_to_save names a layer whose weights are packed: load the model unpacked")
     layers = layers_of(model)
     for name in () if any_rank else names:
         most = min(layers[name].effective_weight().shape)

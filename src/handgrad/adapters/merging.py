@@ -32,6 +32,8 @@ def merge(model: GPT) -> Merged:
     adapters = adapters_of(model)
     if model.adapter is None or not adapters:
         raise HandgradError("the model has no adapter to merge: inject or load one first")
+    if model.packed:
+        raise HandgradError("a packed weight cannot be changed: load the model without packed=True or base_dtype")
     merged = Merged(model.adapter, adapters, {}, model.config.tied)
     if "lm_head" in adapters:
         model.untie()

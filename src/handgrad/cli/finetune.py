@@ -21,7 +21,7 @@ OPTIONS: Options = {
     "Model": {
         "model": "A model directory, a .gguf file, smollm2, a run folder, an adapter to continue, or a name on the hub.",
         "dtype": "Data type: float32, float64 or bfloat16.",
-        "packed": "Keep the matrices of a GGUF model packed, with the same gradients. With --recompute blocks: least memory.",
+        "packed": "Keep the matrices of a GGUF model packed: the same gradients. Least memory with --recompute blocks.",
         "base_dtype": "Keep the matrices of a model directory in two bytes: bfloat16 or float16.",
         "gguf": "Also write the adapter as adapter.gguf, for llama.cpp's --lora.",
         "full": "Train all weights instead of an adapter.",

@@ -71,7 +71,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
-        return replace(config, **_window(raw, config, family))
+        return replace(config, **{**_window(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {mistake}") from None
 
@@ -89,11 +89,13 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
 
 def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     known = {*_NO_EFFECT, *family.no_effect, *family.fields, *family.only, *family.defaults}
-    known |= set(_ROPE) if family.fixed.get("positions") == "rotary" else set()
+    own = raw.get("handgrad")
+    choices = {**family.fixed, **(own if isinstance(own, dict) else {})}
+    known |= set(_ROPE) if choices.get("positions") == "rotary" else set()
     known |= set(_WINDOW) if family.windows else set()
     for field, value in raw.items():
-        neutral: tuple[object, ...] = (None, _NEUTRAL[field]) if field in _NEUTRAL else (None, False, [], {}, "")
-        if field in known or value in neutral:
+        empty = value is None or value is False or value in ([], {}, "")
+        if field in known or (value in (None, _NEUTRAL[field]) if field in _NEUTRAL else empty):
             continue
         if not field.startswith("_") and not any(word in field for word in ("token_id", "dropout", "version")):
             raise HandgradError(
@@ -126,7 +128,7 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     if kind != "default":
         known = {field: given[field] for field in given if field in Scaling._fields}
         for field in _NEEDED[kind]:
-            if field not in known:
+            if known.get(field) is None:
                 raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
         scaling = _checked(Scaling(kind, **known), config, known.get("factor") is not None)
     return {"rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
@@ -223,6 +225,8 @@ def _value(config: ModelConfig, ours: tuple[str, ...]) -> object:
     if ours == ("activation",):
         return _HF_ACTIVATION[config.activation]
     explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads}
+    if config.table.defaults.get("n_inner", ...) is ...:  # GPT-2's files may leave the width out
+        explicit["d_hidden"] = config.hidden_width
     return explicit.get(ours[0], getattr(config, ours[0]))
 
 
@@ -231,7 +235,8 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     family = config.table
     told = {name for ours in family.fields.values() for name in ours} | {"family"}
     told |= {"rope_base", "rope_scaling"} if config.positions == "rotary" else set()
-    told |= {"window", "windowed"} if family.windows else set()
+    if family.windows and (family.windows != "every block" or config.windowed is None):
+        told |= {"window", "windowed"}
     told |= {"unrotated"} if "no_rope_layer_interval" in family.defaults else set()
     own = {}
     for f in fields(ModelConfig):

