@@ -141,7 +141,7 @@ class Threads:
 
     def after_step(self, seconds: float, flop: int) -> None:
         """Choose again if the steps have become far slower, or if more threads should be tried."""
-        if self.watcher is None:
+        if self.watcher is None or self.job.ended:
             return
         slowdown = self.watcher.slowdown(seconds, flop)
         if not self.watcher.due(slowdown, self.number < self.most):
