@@ -44,10 +44,10 @@ def enable_huge_pages() -> None:
 
 
 def limit_spinning() -> None:
-    """Make a waiting thread sleep after about half a millisecond instead of ten.
+    """Make a waiting thread sleep after a few tenths of a millisecond instead of several milliseconds.
 
     If another process uses a core, threads wait for the one on that core; spinning, they keep it from running. Sleeping at
-    once would cost more than half the speed of a small model on an idle machine. libgomp, torch's thread pool, reads the
+    once would cost a small model half its speed on an idle machine. libgomp, torch's thread pool, reads the
     variable when torch is imported. No-op if the user set a waiting policy."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -181,7 +181,8 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
 
     def write() -> None:
         optimizer_state = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
-        facts: dict[str, Any] = {"threads": job.threads, "seconds": job.seconds, "tokens": job.tokens, "val_loss": val_loss, "stale": job.stale}
+        facts: dict[str, Any] = {"seconds": job.seconds, "tokens": job.tokens, "threads": job.threads}
+        facts |= {"val_loss": val_loss, "stale": job.stale}
         bests = {"best": job.best, "initial": job.initial}
         facts |= {name: x if math.isfinite(x) else None for name, x in bests.items()}
         checkpoint.save(run, job.step, job.model, job.tokenizer, optimizer_state, facts)
