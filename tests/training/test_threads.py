@@ -269,8 +269,8 @@ def test_change_is_announced_recorded_and_resumed(
     text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps become slow after the third: the run goes on with one thread, and so does a run resumed from then on; one
-    resumed from before starts with two again."""
-    calls = choosing(monkeypatch, 2, 1, 1, 2)
+    resumed from before prefers two again."""
+    calls = choosing(monkeypatch, 2, 1, 1, 1)
     slow = iter([1.0, 1.0, FAR + 1, *[1.0] * 20])
     monkeypatch.setattr(Watcher, "slowdown", lambda *_: next(slow))
     monkeypatch.setattr(Watcher, "due", lambda _, slowdown, more: slowdown > FAR)
@@ -280,12 +280,12 @@ def test_change_is_announced_recorded_and_resumed(
     assert metrics(Path("run")) == {2: 2, 4: 1, 6: 1}
     assert calls == [([2, 1], GAIN), ([2, 1], GAIN)]
 
-    train(text, "run", "--resume", steps=8)
+    assert "threads: 1 of 2, as recorded" in train(text, "run", "--resume", steps=8)
     assert calls[2:] == [([1, 2], FAR)] and history(Path("run"), 8) == [[0, 2], [3, 1]]
     for step in (4, 6, 8):
         (Path("run/checkpoints") / f"step-{step:08d}").rename(f"moved-{step}")
-    train(text, "run", "--resume", steps=8)
-    assert calls[3:] == [([2, 1], FAR)] and history(Path("run"), 8) == [[0, 2]]
+    assert "threads: 1 of 2, measured; the run had 2 before" in train(text, "run", "--resume", steps=8)
+    assert calls[3:] == [([2, 1], FAR)] and history(Path("run"), 8) == [[0, 2], [2, 1]]
 
 
 def test_run_without_a_checkpoint_starts_again_with_its_number(
@@ -298,6 +298,14 @@ def test_run_without_a_checkpoint_starts_again_with_its_number(
     train(text, "run", "--resume")
     assert calls == [([2, 1], GAIN), ([1, 2], FAR)]
     assert same_weights(weights(Path("run"), 6), load_file("step-00000006/model.safetensors"))
+
+
+def test_several_processes_measure_nothing(text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = choosing(monkeypatch)
+    ranks, job = Ranks(), make_job(text)
+    ranks.size = 2
+    with threads.Threads(job, ranks, print) as chosen:
+        assert (chosen.number, chosen.describe(), calls) == (2, None, [])
 
 
 def test_threads_can_change_on_resume(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from ..errors import HandgradError
 from ..formatting import plural
+from ..plan.timing import Peak
 from .distributed import Ranks
 from .job import Job
 
@@ -117,11 +118,11 @@ class Threads:
         by_hand = given is not None or any(map(os.environ.get, VARIABLES))
         fixed = by_hand or ranks.size > 1 or self.most == 1 or job.ended
         self.watcher = None if fixed else Watcher()
-        recorded = job.threads[-1][1] if job.threads else started_with
+        self.recorded = job.threads[-1][1] if job.threads else started_with
         if fixed:
             self._use(given or self.most)
-        elif recorded is not None:
-            self._choose(max(1, min(recorded, self.most)), FAR)
+        elif self.recorded is not None:
+            self._choose(max(1, min(self.recorded, self.most)), FAR)
         else:
             self._choose(self.most, GAIN)
 
@@ -131,9 +132,14 @@ class Threads:
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self.most)  # as before the run
 
-    @property
-    def measured(self) -> bool:
-        return self.watcher is not None
+    def describe(self) -> str | None:
+        """How the number was chosen; None if nothing was measured."""
+        if self.watcher is None:
+            return None
+        how = "measured" if self.recorded is None else "as recorded"
+        if self.recorded not in (None, self.number):
+            how = f"measured; the run had {self.recorded} before"
+        return f"threads: {self.number} of {self.most}, {how}"
 
     @property
     def number(self) -> int:
@@ -149,7 +155,7 @@ class Threads:
         before = self.number
         self._choose(before, GAIN)
         if self.number != before:
-            why = f"steps had become {slowdown:.1f} times as slow" if slowdown > FAR else "the machine has become free"
+            why = f"steps had become {slowdown:.1f} times as slow" if slowdown > FAR else "that is faster now"
             self.say(f"step {self.job.step:,}: {plural(self.number, 'thread')} instead of {before}, because {why}")
 
     def _choose(self, preferred: int, gain: float) -> None:
@@ -168,6 +174,8 @@ class Threads:
         history = self.job.threads
         if not history or history[-1][1] != number:
             history.append((self.job.step, number))
+            if self.job.peak is not None:
+                self.job.peak = Peak(self.job.options.dtype)  # to be measured again with this number
 
 
 def trial_step(job: Job) -> Callable[[], None]:
@@ -189,10 +197,9 @@ def trial_step(job: Job) -> Callable[[], None]:
     def run() -> None:
         job.model.zero_grad()  # of the last step
         try:
-            with torch.random.fork_rng(devices=[]):
-                job.model.loss_and_grads(
-                    tokens, targets, lengths, recompute=job.options.recompute, seed=0, finished=discard
-                )
+            # A seed of its own: dropout must not draw from torch's random numbers.
+            recompute = job.options.recompute
+            job.model.loss_and_grads(tokens, targets, lengths, recompute=recompute, seed=0, finished=discard)
         finally:
             job.model.zero_grad()
 
