@@ -305,7 +305,7 @@ def test_several_processes_measure_nothing(text: Path, two_threads: None, monkey
     ranks, job = Ranks(), make_job(text)
     ranks.size = 2
     with threads.Threads(job, ranks, print) as chosen:
-        assert (chosen.number, chosen.describe(), calls) == (2, None, [])
+        assert (chosen.number, chosen.watcher, calls) == (2, None, [])
 
 
 def test_threads_can_change_on_resume(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

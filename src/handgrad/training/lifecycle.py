@@ -142,8 +142,8 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                 if options.tensorboard and ranks.first:
                     display = tensorboard.WithTensorBoard(display, run.folder)
                 display.begin(job)
-                if (line := threads.describe()) is not None:
-                    display.say(line)
+                if threads.watcher is not None:
+                    display.say(threads.describe())
                 outcome = train(job, run, ranks, display, threads)
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
             return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")

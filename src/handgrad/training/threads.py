@@ -132,10 +132,8 @@ class Threads:
     def __exit__(self, *_: object) -> None:
         torch.set_num_threads(self.most)  # as before the run
 
-    def describe(self) -> str | None:
-        """How the number was chosen; None if nothing was measured."""
-        if self.watcher is None:
-            return None
+    def describe(self) -> str:
+        """The number, and how it was chosen if it was measured."""
         how = "measured" if self.recorded is None else "as recorded"
         if self.recorded not in (None, self.number):
             how = f"measured; the run had {self.recorded} before"
