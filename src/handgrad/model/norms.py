@@ -35,7 +35,7 @@ class Norm(nn.Module, ABC):
         """The parameters by their letter."""
 
     def trains(self) -> bool:
-        return any(p.requires_grad for p in self.parameters())
+        return any(p is not None and p.requires_grad for p in self._parameters.values())
 
 
 class LayerNorm(Norm):
