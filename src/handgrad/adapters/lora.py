@@ -48,13 +48,13 @@ class LoRA(Affine):
         nn.init.uniform_(self.down, -1 / math.sqrt(w.shape[0]), 1 / math.sqrt(w.shape[0]), generator)
         self.magnitude = nn.Parameter(self.column_norms().clone()) if magnitude else None
 
-    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
+    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
         mask = self._mask(a, run)
         if self.magnitude is None:
-            out = self.base.forward(a)
+            out = self.base.forward(a, out=out)
             lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=out)
             return out
-        out = self._product(a, mask).mul_(self._ratio())
+        out = self._product(a, mask, out).mul_(self._ratio())
         b = self.base.added_bias()
         return out if b is None else out.add_(b)
 
@@ -105,9 +105,9 @@ class LoRA(Affine):
             self.base.effective_weight().detach(), self.down.detach(), self.up.detach(), self.scale
         )
 
-    def _product(self, a: Tensor, mask: Tensor | None) -> Tensor:
+    def _product(self, a: Tensor, mask: Tensor | None, out: Tensor | None = None) -> Tensor:
         """z = a w + scale · ã d u"""
-        z = linear.forward(a, self.base.effective_weight(), None)
+        z = linear.forward(a, self.base.effective_weight(), None, out)
         lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=z)
         return z
 

@@ -190,6 +190,8 @@ class GPT(Network):
         for piece in pieces:
             record("a_0", piece.ids)
         state.a_10.extend(self.embeddings(p.ids, p.positions) for p in pieces)
+        # one buffer for the inputs of all blocks: tensors of 2 MB and more are rounded up to large pages one by one
+        inputs = [a.new_empty(len(self.blocks) - lowest, *a.shape) for a in state.a_10] if recompute else []
         for i, block in enumerate(self.blocks):
             state.blocks.append([])
             with self.unpacked(block):
@@ -197,7 +199,7 @@ class GPT(Network):
                     a_1 = state.a_10[j]
                     state.a_10[j], saved = block.forward(a_1, self._pass(i, j, state))
                     if i >= lowest:
-                        state.blocks[i].append(a_1 if recompute else saved)
+                        state.blocks[i].append(inputs[j][i - lowest].copy_(a_1) if recompute else saved)
         return state
 
     def backward_pass(

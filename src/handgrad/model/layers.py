@@ -47,8 +47,8 @@ class Affine(nn.Module, ABC):
     dropout = 0.0
 
     @abstractmethod
-    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
-        """a_{i−1} → a_i"""
+    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
+        """a_{i−1} → a_i, written to `out` if that is given"""
 
     def share(self, delta: Tensor) -> Any:
         """What `backward` and `accumulate` both need of Δ_i, to be computed once and given to both."""
@@ -121,8 +121,8 @@ class Linear(Affine):
         """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
-    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
-        return linear.forward(a, self.w, self.added_bias())
+    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
+        return linear.forward(a, self.w, self.added_bias(), out)
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
         return linear.backward(delta, self.w, into)
