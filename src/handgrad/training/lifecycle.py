@@ -21,6 +21,7 @@ from ..files import manifest
 from ..files.atomic import write_folder, write_text
 from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
+from ..kernels import library
 from ..model.gpt import GPT
 from . import checkpoint as checkpoint_files
 from . import tensorboard
@@ -130,6 +131,8 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         settings = {**start.settings, **settings_of(job)}
         _check_same_data(start.settings, settings, run.folder)
         _check_not_shorter(request, job, start)
+        if not job.ended:
+            library.prepare(job.model.dtype, display.say)  # before steps are timed
         with Threads(job, ranks, display.say, start.settings.get("threads")) as threads:
             if not job.resumed:
                 settings["threads"] = threads.number  # of the first step
