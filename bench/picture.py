@@ -6,8 +6,8 @@ from html import escape
 
 from handgrad.formatting import number
 
-from .measure import Machine
-from .scenarios import Row
+from .machine import Machine
+from .row import Row
 
 WIDTH, LABEL, BAR, GAP = 1000, 500, 16, 8
 COLOURS = ("#d9822b", "#2b6cb0", "#6b7280", "#7a4fa3")
