@@ -25,6 +25,7 @@ LOOP = "handgrad train"  # a step of the training loop
 COMPILED = "torch.compile"
 EAGER = "eager autograd"
 PEFT = "transformers + peft"
+MATMULS = "matmuls only"
 
 
 @dataclass

@@ -16,14 +16,12 @@ from handgrad.plan.estimate import make_plan
 from handgrad.plan.timing import predict
 
 from .attempts import Attempts, WrongError, problem
-from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, Case, batch_of
+from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
 from .measure import Timing, peak_during, resident, take_turns
 from .peers import Contender, Eager, Hand, HandInBackward, Loop
 from .process import ROOT, reason_of
 from .row import NAN, Row
 from .sizes import SIZES, Size
-
-MATMULS = "matmuls only"
 
 
 def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4) -> float:

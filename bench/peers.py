@@ -167,7 +167,7 @@ def oriented(name: str, tensor: Tensor) -> Tensor:
 
 class Eager:
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False):
-        self.network = EagerGPT(model)
+        self.network = EagerGPT(model).to(model.dtype)
         self.call: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.batch = (tokens, targets)
         self.optimizer = adamw(self.network.parameters())
