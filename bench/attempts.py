@@ -55,9 +55,14 @@ def problem(reason: Exception) -> str:
     """The kind of a problem and its message in one line."""
     lines = str(reason).strip().splitlines() or [""]
     text = lines[0][:LONGEST]
-    module = "No module named '"  # also the last line of a process that could not import one
-    if isinstance(reason, MissingError) or (module in text and f"{module}handgrad" not in text):
+    if isinstance(reason, MissingError) or _is_missing_module(reason, text):
         return f"{MISSING}: {text}"
     if isinstance(reason, WrongError):
         return f"wrong: {text}"
     return f"failed: {text}" if isinstance(reason, HandgradError) else f"failed: {type(reason).__name__}: {text}"
+
+
+def _is_missing_module(reason: Exception, text: str) -> bool:
+    """Whether a package is not installed, here or in a process whose last line `text` is; handgrad's modules always are."""
+    absent = isinstance(reason, ModuleNotFoundError) or "ModuleNotFoundError: " in text
+    return absent and "named 'handgrad" not in text
