@@ -4,6 +4,7 @@ python -m bench table FILE.json … [--into README.md] [--json FILE] [--plot FIL
 import argparse
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         out.width = 140
     warn(machine)
     rows: list[Row] = []
-    status, before = 0, tempfile.tempdir
+    status, before = 0, (tempfile.tempdir, signal.signal(signal.SIGTERM, signal.default_int_handler))
     with tempfile.TemporaryDirectory() as scratch, Watch(parts, err) as watch:
         tempfile.tempdir = scratch  # also of children that are killed and cannot clean up
         try:
@@ -136,8 +137,9 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             status = 130
         finally:
-            tempfile.tempdir = before
-    machine = machine.after()
+            tempfile.tempdir = before[0]
+            signal.signal(signal.SIGTERM, before[1])
+    machine, rows = machine.after(), completed(rows)
     text = as_json(rows, machine, size, command_of(options)) + "\n"
     if options.json == "-":
         sys.stdout.write(text)

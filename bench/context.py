@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .attempts import Attempts
 from .bases import Base, base_of
-from .finetune import PACKED, RECOMPUTE, Ours, Work, memory_note, name_of
+from .finetune import PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
 from .peers import RANK
 from .row import NAN, Row
 from .sizes import Size
@@ -33,7 +33,7 @@ def measure(n: int, size: Size, attempts: Attempts) -> list[Row]:
     if n > base.n_context:
         return []
     least = PACKED | RECOMPUTE if base.is_packed else RECOMPUTE
-    contenders = {"handgrad finetune": Ours(), name_of(least): Ours(least)}
+    contenders: dict[str, Run] = {"handgrad finetune": Ours(), name_of(least): Ours(least)}
     work = Work(f"{n:,} tokens", base, one_example(base, n), 1, STEPS, contenders)
     work.take_turns(size.process_rounds, attempts)
     note = (

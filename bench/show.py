@@ -57,6 +57,8 @@ class Watch:
 
     def print(self, rows: list[Row], size: str, machine: Machine, out: Console) -> None:
         """Print a table above the bar."""
+        if not rows:
+            return
         self.bar.stop()
         show(rows, size, machine, out)
         if self.console.is_terminal:

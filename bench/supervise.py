@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 from .attempts import Attempts, problem
 from .process import ended_by
@@ -36,20 +37,17 @@ def measure(parts: list[Part], tell: Tell, tick: Callable[[], None] = lambda: No
         else:
             return
         if running in known or not running:  # not a contender, or the same one again: give up this part
-            yield (
-                parts[i],
-                [Row(parts[i].scenario, parts[i].case, running or "handgrad", problem=f"failed: {found[0]}")],
-            )
+            row = Row(parts[i].scenario, parts[i].case, running or "handgrad", problem=f"failed: {found[0]}")
+            yield parts[i], [row]
             i, known = i + 1, {}
         else:
             known[running] = f"failed: {found[0]}"
 
 
-def _events(parts: list[Part], known: dict[str, str], tick: Callable[[], None]) -> Iterator[tuple[object, ...]]:
+def _events(parts: list[Part], known: dict[str, str], tick: Callable[[], None]) -> Iterator[tuple[Any, ...]]:
     """What a child process reports; ("ended", why) if it ends before all parts are measured."""
-    context = multiprocessing.get_context(
-        "fork"
-    )  # this process has not computed anything, so it has no threads to lose
+    # fork: this process has not computed anything, so there are no threads of torch that the child would lack
+    context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(parts, known, send))
     with warnings.catch_warnings():
@@ -76,7 +74,8 @@ def _events(parts: list[Part], known: dict[str, str], tick: Callable[[], None]) 
 
 def _work(parts: list[Part], known: dict[str, str], send: Connection) -> None:
     """Measure parts and report. Runs in the child."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(2, 1)  # stdout is reserved for JSON
     for part in parts:
         attempts = Attempts(known, lambda name, done: send.send(("begin", name, done)))

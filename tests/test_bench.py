@@ -9,18 +9,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from bench import SCENARIOS, __main__, explain, finetune, machine, process, scenarios, shared
+import torch
+from bench import SCENARIOS, __main__, explain, finetune, machine, process, scenarios, shared, supervise
 from bench.attempts import Attempts
 from bench.cases import CASES
 from bench.machine import Machine
 from bench.row import Row
-from bench.show import show
+from bench.show import Watch, show
 from bench.sizes import SIZES, TINY
 
 import handgrad as hg
@@ -211,6 +213,32 @@ def test_table_fits_the_terminal(width: int, capsys: pytest.CaptureFixture[str])
     assert max(map(len, lines)) <= width
     for figure in ("12.30 s", "1.38×", "1,000 MB", "0.21"):
         assert sum(figure in line for line in lines) == len(rows), figure
+
+
+def test_bar_shows_the_progress_of_the_whole_run() -> None:
+    parts = scenarios.parts("attention", TINY)
+    shown = io.StringIO()
+    with Watch(parts, __main__.Console(file=shown, force_terminal=True, width=120)) as watch:
+        watch.tell(1, "handgrad", 0.5)
+    assert f"{100 * 1.5 / len(parts):.0f} %" in shown.getvalue() and "attention: backward, 4 heads" in shown.getvalue()
+
+
+def test_interrupted_bench_writes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(parts: list[scenarios.Part], *_: object) -> Iterator[tuple[scenarios.Part, list[Row]]]:
+        yield parts[0], [Row(parts[0].scenario, parts[0].case, "handgrad", 8, 1.0, 1.0)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "measure", measure)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["attention", "--tiny", "--json", str(tmp_path / "found.json")])
+    assert ended.value.code == 130 and "Interrupted. 1 measurement" in capsys.readouterr().err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["rows"]) == 1 and found["command"] == "handgrad bench attention --tiny"
+    assert found["versions"]["torch"] == torch.__version__ and re.fullmatch(r"[0-9a-f]{40}|", found["commit"])
+    assert found["machine"]["cpu"] and found["machine"]["memory"] > 1e8 and found["machine"]["load_after"] >= 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["dirty"] in (True, False)
 
 
 def test_json_path_is_relative_to_the_working_directory(tmp_path: Path) -> None:
