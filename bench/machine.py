@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import handgrad
+from handgrad.kernels import library
 
 from .process import ROOT
 
@@ -103,8 +104,9 @@ def cpu_time() -> CpuTime | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of every program that takes part; "" if it is not installed."""
-    found = {"python": platform.python_version(), "handgrad": handgrad.__version__}
+    """Versions of Python and of every program that takes part, and whether handgrad's kernels do; "" if not installed."""
+    kernels = "compiled" if library.allowed() and library.load(torch.float32) is not None else "off"
+    found = {"python": platform.python_version(), "handgrad": handgrad.__version__, "kernels": kernels}
     for name in PACKAGES:
         try:
             found[name] = version(name)

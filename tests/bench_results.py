@@ -80,7 +80,14 @@ def result(only: str = "", **changes: Any) -> dict[str, Any]:
         "load": 0.05, "cores": 2, "threads": 2, "cpu": "A Processor", "memory": 8 * GB, "load_after": 1.9, "others": 0.01,
         "busy": False,
     }  # fmt: skip
-    versions = {"python": "3.11.7", "handgrad": "0.1.0", "torch": "2.13.0", "transformers": "5.0", "peft": "0.18"}
+    versions = {
+        "python": "3.11.7",
+        "handgrad": "0.1.0",
+        "kernels": "compiled",
+        "torch": "2.13.0",
+        "transformers": "5.0",
+        "peft": "0.18",
+    }
     return {
         "command": f"handgrad bench {only}".strip(), "date": "2026-01-02", "commit": "0123456789abcdef", "dirty": False,
         "size": "full", "model": "GPT-2 124M", "machine": machine, "versions": versions,
