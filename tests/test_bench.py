@@ -21,9 +21,11 @@ from bench import SCENARIOS, __main__, explain, finetune, machine, process, scen
 from bench.attempts import Attempts
 from bench.cases import CASES
 from bench.machine import Machine
+from bench.products import MatmulsOnly
 from bench.row import Row
 from bench.show import Watch, show
 from bench.sizes import SIZES, TINY
+from torch.utils.flop_counter import FlopCounterMode
 
 import handgrad as hg
 from handgrad.text import tokenizer
@@ -162,6 +164,19 @@ def test_memory_of_a_process_is_its_own() -> None:
         process.run_alone("test", "import os; os.kill(os.getpid(), 9)")
     free = "import bench.peft_peer, sys; print([name for name in sys.modules if name.startswith('handgrad')])"
     assert process.run_alone("the peer", free)[0] == "[]\n", "handgrad configures the allocator of its process"
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_matmuls_alone_are_those_of_a_step(rank: int) -> None:
+    """All weights: three products each. Adapters: two of each frozen matrix but the lowest, and four of the factors besides
+    those that are added to another result, which the counter does not see."""
+    model, (b, t) = hg.GPT(TINY.model), (2, 64)
+    with FlopCounterMode(display=False) as counted:
+        MatmulsOnly(model, torch.zeros(b, t, dtype=torch.long), rank).gradients()
+    n, d, blocks = b * t, TINY.model.d_model, TINY.model.n_blocks
+    matrices, head = 12 * d * d * blocks, TINY.model.n_vocab * d
+    expected = 3 * (matrices + head) if not rank else 2 * (matrices + head) - 3 * d * d + 32 * d * rank * blocks
+    assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * n * expected
 
 
 @pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
