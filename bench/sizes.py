@@ -98,8 +98,9 @@ FULL = Size(
 )
 QUICK = Size(
     name="quick",
-    label="GPT-2 with 4 blocks",
-    model=hg.preset("gpt2", n_blocks=4),  # making, comparing and updating 124 million parameters alone takes a minute
+    label="GPT-2, 4 blocks, 8,192 ids",
+    # making, comparing and updating 124 million parameters alone takes a minute
+    model=hg.preset("gpt2", n_blocks=4, n_vocab=8192),
     recipe=NANO,
     recipe_batch=(12, 64),
     recipe_rounds=5,
