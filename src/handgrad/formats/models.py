@@ -132,7 +132,7 @@ def check_packing(folder: Path, packed: bool, base_dtype: torch.dtype | str | No
     """Raise if the weights of this model cannot stay packed in the way that was asked for."""
     if is_gguf(folder) and base_dtype is not None:
         raise HandgradError(
-            f"{folder} is a GGUF file, which has types of its own: leave out --base-dtype (base_dtype from Python) and keep"
+            f"{folder} is a GGUF file, which has its own types: leave out --base-dtype (base_dtype from Python) and keep"
             " them with --packed (packed=True)"
         )
     if packed and not is_gguf(folder):

@@ -66,8 +66,8 @@ def temporary(
 ) -> int:
     """Numbers in temporary buffers at the peak: the logits of some rows, or a block's feed-forward in the backward pass
     (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by side), whichever is more, and a few
-    copies of the residual stream. `unpacked` are the numbers of a block and of the head that are unpacked meanwhile. What a recomputed block saves does not exist while
-    the logits do."""
+    copies of the residual stream. `unpacked` are the numbers of a block and of the head that are unpacked meanwhile. What a
+    recomputed block saves does not exist while the logits do."""
     piece = tokens_per_piece(batch, tokens)
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     mlp = outline(config).blocks[0].mlp
