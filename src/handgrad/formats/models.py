@@ -122,15 +122,24 @@ def open_folder(
         model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype)
         adapters.load(model, folder)
         return model
+    check_packing(folder, packed, base_dtype)
     if is_gguf(folder):
-        if base_dtype is not None:
-            raise HandgradError(f"{folder} is a GGUF file, which has its own types: give packed instead of base_dtype")
         return load_gguf(folder, dtype=dtype, device=device, packed=packed)
-    if packed:
-        raise HandgradError(
-            f'{folder} is not a GGUF file, so nothing is packed in it: leave out packed, or give base_dtype="bfloat16"'
-        )
     return load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+
+
+def check_packing(folder: Path, packed: bool, base_dtype: torch.dtype | str | None) -> None:
+    """Raise if the weights of this model cannot stay packed in the way that was asked for."""
+    if is_gguf(folder) and base_dtype is not None:
+        raise HandgradError(
+            f"{folder} is a GGUF file, which has its own types: leave out --base-dtype (base_dtype from Python) and keep"
+            " them with --packed (packed=True)"
+        )
+    if packed and not is_gguf(folder):
+        raise HandgradError(
+            f"{folder} is not a GGUF file, so nothing is packed in it: leave out --packed (packed=True from Python), or"
+            ' keep two bytes per number with --base-dtype bfloat16 (base_dtype="bfloat16")'
+        )
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -175,9 +184,14 @@ def base_of(adapter: Path) -> Path:
             f"{adapter} does not name its base model: load that first, then the adapter with hg.lora.load"
         )
     try:
-        return locate(name)
+        base = locate(name)
+        if not base.exists():
+            raise HandgradError(f"there is no file {base}")
+        return base
     except HandgradError as mistake:
-        raise HandgradError(f"the base model of {adapter} was not found: {mistake}") from None
+        raise HandgradError(
+            f"the base model of {adapter} was not found: {mistake}. Put the base model, or a link to it, back to {name}"
+        ) from None
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
