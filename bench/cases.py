@@ -41,6 +41,7 @@ class Case:
     note: str = ""
     in_a_row: int = 1  # steps of a contender in a round
     tolerance: float = 1e-4  # relative, of losses and gradients
+    exact: Callable[[], Contender] | None = None  # the same in float32, where the dtype itself rounds more than that
 
 
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +120,8 @@ def _training(
         make[LOOP] = lambda: Loop(model(), tokens, targets)
     plan = {"config": config, "batch": b, "tokens": t, "dtype": dtype}
     tolerance = TOLERANCE[getattr(torch, dtype)]
-    return Case(name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens), plan, tolerance=tolerance)
+    exact = None if dtype == "float32" else lambda: Hand(model().float(), tokens, targets)
+    return Case(name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens), plan, tolerance=tolerance, exact=exact)
 
 
 def _compiled(model: hg.GPT, tokens: Tensor, targets: Tensor) -> Eager:

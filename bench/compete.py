@@ -26,10 +26,14 @@ from .sizes import SIZES, Size
 
 def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4) -> float:
     """The relative error; raises if it is larger than rounding."""
-    error = ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+    error = relative(ours, reference)
     if not error < tolerance:
         raise WrongError(f"{what}: the gradients differ by {error:.1e}; not timed")
     return error
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[Row]:
@@ -89,6 +93,12 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
     if reference not in attempts.competing(made):
         return {}
     expected, expected_loss = made[reference].named_gradients(), losses[reference]
+    limits = dict.fromkeys(expected, case.tolerance)
+    if case.exact is not None:  # both round: compare with exact gradients, and allow twice the error of the reference
+        rounded, exact = expected, case.exact()
+        exact.gradients()
+        expected = exact.named_gradients()
+        limits = {key: max(case.tolerance, 2 * relative(grad, expected[key])) for key, grad in rounded.items()}
     errors: dict[str, float] = {}
 
     def error_of(name: str) -> float | None:
@@ -102,7 +112,7 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
         if set(found) != set(expected):
             missing = ", ".join(sorted(set(found) ^ set(expected)))
             raise WrongError(f"gradients without a counterpart: {missing}")
-        return max(compare(grad, expected[key], key, case.tolerance) for key, grad in found.items())
+        return max(compare(grad, expected[key], key, limits[key]) for key, grad in found.items())
 
     for name in attempts.competing(made):
         if (error := attempts(name, partial(error_of, name))) is not None:
