@@ -90,8 +90,10 @@ def test_scenario_compares_results_and_times(
         ours, reference = [row for row in rows if row["case"] == case][:2]
         assert reference["ratio"] == 1
         if name not in ("finetune", "shared"):  # finetune compares losses instead
-            limit = 5e-2 if "bfloat16" in case else 1e-4
-            assert ours["gradient_error"] < limit and reference["gradient_error"] == 0
+            if "bfloat16" in case:  # both are compared with float32
+                assert 0 < ours["gradient_error"] <= 2 * reference["gradient_error"] < 0.2
+            else:
+                assert ours["gradient_error"] < 1e-4 and reference["gradient_error"] == 0
     mine = [row for row in rows if row["contender"] in ("handgrad", "handgrad finetune")]
     if name in ("train", "memory", "lora", "finetune"):
         assert all(row["predicted_seconds"] > 0 and row["predicted_memory"] > 0 for row in mine)
