@@ -185,6 +185,8 @@ class GPT(Network):
         """a_0 → a_10 of every piece. Saves each block's activations, or with `recompute` only its input."""
         if lowest is None:
             lowest = 0 if all_signals else self._lowest()
+        if recompute:
+            trim_heap()  # what the last step, or the optimizer, has left free
         rotations = [self.rotation(piece.positions) for piece in pieces]
         state = ForwardState(pieces, rotations, [], [], lowest, all_signals, record)
         for piece in pieces:
@@ -213,7 +215,8 @@ class GPT(Network):
         layers = iter(every_layer)
         value = 0.0
         deltas: list[Tensor] = []
-        if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
+        recomputed = any(isinstance(saved, Tensor) for block in state.blocks for saved in block)
+        if recomputed:
             trim_heap()  # the forward pass frees more than the head can use
         with self.unpacked(self.head):
             for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
@@ -234,6 +237,8 @@ class GPT(Network):
                         saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
                     deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
                     del saved
+            if recomputed and i % 8 == 0:
+                trim_heap()  # the heap fragments from block to block
             finished(next(layers))
         if self.embeddings_train():
             for piece, delta_1 in zip(state.pieces, deltas, strict=True):
