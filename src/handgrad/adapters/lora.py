@@ -50,6 +50,10 @@ class LoRA(Affine):
         b = self.base.added_bias()
         return out if b is None else out.add_(b)
 
+    def add_branch(self, a: Tensor, into: Tensor) -> None:
+        """Add scale · a d u to the output of the base."""
+        lora.forward(a, self.down, self.up, self.scale, into=into)
+
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
         signal = self._before_ratio(delta)

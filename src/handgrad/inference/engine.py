@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..adapters.named import check_named, groups
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.passes import Pass
@@ -54,6 +55,7 @@ class Options:
     logprobs          None, or the number of most probable tokens to return with the log-probability of each token
     prompt_logprobs   also of the prompt's tokens
     context_full      "stop" ends the sequence when the context is full; "slide" continues from its second half
+    adapter           name of one of several adapters (`adapters.named`); None: the model as it is
     """
 
     max_new_tokens: int = 50
@@ -62,6 +64,7 @@ class Options:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     context_full: Literal["stop", "slide"] = "stop"
+    adapter: str | None = None
 
 
 @dataclass(eq=False)
@@ -173,7 +176,8 @@ class Engine:
             logits = None
             if rows:
                 some = a if len(rows) == len(a) else a[rows]
-                logits = model.check_finite(model.head.forward(model.final_norm.forward(some)[0]))
+                run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]))
+                logits = model.check_finite(model.head.forward(model.final_norm.forward(some)[0], run))
         events = [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
         if logits is None:
             return events
@@ -222,7 +226,8 @@ class Engine:
         shared = [(common(window, x.window[: x.slot.length]), i) for i, x in enumerate(self._candidates(sequence))]
         best, where = max(shared, default=(0, -1))
         best = min(best, len(window) - 1)  # the last token's row is needed
-        soon = max((min(common(window, x.window), len(window) - 1) for x in prompts), default=0)
+        begun = [x for x in prompts if x.options.adapter == sequence.options.adapter]
+        soon = max((min(common(window, x.window), len(window) - 1) for x in begun), default=0)
         if soon >= max(best + 1, SHORTEST_SHARED):
             return False
         sequence.joined = True
@@ -233,8 +238,9 @@ class Engine:
         return True
 
     def _candidates(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences that are in the cache, other than this one."""
-        return [x for x in [*self.sequences, *self.kept] if x is not sequence and x.slot.length]
+        """The sequences of the same adapter that are in the cache, other than this one."""
+        cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.slot.length]
+        return [x for x in cached if x.options.adapter == sequence.options.adapter]
 
     # ── one pass ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,9 +252,10 @@ class Engine:
         positions = step.positions
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
+        run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
         for i, block in enumerate(model.blocks):
             with model.unpacked(block):
-                a, _ = block.forward(a, Pass(rotation=rotation, cache=step.block(i)))
+                a, _ = block.forward(a, run._replace(cache=step.block(i)))
         step.finish()
         return a, _last_rows([count for _, count in work])
 
@@ -258,7 +265,10 @@ class Engine:
         lengths = [count for _, count in work]
         batch = model.pack(torch.tensor([i for sequence, _ in work for i in sequence.window]), lengths)
         a = model.embeddings(batch.ids, batch.positions)
-        run = Pass(attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions))
+        run = Pass(
+            attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions),
+            adapters=groups([(x.options.adapter, count) for x, count in work]),
+        )  # fmt: skip
         for block in model.blocks:
             with model.unpacked(block):
                 a, _ = block.forward(a, run)
@@ -276,7 +286,8 @@ class Engine:
                 targets = sequence.prompt[first + 1 : first + count + 1]
                 rows = a[start : start + len(targets)]
                 for part in row_groups(len(rows), model.head) if len(rows) else ():
-                    logits = model.check_finite(model.head.forward(model.final_norm.forward(rows[part])[0]))
+                    run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]))
+                    logits = model.check_finite(model.head.forward(model.final_norm.forward(rows[part])[0], run))
                     sequence.prompt_logprobs += logprobs_of(logits, targets[part], sequence.options.logprobs or 0)
             start += count
 
@@ -345,6 +356,7 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
             ' context_full="slide"'
         )
     model.pack(ids[-c.n_context :])
+    check_named(model, options.adapter)
     least = 0 if options.prompt_logprobs else 1
     if type(options.max_new_tokens) is not int or options.max_new_tokens < least:
         raise HandgradError(f"max_new_tokens must be at least {least}, not {options.max_new_tokens}")
