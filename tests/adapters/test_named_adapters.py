@@ -71,7 +71,9 @@ def test_selected_is_the_adapter_alone(folders: dict[str, Path]) -> None:
     for name in (None, *folders):
         with selected(model, name):
             found = model.logits(ids)
-        torch.testing.assert_close(found, alone(None if name is None else folders[name]).logits(ids), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found, alone(None if name is None else folders[name]).logits(ids), rtol=0, atol=1e-12
+        )
     assert sum(isinstance(x, NamedAdapters) for x in model.modules()) > 1
 
 

@@ -23,12 +23,18 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME=DIR", help="An adapter of the model, served under this name; may be repeated."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in requests. [default: its folder's name]")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is for this machine only.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests. [default: its folder's name]")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is for this machine only.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="HANDGRAD_API_KEY", help="Key that clients must send. [default: $HANDGRAD_API_KEY, or none]"),
+        typer.Option(
+            envvar="HANDGRAD_API_KEY", help="Key that clients must send. [default: $HANDGRAD_API_KEY, or none]"
+        ),
     ] = None,
     parallel: Annotated[int, typer.Option(min=1, help="Sequences that are computed at once.")] = 16,
     queue: Annotated[int, typer.Option(min=0, help="Sequences that wait; more are refused with status 429.")] = 64,

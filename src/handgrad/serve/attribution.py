@@ -49,7 +49,14 @@ def attribution(models: Models, asked: dict[str, Any]) -> Callable[[], dict[str,
         offsets = Offsets(tokens, beginning=True).all(ids)
         scores, norms = found.scores.tolist(), found.norms.tolist()
         entries = [
-            {"index": t, "id": i, "token": tokens.name(i), "text_offset": offsets[t], "score": scores[t], "norm": norms[t]}
+            {
+                "index": t,
+                "id": i,
+                "token": tokens.name(i),
+                "text_offset": offsets[t],
+                "score": scores[t],
+                "norm": norms[t],
+            }
             for t, i in enumerate(ids)
         ]
         return {

@@ -87,7 +87,9 @@ def messages(name: str, value: Any) -> list[dict[str, Any]]:
         given = {key: x for key, x in message.items() if x is not None}
         for key in given:
             if key not in ("role", "content", "name"):
-                raise ApiError(400, f"{name}[{i}].{key} is not supported", f"{name}[{i}].{key}", "unsupported_parameter")
+                raise ApiError(
+                    400, f"{name}[{i}].{key} is not supported", f"{name}[{i}].{key}", "unsupported_parameter"
+                )
         found.append(given)
     return found
 

@@ -135,11 +135,15 @@ class Runner:
         with self._changed:
             self._changed.notify()
 
-    def close(self) -> None:
-        """End all requests and the thread."""
+    def stop(self) -> None:
+        """End all requests before the next step, then the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread."""
+        self.stop()
         self._thread.join()
 
     def _take(self, n: int) -> None:
@@ -209,13 +213,13 @@ class Runner:
                 continue
             job, i = self._owner[event.sequence]
             piece = job.writers[i].piece(event)
-            job.send(Update(i, piece, event.sequence))
-            if piece.finish is not None:
+            if piece.finish is not None:  # the place is free before the client knows
                 del self._owner[event.sequence]
                 job.left -= 1
                 self._release(1)
                 if not job.left:
                     self._jobs.remove(job)
+            job.send(Update(i, piece, event.sequence))
 
     def _end(self, job: Job, reason: ApiError | None = None) -> None:
         """Take a request out of the engine, and tell its client why."""

@@ -271,6 +271,9 @@ class Server(BackgroundServer):
             self.runner.close()
             raise
 
+    def stopping(self) -> None:
+        self.runner.stop()
+
     def stopped(self) -> None:
         self.runner.close()
 
@@ -281,5 +284,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-

@@ -4,6 +4,7 @@ takes to read."""
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -53,6 +54,18 @@ class BoundedConnection(H11Protocol):
         self._restart_timer()
 
 
+class _Server(uvicorn.Server):
+    """Tells its owner before it waits for open requests to end."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]):
+        super().__init__(config)
+        self._stopping = stopping
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
+        await super().shutdown(sockets)
+
+
 class BackgroundServer:
     """Serves an application: in the background inside `with server as url`, or in the foreground with `run()`."""
 
@@ -67,7 +80,7 @@ class BackgroundServer:
             app, log_level="warning", timeout_graceful_shutdown=2, http=BoundedConnection,
             ws="none", timeout_keep_alive=KEEP_ALIVE, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, self.stopping)
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
@@ -75,6 +88,9 @@ class BackgroundServer:
             self._server.run(sockets=[self._socket])
         finally:
             self.stopped()
+
+    def stopping(self) -> None:
+        """Called when the server is about to end: let open requests end. Must not wait."""
 
     def stopped(self) -> None:
         """Called when the server has ended: end what belongs to it."""
