@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, perturb
 
 import handgrad as hg
+from conftest import make_model, perturb
 from handgrad.adapters.named import NamedAdapters, groups, load_named, selected
 from handgrad.inference.engine import Engine, Options
 

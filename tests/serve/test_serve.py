@@ -154,15 +154,15 @@ def test_wrong_key(server: Server) -> None:
 
 
 def test_loading_what_does_not_belong_together(folder: Path, tmp_path: Path) -> None:
-    from conftest import make_model
     from tiny_server import SHAPE
 
+    from conftest import make_model
     from handgrad.serve.models import open_models
     from handgrad.text import tokenizer
 
     hg.save(make_model(seed=9, **SHAPE), tmp_path / "same-shape")
     tokenizer.make("bytes", []).write(tmp_path / "same-shape")
-    with pytest.raises(hg.HandgradError, match="is an adapter of .*, not of"):
+    with pytest.raises(hg.HandgradError, match=r"is an adapter of .*, not of"):
         open_models(tmp_path / "same-shape", "x", {"one": folder / "one"})
     with pytest.raises(hg.HandgradError, match="not the folder of an adapter"):
         open_models(folder / "base", "x", {"one": folder / "base"})

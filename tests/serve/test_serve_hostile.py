@@ -97,8 +97,8 @@ def test_wrong_chats(server: Server, body: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": "base"', b"[" * 9000, b'{"a":' * 3000, b'{"seed": ' + b"9" * 5000 + b"}",
-     b'"' + b"a" * 100],
+    [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": "base"', b"[" * 9000, b'{"a":' * 3000,
+     b'{"seed": ' + b"9" * 5000 + b"}", b'"' + b"a" * 100],
     ids=lambda x: str(x[:10]),
 )  # fmt: skip
 def test_bodies_that_are_no_requests(server: Server, body: bytes) -> None:

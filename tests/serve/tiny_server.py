@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import make_model, perturb
 
 import handgrad as hg
+from conftest import make_model, perturb
 from handgrad.serve.models import Models, open_models
 from handgrad.serve.server import Server
 from handgrad.text import tokenizer

@@ -9,6 +9,7 @@ Inference only: to train an adapter, load it alone.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def groups(work: Sequence[tuple[str | None, int]]) -> tuple[tuple[str, Rows], ..
 
 
 def _rows(parts: list[tuple[int, int]]) -> Rows:
-    if all(end == start for (_, end), (start, _) in zip(parts, parts[1:], strict=False)):
+    if all(end == start for (_, end), (start, _) in pairwise(parts)):
         return slice(parts[0][0], parts[-1][1])
     return torch.cat([torch.arange(start, end) for start, end in parts])
 
@@ -118,7 +119,7 @@ def selected(model: GPT, name: str | None) -> Iterator[None]:
     layers = _named_layers(model)
     try:
         for where, layer in layers.items():
-            put(model, where, layer.base if name not in layer.branches else layer.branches[name])
+            put(model, where, layer.branches.get(name or "", layer.base))
         yield
     finally:
         for where, layer in layers.items():

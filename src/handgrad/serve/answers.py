@@ -146,7 +146,7 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
     def _token(self, i: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.tokens.name(i), "logprob": max(logprob, LOWEST), "bytes": list(self.tokens.bytes(i))}
+        return {"token": self.tokens.name(i), "logprob": max(logprob, LOWEST), "bytes": list(self.tokens.raw(i))}
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:

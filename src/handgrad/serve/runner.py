@@ -30,9 +30,9 @@ MAX_UNREAD = 1024  # tokens of a sequence that its client has not taken
 
 
 class Update(NamedTuple):
-    """One more token of sequence `index` of a request."""
+    """One more token of sequence `which` of a request."""
 
-    index: int
+    which: int
     piece: Piece
     sequence: EngineSequence
 

@@ -200,9 +200,9 @@ async def whole(plan: Plan, job: Job) -> dict[str, Any]:
     parts: list[list[Any]] = [["", []] for _ in plan.prompts]
     new_tokens = 0
     async for update in job:
-        text, entries = plan.choices[update.index].add(update)
-        parts[update.index][0] += text
-        parts[update.index][1] += entries
+        text, entries = plan.choices[update.which].add(update)
+        parts[update.which][0] += text
+        parts[update.which][1] += entries
         new_tokens += update.piece.id is not None
     choices = [
         plan.form.choice(i, text, entries, choice.finish)
@@ -231,7 +231,7 @@ class EventStream(Response):
         form: Form = plan.form
         try:
             async for update in self.job:
-                i, choice = update.index, plan.choices[update.index]
+                i, choice = update.which, plan.choices[update.which]
                 new_tokens += update.piece.id is not None
                 text, entries = choice.add(update)
                 if text or entries or choice.finish or i not in begun:

@@ -20,13 +20,13 @@ class TokenText:
         self._before_text = tokenizer.decode(self._before)
         self._known: dict[int, bytes] = {}
 
-    def bytes(self, i: int) -> bytes:
+    def raw(self, i: int) -> bytes:
         """The UTF-8 bytes of a token, which may be part of a character."""
         if i not in self._known:
-            self._known[i] = self._bytes(i)
+            self._known[i] = self._decode(i)
         return self._known[i]
 
-    def _bytes(self, i: int) -> bytes:
+    def _decode(self, i: int) -> bytes:
         both = self.tokenizer.decode([*self._before, i])
         if both.startswith(self._before_text):
             text = both[len(self._before_text) :]
@@ -43,7 +43,7 @@ class TokenText:
 
     def name(self, i: int) -> str:
         """The token's text; "bytes:\\xe2\\x80" for part of a character; "token_id:7" if it has none."""
-        found = self.bytes(i)
+        found = self.raw(i)
         try:
             return found.decode() or f"token_id:{i}"
         except UnicodeDecodeError:
@@ -52,7 +52,7 @@ class TokenText:
     def first(self, i: int) -> bytes:
         """The bytes of a token at the beginning of a text."""
         text = self.tokenizer.decode([i])
-        return self.bytes(i) if INCOMPLETE in text else text.encode()
+        return self.raw(i) if INCOMPLETE in text else text.encode()
 
 
 class Offsets:
@@ -67,7 +67,7 @@ class Offsets:
     def next(self, i: int) -> int:
         """The offset of this token."""
         found = self.at
-        raw = self.tokens.first(i) if self.beginning else self.tokens.bytes(i)
+        raw = self.tokens.first(i) if self.beginning else self.tokens.raw(i)
         self.beginning = False
         self.at += len(self._decoder.decode(raw))
         return found
