@@ -1,6 +1,7 @@
 """The server: the official client, exact log-probabilities, adapters by name."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -9,6 +10,7 @@ import torch
 from tiny_server import expected_logprobs, open_tiny, post, write_models
 
 import handgrad as hg
+from conftest import handgrad
 from handgrad.inference.attribution import attribute
 from handgrad.serve.server import Server
 
@@ -168,3 +170,57 @@ def test_loading_what_does_not_belong_together(folder: Path, tmp_path: Path) -> 
         open_models(folder / "base", "x", {"one": folder / "base"})
     with pytest.raises(hg.HandgradError, match="both called"):
         open_models(folder / "base", "one", {"one": folder / "one"})
+
+
+def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str] = []
+
+    def ask(server: Server) -> None:
+        with server:
+            body = {"model": "mine", "prompt": "a", "max_tokens": 3, "temperature": 0}
+            answers.append(post(server, "/v1/completions", body)[1]["choices"][0]["text"])
+
+    monkeypatch.setattr(Server, "run", ask)
+    options = ["--model", folder / "base", "--adapter", f"mine={folder / 'one'}", "--port", 0, "--name", "large"]
+    done = handgrad("serve", *options)
+    assert done.returncode == 0 and answers == [hg.generate(network(folder, "one"), "a", 3)]
+    assert done.stdout.startswith("large, mine\nhttp://127.0.0.1:") and "warning" not in done.stderr
+    done = handgrad("serve", *options, "--host", "0.0.0.0")
+    assert "warning: other machines can reach 0.0.0.0, without a key" in done.stderr
+    for wrong, reason in (
+        (["--adapter", "x"], "write NAME=DIR"),
+        (["--adapter", f"mine={folder / 'two'}"], "there is an adapter mine already"),
+        (["--api-key", ""], "--api-key must have"),
+        (["--host", "256.0.0.1"], "cannot listen"),
+    ):
+        done = handgrad("serve", *options, *wrong)
+        assert done.returncode == 1 and reason in done.stderr, done.stderr
+
+
+def test_log_likelihoods_as_harnesses_read_them(folder: Path) -> None:
+    """lm-eval asks for one more token and drops the last entry of the list: it is there even if that token ends the text."""
+    model = network(folder)
+    context, continuation = list(b"Once upon"), list(b" a")
+    ids = context + continuation
+    following = int(model.logits(torch.tensor([ids]))[0, -1].argmax())
+    expected = expected_logprobs(model, ids)[len(context) - 1 :]
+    total = sum(expected[t, i].item() for t, i in enumerate(continuation))
+    opened = open_tiny(folder)
+    for ends in (frozenset[int](), frozenset([following])):
+        text = opened.text._replace(ends=ends)
+        with Server(replace(opened, text=text)) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none") as client:
+            found = client.completions.create(
+                model="base", prompt=[ids], max_tokens=1, temperature=0, logprobs=1, seed=1234, echo=True
+            ).choices[0]
+            chat = client.chat.completions.create(
+                model="base", messages=[{"role": "user", "content": "x"}], logprobs=True, temperature=0, max_tokens=1
+            ).choices[0]
+        assert found.finish_reason == ("stop" if ends else "length")
+        scores = found.logprobs
+        assert sum(scores.token_logprobs[len(context) : -1]) == pytest.approx(total, abs=1e-10)
+        greedy = [
+            x == max(top.values()) for x, top in zip(scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True)
+        ]
+        best = expected_logprobs(model, [*ids, following]).argmax(1).tolist()
+        assert greedy == [a == b for a, b in zip([*ids, following][1:], best, strict=True)] and greedy[-1]
+        assert len(chat.logprobs.content) == 1

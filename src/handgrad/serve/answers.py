@@ -1,7 +1,8 @@
 """Completions and chats as OpenAI's JSON: the whole answer, or the events of a stream.
 
 A stream's events together have the text and the log-probabilities of the whole answer. A token's log-probability comes when
-its text is certain; tokens of a stop string or of the end of the text are left out, like their text.
+its text is certain; tokens of a stop string are left out, like their text. A completion's log-probabilities end with that of
+the end-of-sequence token, if it came: clients that ask for one token find one. A chat's do not.
 """
 
 import time
@@ -34,6 +35,7 @@ class Choice:
     prompt: list[int]
     echo: str | None = None  # the prompt's text, if it is repeated
     logprobs: bool = False
+    list_end: bool = False  # list the end-of-sequence token, which has no text here
     finish: str | None = None
     _begun: bool = False
     _certain: int = 0  # characters
@@ -57,7 +59,9 @@ class Choice:
             self._pending.append(Entry(piece.id, piece.logprob, self._offsets.next(piece.id)))
         if piece.finish is not None:
             self.finish = REASONS.get(piece.finish, piece.finish)
-        while self._pending and (self._pending[0].offset < self._certain or self.finish == "length"):
+        ended = self.list_end and piece.id in update.sequence.options.stop_ids
+        flush = self.finish == "length" or ended
+        while self._pending and (flush or self._pending[0].offset < self._certain):
             entries.append(self._pending.pop(0))
         return text, entries
 
@@ -76,6 +80,7 @@ class Form:
     kind = ""
     streamed = ""
     prefix = ""
+    list_end = False
 
     def __init__(self, model: str, tokens: TokenText, logprobs: int | None, usage_wanted: bool = False):
         self.tokens, self.logprobs, self.usage_wanted = tokens, logprobs, usage_wanted
@@ -100,6 +105,7 @@ class Form:
 class CompletionForm(Form):
     kind = streamed = "text_completion"
     prefix = "cmpl"
+    list_end = True
 
     def choice(self, index: int, text: str, entries: list[Entry], finish: str | None) -> dict[str, Any]:
         logprobs = None if self.logprobs is None else self._logprobs(entries)

@@ -126,7 +126,7 @@ def _plan(
                 _check(models, param, ids, option)
             all_prompts.append(ids)
             options.append(option)
-            choices.append(Choice(form.tokens, ids, echo, form.logprobs is not None))
+            choices.append(Choice(form.tokens, ids, echo, form.logprobs is not None, form.list_end))
     return Plan(all_prompts, options, choices, asked.get("stop", []), form, sum(len(ids) for ids in prompts))
 
 

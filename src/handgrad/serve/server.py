@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from .requests import ATTRIBUTION, CHAT, COMPLETION, parse
 from .runner import Job, Runner
 
 SEND_BUFFER = 65_536  # bytes that the system holds for a client that does not read
+OUR_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
@@ -89,8 +91,7 @@ class Guard:
         await app(scope, receive, send_with_headers)
 
     def _error(self, method: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        host = headers.get(b"host", b"").rsplit(b":", 1)[0]
-        if self.loopback and host not in (b"127.0.0.1", b"localhost", b"[::1]"):
+        if self.loopback and not OUR_HOST.fullmatch(headers.get(b"host", b"")):
             return ApiError(421, "wrong Host: connect to 127.0.0.1 or localhost", code="wrong_host")
         if self.key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
             return ApiError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key")
@@ -146,7 +147,7 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
         job = runner.submit(plan.prompts, plan.options, plan.stop)
         if asked.get("stream"):
             return EventStream(plan, job)
-        async with leaving(request.receive, job):
+        async with watching(request.receive, job.leave):
             return Answer(await whole(plan, job))
 
     @app.get("/v1/models")
@@ -169,7 +170,12 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
     async def attribute(request: Request) -> Response:
         asked = parse(await body_of(request), ATTRIBUTION)
         compute = await in_text_thread(attribution, models, asked)
-        return Answer(await runner.call(compute))
+        task = asyncio.create_task(runner.call(compute))
+        async with watching(request.receive, task.cancel):
+            try:
+                return Answer(await task)
+            except asyncio.CancelledError:
+                raise ClientDisconnect from None
 
     return app
 
@@ -179,20 +185,20 @@ def _model(name: str, started: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def leaving(receive: Receive, job: Job) -> AsyncIterator[None]:
-    """Within the context a client that goes ends its request; so does leaving the context for any reason."""
+async def watching(receive: Receive, leave: Callable[[], object]) -> AsyncIterator[None]:
+    """Within the context `leave` is called when the client goes; and when the context is left, for any reason."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        job.leave()
+        leave()
 
     task = asyncio.create_task(watch())
     try:
         yield
     finally:
         task.cancel()
-        job.leave()
+        leave()
 
 
 async def whole(plan: Plan, job: Job) -> dict[str, Any]:
@@ -220,7 +226,7 @@ class EventStream(Response):
         self.plan, self.job = plan, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with leaving(receive, self.job):
+        async with watching(receive, self.job.leave):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self._events():
                 await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
