@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import handgrad as hg
 from conftest import make_model, perturb
 from handgrad.adapters.named import NamedAdapters, groups, load_named, selected
+from handgrad.files import manifest
 from handgrad.inference.engine import Engine, Options
 
 SHAPE = {"n_blocks": 2, "n_context": 64}
@@ -98,6 +100,16 @@ def test_what_cannot_be_loaded_by_name(folders: dict[str, Path], tmp_path: Path)
             load_named(model, {**folders, name: tmp_path / name})
         assert {n: p.requires_grad for n, p in model.named_parameters()} == dict.fromkeys(before, True)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    head = model.head.plain().weight
+    assert head is not None
+    tensors = load_file(folders["head"] / "adapter_model.safetensors")
+    (folders["head"] / manifest.FILE).unlink()  # as others write it
+    for copied in (head.detach() + 1, head.detach().clone()):  # the second is this model's, and loads below
+        tensors["base_model.model.lm_head.base_layer.weight"] = copied
+        save_file(tensors, folders["head"] / "adapter_model.safetensors")
+        if copied[0, 0] != head[0, 0]:
+            with pytest.raises(hg.HandgradError, match=r"has its own lm_head\.weight"):
+                load_named(model, folders)
     load_named(model, folders)
     with pytest.raises(hg.HandgradError, match="no adapter 'nobody'; loaded: plain, head, dora"):
         Engine(model).add([1], Options(adapter="nobody"))

@@ -21,7 +21,7 @@ from ..model.layers import Affine, Linear
 from ..model.passes import PLAIN, Pass, Rows
 from .injection import adapters_of, put, remove
 from .lora import LoRA
-from .peft import load, read_config
+from .peft import head_copies, load, read_config
 
 
 class NamedAdapters(Affine):
@@ -98,6 +98,7 @@ def load_named(model: GPT, folders: Mapping[str, str | Path]) -> None:
             )
         try:
             load(model, folder, load_head_copy=False)
+            _check_copies(model, Path(folder))
             loaded[name] = adapters_of(model)
         finally:
             remove(model)
@@ -110,6 +111,18 @@ def load_named(model: GPT, folders: Mapping[str, str | Path]) -> None:
     for where, layer in layers.items():
         put(model, where, layer)
     model.named_adapters = {name: list(adapters) for name, adapters in loaded.items()}
+
+
+def _check_copies(model: GPT, folder: Path) -> None:
+    """Raise if the adapter brings a layer of its base along that is not this model's."""
+    for name, copied in head_copies(folder).items():
+        layer, _, kind = name.rpartition(".")
+        own = getattr(adapters_of(model)[layer].base, kind, None) if layer in adapters_of(model) else None
+        if own is not None and not torch.equal(own, copied.to(own.device, own.dtype)):
+            raise HandgradError(
+                f"{folder} has its own {name}, which cannot share a base: load it alone, or merge it; or it belongs to"
+                " another model"
+            )
 
 
 @contextmanager
