@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,11 @@ class NamedAdapters(Affine):
         self.base = base
         self.branches: dict[str, LoRA] = {}  # not submodules: a name may have any character
 
-    def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
+    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
         groups = [(self.branches[name], rows) for name, rows in run.adapters if name in self.branches]
         if len(groups) == 1 and isinstance(groups[0][1], slice) and groups[0][1] == slice(0, len(a)):
-            return groups[0][0].forward(a, run)
-        out = self.base.forward(a)
+            return groups[0][0].forward(a, run, out)
+        out = self.base.forward(a, out=out)
         for branch, rows in groups:
             if branch.magnitude is not None:
                 out[rows] = branch.forward(a[rows], run)
@@ -52,10 +53,10 @@ class NamedAdapters(Affine):
                 out[rows] = some
         return out
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
         raise HandgradError("several adapters do not train at once: use `selected`, or load one alone")
 
-    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
+    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: Any = None) -> None:
         self.backward(delta, run)
 
     def effective_weight(self) -> Tensor:
