@@ -223,6 +223,12 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
+def head_copies(folder: Path) -> dict[str, Tensor]:
+    """PEFT's copies of layers that have an adapter, under the model's names."""
+    file = folder / TENSORS
+    return _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)[2]
+
+
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
     file, config = folder / TENSORS, read_config(folder)

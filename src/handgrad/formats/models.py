@@ -121,16 +121,19 @@ def open_folder(
     if adapters.is_adapter(folder):
         model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype)
         adapters.load(model, folder)
-        return model
-    if is_gguf(folder):
+    elif is_gguf(folder):
         if base_dtype is not None:
             raise HandgradError(f"{folder} is a GGUF file, which has its own types: give packed instead of base_dtype")
-        return load_gguf(folder, dtype=dtype, device=device, packed=packed)
-    if packed:
+        model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
+    elif packed:
         raise HandgradError(
             f'{folder} is not a GGUF file, so nothing is packed in it: leave out packed, or give base_dtype="bfloat16"'
         )
-    return load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+    else:
+        model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+    texts = tokenizer_folder(folder)
+    model.text_source = model.source if texts is None else str(texts.absolute())
+    return model
 
 
 def config_of(folder: Path) -> ModelConfig:

@@ -48,7 +48,9 @@ class Network(Parts):
         dtype = as_dtype(dtype)
         self.config = config
         self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
+        self.named_adapters: dict[str, list[str]] = {}  # several adapters by name, with the layers they change
         self.source = ""  # the folder or file it was read from
+        self.text_source = ""  # the folder or file with its tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
         meta = torch.device("meta")
         self._build(meta)
