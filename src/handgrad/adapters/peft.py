@@ -223,6 +223,13 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
+def other_tensors(folder: Path) -> list[str]:
+    """The names of the model's parameters that the adapter replaces: of layers trained in full, and copies of a head."""
+    file = folder / TENSORS
+    _, rest, copies = _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)
+    return [*rest, *copies]
+
+
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
     file, config = folder / TENSORS, read_config(folder)
