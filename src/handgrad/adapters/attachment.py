@@ -49,7 +49,7 @@ class Attachment:
 
 
 def check_base(model: GPT, folder: Path) -> None:
-    """Raise if the adapter names another base model that is on this machine. If it is not, only the shapes can be compared."""
+    """Raise if the adapter names another base model that is here. If that is not, only shapes can be compared, by `load`."""
     named = base_of(folder)
     if named is None or not model.source or not os.path.exists(named) or not os.path.exists(model.source):
         return

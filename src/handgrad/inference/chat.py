@@ -10,7 +10,7 @@ The keys and values of the conversation stay in the engine's cache, so a turn co
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +98,7 @@ class Chat:
         self.messages: list[Message] = []
         self.attachment: Attachment | None = None
         self.last: Generation | None = None  # the last answer
+        self.seen: list[Message] = []  # the conversation it ended, as the model saw it
         self.dropped = 0  # turns that the last question has dropped from the beginning, because the context was full
         self._base_template = template
         self._engine = Engine(model, keep=1)
@@ -114,19 +115,18 @@ class Chat:
 
     # ── a turn ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """Pieces of the answer; an empty one after a step that completes no character. The turn joins the history when the
         answer ends or the iterator is closed; an empty answer leaves the history as it was."""
         kept, prompt = self._fit([*self.messages, {"role": "user", "content": text}])
-        room = self.model.config.n_context + 1 - len(prompt)
         seed = self.sampling.seed
         sampling = replace(self.sampling, seed=None if seed is None else seed + self._turn)
-        options = Options(min(self.max_new_tokens, room), sampling, self.text.ends)
+        options = Options(self.max_new_tokens, sampling, self.text.ends)
         writer = Writer(self._engine, prompt, options, self.text)
         self.dropped = (len(self.messages) + 1 - len(kept)) // 2
         return self._answer(writer, kept)
 
-    def _answer(self, writer: Writer, messages: list[Message]) -> Iterator[str]:
+    def _answer(self, writer: Writer, messages: list[Message]) -> Generator[str, None, None]:
         engine, sequence = self._engine, writer.sequence
         try:
             while sequence.finish is None:
@@ -137,7 +137,7 @@ class Chat:
             answer = writer.result()
             if answer.text and answer.text.strip():
                 self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-                self.last = answer
+                self.last, self.seen = answer, self.conversation
                 self._turn += 1
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
@@ -169,8 +169,8 @@ class Chat:
             new.pop()
         pieces = pieces_of(self.text.tokenizer, prompt + new)
         text, start = "".join(pieces), len("".join(pieces[: len(prompt)]))
-        messages = self.conversation
-        found = [(word, i) for i, part in enumerate(_places(text, messages, start)) for word in words_of(text, *part)]
+        messages = self.seen
+        found = [(one, i) for i, part in enumerate(_places(text, messages, start)) for one in words_of(text, *part)]
         owner = owners(pieces, [one for one, _ in found])
         targets = range(len(prompt), len(prompt) + len(new))
         if word is not None:
@@ -180,7 +180,9 @@ class Chat:
                 if message == len(messages) - 1 and one.text.casefold() == word.casefold()
             }
             if not wanted:
-                raise HandgradError(f"the last answer has no word {word!r}: write a word of it, or /why for all of them")
+                raise HandgradError(
+                    f"the last answer has no word {word!r}: give one of its words, or none to explain all of them"
+                )
             chosen = [t for t in targets if owner[t] in wanted]
         else:
             chosen = list(targets)

@@ -1,7 +1,7 @@
 """The words of a text, and the word that each token belongs to.
 
-A word is a run of letters and digits, with apostrophes and hyphens inside; a run of other signs; or one character of a script
-that is written without spaces between words.
+A word is a run of letters and digits, with apostrophes and hyphens inside; a run of other signs; or one character of a
+script that is written without spaces between words.
 """
 
 import re
@@ -12,7 +12,9 @@ from .streaming import TextStream
 from .tokenizer import Tokenizer
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+(?:['’\-][^\W{_ALONE}]+)*|[^\w\s]+")
+_MARKS = "\u0300-\u036f\u0483-\u0489\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0900-\u0dff"  # accents and vowel signs
+_LETTERS = rf"(?:[^\W{_ALONE}]|[{_MARKS}])+"
+_WORD = re.compile(rf"[{_ALONE}]|{_LETTERS}(?:['’\-]{_LETTERS})*|(?:(?![{_MARKS}{_ALONE}])[^\w\s])+")
 
 
 class Word(NamedTuple):
