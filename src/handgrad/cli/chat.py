@@ -44,7 +44,7 @@ def chat(
     model: Annotated[str, MODEL] = "smollm2",
     system: Annotated[str | None, SYSTEM] = None,
     tokens: Annotated[int, TOKENS] = 512,
-    temperature: Annotated[float, TEMPERATURE] = 0.5,
+    temperature: Annotated[float, TEMPERATURE] = 0.2,
     top_k: Annotated[int | None, TOP_K] = None,
     top_p: Annotated[float | None, TOP_P] = 0.9,
     min_p: Annotated[float | None, MIN_P] = None,
@@ -76,6 +76,11 @@ def chat(
         try:
             if not session.take(line):
                 break
+        except KeyboardInterrupt:  # outside of an answer: during a command
+            if not interactive:
+                raise
+            sys.stdout.write("\n")
+            console.note("Stopped.")
         except (HandgradError, OSError) as mistake:
             if not interactive:
                 raise

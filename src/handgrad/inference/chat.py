@@ -122,12 +122,12 @@ class Chat:
         seed = self.sampling.seed
         sampling = replace(self.sampling, seed=None if seed is None else seed + self._turn)
         options = Options(self.max_new_tokens, sampling, self.text.ends)
-        writer = Writer(self._engine, prompt, options, self.text)
         self.dropped = (len(self.messages) + 1 - len(kept)) // 2
-        return self._answer(writer, kept)
+        return self._answer(prompt, options, kept)
 
-    def _answer(self, writer: Writer, messages: list[Message]) -> Generator[str, None, None]:
-        engine, sequence = self._engine, writer.sequence
+    def _answer(self, prompt: list[int], options: Options, messages: list[Message]) -> Generator[str, None, None]:
+        engine, writer = self._engine, Writer(self._engine, prompt, options, self.text)
+        sequence = writer.sequence
         try:
             while sequence.finish is None:
                 pieces = [writer.piece(event).text for event in engine.step() if event.sequence is sequence]
