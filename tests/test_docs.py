@@ -29,6 +29,7 @@ from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
 from handgrad.text import tokenizer
+from tiny_chat import write_chat_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,7 +130,9 @@ class Folder:
     def _make(self, name: str) -> None:
         if Path(name).exists() or name in config.PRESETS or name in FETCHED:
             return
-        if name == "merged":
+        if name == "path/to/chat-model":
+            write_chat_model(Path(name), steps=1)
+        elif name == "merged":
             self.run("merge", "runs/mine", "--out", "merged")
         elif name == "runs/mine":
             self.run(

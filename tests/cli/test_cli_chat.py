@@ -122,8 +122,10 @@ def test_a_model_without_a_template_is_refused(model: Path, tmp_path: Path) -> N
 
 def test_a_terminal(model: Path) -> None:
     """Ctrl-C stops an answer that would not end by itself, Ctrl-C at the prompt and mistakes are harmless, Ctrl-D leaves."""
-    write_chat_model(model.parent / "endless", 2, n_context=100_000, steps=0)
-    command = [sys.executable, "-m", "handgrad", "chat", "--model", model.parent / "endless", "--tokens", "90000"]
+    endless = model.parent / "endless"
+    write_chat_model(endless, n_context=100_000)
+    (endless / "generation_config.json").unlink()  # no token ends an answer
+    command = [sys.executable, "-m", "handgrad", "chat", "--model", endless, "--tokens", "90000", "--temperature", "0"]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60"}
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -144,6 +146,7 @@ def test_a_terminal(model: Path) -> None:
         wait_for("you ›")
         os.write(ours, b"hello\n")
         wait_for("hello\r\n")
+        wait_for("h")  # the answer has begun
         child.send_signal(signal.SIGINT)
         wait_for("Stopped.")
         wait_for("you ›")

@@ -50,6 +50,8 @@ class Wrapped:
     def _add(self, c: str) -> None:
         if not c.isspace():
             self._word += c
+            if self.width is not None and cell_len(self._word) >= self.width:
+                self._flush()  # no line can hold it
             return
         self._flush()
         if c == "\n":
@@ -62,7 +64,7 @@ class Wrapped:
         if not self._word:
             return
         size = cell_len(self._space) + cell_len(self._word)
-        if self._column and self.width is not None and self._column + size > self.width:
+        if self._space and self.width is not None and self._column + size > self.width:
             self.out.write("\n" + self._word)
             self._column = cell_len(self._word)
         else:
