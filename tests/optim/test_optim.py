@@ -1,7 +1,10 @@
 """Optimizer steps inside the backward pass, gradient norms, clipping and scaled steps."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +201,29 @@ def test_backend_follows_the_models_device(device: str | None, backend: str, mon
     monkeypatch.setattr(Ranks, "_open_store", lambda self: None)
     Ranks() if device is None else Ranks(device)
     assert backends == [backend]
+
+
+def test_a_run_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
+    """Importing it takes two seconds and 50 MB."""
+    code = (
+        "import sys, handgrad as hg; hg.train(sys.argv[1], steps=2, out=sys.argv[2], quiet=True, n_blocks=1)\n"
+        "assert 'torch.optim' in sys.modules and 'torch._dynamo' not in sys.modules"
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be, that is the question. " * 40)
+    subprocess.run([sys.executable, "-c", code, text, tmp_path / "run"], check=True)
+
+
+def test_an_optimizer_made_here_can_be_used_by_others() -> None:
+    """`step` and `zero_grad` of torch still work on it, and torch's own functions are left as they were."""
+    p, q = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    ours = optim.maker("AdamW", 0.1, 0.0, (0.9, 0.99))([p])
+    theirs = torch.optim.AdamW([q], 0.1, (0.9, 0.99), weight_decay=0.0, fused=True)
+    for _ in range(2):
+        p.grad, q.grad = torch.full((2, 3), 0.5)
+        optim.step(ours, 1.0)
+        theirs.step()
+    ours.zero_grad()
+    assert torch.equal(p, q) and p.grad is None
+    ours.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(ours.param_groups) == 2

@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 
+import handgrad as hg
+import tiny_gguf
+from handgrad.inference.model_text import model_text
 from handgrad.text import tokenizer
 from handgrad.text.endings import end_ids
 

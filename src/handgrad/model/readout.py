@@ -52,20 +52,24 @@ def readout(
     delta_11 = torch.empty_like(with_target)
     total = 0.0
     logits, deltas = [], []
-    for rows in row_groups(len(piece.targets), head):
+    groups = row_groups(len(piece.targets), head)
+    # one buffer for all groups: freed and allocated for each, it would fragment memory
+    buffer = a_11.new_empty(groups[0].stop, head.plain().w.shape[1])
+    for rows in groups:
         a = with_target[rows]
         seed = None if piece.dropout_seed is None else piece.dropout_seed + rows.start
         run = PLAIN._replace(dropout_seed=seed)
-        a_12 = head.forward(a, run)
+        a_12 = head.forward(a, run, buffer[: len(a)])
         if recording:
             logits.append(a_12.clone())
         summed, delta_12 = loss.forward_and_delta(a_12, piece.targets[rows], weight)
         total += check_finite(summed).item()
-        delta_11[rows] = head.backward(delta_12, run)
-        head.accumulate(delta_12, a, run)
+        shared = head.share(delta_12)
+        delta_11[rows] = head.backward(delta_12, run, None, shared)
+        head.accumulate(delta_12, a, run, shared)
         if recording:
-            deltas.append(delta_12)
-        del a_12, delta_12  # before the next logits are allocated
+            deltas.append(delta_12.clone())
+    del a_12, delta_12, shared, buffer
     if not every_row:
         delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
     a_bar_10, _ = norm.rebuild_output(norm_10)

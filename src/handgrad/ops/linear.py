@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 
-def forward(a: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """a_i = a_{i−1} w + b~"""
-    return torch.mm(a, w) if b is None else torch.addmm(b, a, w)
+def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """a_i = a_{i−1} w + b~, written to `out` if that is given"""
+    return torch.mm(a, w, out=out) if b is None else torch.addmm(b, a, w, out=out)
 
 
 def backward(delta: Tensor, w: Tensor, into: Tensor | None = None) -> Tensor:

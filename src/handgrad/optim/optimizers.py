@@ -1,8 +1,9 @@
 """torch's optimizers by name, gradient norms and clipping."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,7 +52,34 @@ def maker(
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         options["fused"] = True
     decay = weight_decay if "weight_decay" in takes else 0.0
-    return lambda parameters: kind(groups(parameters, decay), **options)
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        with _without_compiler():
+            return kind(groups(parameters, decay), **options)
+
+    return make
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """An optimizer made in this context does not import torch's compiler, which takes two seconds and 50 MB.
+
+    torch imports it to exclude `add_param_group` from compilation. Here the function stands in for the excluded one."""
+    inner: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
+    if inner is None or hasattr(inner, "__dynamo_disable"):  # another torch, or imported already
+        yield
+        return
+    setattr(inner, "__dynamo_disable", inner)
+    try:
+        yield
+    finally:
+        delattr(inner, "__dynamo_disable")
+
+
+def _update(optimizer: Optimizer) -> None:
+    """optimizer.step() without the wrappers for compilation and profiling around it, which import the compiler too."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def clip_factor(norm: float, clip: float | None) -> float:
@@ -63,7 +91,7 @@ def step(optimizer: Optimizer, factor: float) -> None:
     """One optimizer step with every gradient multiplied by `factor`. Fused kernels apply it while they read the gradients,
     through the interface meant for loss scaling; for the others the gradients are multiplied first."""
     if factor == 1:
-        optimizer.step()
+        _update(optimizer)
         return
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -72,12 +100,12 @@ def step(optimizer: Optimizer, factor: float) -> None:
         scaling.grad_scale = grads[0].new_tensor(1 / factor, dtype=torch.float32)
         scaling.found_inf = torch.zeros_like(scaling.grad_scale)
         try:
-            optimizer.step()
+            _update(optimizer)
         finally:
             del scaling.grad_scale, scaling.found_inf
     else:
         torch._foreach_mul_(grads, factor)
-        optimizer.step()
+        _update(optimizer)
 
 
 def norm(grad: Tensor) -> Tensor:

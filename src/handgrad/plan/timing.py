@@ -99,7 +99,7 @@ class _Trial:
         between = time.perf_counter()
         norms = torch.stack([optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None])
         optim.step(self.optimizer, optim.clip_factor(norms.double().norm().item(), 1.0))
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return Times(between - start, time.perf_counter() - between)
 
 

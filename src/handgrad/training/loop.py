@@ -122,7 +122,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         if isinstance(job.optimizer, OptimizerInBackward):
             loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
             return Step(loss, job.optimizer.norm if job.options.clip else None, dict, job.flop(targets, lengths))
-        job.optimizer.zero_grad()
+        job.model.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
             n_targets=n_targets, recompute=job.options.recompute, seed=seed, finished=ranks.all_reduce_async,
