@@ -24,7 +24,12 @@ def adapter_of(base: Path, folder: Path, seed: int, **options: object) -> None:
     hg.lora.save(model, folder)
 
 
-OPTIONS: list[dict[str, object]] = [{}, {"dora": True}, {"modules_to_save": ["ln_f", "lm_head"]}, {"modules_to_save": ["wte"]}]
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"dora": True},
+    {"modules_to_save": ["ln_f", "lm_head"]},
+    {"modules_to_save": ["wte"]},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -38,7 +38,9 @@ def ask(chat: Chat, text: str) -> str:
 
 def test_answers_are_those_of_the_complete_text(chat: Chat) -> None:
     for question in ("hello", "and now?", "hello"):
-        rendered = chat.template.render([*chat.messages, {"role": "user", "content": question}], add_generation_prompt=True)
+        rendered = chat.template.render(
+            [*chat.messages, {"role": "user", "content": question}], add_generation_prompt=True
+        )
         expected = hg.generate(chat.model, rendered, 24, cache=False)
         assert ask(chat, question) == expected
         assert chat.last is not None and chat.last.finish == "stop"
@@ -112,7 +114,9 @@ def test_old_turns_are_dropped_when_the_context_is_full(chat: Chat) -> None:
         assert chat.text.tokenizer.decode(chat.last.prompt).startswith("[system]be brief\n[user]hello\n[assistant]")
     assert dropped and len(chat.messages) == 2 * (6 - dropped)
     before = list(chat.messages)
-    with pytest.raises(hg.HandgradError, match=r"the message with the system prompt has .* tokens, and the context 128"):
+    with pytest.raises(
+        hg.HandgradError, match=r"the message with the system prompt has .* tokens, and the context 128"
+    ):
         chat.ask("x" * 120)
     assert chat.messages == before
     assert chat.why().messages[0]["content"] == "be brief"
