@@ -8,7 +8,10 @@ import torch
 import handgrad as hg
 from handgrad.text.tokenizer import make
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 TALKS = [
     "[user]hello\n[assistant]good day to you\n[user]and now?\n[assistant]now we talk\n",
     "[system]be brief\n[user]hello\n[assistant]hé 🙂 hi\n[user]and now?\n[assistant]bye then\n",

@@ -46,7 +46,7 @@ def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp
         assert not torch.equal(model.logits(IDS), logits)
         attached.detach()
         assert torch.equal(model.logits(IDS), logits)
-        assert {name: True for name in before} == {n: torch.equal(p, before[n]) for n, p in model.named_parameters()}
+        assert dict.fromkeys(before, True) == {n: torch.equal(p, before[n]) for n, p in model.named_parameters()}
         assert model.config == config and model.adapter is None and not adapters_of(model)
         assert all(p.requires_grad for p in model.parameters())
         assert (model.head.plain().weight is model.embed.weight) == tied
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     adapter_of(tmp_path / "same shape", tmp_path / "b", 1)
     adapter_of(tmp_path / "other shape", tmp_path / "c", 1)
     logits = model.logits(IDS)
-    with pytest.raises(hg.HandgradError, match="is an adapter of .*same shape, and the model in use is .*base"):
+    with pytest.raises(hg.HandgradError, match=r"is an adapter of .*same shape, and the model in use is .*base"):
         hg.lora.Attachment(model, tmp_path / "b")
     (tmp_path / "other shape").rename(tmp_path / "moved")  # then only the shapes tell
     with pytest.raises(hg.HandgradError, match="belongs to another model"):

@@ -60,7 +60,7 @@ def attribute(model: GPT, ids: Sequence[int] | Tensor, targets: Iterable[int] | 
     wanted[[t - 1 for t in positions]] = tokens[positions]
     (piece,) = model.pieces(tokens[:n], wanted, [n], n)
     with _frozen(model):
-        loss, a_1, delta_1 = _backward(model, piece)
+        loss, a_1, delta_1 = _input_signal(model, piece)
     gradient = torch.zeros(len(tokens), a_1.shape[1], dtype=a_1.dtype, device=a_1.device)
     gradient[:n] = -delta_1  # L is the negative of the loss
     scores, norms = gradient.new_zeros(len(tokens)), torch.linalg.vector_norm(gradient, dim=1)
@@ -68,7 +68,7 @@ def attribute(model: GPT, ids: Sequence[int] | Tensor, targets: Iterable[int] | 
     return Attribution(tokens.tolist(), positions, -loss, gradient, scores, norms)
 
 
-def _backward(model: GPT, piece: Piece) -> tuple[float, Tensor, Tensor]:
+def _input_signal(model: GPT, piece: Piece) -> tuple[float, Tensor, Tensor]:
     """The summed loss, a_1 and Δ_1 of a piece of one sequence."""
     run = Pass(attention.spans_of(piece.lengths), rotation=model.rotation(piece.positions))
     runs = [run] * len(model.blocks)
