@@ -1,4 +1,4 @@
-"""A conversation: answers equal those to the complete text; each turn computes its own tokens; the context; why; adapters."""
+"""A conversation: answers equal those to the complete text; a turn computes its own tokens; the context; why; adapters."""
 
 from dataclasses import replace
 from pathlib import Path
