@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import handgrad as hg
 from conftest import perturb
 from handgrad.cli.app import app
+from handgrad.cli.chat import _lines
 from handgrad.display.chat import Wrapped, explanation, visible
 from handgrad.inference.chat import Why, WordScore
 from handgrad.text.words import words_of
@@ -121,7 +122,7 @@ def test_a_model_without_a_template_is_refused(model: Path, tmp_path: Path) -> N
 
 
 def test_a_terminal(model: Path) -> None:
-    """Ctrl-C stops an answer that would not end by itself, Ctrl-C at the prompt and mistakes are harmless, Ctrl-D leaves."""
+    """Ctrl-C stops an answer that would not end by itself, a mistake is harmless, Ctrl-D leaves."""
     endless = model.parent / "endless"
     write_chat_model(endless, n_context=100_000)
     (endless / "generation_config.json").unlink()  # no token ends an answer
@@ -141,9 +142,6 @@ def test_a_terminal(model: Path) -> None:
 
     try:
         wait_for("you ›")
-        child.send_signal(signal.SIGINT)
-        wait_for("Ctrl-D or /exit leaves.")
-        wait_for("you ›")
         os.write(ours, b"hello\n")
         wait_for("hello\r\n")
         wait_for("h")  # the answer has begun
@@ -159,6 +157,19 @@ def test_a_terminal(model: Path) -> None:
         child.kill()
         child.wait()
         os.close(ours)
+
+
+def test_ctrl_c_at_the_prompt_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter([KeyboardInterrupt(), "hello", EOFError()])
+
+    def read(prompt: str) -> str:
+        found = next(typed)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr("builtins.input", read)
+    assert list(_lines(interactive=True)) == ["hello"]
 
 
 def test_wrapping() -> None:
