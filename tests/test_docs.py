@@ -30,6 +30,7 @@ from handgrad.model import config
 from handgrad.plan import timing
 from handgrad.serve.server import Server
 from handgrad.text import tokenizer
+from tiny_chat import write_chat_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,7 +108,7 @@ class Folder:
             if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two need the real sizes
                 for name in ("gpt2", "nano"):
                     patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
-            done = CliRunner().invoke(app, words, input="more bottles\n" * 500)
+            done = CliRunner().invoke(app, words, input="more bottles\n" * (1 if words[0] == "chat" else 500))
         assert done.exit_code == 0, f"handgrad {' '.join(words)}: {done.exception or done.output}"
         return done.output
 
@@ -134,14 +135,16 @@ class Folder:
             return [*words, "--port", "0"]
         if name == "explain" and "--html" not in words:
             return [*words, "--html", "page.html"]
-        if name == "generate":
+        if name in ("generate", "chat"):
             return [*words, "--tokens", "3"]
         return words
 
     def _make(self, name: str) -> None:
         if Path(name).exists() or name in config.PRESETS or name in FETCHED:
             return
-        if name == "merged":
+        if name == "path/to/chat-model":
+            write_chat_model(Path(name), steps=1)
+        elif name == "merged":
             self.run("merge", "runs/mine", "--out", "merged")
         elif name == "runs/mine":
             self.run(

@@ -11,6 +11,7 @@ import handgrad as hg
 import tiny_gguf
 from conftest import make_model, perturb
 from families.members import transformers_model
+from handgrad.inference import attribution
 from handgrad.model.gpt import GPT
 from handgrad.proof.oracles import differentiate, finite_difference, relative_error
 
@@ -69,6 +70,13 @@ def test_the_loss_of_these_targets_has_the_same_signal() -> None:
     found = hg.attribute(model, ids, [4, 3])
     assert found.logprob == pytest.approx(-2 * loss, rel=1e-12)
     assert relative_error(found.gradient[:5], -2 * recorded["blocks.0.delta_1"]) <= LIMIT
+
+
+def test_a_long_text_recomputes_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=3)
+    expected = hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5])
+    monkeypatch.setattr(attribution, "TOKENS_AT_ONCE", 4)
+    assert torch.equal(hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5]).gradient, expected.gradient)
 
 
 def adapted() -> GPT:

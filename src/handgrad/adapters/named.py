@@ -22,7 +22,7 @@ from ..model.layers import Affine, Linear
 from ..model.passes import PLAIN, Pass, Rows
 from .injection import adapters_of, put, remove
 from .lora import LoRA
-from .peft import head_copies, load, read_config
+from .peft import load, read_config, replaced_tensors
 
 
 class NamedAdapters(Affine):
@@ -116,7 +116,7 @@ def load_named(model: GPT, folders: Mapping[str, str | Path]) -> None:
 
 def _check_copies(model: GPT, folder: Path) -> None:
     """Raise if the adapter brings a layer of its base along that is not this model's."""
-    for name, copied in head_copies(folder).items():
+    for name, copied in replaced_tensors(folder)[1].items():
         layer, _, kind = name.rpartition(".")
         own = getattr(adapters_of(model)[layer].base, kind, None) if layer in adapters_of(model) else None
         if own is not None and not torch.equal(own, copied.to(own.device, own.dtype)):

@@ -223,10 +223,11 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
-def head_copies(folder: Path) -> dict[str, Tensor]:
-    """PEFT's copies of layers that have an adapter, under the model's names."""
+def replaced_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the adapter has besides its factors, under the model's names: layers trained in full, and PEFT's copies of layers
+    that have an adapter."""
     file = folder / TENSORS
-    return _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)[2]
+    return _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)[1:]
 
 
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:

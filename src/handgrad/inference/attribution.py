@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError, shown
-from ..model.batch import Piece
+from ..model.batch import TOKENS_AT_ONCE, Piece
+from ..model.block import Saved
 from ..model.gpt import GPT
 from ..model.passes import Pass
 from ..model.readout import readout
@@ -59,7 +60,7 @@ def attribute(model: GPT, ids: Sequence[int] | Tensor, targets: Iterable[int] | 
     wanted[[t - 1 for t in positions]] = tokens[positions]
     (piece,) = model.pieces(tokens[:n], wanted, [n], n)
     with _frozen(model):
-        loss, a_1, delta_1 = _backward(model, piece)
+        loss, a_1, delta_1 = _input_signal(model, piece)
     gradient = torch.zeros(len(tokens), a_1.shape[1], dtype=a_1.dtype, device=a_1.device)
     gradient[:n] = -delta_1  # L is the negative of the loss
     scores, norms = gradient.new_zeros(len(tokens)), torch.linalg.vector_norm(gradient, dim=1)
@@ -67,23 +68,29 @@ def attribute(model: GPT, ids: Sequence[int] | Tensor, targets: Iterable[int] | 
     return Attribution(tokens.tolist(), positions, -loss, gradient, scores, norms)
 
 
-def _backward(model: GPT, piece: Piece) -> tuple[float, Tensor, Tensor]:
+def _input_signal(model: GPT, piece: Piece) -> tuple[float, Tensor, Tensor]:
     """The summed loss, a_1 and Δ_1 of a piece of one sequence."""
     run = Pass(attention.spans_of(piece.lengths), rotation=model.rotation(piece.positions))
     runs = [run] * len(model.blocks)
     if len(piece.rows) < len(piece.ids):  # as in training: the last block needs only the rows with a target
         runs[-1] = run._replace(spans=attention.spans_of(piece.lengths, piece.rows), query_rows=piece.rows)
     a = a_1 = model.embeddings(piece.ids, piece.positions)
-    saved = []
+    recompute = len(piece.ids) > TOKENS_AT_ONCE  # a long text's activations would need gigabytes
+    saved: list[Saved | Tensor] = []
     for block, its_run in zip(model.blocks, runs, strict=True):
         with model.unpacked(block):
-            a, kept = block.forward(a, its_run)
-        saved.append(kept)
+            out, kept = block.forward(a, its_run)
+        saved.append(a if recompute else kept)
+        a = out
+        del kept
     with model.unpacked(model.head):
         loss, delta = readout(model.final_norm, model.head, a, piece, 1.0, model.check_finite)
     for block, its_run in reversed(list(zip(model.blocks, runs, strict=True))):
         with model.unpacked(block):
-            delta = block.backward(delta, saved.pop(), its_run)
+            state = saved.pop()
+            if isinstance(state, Tensor):
+                state = block.forward(state, its_run)[1]
+            delta = block.backward(delta, state, its_run)
     return loss, a_1, delta
 
 
