@@ -4,7 +4,7 @@ import contextlib
 import io
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import handgrad as hg
 from handgrad.cli.app import main
 from handgrad.files import manifest
+from handgrad.kernels import library
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
@@ -114,6 +115,19 @@ def make_batch(
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test of an op runs twice: with compiled kernels, and with torch calls only."""
+    if metafunc.definition.path.parent.name == "ops":
+        metafunc.fixturenames.append("computed_by")
+        metafunc.parametrize("computed_by", ["kernels", "torch"], indirect=True)
+
+
+@pytest.fixture
+def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    with library.disabled() if request.param == "torch" else contextlib.nullcontext():
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,6 +1,6 @@
 """Losses, gradients, weights and files of ten small configurations, to check that a refactoring changes no number.
 
-    python tests/recorded.py            print the results of this source tree as JSON, for tests/data/recorded.json
+    HANDGRAD_KERNELS=0 python tests/recorded.py        print the results as JSON, for tests/data/recorded.json
 
 Bits depend on the processor and on torch: digests are compared where both match the recording, norms everywhere.
 """

@@ -1,6 +1,7 @@
 """The LoRA layer: a linear layer with a low-rank branch added to it, and DoRA's magnitude."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,13 @@ from torch import Tensor, nn
 from ..model.layers import Affine, Linear
 from ..model.passes import PLAIN, Pass
 from ..ops import linear, lora
+
+
+class Signals(NamedTuple):
+    """The error signals that `backward` and `accumulate` share."""
+
+    z: Tensor  # (n, f_out)   Δ ∘ m/c; Δ itself without a magnitude
+    h: Tensor  # (n, r)   g
 
 
 class LoRA(Affine):
@@ -50,16 +58,21 @@ class LoRA(Affine):
         b = self.base.added_bias()
         return out if b is None else out.add_(b)
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+    def share(self, delta: Tensor) -> "Signals":
+        signal = delta if self.magnitude is None else delta * self._ratio()
+        return Signals(signal, lora.upstream(signal, self.up, self.scale))
+
+    def backward(
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: "Signals | None" = None
+    ) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
-        signal = self._before_ratio(delta)
+        signal, of_h = shared or self.share(delta)
         out = self.base.backward(signal, into=into)
-        g = lora.upstream(signal, self.up, self.scale)
-        lora.backward(g, self.down, into=out, mask=self._mask(out, run))
+        lora.backward(of_h, self.down, into=out, mask=self._mask(out, run))
         return out
 
-    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
-        signal = self._before_ratio(delta)
+    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: "Signals | None" = None) -> None:
+        signal, of_h = shared or self.share(delta)
         self.base.accumulate_weight(signal, a)
         self.base.accumulate_bias(delta)
         mask = self._mask(a, run)
@@ -67,7 +80,7 @@ class LoRA(Affine):
         if self.up.requires_grad:
             self.up.grad = lora.grad_u(signal, torch.mm(dropped, self.down), self.scale, self.up.grad)
         if self.down.requires_grad:
-            self.down.grad = lora.grad_d(lora.upstream(signal, self.up, self.scale), dropped, self.down.grad)
+            self.down.grad = lora.grad_d(of_h, dropped, self.down.grad)
         if self.magnitude is not None and self.magnitude.requires_grad:
             z, c = self._product(a, mask), self.column_norms()
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
@@ -101,10 +114,6 @@ class LoRA(Affine):
     def _ratio(self) -> Tensor:
         assert self.magnitude is not None
         return self.magnitude / self.column_norms()
-
-    def _before_ratio(self, delta: Tensor) -> Tensor:
-        """Δ ∘ m/c, the error signal of z; Δ itself without a magnitude"""
-        return delta if self.magnitude is None else delta * self._ratio()
 
     def _mask(self, like: Tensor, run: Pass) -> Tensor | None:
         if run.dropout_seed is None or not self.dropout:

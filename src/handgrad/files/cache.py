@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["downloads", "tokens", "stdin", "demo"]
+Kind = Literal["downloads", "tokens", "stdin", "demo", "kernels"]
 
 _SUBFOLDERS: dict[Kind, str] = {
     "downloads": "material",  # the name on disk since the first version: existing caches stay valid
     "tokens": "tokens",  # token files, named by a hash of their content
     "stdin": "stdin",  # copies of standard input, named by a hash of their content
     "demo": "explain",  # models trained for `handgrad explain`
+    "kernels": "kernels",  # compiled for this machine
 }
 
 

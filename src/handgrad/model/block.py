@@ -81,13 +81,14 @@ class Block(Parts):
         norm_1, heads, norm_5, a_7 = saved
         run.record("delta_10", delta_10)
         run.record("delta_9", delta_10)  # Δ_9 = Δ_10
-        delta_8 = mlp.contract.backward(delta_10, run)
+        shared = mlp.contract.share(delta_10)
+        delta_8 = mlp.contract.backward(delta_10, run, None, shared)
         run.record("delta_8", delta_8)
         signals, a_8 = mlp.backward_activation(delta_8, a_7)
         for letter, delta_7 in zip(mlp.letters(), signals.parts, strict=True):
             run.record(f"delta_{letter}", delta_7)
-        mlp.contract.accumulate(delta_10, a_8, run)
-        del a_8, delta_8  # the largest tensors here
+        mlp.contract.accumulate(delta_10, a_8, run, shared)
+        del a_8, delta_8, shared  # the largest tensors here
         a_bar_5, a_6 = self.norm_2.rebuild_output(norm_5)
         delta_6 = signals.backward(a_6, run)
         assert delta_6 is not None
@@ -96,9 +97,10 @@ class Block(Parts):
         delta_5 = self.norm_2.backward(delta_6, a_bar_5, norm_5).add_(delta_10)
         run.record("delta_5", delta_5)
         run.record("delta_4", delta_5)  # Δ_4 = Δ_5
-        delta_3 = attn.out.backward(delta_5, run)
+        shared = attn.out.share(delta_5)
+        delta_3 = attn.out.backward(delta_5, run, None, shared)
         run.record("delta_3", delta_3)
-        attn.out.accumulate(delta_5, heads.heads.a.flatten(1), run)
+        attn.out.accumulate(delta_5, heads.heads.a.flatten(1), run, shared)
         if run.recording and run.query_rows is None:
             self._record_maps(delta_3, heads.heads, run)
         a_bar_1, a_2 = self.norm_1.rebuild_output(norm_1)

@@ -70,12 +70,13 @@ class ErrorSignals:
         delta: Tensor | None = None
         for layer, whole in reversed(list(zip(self.layers, self.wholes, strict=True))):
             some = rows is not None and whole is self.parts[0]
-            layer.accumulate(whole, a[rows] if some else a, run)
+            shared = layer.share(whole)
+            layer.accumulate(whole, a[rows] if some else a, run, shared)
             if not needs_input:
                 continue
             if some:
                 assert delta is not None and rows is not None  # the first layer comes last
-                delta.index_add_(0, rows, layer.backward(whole, run))
+                delta.index_add_(0, rows, layer.backward(whole, run, None, shared))
             else:
-                delta = layer.backward(whole, run, delta)
+                delta = layer.backward(whole, run, delta, shared)
         return delta

@@ -125,13 +125,14 @@ class GPT(Network):
         at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
         n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
-        freeze(p for p in self.parameters() if not p.requires_grad)
+        parameters = list(self.parameters())
+        freeze(p for p in parameters if not p.requires_grad)
         # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
         # all gradients of a block are final at once.
         # Packed weights are then unpacked once for all pieces.
         together = recompute == "blocks" or self.packed or not pieces
         windows = [pieces] if together else [[piece] for piece in pieces]
-        fresh = [p for p in self.parameters() if p.grad is None]
+        fresh = [p for p in parameters if p.grad is None]
         if len(windows) > 1:  # gradients allocated between the activations of two pieces would fragment memory
             for p in fresh:
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -206,7 +207,7 @@ class GPT(Network):
         Frees activations as it goes unless `once` is False."""
         if not state.pieces:
             finished = _with_zeros(finished)
-        layers = iter(self.layers())
+        layers = iter(every_layer := self.layers())
         value = 0.0
         deltas: list[Tensor] = []
         if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
@@ -236,7 +237,7 @@ class GPT(Network):
                 self.embed.backward(delta_1, piece.ids)
                 if self.has("positions"):
                     self.positions.backward(delta_1, piece.positions)
-        finished(self.layers()[-1])
+        finished(every_layer[-1])
         return value
 
     def _pass(self, i: int, j: int, state: ForwardState) -> Pass:

@@ -6,6 +6,7 @@ passes what a backward pass needs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,16 @@ class Affine(nn.Module, ABC):
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
         """a_{i−1} → a_i"""
 
+    def share(self, delta: Tensor) -> Any:
+        """What `backward` and `accumulate` both need of Δ_i, to be computed once and given to both."""
+        return None
+
     @abstractmethod
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
         """Δ_i → Δ_{i−1}, added to `into` if that is given: several layers may have the same input"""
 
     @abstractmethod
-    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
+    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: Any = None) -> None:
         """Add the parameters' gradients, from Δ_i and the input a_{i−1}, into `.grad`."""
 
     @abstractmethod
@@ -119,10 +124,10 @@ class Linear(Affine):
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
         return linear.forward(a, self.w, self.added_bias())
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None) -> Tensor:
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
         return linear.backward(delta, self.w, into)
 
-    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
+    def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: Any = None) -> None:
         self.accumulate_weight(delta, a)
         self.accumulate_bias(delta)
 

@@ -35,7 +35,7 @@ class Norm(nn.Module, ABC):
         """The parameters by their letter."""
 
     def trains(self) -> bool:
-        return any(p.requires_grad for p in self.parameters())
+        return any(p is not None and p.requires_grad for p in self._parameters.values())
 
 
 class LayerNorm(Norm):
@@ -51,8 +51,7 @@ class LayerNorm(Norm):
         return layernorm.forward(a, self.weight, self.bias, self.eps)
 
     def rebuild_output(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:
-        a_bar = layernorm.normalized(saved)
-        return a_bar, layernorm.affine(a_bar, self.weight, self.bias)
+        return layernorm.rebuild(saved, self.weight, self.bias)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: layernorm.Saved) -> Tensor:
         if self.weight.requires_grad:
@@ -80,8 +79,7 @@ class RMSNorm(Norm):
         return rmsnorm.forward(a, self.weight, self.eps)
 
     def rebuild_output(self, saved: rmsnorm.Saved) -> tuple[Tensor, Tensor]:
-        a_bar = rmsnorm.normalized(saved)
-        return a_bar, a_bar * self.weight
+        return rmsnorm.rebuild(saved, self.weight)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: rmsnorm.Saved) -> Tensor:
         if self.weight.requires_grad:

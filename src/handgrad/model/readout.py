@@ -61,11 +61,12 @@ def readout(
             logits.append(a_12.clone())
         summed, delta_12 = loss.forward_and_delta(a_12, piece.targets[rows], weight)
         total += check_finite(summed).item()
-        delta_11[rows] = head.backward(delta_12, run)
-        head.accumulate(delta_12, a, run)
+        shared = head.share(delta_12)
+        delta_11[rows] = head.backward(delta_12, run, None, shared)
+        head.accumulate(delta_12, a, run, shared)
         if recording:
             deltas.append(delta_12)
-        del a_12, delta_12  # before the next logits are allocated
+        del a_12, delta_12, shared  # before the next logits are allocated
     if not every_row:
         delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
     a_bar_10, _ = norm.rebuild_output(norm_10)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import calls
+
 CUBIC = 0.044715
 TWICE = 2 * math.sqrt(2 / math.pi)
 ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
@@ -26,6 +28,9 @@ def forward(x: Tensor, name: str) -> Tensor:
     if x.dtype == torch.bfloat16:
         return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     value = torch.empty_like(x)
+    if x.ndim == 2 and calls.fits(x, value):
+        calls.forward_activation(name, x, value)
+        return value
     for part, out in zip(parts(x), parts(value), strict=True):
         torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
     return value
@@ -36,6 +41,9 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "relu":
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
+    if name in calls.ACTIVATIONS and calls.fits(delta, x, out, value):
+        calls.backward_activation(name, delta, x, out, value)
+        return out, value
     slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]
     for part in zip(parts(delta), parts(x), parts(out), parts(value), strict=True):
         if x.dtype == torch.bfloat16:  # in float32, so that only the results are rounded

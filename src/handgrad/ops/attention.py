@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import calls
 from . import _tiles
 
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
@@ -77,6 +78,9 @@ def forward(
     _check(q, k, v, causal, window)
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
+    if calls.fits(q, k, v):
+        calls.forward_attention(*_sequences(spans), causal, window, q, k, v, a, lse)
+        return a, Saved(q, k, v, a, lse)
     for span in spans:
         operands = (q, span.queries), (k, span.keys), (v, span.keys)
         limit = _limit(window, span)
@@ -104,11 +108,13 @@ def backward(
     """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, the last two summed over the query heads that share
     a key, written `into` tensors of their shapes"""
     k, a, lse = saved.k, saved.a, saved.lse
-    # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
-    correction = _correction(delta, a, lse.dtype)
     if sum(span.keys.stop - span.keys.start for span in spans) < len(k):
         into[1].zero_()  # a sequence without queries gives its keys and values no gradient
         into[2].zero_()
+    if _backward_by_kernel(delta, saved, spans, causal, into, window):
+        return
+    # (Δ vᵗ) ⊖ ρ = Δ ⊖ a: the softmax correction of (25) needs only the output and its error signal
+    correction = _correction(delta, a, lse.dtype)
     for span in spans:
         limit = _limit(window, span)
         operands = _operands(delta, saved, correction, span, causal, limit)
@@ -229,6 +235,48 @@ def _forward_in_tiles(
         rho = torch.softmax(scores, 2) if _needs_float64(lse[:, rows]) else scores.sub_(lse[:, rows, None]).exp_()
         out[:, rows] = torch.bmm(rho, v[:, seen])
     return out, lse
+
+
+# ── kernels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _backward_by_kernel(
+    delta: Tensor, saved: Saved, spans: Spans, causal: bool, into: tuple[Tensor, Tensor, Tensor], window: int | None
+) -> bool:
+    """The same by a compiled kernel, for all sequences at once; False if there is none for these tensors."""
+    q, k, v, a, lse = saved
+    if not calls.fits(lse) or _needs_float64(lse):
+        return False
+    delta, q, k, v, a = (x.to(lse.dtype) for x in (delta, q, k, v, a))  # bfloat16 is computed in float32
+    if not calls.fits(delta, q, k, v, a):
+        return False
+    heads, key_heads = q.shape[1], k.shape[1]
+    # the kernel writes the signals of k and v for every query head: they add up in a group
+    direct = heads == key_heads and into[0].dtype == lse.dtype and all(x.stride(-1) == 1 for x in into)
+    q_, k_, v_ = (lse.new_zeros(0 if direct else len(x), heads, x.shape[2]) for x in into)
+    found = into if direct else (q_, k_, v_)
+    calls.backward_attention(*_sequences(spans), causal, window, delta, q, k, v, a, lse, found)
+    if not direct:
+        for target, x in zip(into, found, strict=True):
+            target.copy_(x.view(len(x), target.shape[1], -1, x.shape[2]).sum(2))
+    return True
+
+
+def _sequences(spans: Spans) -> tuple[Tensor, Tensor | None]:
+    """The rows of each sequence's keys and queries, (sequences, 4); the positions of all queries, or None if every token
+    is one"""
+    rows: list[tuple[int, ...]] = []
+    positions: list[int] = []
+    for span in spans:
+        keys, queries = span.length, (span.queries.stop - span.queries.start) // span.sequences
+        for i in range(span.sequences):
+            first, query = span.keys.start + i * keys, span.queries.start + i * queries
+            rows.append((first, first + keys, query, query + queries))
+    if any(span.positions is not None for span in spans):
+        for span in spans:
+            positions += list(span.positions or range(span.length)) * span.sequences
+    at = torch.tensor(positions, dtype=torch.int32, device="cpu") if positions else None
+    return torch.tensor(rows, dtype=torch.int64, device="cpu"), at
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ signals and a_8 share the expensive part. bfloat16 is computed in float32, so th
 import torch
 from torch import Tensor
 
+from ..kernels import calls
 from . import activation
 
 NAMES = ("silu", "gelu", "gelu_tanh")
@@ -19,6 +20,9 @@ def forward(gate: Tensor, up: Tensor, name: str) -> Tensor:
     if name not in NAMES:
         raise ValueError(f"unknown gate {name!r}; choose one of {', '.join(NAMES)}")
     a_8 = gate.new_empty(gate.shape)
+    if name in calls.ACTIVATIONS and calls.fits(gate, up):
+        calls.forward_gate(name, gate, up, a_8)
+        return a_8
     for x, u, out in zip(*(activation.parts(tensor) for tensor in (gate, up, a_8)), strict=True):
         wide = _wide(x)
         if name == "silu":
@@ -38,6 +42,9 @@ def backward(
     a_8 = gate.new_empty(gate.shape)
     d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2)) if into is None else into
     tensors = (delta, gate, up, d_gate, d_up, a_8)
+    if name in calls.ACTIVATIONS and calls.fits(*tensors):
+        calls.backward_gate(name, *tensors)
+        return d_gate, d_up, a_8
     for d, x, u, out_gate, out_up, out in zip(*(activation.parts(tensor) for tensor in tensors), strict=True):
         x, signal = _wide(x), _wide(d) * u
         if name == "silu":

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import calls
+
 
 class Saved(NamedTuple):
     a: Tensor  # (n, d)   the input
@@ -34,8 +36,23 @@ def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.addcmul(b, a_bar, w)
 
 
+def rebuild(saved: Saved, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """ā and the output, from the saved statistics"""
+    a, mu, inv_sigma = saved
+    if calls.fits(a, mu, inv_sigma, w, b):
+        a_bar, out = torch.empty_like(a), torch.empty_like(a)
+        calls.rebuild_norm(a, mu, inv_sigma, w, b, a_bar, out)
+        return a_bar, out
+    a_bar = normalized(saved)
+    return a_bar, affine(a_bar, w, b)
+
+
 def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
+    if calls.fits(delta, a_bar, w):
+        out = torch.empty_like(delta)
+        calls.backward_norm(delta, a_bar, inv_sigma, w, True, out)
+        return out
     g = delta.to(inv_sigma.dtype) * w  # at least float32: g − mean(g) can be much smaller than g
     along = (g * a_bar).mean(1, keepdim=True)
     g.sub_(g.mean(1, keepdim=True)).addcmul_(a_bar, along, value=-1)
@@ -44,6 +61,10 @@ def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tens
 
 def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     """∂w += Σ_tok ā ∘ Δ_i   (41)"""
+    if calls.fits(delta, a_bar):
+        grad = delta.new_empty(delta.shape[1])
+        calls.column_sums(delta, a_bar, grad)
+        return grad if into is None else into.add_(grad)
     wide = a_bar.float() if a_bar.dtype == torch.bfloat16 else a_bar
     grad = (wide * delta).sum(0).to(delta.dtype)
     return grad if into is None else into.add_(grad)

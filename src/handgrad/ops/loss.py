@@ -7,6 +7,8 @@ here only.
 import torch
 from torch import Tensor
 
+from ..kernels import calls
+
 NO_TARGET = -100
 
 
@@ -24,6 +26,10 @@ def forward(logits: Tensor, targets: Tensor) -> Tensor:
 def forward_and_delta(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """Σ_t ℓ(t), and Δ_12 = weight · (y_pred − y_gt), computed in place of the logits: (n, V) exists only once"""
     wide = _wide(logits)
+    if calls.fits(wide):
+        losses = wide.new_empty(len(wide), dtype=torch.float64)
+        calls.softmax_loss(wide, targets.contiguous(), weight, losses)
+        return losses.sum(), wide.to(logits.dtype)
     target = targets[:, None]
     # log Σ exp = max − log(largest probability): one exponential per entry serves the loss and Δ
     total = torch.amax(wide, 1).double().sum() - wide.gather(1, target).double().sum()

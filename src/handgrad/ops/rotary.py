@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..kernels import calls
 from .rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
 ENTRIES_AT_ONCE = 1 << 17  # so that the elementwise steps below work in the CPU cache
@@ -53,7 +54,22 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into
     """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane
 
     Written `into` this tensor, which may be x itself: less memory and less traffic."""
+    return _rotate(x, cos, sin, 1, interleaved, into)
+
+
+def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
+    """Δ_x = m R(t)ᵗ Δ_y = m R(−t) Δ_y"""
+    return _rotate(delta, cos, sin, -1, interleaved, into)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, into: Tensor | None) -> Tensor:
+    """The rotation by the angles (sign 1) or by the opposite ones (−1)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
+    if calls.fits(x, out, cos, sin) and cos.is_contiguous() and sin.is_contiguous():
+        calls.rotate(x, cos, sin, sign, interleaved, out)
+        return out
+    if sign < 0:
+        sin = -sin
     both = torch.stack((cos, cos), 2 if interleaved else 1).flatten(1)  # (n, d_ρ)
     rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
     for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, both, sin)), strict=True):
@@ -68,11 +84,6 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into
         if rotated is not result:
             result.copy_(rotated)
     return out
-
-
-def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
-    """Δ_x = m R(t)ᵗ Δ_y = m R(−t) Δ_y"""
-    return forward(delta, cos, -sin, interleaved, into)
 
 
 def half_split_order(d_rho: int, device: torch.device | str = "cpu") -> Tensor:

@@ -21,6 +21,7 @@ from ..files import manifest
 from ..files.atomic import write_folder, write_text
 from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
+from ..kernels import library
 from ..model.gpt import GPT
 from . import checkpoint as checkpoint_files
 from . import tensorboard
@@ -127,6 +128,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         else:
             if options.tensorboard and ranks.first:
                 display = tensorboard.WithTensorBoard(display, run.folder)
+            library.prepare(job.model.dtype, display.say)
             display.begin(job)
             outcome = train(job, run, ranks, display)
         path = Path(ranks.broadcast(lambda: str(conclude(job, run))))

@@ -1,0 +1,317 @@
+/* Sections 3 and 4: causal self-attention, forward and backward, one sequence and one query head at a time.
+ *
+ *     ρ = softmax(q kᵗ/√d_ρ),   a = ρ v       and       Δ_v = ρᵗ Δ,   Δ_raw = [Δ vᵗ − Δ ⊖ a] ∘ ρ/√d_ρ,
+ *                                                       Δ_q = Δ_raw k,   Δ_k = Δ_rawᵗ q
+ *
+ * A tile is BLOCK queries and BLOCK keys. Its scores stay in the processor's cache, ρ is rebuilt from the log-sum-exp of its
+ * row, and tiles or parts of tiles that no query sees are skipped. Rows are copied into buffers padded with zeros, so that
+ * every product consists of full vectors. Whatever the number of threads, a result is summed in one order.
+ *
+ * library.py compiles this file and elementwise.c. */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "common.h"
+
+#define BLOCK 64
+#define LANES ((size)(64 / sizeof(real)))
+#ifdef __AVX512F__
+#define HIGH 8 /* rows of a product that are computed together; with 2 vectors each they fill the registers */
+#define WIDE 2
+#else
+#define HIGH 4
+#define WIDE 1
+#endif
+#define ALWAYS static inline __attribute__((always_inline))
+
+typedef real vec __attribute__((vector_size(64), aligned(sizeof(real)), may_alias));
+
+static size padded(size w) { return (w + LANES - 1) / LANES * LANES; }
+
+/* ── products of padded matrices ──────────────────────────────────────────────────────────────────────────────────── */
+
+/* HIGH rows and `wide` vectors of c (+)= a b. a[i, k] stands at a[i·ar + k·ak], rows of b and c are contiguous. */
+ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real *b, size bs, real *c, size cs, int add) {
+    vec sum[HIGH][WIDE];
+#pragma GCC unroll 8
+    for (size i = 0; i < HIGH; i++)
+#pragma GCC unroll 4
+        for (size v = 0; v < wide; v++) sum[i][v] = add ? *(const vec *)(c + i * cs + v * LANES) : (vec){0};
+    for (size k = 0; k < n; k++) {
+        vec row[WIDE];
+#pragma GCC unroll 4
+        for (size v = 0; v < wide; v++) row[v] = *(const vec *)(b + k * bs + v * LANES);
+#pragma GCC unroll 8
+        for (size i = 0; i < HIGH; i++) {
+            real factor = a[i * ar + k * ak];
+#pragma GCC unroll 4
+            for (size v = 0; v < wide; v++) sum[i][v] += factor * row[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (size i = 0; i < HIGH; i++)
+#pragma GCC unroll 4
+        for (size v = 0; v < wide; v++) *(vec *)(c + i * cs + v * LANES) = sum[i][v];
+}
+
+/* HIGH rows of c (+)= a b, w columns, a multiple of LANES */
+ALWAYS void strip(size w, size n, const real *a, size ar, size ak, const real *b, size bs, real *c, size cs, int add) {
+    size j = 0;
+    for (; j + WIDE * LANES <= w; j += WIDE * LANES) micro(WIDE, n, a, ar, ak, b + j, bs, c + j, cs, add);
+    for (; j < w; j += LANES) micro(1, n, a, ar, ak, b + j, bs, c + j, cs, add);
+}
+
+/* ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* n rows of w numbers → BLOCK rows of `width`, the rest 0 */
+static void pack(size n, size w, const real *x, size stride, real *out, size width) {
+    for (size t = 0; t < n; t++) {
+        memcpy(out + t * width, x + t * stride, w * sizeof(real));
+        if (w < width) memset(out + t * width + w, 0, (width - w) * sizeof(real));
+    }
+    memset(out + n * width, 0, (BLOCK - n) * width * sizeof(real));
+}
+
+/* A square of LANES rows, transposed: rows and lanes whose number differs in one bit are exchanged, bit by bit */
+ALWAYS void transpose_square(const real *x, size xs, real *out, size os) {
+    typedef __typeof__(((vec){0}) == ((vec){0})) index;
+    vec r[LANES];
+#pragma GCC unroll 16
+    for (size i = 0; i < LANES; i++) r[i] = *(const vec *)(x + i * xs);
+#pragma GCC unroll 4
+    for (size s = 1; s < LANES; s *= 2) {
+        index low, high;
+#pragma GCC unroll 16
+        for (size l = 0; l < LANES; l++) {
+            low[l] = l & s ? LANES + l - s : l;
+            high[l] = l & s ? LANES + l : l + s;
+        }
+#pragma GCC unroll 16
+        for (size i = 0; i < LANES; i++)
+            if (!(i & s)) {
+                vec a = r[i], b = r[i + s];
+                r[i] = __builtin_shuffle(a, b, low), r[i + s] = __builtin_shuffle(a, b, high);
+            }
+    }
+#pragma GCC unroll 16
+    for (size i = 0; i < LANES; i++) *(vec *)(out + i * os) = r[i];
+}
+
+/* BLOCK packed rows of `width` → `width` rows of BLOCK */
+static void transpose(const real *x, size width, real *out) {
+    for (size j = 0; j < BLOCK; j += LANES)
+        for (size i = 0; i < width; i += LANES) transpose_square(x + j * width + i, width, out + i * BLOCK + j, BLOCK);
+}
+
+/* ── which keys a query sees ──────────────────────────────────────────────────────────────────────────────────────── */
+
+/* Sequences as rows of a table: first key, end of keys, first query, end of queries. */
+typedef struct {
+    size keys, queries;     /* of this sequence */
+    const int32_t *at;      /* positions of the queries; null: query i is at position i */
+    size causal, window;    /* a window of 0 is none */
+} Sight;
+
+static inline size position(const Sight *s, size i) { return s->at ? s->at[i] : i; }
+
+/* Query i sees the keys from ≤ j < to. */
+static inline void visible(const Sight *s, size i, size *from, size *to) {
+    *from = 0, *to = s->keys;
+    if (!s->causal) return;
+    *to = position(s, i) + 1;
+    if (s->window && *to > s->window) *from = *to - s->window;
+}
+
+/* The ranges of the rows of a tile, as columns of the tile; returns the largest `to`. Padded rows see nothing. */
+static size ranges(const Sight *s, size i, size rows, size j, size columns, size *from, size *to) {
+    size most = 0;
+    for (size r = 0; r < BLOCK; r++) {
+        size first = 0, last = 0;
+        if (r < rows) visible(s, i + r, &first, &last);
+        first -= j, last -= j;
+        to[r] = last < 0 ? 0 : last > columns ? columns : last;
+        from[r] = first < 0 ? 0 : first > to[r] ? to[r] : first;
+        if (r >= rows) from[r] = to[r] = 0;
+        most = to[r] > most ? to[r] : most;
+    }
+    return most;
+}
+
+/* ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+
+static void forward_head(const Sight *s, size wq, size wv, double scale, const real *q, size qs, const real *k, size ks,
+                         const real *v, size vs, real *a, size as, real *lse, size ls, real *space) {
+    size pq = padded(wq), pv = padded(wv), blocks = (s->keys + BLOCK - 1) / BLOCK;
+    real *kt = space, *vp = kt + blocks * BLOCK * pq, *qp = vp + blocks * BLOCK * pv, *rho = qp + BLOCK * pq;
+    real *sum = rho + BLOCK * BLOCK, *total = sum + BLOCK * pv, *largest = total + BLOCK;
+    size from[BLOCK], to[BLOCK];
+    real factor = (real)scale;
+    for (size j = 0; j < s->keys; j += BLOCK) {
+        size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
+        pack(columns, wq, k + j * ks, ks, qp, pq);
+        transpose(qp, pq, kt + j * pq);
+        pack(columns, wv, v + j * vs, vs, vp + j * pv, pv);
+    }
+    for (size i = 0; i < s->queries; i += BLOCK) {
+        size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK, start, stop, unused;
+        visible(s, i, &start, &unused);
+        visible(s, i + rows - 1, &unused, &stop);
+        pack(rows, wq, q + i * qs, qs, qp, pq);
+        for (size r = 0; r < BLOCK; r++) total[r] = 0, largest[r] = (real)-1e30;
+        memset(sum, 0, BLOCK * pv * sizeof(real));
+        for (size j = start / BLOCK * BLOCK; j < stop; j += BLOCK) {
+            size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
+            ranges(s, i, rows, j, columns, from, to);
+            for (size m = 0; m < rows; m += HIGH) {
+                size most = 0;
+                for (size r = m; r < m + HIGH; r++) most = to[r] > most ? to[r] : most;
+                if (!most) continue;
+                size full = padded(most);
+                strip(full, wq, qp + m * pq, pq, 1, kt + j * pq, BLOCK, rho + m * BLOCK, BLOCK, 0);
+                for (size r = m; r < m + HIGH; r++) {
+                    real *restrict row = rho + r * BLOCK;
+                    real top = largest[r], part = 0;
+                    _Pragma("omp simd reduction(max : top)") for (size c = from[r]; c < to[r]; c++)
+                        top = factor * row[c] > top ? factor * row[c] : top;
+                    for (size c = 0; c < from[r]; c++) row[c] = 0;
+                    for (size c = from[r]; c < to[r]; c++) {
+                        row[c] = exp_(factor * row[c] - top);
+                        part += row[c];
+                    }
+                    for (size c = to[r]; c < full; c++) row[c] = 0;
+                    if (top > largest[r]) {
+                        real shrink = exp_(largest[r] - top);
+                        total[r] *= shrink;
+                        for (size c = 0; c < pv; c++) sum[r * pv + c] *= shrink;
+                        largest[r] = top;
+                    }
+                    total[r] += part;
+                }
+                strip(pv, most, rho + m * BLOCK, BLOCK, 1, vp + j * pv, pv, sum + m * pv, pv, 1);
+            }
+        }
+        for (size r = 0; r < rows; r++) {
+            real inverse = 1 / total[r], *restrict a_t = a + (i + r) * as;
+            for (size c = 0; c < wv; c++) a_t[c] = sum[r * pv + c] * inverse;
+            lse[(i + r) * ls] = largest[r] + (real)log((double)total[r]);
+        }
+    }
+}
+
+/* ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static void backward_head(const Sight *s, size wq, size wv, double scale, const real *d, size ds, const real *q, size qs,
+                          const real *k, size ks, const real *v, size vs, const real *a, size as, const real *lse, size ls,
+                          real *dq, size dqs, real *dk, size dks, real *dv, size dvs, real *space) {
+    size pq = padded(wq), pv = padded(wv), blocks = (s->queries + BLOCK - 1) / BLOCK;
+    real *kp = space, *kt = kp + BLOCK * pq, *vp = kt + BLOCK * pq, *vt = vp + BLOCK * pv, *gk = vt + BLOCK * pv;
+    real *gv = gk + BLOCK * pq, *rho = gv + BLOCK * pv, *raw = rho + BLOCK * BLOCK;
+    real *qp = raw + BLOCK * BLOCK, *gq = qp + blocks * BLOCK * pq, *dp = gq + blocks * BLOCK * pq;
+    real *shift = dp + blocks * BLOCK * pv;
+    size from[BLOCK], to[BLOCK];
+    real factor = (real)scale;
+    for (size i = 0; i < s->queries; i += BLOCK) {
+        size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK;
+        pack(rows, wq, q + i * qs, qs, qp + i * pq, pq);
+        pack(rows, wv, d + i * ds, ds, dp + i * pv, pv);
+        for (size r = i; r < i + rows; r++) {
+            real sum = 0; /* Δ ⊖ a */
+            for (size c = 0; c < wv; c++) sum += d[r * ds + c] * a[r * as + c];
+            shift[r] = sum;
+        }
+    }
+    memset(gq, 0, blocks * BLOCK * pq * sizeof(real));
+    for (size j = 0; j < s->keys; j += BLOCK) {
+        size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
+        pack(columns, wv, v + j * vs, vs, vp, pv);
+        transpose(vp, pv, vt);
+        pack(columns, wq, k + j * ks, ks, kp, pq);
+        transpose(kp, pq, kt);
+        memset(gk, 0, BLOCK * pq * sizeof(real));
+        memset(gv, 0, BLOCK * pv * sizeof(real));
+        for (size i = 0; i < s->queries; i += BLOCK) {
+            size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK, first, last, unused;
+            visible(s, i, &first, &unused);
+            visible(s, i + rows - 1, &unused, &last);
+            if (last <= j) continue;               /* these queries are before the keys */
+            if (first >= j + columns) break;       /* the keys have left the window */
+            size most = ranges(s, i, rows, j, columns, from, to);
+            for (size m = 0; m < rows; m += HIGH) {
+                size end = 0;
+                for (size r = m; r < m + HIGH; r++) end = to[r] > end ? to[r] : end;
+                if (end) {
+                    size full = padded(end);
+                    strip(full, wq, qp + (i + m) * pq, pq, 1, kt, BLOCK, rho + m * BLOCK, BLOCK, 0);
+                    strip(full, wv, dp + (i + m) * pv, pv, 1, vt, BLOCK, raw + m * BLOCK, BLOCK, 0);
+                }
+                for (size r = m; r < m + HIGH; r++) {
+                    real *restrict rho_t = rho + r * BLOCK, *restrict raw_t = raw + r * BLOCK;
+                    real row_lse = r < rows ? lse[(i + r) * ls] : 0, row_shift = r < rows ? shift[i + r] : 0;
+                    for (size c = 0; c < from[r]; c++) rho_t[c] = raw_t[c] = 0;
+                    for (size c = from[r]; c < to[r]; c++) {
+                        rho_t[c] = exp_(factor * rho_t[c] - row_lse);
+                        raw_t[c] = (raw_t[c] - row_shift) * (rho_t[c] * factor);
+                    }
+                    for (size c = to[r]; c < BLOCK; c++) rho_t[c] = raw_t[c] = 0;
+                }
+                if (end) strip(pq, end, raw + m * BLOCK, BLOCK, 1, kp, pq, gq + (i + m) * pq, pq, 1);
+            }
+            size begin = 0;
+            for (size m = 0; m < most; m += HIGH) {
+                while (begin < rows && to[begin] <= m) begin++; /* the first query that sees one of these keys */
+                strip(pv, rows - begin, rho + begin * BLOCK + m, 1, BLOCK, dp + (i + begin) * pv, pv, gv + m * pv, pv, 1);
+                strip(pq, rows - begin, raw + begin * BLOCK + m, 1, BLOCK, qp + (i + begin) * pq, pq, gk + m * pq, pq, 1);
+            }
+        }
+        for (size c = 0; c < columns; c++) {
+            memcpy(dk + (j + c) * dks, gk + c * pq, wq * sizeof(real));
+            memcpy(dv + (j + c) * dvs, gv + c * pv, wv * sizeof(real));
+        }
+    }
+    for (size i = 0; i < s->queries; i++) memcpy(dq + i * dqs, gq + i * pq, wq * sizeof(real));
+}
+
+/* ── all sequences and heads ──────────────────────────────────────────────────────────────────────────────────────── */
+
+/* `table` (sequences, 4): first and end of the keys, first and end of the queries; `at`: positions of all queries, or null.
+ * `repeat` query heads share a key head. Returns 0, or 1 if there is no memory. */
+#define EACH_HEAD(numbers, body)                                                                                         \
+    int failed = 0;                                                                                                      \
+    _Pragma("omp parallel") {                                                                                            \
+        real *space = aligned_alloc(64, ((numbers) * sizeof(real) + 63) / 64 * 64);                                      \
+        if (!space) failed = 1;                                                                                          \
+        _Pragma("omp for schedule(dynamic)") for (size item = 0; item < sequences * heads; item++) {                     \
+            const int64_t *row = table + item / heads * 4;                                                               \
+            size h = item % heads, g = h / repeat, k0 = row[0], q0 = row[2];                                             \
+            Sight sight = {row[1] - k0, row[3] - q0, at ? at + q0 : NULL, causal, window};                               \
+            if (space) body                                                                                              \
+        }                                                                                                                \
+        free(space);                                                                                                     \
+    }                                                                                                                    \
+    return failed
+
+long forward_attention(size sequences, const int64_t *table, const int32_t *at, size longest, size heads, size repeat,
+                       size wq, size wv, double scale, long causal, long window, const real *q, size qs, size qh,
+                       const real *k, size ks, size kh, const real *v, size vs, size vh, real *a, size as, size ah,
+                       real *lse, size ls, size lh) {
+    size rounded = (longest + BLOCK - 1) / BLOCK * BLOCK, pq = padded(wq), pv = padded(wv);
+    EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + BLOCK + pv + 2),
+              forward_head(&sight, wq, wv, scale, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
+                           vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls, space););
+}
+
+/* dk and dv have a head for each query head */
+long backward_attention(size sequences, const int64_t *table, const int32_t *at, size longest, size heads, size repeat,
+                        size wq, size wv, double scale, long causal, long window, const real *d, size ds, size dh,
+                        const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v, size vs, size vh,
+                        const real *a, size as, size ah, const real *lse, size ls, size lh, real *dq, size dqs, size dqh,
+                        real *dk, size dks, size dkh, real *dv, size dvs, size dvh) {
+    size rounded = (longest + BLOCK - 1) / BLOCK * BLOCK, pq = padded(wq), pv = padded(wv);
+    EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 2 * BLOCK) + rounded * (2 * pq + pv + 1),
+              backward_head(&sight, wq, wv, scale, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
+                            ks, v + k0 * vs + g * vh, vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls,
+                            dq + q0 * dqs + h * dqh, dqs, dk + k0 * dks + h * dkh, dks, dv + k0 * dvs + h * dvh, dvs,
+                            space););
+}

@@ -1,0 +1,150 @@
+"""Calls into the compiled kernels: `fits` says whether tensors can be passed, the others write their results into tensors.
+
+Rows are the first dimension; the last one must be contiguous. (n, w), or (n, h, w) for heads.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import library
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether kernels exist for these tensors: all of one dtype, on the CPU, with contiguous rows."""
+    dtype = tensors[0].dtype
+    if not library.allowed() or library.load(dtype) is None:
+        return False
+    return all(x.dtype == dtype and x.is_cpu and x.stride(-1) == 1 for x in tensors)
+
+
+_functions: dict[tuple[str, torch.dtype], Any] = {}
+
+
+def _call(name: str, dtype: torch.dtype, *arguments: int | float) -> int:
+    """Call a kernel; at its first call its arguments are declared: a float as double, an address or a size as long."""
+    function = _functions.get((name, dtype))
+    if function is None:
+        function = getattr(library.load(dtype), name)
+        function.argtypes = [ctypes.c_double if isinstance(x, float) else ctypes.c_ssize_t for x in arguments]
+        _functions[name, dtype] = function
+    return function(*arguments)  # type: ignore[no-any-return]
+
+
+def _rows(*tensors: Tensor) -> list[int]:
+    """Address and row stride of every tensor."""
+    return [x for tensor in tensors for x in (tensor.data_ptr(), tensor.stride(0))]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+# ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def forward_activation(g: str, x: Tensor, out: Tensor) -> None:
+    _call(f"forward_{g}", x.dtype, *x.shape, *_rows(x, out))
+
+
+def backward_activation(g: str, delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
+    _call(f"backward_{g}", x.dtype, *x.shape, *_rows(delta, x, out, value))
+
+
+def forward_gate(g: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
+    _call(f"forward_gate_{g}", gate.dtype, *gate.shape, *_rows(gate, up, out))
+
+
+def backward_gate(g: str, delta: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, a_8: Tensor) -> None:
+    _call(f"backward_gate_{g}", gate.dtype, *gate.shape, *_rows(delta, gate, up, d_gate, d_up, a_8))
+
+
+# ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def forward_rms(a: Tensor, w: Tensor, eps: float, out: Tensor, inv_rms: Tensor) -> None:
+    _call("forward_rms", a.dtype, *a.shape, float(eps), *_rows(a), w.data_ptr(), *_rows(out), inv_rms.data_ptr())
+
+
+def rebuild_norm(
+    a: Tensor, mu: Tensor | None, inv: Tensor, w: Tensor, b: Tensor | None, a_bar: Tensor, out: Tensor
+) -> None:
+    given = _address(mu), inv.data_ptr(), w.data_ptr(), _address(b)
+    _call("rebuild_norm", a.dtype, *a.shape, *_rows(a), *given, *_rows(a_bar, out))
+
+
+def backward_norm(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor, centred: bool, out: Tensor) -> None:
+    given = inv.data_ptr(), w.data_ptr(), int(centred)
+    _call("backward_norm", delta.dtype, *delta.shape, *_rows(delta, a_bar), *given, *_rows(out))
+
+
+def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
+    factor = [0, 0] if a_bar is None else _rows(a_bar)
+    _call("column_sums", delta.dtype, *delta.shape, *_rows(delta), *factor, out.data_ptr())
+
+
+# ── rotary positions, loss, attention ───────────────────────────────────────────────────────────────────────────────
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> None:
+    """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous"""
+    n, heads, width = x.shape
+    _call(
+        "rotate", x.dtype, n, heads, width // 2, x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr(),
+        float(sign), int(interleaved), out.data_ptr(), out.stride(0), out.stride(1),
+    )  # fmt: skip
+
+
+def softmax_loss(logits: Tensor, targets: Tensor, weight: float, losses: Tensor) -> None:
+    """targets int64, losses float64, both contiguous"""
+    _call(
+        "softmax_loss",
+        logits.dtype,
+        *logits.shape,
+        *_rows(logits),
+        targets.data_ptr(),
+        float(weight),
+        losses.data_ptr(),
+    )
+
+
+def forward_attention(
+    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor,
+    a: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """sequences (count, 4) int64: first and end of the keys, first and end of the queries of each; at (m) int32: positions
+    of the queries, or None if every token is a query. The tensors are (rows, heads, width), lse (rows, heads)."""
+    shape = _attention_shape(sequences, at, causal, window, q, k, v)
+    _check(_call("forward_attention", q.dtype, *shape, *_heads(q, k, v, a, lse)))
+
+
+def backward_attention(
+    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    a: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """As above; `into` are the error signals of q, k and v, those of k and v with a head for every query head."""
+    shape = _attention_shape(sequences, at, causal, window, q, k, v)
+    _check(_call("backward_attention", q.dtype, *shape, *_heads(delta, q, k, v, a, lse, *into)))
+
+
+def _attention_shape(
+    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[int | float, ...]:
+    longest = int((sequences[:, 1::2] - sequences[:, ::2]).amax())
+    widths = q.shape[2], v.shape[2]
+    where = len(sequences), sequences.data_ptr(), _address(at), longest
+    return *where, q.shape[1], q.shape[1] // k.shape[1], *widths, widths[0] ** -0.5, int(causal), window or 0
+
+
+def _heads(*tensors: Tensor) -> list[int]:
+    """Address, row stride and head stride of every tensor."""
+    return [x for tensor in tensors for x in (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))]
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("no memory for the buffers of attention")

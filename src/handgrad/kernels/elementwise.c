@@ -1,0 +1,197 @@
+/* The element-wise chains of a training step, each in one pass over memory. torch calls would read and write every tensor
+ * several times; on a CPU that traffic, not arithmetic, is what such a chain costs.
+ *
+ * Each function is the formula of the function in ops/ that calls it, and is compiled for REAL = float and for
+ * REAL = double. n rows of w numbers; `x` with the row stride `xs`; all strides count numbers. A row belongs to one thread
+ * and is summed in one order, so a result does not depend on the number of threads.
+ *
+ * library.py compiles this file and attention.c. */
+
+#include "common.h"
+
+/* ── activation and gate ──────────────────────────────────────────────────────────────────────────────────────────── */
+
+static inline real sigmoid(real x) { return 1 / (1 + exp_(-x)); }
+
+/* g = x σ(x),  g' = σ + g (1 − σ) */
+static inline real silu(real x, real *slope) {
+    real s = sigmoid(x), g = x * s;
+    *slope = s + g * (1 - s);
+    return g;
+}
+
+/* GPT-2's form of GELU: g = x s,  g' = s + g (1 − s) 2u'  with  s = σ(2u),  u = √(2/π)(x + 0.044715 x³) */
+static inline real gelu_tanh(real x, real *slope) {
+    const real twice = (real)1.5957691216057308, cubic = (real)0.044715;
+    real square = x * x;
+    real s = sigmoid(twice * (x + cubic * x * square)), g = x * s;
+    *slope = s + g * (1 - s) * twice * (1 + 3 * cubic * square);
+    return g;
+}
+
+#define ACTIVATION(g)                                                                                                    \
+    /* a_8 = g(a_7) */                                                                                                   \
+    void forward_##g(size n, size w, const real *x, size xs, real *out, size os) {                                       \
+        ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
+            const real *restrict x_t = x + t * xs;                                                                       \
+            real *restrict out_t = out + t * os;                                                                         \
+            real slope;                                                                                                  \
+            for (size i = 0; i < w; i++) out_t[i] = g(x_t[i], &slope);                                                   \
+        }                                                                                                                \
+    }                                                                                                                    \
+    /* Δ_7 = Δ_8 ∘ g'(a_7), and a_8 */                                                                                   \
+    void backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os, real *a,       \
+                      size as) {                                                                                         \
+        ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
+            const real *d_t = d + t * ds, *x_t = x + t * xs;                                                             \
+            real *out_t = out + t * os, *a_t = a + t * as;                                                               \
+            _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
+                real slope, d_i = d_t[i];                                                                                \
+                a_t[i] = g(x_t[i], &slope);                                                                              \
+                out_t[i] = d_i * slope;                                                                                  \
+            }                                                                                                            \
+        }                                                                                                                \
+    }                                                                                                                    \
+    /* a_8 = g(gate) ∘ up */                                                                                             \
+    void forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os) {          \
+        ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
+            const real *x_t = x + t * xs, *u_t = u + t * us;                                                             \
+            real *out_t = out + t * os;                                                                                  \
+            _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
+                real slope;                                                                                              \
+                out_t[i] = g(x_t[i], &slope) * u_t[i];                                                                   \
+            }                                                                                                            \
+        }                                                                                                                \
+    }                                                                                                                    \
+    /* Δ_gate = Δ_8 ∘ up ∘ g'(gate),  Δ_up = Δ_8 ∘ g(gate),  and a_8; Δ_gate and Δ_up may overwrite gate and up */       \
+    void backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u, size us,       \
+                           real *dx, size dxs, real *du, size dus, real *a, size as) {                                   \
+        ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
+            const real *d_t = d + t * ds, *x_t = x + t * xs, *u_t = u + t * us;                                          \
+            real *dx_t = dx + t * dxs, *du_t = du + t * dus, *a_t = a + t * as;                                          \
+            _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
+                real slope, d_i = d_t[i], u_i = u_t[i], value = g(x_t[i], &slope);                                       \
+                a_t[i] = value * u_i;                                                                                    \
+                du_t[i] = value * d_i;                                                                                   \
+                dx_t[i] = d_i * u_i * slope;                                                                             \
+            }                                                                                                            \
+        }                                                                                                                \
+    }
+
+ACTIVATION(silu)
+ACTIVATION(gelu_tanh)
+
+/* ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* RMSNorm: a_i = ā ∘ w with ā = a/rms; inv = 1/rms */
+void forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv) {
+    ROWS(n, w) for (size t = 0; t < n; t++) {
+        const real *restrict a_t = a + t * as;
+        real *restrict out_t = out + t * os;
+        real sum = 0;
+        for (size i = 0; i < w; i++) sum += a_t[i] * a_t[i];
+        real r = 1 / (real)sqrt((double)sum / w + eps);
+        inv[t] = r;
+        for (size i = 0; i < w; i++) out_t[i] = a_t[i] * r * gain[i];
+    }
+}
+
+/* From the saved statistics: ā = (a − μ)/σ and the output ā ∘ w + b; μ and b are null for RMSNorm */
+void rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain, const real *b,
+                  real *a_bar, size bs, real *out, size os) {
+    ROWS(n, w) for (size t = 0; t < n; t++) {
+        const real *restrict a_t = a + t * as;
+        real *restrict bar_t = a_bar + t * bs, *restrict out_t = out + t * os;
+        real r = inv[t], m = mu ? mu[t] : 0;
+        for (size i = 0; i < w; i++) bar_t[i] = (a_t[i] - m) * r;
+        if (b)
+            for (size i = 0; i < w; i++) out_t[i] = bar_t[i] * gain[i] + b[i];
+        else
+            for (size i = 0; i < w; i++) out_t[i] = bar_t[i] * gain[i];
+    }
+}
+
+/* Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w; without mean(g) unless `centred`, as for RMSNorm */
+void backward_norm(size n, size w, const real *d, size ds, const real *a_bar, size bs, const real *inv, const real *gain,
+                   long centred, real *out, size os) {
+    ROWS(n, w) for (size t = 0; t < n; t++) {
+        const real *restrict d_t = d + t * ds, *restrict bar_t = a_bar + t * bs;
+        real *restrict out_t = out + t * os;
+        real r = inv[t], sum = 0, along = 0;
+        for (size i = 0; i < w; i++) {
+            real g = d_t[i] * gain[i];
+            sum += g;
+            along += g * bar_t[i];
+        }
+        sum = centred ? sum / w : 0;
+        along /= w;
+        for (size i = 0; i < w; i++) out_t[i] = (d_t[i] * gain[i] - sum - bar_t[i] * along) * r;
+    }
+}
+
+/* Σ_t Δ ∘ ā, or Σ_t Δ if ā is null: a thread sums some columns over all rows */
+void column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out) {
+    const size columns = 64;
+    ROWS((w + columns - 1) / columns, n * columns) for (size first = 0; first < w; first += columns) {
+        size count = w - first < columns ? w - first : columns;
+        real sum[64] = {0};
+        for (size t = 0; t < n; t++) {
+            const real *restrict d_t = d + t * ds + first;
+            if (a_bar) {
+                const real *restrict bar_t = a_bar + t * bs + first;
+                for (size i = 0; i < count; i++) sum[i] += d_t[i] * bar_t[i];
+            } else
+                for (size i = 0; i < count; i++) sum[i] += d_t[i];
+        }
+        for (size i = 0; i < count; i++) out[first + i] = sum[i];
+    }
+}
+
+/* ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin  in every head of n tokens, `sign` = −1 for the opposite rotation.
+ * Planes (i, i + half), or (2i, 2i + 1) if interleaved. y may be x. cos and sin (n, half). */
+void rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine, double sign,
+            long interleaved, real *y, size ys, size yh) {
+    ROWS(n, heads * half) for (size t = 0; t < n; t++) {
+        const real *restrict c = cosine + t * half, *restrict s = sine + t * half;
+        real turn = (real)sign;
+        for (size h = 0; h < heads; h++) {
+            const real *x_h = x + t * xs + h * xh;
+            real *y_h = y + t * ys + h * yh;
+            if (interleaved) {
+                for (size i = 0; i < half; i++) {
+                    real u = x_h[2 * i], v = x_h[2 * i + 1], s_i = turn * s[i];
+                    y_h[2 * i] = u * c[i] - v * s_i;
+                    y_h[2 * i + 1] = v * c[i] + u * s_i;
+                }
+            } else {
+                _Pragma("omp simd") for (size i = 0; i < half; i++) {
+                    real u = x_h[i], v = x_h[i + half], s_i = turn * s[i];
+                    y_h[i] = u * c[i] - v * s_i;
+                    y_h[i + half] = v * c[i] + u * s_i;
+                }
+            }
+        }
+    }
+}
+
+/* ── softmax with cross-entropy ───────────────────────────────────────────────────────────────────────────────────── */
+
+/* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache */
+void softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+    ROWS(n, w) for (size t = 0; t < n; t++) {
+        real *restrict a_t = a + t * as;
+        real largest = a_t[0], sum = 0, of_target = a_t[target[t]];
+        _Pragma("omp simd reduction(max : largest)") for (size i = 1; i < w; i++)
+            largest = a_t[i] > largest ? a_t[i] : largest;
+        for (size i = 0; i < w; i++) {
+            a_t[i] = exp_(a_t[i] - largest);
+            sum += a_t[i];
+        }
+        loss[t] = log((double)sum) + ((double)largest - (double)of_target);
+        real factor = (real)(weight / sum);
+        for (size i = 0; i < w; i++) a_t[i] *= factor;
+        a_t[target[t]] -= (real)weight;
+    }
+}

@@ -1,0 +1,209 @@
+"""Compiled kernels against the torch code of the same op, on odd shapes and views; what happens without a compiler."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import handgrad as hg
+from conftest import ROUNDING
+from handgrad.kernels import calls, library
+from handgrad.ops import activation, attention, gated, layernorm, loss, rmsnorm, rotary
+from handgrad.proof.oracles import relative_error
+
+if library.compiler() is None:
+    pytest.skip("LEFT OUT: no C compiler, so there are no kernels to test", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.float64]
+SHAPES = [(1, 1), (3, 2), (5, 17), (2, 64), (7, 65), (300, 129)]
+
+
+def view(n: int, w: int, dtype: torch.dtype) -> Tensor:
+    """(n, w), some columns of a wider tensor."""
+    return torch.randn(n, w + 5, dtype=dtype)[:, 2 : w + 2]
+
+
+def both(run: Callable[[], object]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that a call returns: by kernels, and by torch calls."""
+    ours = tensors(run())
+    with library.disabled():
+        return ours, tensors(run())
+
+
+def tensors(x: object) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [t for part in x for t in tensors(part)]  # type: ignore[attr-defined]
+
+
+def ops(n: int, w: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    x, delta, up = (view(n, w, dtype) for _ in range(3))
+    gain, bias = torch.randn(2, w, dtype=dtype)
+    targets = torch.randint(w, (n,))
+    layer, rms = layernorm.forward(x, gain, bias, 1e-5)[1], rmsnorm.forward(x, gain, 1e-5)[1]
+    bar, rms_bar = layernorm.normalized(layer), rmsnorm.normalized(rms)
+    heads, angles = torch.randn(n, 3, 2 * w, dtype=dtype), torch.randn(n, w, dtype=dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return {
+        "gelu": lambda: (activation.forward(x, "gelu_tanh"), activation.backward(delta, x, "gelu_tanh")),
+        "gate": lambda: (gated.forward(x, up, "silu"), gated.backward(delta, x, up, "silu")),
+        "gelu gate": lambda: (gated.forward(x, up, "gelu_tanh"), gated.backward(delta, x, up, "gelu_tanh")),
+        "layernorm": lambda: layernorm.rebuild(layer, gain, bias),
+        "layernorm backward": lambda: layernorm.backward(delta, bar, layer.inv_sigma, gain),
+        "layernorm gradient": lambda: layernorm.grad_w(delta, bar, gain.clone()),
+        "rmsnorm": lambda: (rmsnorm.forward(x, gain, 1e-5)[0], rmsnorm.rebuild(rms, gain)),
+        "rmsnorm backward": lambda: rmsnorm.backward(delta, rms_bar, rms.inv_rms, gain),
+        "rmsnorm gradient": lambda: rmsnorm.grad_w(delta, rms_bar, None),
+        "rotation": lambda: (rotary.forward(heads, cos, sin), rotary.backward(heads[:, :2], cos, sin)),
+        "interleaved": lambda: rotary.forward(heads, cos, sin, interleaved=True),
+        "in place": lambda: rotary.forward(y := heads.clone(), cos, sin, into=y),
+        "loss": lambda: loss.forward_and_delta(delta.clone(), targets, 0.3),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "w"), SHAPES)
+@pytest.mark.parametrize("name", list(ops(1, 1, torch.float32)))
+def test_equal_to_torch_calls(name: str, n: int, w: int, dtype: torch.dtype) -> None:
+    for ours, plain in zip(*both(ops(n, w, dtype)[name]), strict=True):
+        assert ours.shape == plain.shape and ours.dtype == plain.dtype
+        assert relative_error(ours, plain, floor=1.0) <= ROUNDING[dtype]
+
+
+ATTENTION = [
+    # lengths, heads, key heads, d_ρ, d_h
+    ([1], 1, 1, 1, 1),
+    ([64, 64, 64], 2, 2, 16, 16),
+    ([63, 1, 65, 130], 6, 2, 8, 8),
+    ([129], 3, 1, 80, 17),
+    ([70, 3], 2, 2, 5, 130),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "heads", "key_heads", "d_rho", "d_h"), ATTENTION)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 1), (True, 40), (True, 100)])
+@pytest.mark.parametrize("some", [False, True])
+def test_attention_is_equal_to_torch_calls(
+    lengths: list[int], heads: int, key_heads: int, d_rho: int, d_h: int, causal: bool, window: int | None, some: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Whole sequences, or queries in some rows only; q, k and v are parts of one tensor, as a fused layer returns them."""
+    n = sum(lengths)
+    rows = torch.arange(0, n, 3) if some else None
+    widths = [heads * d_rho, key_heads * d_rho, key_heads * d_h]
+    q, k, v = torch.split(torch.randn(n, sum(widths), dtype=dtype), widths, 1)
+    q, k, v = q.view(n, heads, -1), k.view(n, key_heads, -1), v.view(n, key_heads, -1)
+    q = q if rows is None else q[rows]
+    delta = torch.randn(len(q), heads, d_h, dtype=dtype)
+    spans = attention.spans_of(tuple(lengths), rows)
+
+    def run() -> list[Tensor]:
+        a, saved = attention.forward(q, k, v, spans, causal, window)
+        grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+        attention.backward(delta, saved, spans, causal, grads, window)
+        return [a, saved.lse, *grads]
+
+    for ours, plain in zip(*both(run), strict=True):
+        assert relative_error(ours, plain, floor=1.0) <= ROUNDING[dtype]
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    q, k, v, delta = torch.randn(4, 200, 6, 32)
+    spans = attention.spans_of((150, 50))
+    named = {name: run for name, run in ops(300, 129, torch.float32).items() if name != "in place"}
+
+    def run() -> list[Tensor]:
+        a, saved = attention.forward(q, k, v, spans, True)
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        attention.backward(delta, saved, spans, True, grads)
+        return [a, *grads, *(t for f in named.values() for t in tensors(f()))]
+
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(run())
+    torch.set_num_threads(1)
+    for one, two, three in zip(*found, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_exp_is_exact_to_rounding_over_its_whole_range() -> None:
+    """SiLU is x/(1 + exp(−x)): from where exp underflows to where it overflows."""
+    x = torch.cat([torch.linspace(-86, 86, 100_003), torch.linspace(-1e-3, 1e-3, 1001)])[None]
+    exact = x.double() * torch.sigmoid(x.double())
+    ours = torch.empty_like(x)
+    calls.forward_activation("silu", x, ours)
+    assert ((ours - exact).abs() <= 6e-7 * exact.abs() + 1e-37).all()
+    far = torch.tensor([[-1e4, -200.0, 200.0, 1e4]])
+    calls.forward_activation("silu", far, ours := torch.empty_like(far))
+    assert ours.tolist() == [[pytest.approx(0, abs=1e-30), pytest.approx(0, abs=1e-30), 200, 1e4]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_stay_so(bad: float) -> None:
+    x = torch.randn(4, 33)
+    x[2, 5] = bad
+    assert not torch.isfinite(activation.forward(x, "gelu_tanh")[2, 5])
+    assert not torch.isfinite(rmsnorm.forward(x, torch.ones(33), 1e-5)[0][2, 5])
+    total, delta = loss.forward_and_delta(x.clone(), torch.zeros(4, dtype=torch.int64), 1.0)
+    assert not torch.isfinite(total) and torch.isfinite(delta[[0, 1, 3]]).all()
+
+
+def test_what_has_no_kernel_is_computed_by_torch() -> None:
+    x = torch.randn(6, 8)
+    assert calls.fits(x) and calls.fits(x[:, 2:5]) and calls.fits(x.double())
+    assert not calls.fits(x.bfloat16()) and not calls.fits(x.t()) and not calls.fits(x, x.double())
+    assert not calls.fits(x.to("meta"))
+    with library.disabled():
+        assert not calls.fits(x)
+
+
+TRAIN = """
+import torch, handgrad as hg
+from handgrad.kernels import library
+model = hg.GPT(hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1), seed=0)
+tokens = torch.arange(10)[None] % 11
+before = library.prepared(torch.float32)
+print(model.loss_and_grads(tokens, tokens), before, library.load(torch.float32) is not None)
+"""
+
+
+def train(cache: Path, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN], env=os.environ | {"HANDGRAD_CACHE": str(cache), **environment},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_compiled_once_and_used_again(tmp_path: Path) -> None:
+    first = train(tmp_path)
+    (made,) = (tmp_path / "kernels").iterdir()
+    second = train(tmp_path)
+    assert first == [second[0], "False", "True"] and second[1:] == ["True", "True"]
+    assert list((tmp_path / "kernels").iterdir()) == [made]
+
+
+@pytest.mark.parametrize("environment", [{"CC": "false"}, {"PATH": "/nonexistent"}, {"HANDGRAD_KERNELS": "0"}])
+def test_without_a_compiler_torch_computes_the_same(environment: dict[str, str], tmp_path: Path) -> None:
+    loss, prepared, loaded = train(tmp_path, **environment)
+    assert prepared == "True" or environment == {"CC": "false"}
+    assert loaded == str("HANDGRAD_KERNELS" in environment)
+    config = hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1)
+    tokens = torch.arange(10)[None] % 11
+    assert float(loss) == pytest.approx(hg.GPT(config, seed=0).loss_and_grads(tokens, tokens), rel=1e-5)
+    assert not list(tmp_path.rglob("*.so")) or "HANDGRAD_KERNELS" in environment
+
+
+def test_several_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
+    environment = os.environ | {"HANDGRAD_CACHE": str(tmp_path)}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", TRAIN], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert len({run.communicate()[0].split()[0] for run in runs}) == 1
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
