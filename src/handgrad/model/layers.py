@@ -122,6 +122,11 @@ class Linear(Affine):
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(self, a: Tensor, run: Pass = PLAIN) -> Tensor:
+        if self.packed is not None and not self.in_out:
+            product = self.packed.product(a)
+            if product is not None:
+                b = self.added_bias()
+                return product if b is None else product.add_(b)
         return linear.forward(a, self.w, self.added_bias())
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
