@@ -157,7 +157,7 @@ class Linear(Affine):
     def set_effective_weight(self, w: Tensor) -> None:
         """Copy w (f_in, f_out) into the weight, in whichever orientation it is stored."""
         if self.weight is None:
-            raise HandgradError("a packed weight cannot be changed: load the model without packed=True")
+            raise HandgradError("a packed weight cannot be changed: load the model without packed=True or bits")
         self.weight.copy_(w if self.in_out else w.t())
 
     def plain(self) -> "Linear":

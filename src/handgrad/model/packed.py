@@ -104,13 +104,18 @@ class _Held:
     """The matrices that have been unpacked within a context, and their buffers."""
 
     def __init__(self, scratch: "Scratch"):
-        self.scratch = scratch
+        self.scratch, self.outer = scratch, _held.get()
         self.buffers: dict[tuple[Packed, torch.dtype], Tensor] = {}
 
     def tensor(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
-        if (matrix, dtype) not in self.buffers:
-            self.buffers[matrix, dtype] = matrix.unpack(self.scratch._take(matrix, dtype))
-        return self.buffers[matrix, dtype]
+        found = self.find(matrix, dtype)
+        if found is None:
+            found = self.buffers[matrix, dtype] = matrix.unpack(self.scratch._take(matrix, dtype))
+        return found
+
+    def find(self, matrix: Packed, dtype: torch.dtype) -> Tensor | None:
+        found = self.buffers.get((matrix, dtype))
+        return self.outer.find(matrix, dtype) if found is None and self.outer is not None else found
 
 
 # Per thread: a matrix that one thread has unpacked is not there for another, which would not know when the buffer is reused.
