@@ -85,6 +85,7 @@ class Folder:
         for name in ("examples", "build/finetune-demo/train", "build/finetune-demo/validation"):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
         (path / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
         hg.save(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
         tokenizer.make("bytes", []).write(path / "path/to/gpt2")

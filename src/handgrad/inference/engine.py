@@ -341,8 +341,8 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
         raise HandgradError(f"context_full must be 'stop' or 'slide', not {options.context_full!r}")
     if len(ids) > c.n_context and options.context_full == "stop":
         raise HandgradError(
-            f"the prompt has {len(ids):,} tokens, and the context {c.n_context:,}: shorten it, or slide over it with"
-            ' context_full="slide"'
+            f"the prompt has {len(ids):,} tokens, and the context {c.n_context:,}: shorten it, or give context_full="
+            '"slide" (--context-full slide) to use its end'
         )
     model.pack(ids[-c.n_context :])
     least = 0 if options.prompt_logprobs else 1

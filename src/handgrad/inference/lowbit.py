@@ -10,7 +10,7 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.lowbit import quantize
 
-__all__ = ["PASSAGE", "Cost", "cost", "quantize"]
+__all__ = ["PASSAGE", "Cost", "measure_cost", "quantize"]
 
 WINDOW = 256  # tokens; the logits of one window exist at a time
 PASSAGE = """\
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
         )
 
 
-def cost(model: GPT, low_bit: GPT, ids: list[int]) -> Cost:
+def measure_cost(model: GPT, low_bit: GPT, ids: list[int]) -> Cost:
     """Compare two models on a text, in windows of at most 256 tokens."""
     if len(ids) < 2:
         raise HandgradError("the text is too short to compare models on it: it needs at least two tokens")

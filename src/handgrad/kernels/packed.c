@@ -66,21 +66,25 @@ INLINE void block(int kind, const uint8_t *x, floats w[VECTORS]) {
         }
         return;
     }
-    float m = kind == 1 ? -8 * d : half(x + 2);
+    float m = kind == 2 ? half(x + 2) : 0;
     const uint8_t *nibbles = x + (kind == 1 ? 2 : 4);
-#if LANES == 16 /* a table of the 16 numbers; its index is the low four bits */
-    const floats steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    floats table = d * steps + m;
+    const int middle = kind == 1 ? 8 : 0;
+#if LANES == 16 /* a table of the 16 numbers; the index is the low four bits */
+    const ints steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    floats table = d * __builtin_convertvector(steps - middle, floats);
+    if (kind == 2) table += m;
     ints q = widen(nibbles);
     w[0] = (floats)_mm512_permutexvar_ps((__m512i)q, (__m512)table);
     w[1] = (floats)_mm512_permutexvar_ps((__m512i)(q >> 4), (__m512)table);
-    return;
-#endif
+#else
     for (int v = 0; v < VECTORS / 2; v++) {
         ints q = widen(nibbles + v * LANES);
-        w[v] = d * __builtin_convertvector(q & 15, floats) + m;
-        w[v + VECTORS / 2] = d * __builtin_convertvector(q >> 4 & 15, floats) + m;
+        floats low = d * __builtin_convertvector((q & 15) - middle, floats);
+        floats high = d * __builtin_convertvector((q >> 4 & 15) - middle, floats);
+        w[v] = kind == 2 ? low + m : low;
+        w[v + VECTORS / 2] = kind == 2 ? high + m : high;
     }
+#endif
 }
 
 INLINE float sum(floats x) {

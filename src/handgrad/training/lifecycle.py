@@ -132,6 +132,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
             display.begin(job)
             outcome = train(job, run, ranks, display)
         path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
+        job.model.text_source = str(path.absolute())
         return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
     finally:
         display.end()
