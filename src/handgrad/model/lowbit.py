@@ -5,7 +5,7 @@
        4   Q4_1     Q8_0      w = d q + m, q of 4 bits, float16 d and m for every 32 numbers: 5 bits per weight
 
 The head keeps 8 bits: its rounding changes every logit directly. Matrices that a GGUF file stores in as few bits stay as they
-are, exactly. Activations and sums are float32.
+are, exactly. A matrix with rows that are not a multiple of 32 numbers stays float32. Activations and sums are float32.
 """
 
 import torch
@@ -38,10 +38,17 @@ def quantize(model: GPT, bits: int) -> GPT:
         )
     head = model.head.plain()
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
-    todo = {name: 8 if layer is head else bits for name, layer in layers.items()}
-    todo = {name: b for name, b in todo.items() if not _narrow(layers[name], b)}
+    wanted = {name: 8 if layer is head else bits for name, layer in layers.items()}
+    fitting = {name: b for name, b in wanted.items() if layers[name].w.shape[0] % NUMBERS == 0}
+    if not fitting:
+        raise HandgradError(
+            f"low-bit weights share a scale among {NUMBERS} numbers, and no matrix of this model has rows of a multiple of"
+            " that: use it without bits"
+        )
+    todo = {name: b for name, b in fitting.items() if not _narrow(layers[name], b)}
     for name in todo:
-        _check(name, layers[name])
+        if not torch.isfinite(layers[name].w).all():
+            raise HandgradError(f"the weights hold NaN or infinity in {name}: load an intact checkpoint")
     for name, b in todo.items():
         layer = layers[name]
         matrix = Packed.of(layer.w.t().contiguous(), _KIND[b])
@@ -57,14 +64,3 @@ def quantize(model: GPT, bits: int) -> GPT:
 def _narrow(layer: Linear, bits: int) -> bool:
     """Whether the weight has at most so many bits already."""
     return layer.packed is not None and layer.packed.kind in _NARROW[bits]
-
-
-def _check(name: str, layer: Linear) -> None:
-    w = layer.w
-    if w.shape[0] % NUMBERS:
-        raise HandgradError(
-            f"low-bit weights share a scale among {NUMBERS} numbers, and {name} has {w.shape[0]} inputs, not a multiple of"
-            " that: use the model without bits"
-        )
-    if not torch.isfinite(w).all():
-        raise HandgradError(f"the weights hold NaN or infinity in {name}: load an intact checkpoint")
