@@ -9,11 +9,12 @@ from torch import Tensor
 
 import handgrad as hg
 import tiny_gguf
-from conftest import handgrad
+from conftest import handgrad, perturb
 from handgrad.errors import HandgradError
 from handgrad.inference.lowbit import PASSAGE, measure_cost, quantize
 from handgrad.kernels import library
 from handgrad.model.layers import Linear
+from handgrad.ops import packed
 from handgrad.text.tokenizer import make
 
 SHAPES = {
@@ -24,7 +25,9 @@ SHAPES = {
 
 
 def model(name: str, seed: int = 1) -> hg.GPT:
-    return hg.GPT(SHAPES[name], seed=seed)
+    made = hg.GPT(SHAPES[name], seed=seed)
+    perturb(made, scale=0.1)
+    return made
 
 
 def unpacked(low: hg.GPT) -> hg.GPT:
@@ -52,7 +55,30 @@ def test_computes_with_its_unpacked_weights(name: str, bits: int) -> None:
         with library.disabled():
             assert close(low.logits(tokens), plain.logits(tokens))
     prompts = [[1, 2, 3], [4] * 20, [5]]
-    assert hg.generate(low, prompts, 12) == hg.generate(plain, prompts, 12)
+    for some in ([[7, 8]], prompts):  # few rows, and more than the kernel takes
+        ours, theirs = (
+            hg.generate(m, some, 12, logprobs=1, prompt_logprobs=True, details=True, cache=cache)
+            for m, cache in ((low, True), (plain, False))
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.ids == b.ids
+            for x, y in zip(a.prompt_logprobs + a.logprobs, b.prompt_logprobs + b.logprobs, strict=True):
+                assert abs(x.logprob - y.logprob) < 1e-5
+
+
+def test_generates_with_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.compiler() is None:
+        pytest.skip("products with packed weights need kernels")
+    low = quantize(model("llama"), 4)
+    rows = []
+    product = packed.product
+    monkeypatch.setattr(packed, "product", lambda a, *rest: rows.append(len(a)) or product(a, *rest))
+    hg.generate(low, [[1] * 20], 4)
+    assert rows == [1] + [1] * 15 * 3  # the head after the prompt; then seven layers of both blocks, and the head
+    rows.clear()
+    low.logits(torch.tensor([[1, 2]]))
+    low.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
+    assert rows == []  # only when generating: elsewhere the same numbers as with unpacked weights, to the last bit
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -90,7 +116,7 @@ def test_cost() -> None:
     whole = sum(plain.loss(x[None, :-1], x[None, 1:]) * (len(x) - 1) for x in windows) / (len(ids) - 1)
     assert abs(same.loss - whole) < 1e-5
     eight, four = (measure_cost(plain, quantize(copy.deepcopy(plain), bits), ids) for bits in (8, 4))
-    assert abs(eight.change) < 1e-3 and abs(four.change) < 0.02
+    assert abs(eight.change) < 1e-3 and abs(four.change) < 0.1
     assert eight.differ < four.differ < len(ids) // 2
     with pytest.raises(HandgradError, match="at least two tokens"):
         measure_cost(plain, plain, [1])
@@ -98,12 +124,12 @@ def test_cost() -> None:
 
 def test_files_keep_their_own_bits(tmp_path: Path) -> None:
     tiny_gguf.write_tiny_smollm2(tmp_path / "m.gguf")  # Q8_0
-    packed, eight, four = (hg.load(tmp_path / "m.gguf", **x) for x in ({"packed": True}, {"bits": 8}, {"bits": 4}))
+    stored, eight, four = (hg.load(tmp_path / "m.gguf", **x) for x in ({"packed": True}, {"bits": 8}, {"bits": 4}))
     kinds = {x.packed.kind for b in four.blocks for x in b.modules() if isinstance(x, Linear)}
     assert (kinds, four.head.packed.kind) == ({"Q4_1"}, "Q8_0")
     tokens = torch.randint(256, (1, 9))
-    assert torch.equal(eight.logits(tokens), packed.logits(tokens))
-    assert not torch.equal(four.logits(tokens), packed.logits(tokens))
+    assert torch.equal(eight.logits(tokens), stored.logits(tokens))
+    assert not torch.equal(four.logits(tokens), stored.logits(tokens))
     assert close(eight.logits(tokens), hg.load(tmp_path / "m.gguf").logits(tokens))
     kept = [x.packed for x in four.modules() if isinstance(x, Linear)]
     quantize(four, 8)  # not rounded again

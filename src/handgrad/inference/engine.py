@@ -165,7 +165,7 @@ class Engine:
         else:
             a, last = self._forward_uncached(work)
         model = self.model
-        with model.unpacked(model.head):
+        with model.unpacked(model.head, generating=True):
             self._prompt_logprobs(work, a)
             ready = [i for i, (sequence, _) in enumerate(work) if sequence.pending == 0]
             wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
@@ -247,7 +247,7 @@ class Engine:
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         for i, block in enumerate(model.blocks):
-            with model.unpacked(block):
+            with model.unpacked(block, generating=True):
                 a, _ = block.forward(a, Pass(rotation=rotation, cache=step.block(i)))
         step.finish()
         return a, _last_rows([count for _, count in work])
@@ -260,7 +260,7 @@ class Engine:
         a = model.embeddings(batch.ids, batch.positions)
         run = Pass(attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions))
         for block in model.blocks:
-            with model.unpacked(block):
+            with model.unpacked(block, generating=True):
                 a, _ = block.forward(a, run)
         for sequence, count in work:
             sequence.slot.length = count

@@ -4,8 +4,8 @@
        8   Q8_0     Q8_0      w = d q, q of 8 bits, a float16 d for every 32 numbers: 8.5 bits per weight
        4   Q4_1     Q8_0      w = d q + m, q of 4 bits, float16 d and m for every 32 numbers: 5 bits per weight
 
-The head keeps 8 bits: its rounding changes every logit directly. Matrices that a GGUF file stores in as few bits stay as they
-are, exactly. A matrix with rows that are not a multiple of 32 numbers stays float32. Activations and sums are float32.
+The head keeps 8 bits: its rounding changes every logit directly. Matrices that a GGUF file stores in as few bits stay as
+they are, exactly. A matrix with rows that are not a multiple of 32 numbers stays float32. Activations and sums are float32.
 """
 
 import torch

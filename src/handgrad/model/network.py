@@ -144,16 +144,17 @@ class Network(Parts):
         return self.scratch is not None
 
     @contextmanager
-    def unpacked(self, *modules: nn.Module) -> Iterator[None]:
+    def unpacked(self, *modules: nn.Module, generating: bool = False) -> Iterator[None]:
         """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers. That
-        of the head, as large as ten blocks, and theirs do not exist at the same time."""
+        of the head, as large as ten blocks, and theirs do not exist at the same time. When `generating`, products of a
+        few rows use packed weights directly."""
         if self.scratch is None:
             yield
             return
         alone = self.head in modules
         if alone:
             self.scratch.clear()
-        with self.scratch.unpacked():
+        with self.scratch.unpacked(generating):
             yield
         if alone:
             self.scratch.clear()

@@ -76,8 +76,12 @@ class Packed:
         return self.unpack(dtype=dtype) if held is None else held.tensor(self, dtype)
 
     def product(self, a: Tensor) -> Tensor | None:
-        """a wᵗ with packed weights, (n, rows); None where a product with the unpacked weights is faster."""
-        return packed.product(a, self.data, self.kind) if packed.multiplies(a, self.data, self.kind) else None
+        """a wᵗ with packed weights, (n, rows), within `Scratch.unpacked(products=True)`; None where a product with the
+        unpacked weights is faster."""
+        held = _held.get()
+        if held is None or not held.products or not packed.multiplies(a, self.data, self.kind):
+            return None
+        return packed.product(a, self.data, self.kind)
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows, unpacked: ids (…) → (…, columns)"""
@@ -103,8 +107,8 @@ class Packed:
 class _Held:
     """The matrices that have been unpacked within a context, and their buffers."""
 
-    def __init__(self, scratch: "Scratch"):
-        self.scratch, self.outer = scratch, _held.get()
+    def __init__(self, scratch: "Scratch", products: bool):
+        self.scratch, self.products, self.outer = scratch, products, _held.get()
         self.buffers: dict[tuple[Packed, torch.dtype], Tensor] = {}
 
     def tensor(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
@@ -130,10 +134,10 @@ class Scratch:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def unpacked(self, products: bool = False) -> Iterator[None]:
         """Unpack every matrix once: in the context, its `tensor` returns the same buffer. Do not keep it: afterwards other
-        matrices use it."""
-        held = _Held(self)
+        matrices use it. With `products`, layers multiply a few rows with packed weights: sums in another order."""
+        held = _Held(self, products)
         token = _held.set(held)
         try:
             yield
