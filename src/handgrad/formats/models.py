@@ -119,9 +119,9 @@ def open_folder(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     *,
+    bits: int | None = None,
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
-    bits: int | None = None,
 ) -> GPT:
     """Load the model or adapter in a folder, or the model in a GGUF file."""
     if bits is not None:
