@@ -14,16 +14,17 @@ __all__ = ["PASSAGE", "Cost", "measure_cost", "quantize"]
 
 WINDOW = 256  # tokens; the logits of one window exist at a time
 PASSAGE = """\
-Rain begins as water vapour, which the sun lifts from the sea and from wet ground. Warm air can carry more of it than cold
-air. When the air rises it expands and cools, and at some height it can no longer hold all the vapour it brought along. The
-surplus settles on grains of dust, salt or soot and forms droplets so small that the slightest breeze keeps them aloft. What
-we see from below as a white heap is a crowd of such droplets, each of them falling slowly and each of them carried up again.
-For rain to fall, droplets have to become a million times larger. In warm clouds they collide, and the large ones sweep up
-the small ones on their way. In cold clouds ice crystals grow at the expense of the droplets around them, until they are
-heavy enough to fall, and melt before they reach the ground. A farmer who looks at the sky in the evening knows little of this,
-but he knows that swallows fly low before a storm, that a ring around the moon means high thin clouds of ice, and that wind from
-the west usually brings the weather that others had the day before. Both kinds of knowledge have their use. The first tells
-us why it rains; the second, whether to bring in the hay.
+Rain begins as water vapour, which the sun lifts from the sea and from wet ground. Warm air can carry more of it than
+cold air. When the air rises it expands and cools, and at some height it can no longer hold all the vapour it brought
+along. The surplus settles on grains of dust, salt or soot and forms droplets so small that the slightest breeze keeps
+them aloft. What we see from below as a white heap is a crowd of such droplets, each of them falling slowly and each
+of them carried up again. For rain to fall, droplets have to become a million times larger. In warm clouds they
+collide, and the large ones sweep up the small ones on their way. In cold clouds ice crystals grow at the expense of
+the droplets around them, until they are heavy enough to fall, and melt before they reach the ground. A farmer who
+looks at the sky in the evening knows little of this, but he knows that swallows fly low before a storm, that a ring
+around the moon means high thin clouds of ice, and that wind from the west usually brings the weather that others had
+the day before. Both kinds of knowledge have their use. The first tells us why it rains; the second, whether to bring
+in the hay.
 """
 
 
