@@ -45,6 +45,11 @@ JSON = output("One JSON object per prompt and line.", "--json")
 LOGPROBS = output(
     "With --json: log-probabilities of the prompt's and the new tokens, and of so many most probable ones.", min=0
 )
+BITS = output("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
+COST = output(
+    "With --bits: measure what it costs on this text file, or on a short built-in passage (sample), instead of generating.",
+    metavar="FILE",
+)
 NO_CACHE = output("Compute everything again for every token: slow, for comparison.", "--no-cache")
 
 
@@ -66,6 +71,8 @@ def generate(
     as_json: Annotated[bool, JSON] = False,
     logprobs: Annotated[int | None, LOGPROBS] = None,
     no_cache: Annotated[bool, NO_CACHE] = False,
+    bits: Annotated[int | None, BITS] = None,
+    cost: Annotated[str | None, COST] = None,
 ) -> None:
     """Continue prompts, or answer messages, token by token.
 
@@ -76,7 +83,8 @@ def generate(
       handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --temperature 0 --stop $'\\n'
       handgrad generate --prompt "ROMEO:" --prompt "JULIET:" --top-p 0.9 --seed 1
       handgrad generate --prompts-file prompts.txt --json --logprobs 5
-      handgrad generate --model smollm2 --chat "Name three primary colours." --temperature 0
+      handgrad generate --model smollm2 --chat "Name three primary colours." --temperature 0 --bits 4
+      handgrad generate --model smollm2 --bits 4 --cost sample
     """
     from ..formats.models import open_folder, weights_folder
     from ..inference.batch import Batch
@@ -96,8 +104,11 @@ def generate(
     if any(not text for text in stop or ()):
         raise HandgradError("--stop is empty: give at least one character")
     folder = weights_folder(model)
+    if cost is not None:
+        _print_cost(folder, bits, cost)
+        return
     prompts = _chat_prompts(folder, chat) if chat else _lines(prompts_file) if prompts_file else prompt or ["\n"]
-    network = open_folder(folder)
+    network = open_folder(folder, bits=bits)
     known = model_text(network)
     if model is None:
         console.note(f"from {folder}")
@@ -128,6 +139,22 @@ def generate(
         _write(batch, [""] * len(prompts) if chat else prompts)
     if any(result.finish == "context" for result in batch.results()):
         console.note(f"the context of {limit:,} tokens is full: --context-full slide continues")
+
+
+def _print_cost(folder: Path, bits: int | None, text: str) -> None:
+    """Print the change of the loss, and how often the most probable token differs."""
+    from ..files.reading import read_text
+    from ..formats.models import open_folder
+    from ..inference.lowbit import PASSAGE, measure_cost
+    from ..inference.model_text import model_text
+
+    if bits is None:
+        raise HandgradError("--cost compares low-bit weights with the model's own: give --bits 8 or --bits 4 as well")
+    passage = PASSAGE if text == "sample" else read_text(Path(text))
+    low_bit = open_folder(folder, bits=bits)
+    ids = model_text(low_bit).tokenizer.encode(passage)
+    plain = open_folder(folder, "float32")
+    sys.stdout.write(f"{bits} bits: {measure_cost(plain, low_bit, ids)}\n")
 
 
 def _chat_prompts(folder: Path, messages: list[str]) -> list[str]:

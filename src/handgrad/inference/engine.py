@@ -168,7 +168,7 @@ class Engine:
         else:
             a, last = self._forward_uncached(work)
         model = self.model
-        with model.unpacked(model.head):
+        with model.unpacked(model.head, generating=True):
             self._prompt_logprobs(work, a)
             ready = [i for i, (sequence, _) in enumerate(work) if sequence.pending == 0]
             wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
@@ -254,7 +254,7 @@ class Engine:
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
         for i, block in enumerate(model.blocks):
-            with model.unpacked(block):
+            with model.unpacked(block, generating=True):
                 a, _ = block.forward(a, run._replace(cache=step.block(i)))
         step.finish()
         return a, _last_rows([count for _, count in work])
@@ -270,7 +270,7 @@ class Engine:
             adapters=groups([(x.options.adapter, count) for x, count in work]),
         )  # fmt: skip
         for block in model.blocks:
-            with model.unpacked(block):
+            with model.unpacked(block, generating=True):
                 a, _ = block.forward(a, run)
         for sequence, count in work:
             sequence.slot.length = count

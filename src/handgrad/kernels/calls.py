@@ -131,6 +131,25 @@ def backward_attention(
     _check(_call("backward_attention", q.dtype, *shape, *_heads(delta, q, k, v, a, lse, *into)))
 
 
+# ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
+
+
+def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
+    """out (n, f_out) = a (n, f_in) wᵗ; data (f_out, bytes per row), contiguous; float32"""
+    shape = len(a), a.shape[1], len(data)
+    _call("packed_product", a.dtype, PACKED[kind], *shape, *_rows(a), data.data_ptr(), *_rows(out))
+
+
+def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
+    """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
+    _call("packed_unpack", out.dtype, PACKED[kind], len(blocks), blocks.data_ptr(), out.data_ptr())
+
+
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _attention_shape(
     sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[int | float, ...]:

@@ -5,7 +5,7 @@
  * REAL = double. n rows of w numbers; `x` with the row stride `xs`; all strides count numbers. A row belongs to one thread
  * and is summed in one order, so a result does not depend on the number of threads.
  *
- * library.py compiles this file and attention.c. */
+ * library.py compiles this file, attention.c and packed.c. */
 
 #include "common.h"
 

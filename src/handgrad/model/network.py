@@ -145,17 +145,17 @@ class Network(Parts):
         return self.scratch is not None
 
     @contextmanager
-    def unpacked(self, *modules: nn.Module) -> Iterator[None]:
-        """Within the context the packed weights of these modules are unpacked once, instead of at every use. Blocks share
-        their buffers. That of the head, as large as ten blocks, and theirs do not exist at the same time."""
+    def unpacked(self, *modules: nn.Module, generating: bool = False) -> Iterator[None]:
+        """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers. That
+        of the head, as large as ten blocks, and theirs do not exist at the same time. When `generating`, products of a
+        few rows use packed weights directly."""
         if self.scratch is None:
             yield
             return
         alone = self.head in modules
         if alone:
             self.scratch.clear()
-        matrices = [x.packed for m in modules for x in m.modules() if isinstance(x, Linear) and x.packed is not None]
-        with self.scratch.unpacked(matrices, self.dtype):
+        with self.scratch.unpacked(generating):
             yield
         if alone:
             self.scratch.clear()
