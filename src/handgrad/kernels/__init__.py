@@ -1,7 +1,8 @@
-"""Compiled loops for the parts of a training step that are not matrix products, used by `ops` where they fit.
+"""Compiled loops for the parts of a training step that are not matrix products, and for generating single tokens, used by
+`ops` and `inference` where they fit.
 
-`elementwise.c` and `attention.c` hold the formulas, `library` compiles them once per machine with the C compiler it finds,
-and `calls` passes tensors to them. Without a C compiler, on other devices and for other dtypes, `ops` computes the same with
-torch calls. This package knows tensors and nothing of layers, models or training. Import `calls`, or `library` to prepare
-and to switch off.
+`elementwise.c`, `attention.c` and `decode.c` hold the formulas, `library` compiles them once per machine with the C compiler
+it finds, and `calls` passes tensors to them. Without a C compiler, on other devices and for other dtypes, torch computes
+the same. This package knows tensors and nothing of layers, models or training. Import `calls`, or `library` to prepare or
+switch off.
 """
