@@ -167,3 +167,20 @@ def _heads(*tensors: Tensor) -> list[int]:
 def _check(failed: int) -> None:
     if failed:
         raise MemoryError("no memory for the buffers of attention")
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FEW_ROWS = 8  # up to here a product in C, which reads the weights at the speed of memory, beats that of torch
+
+
+def few_rows(a: Tensor, w: Tensor, out: Tensor) -> None:
+    """a (n, f_in), w (f_out, f_in) → a wᵗ"""
+    _call("few_rows", a.dtype, *a.shape, len(w), *_rows(a, w, out))
+
+
+def attend_tokens(places: Tensor, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """places (n, 6) int64, see decode.c; q, out (n, h, …); k, v (n, h_kv, …)"""
+    n, heads, width = q.shape
+    shape = n, heads, heads // k.shape[1], width, v.shape[2], block, window or 0, width**-0.5
+    _call("attend_tokens", q.dtype, *shape, places.data_ptr(), *_heads(q, k, v, out))
