@@ -21,9 +21,7 @@ import torch
 
 from ..files.cache import cache_path
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("elementwise.c", "attention.c", "decode.c", "packed.c")
-)
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("elementwise.c", "attention.c", "decode.c", "packed.c"))
 HEADER = Path(__file__).with_name("common.h")
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Sums may be reordered, so that they become vector instructions. NaN and infinity keep their meaning. -ffast-math is not
