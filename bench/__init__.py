@@ -2,22 +2,31 @@
 
 The contenders of a scenario run in turns, and the minimum and median of several rounds are reported. Only ratios are
 meaningful on a noisy machine, and none on a busy one. Losses and gradients are compared before anything is timed. Peak
-memory is measured in a separate process per contender.
+memory is measured in a separate process per contender. A contender that fails is reported, and the rest goes on.
 
     sizes.py       full, --quick, --tiny: sizes of every scenario
-    peers.py       the contenders: ours, eager autograd, torch.compile, transformers + peft, the matmuls alone
-    measure.py     interleaved timing, peak memory, the machine's load
+    peers.py       the contenders: ours, eager autograd, torch.compile, transformers + peft
+    products.py    the matmuls of a step alone
+    row.py         a measurement
+    attempts.py    calls to contenders that may fail
+    measure.py     interleaved timing, peak memory
+    machine.py     the machine, its load, versions, commit
     cases.py       models and batches of train, memory, lora, sft
     compete.py     compares, times and measures the contenders of a case
-    scenarios.py   all scenarios; attention and products
+    attention.py   attention alone, forward and backward
     bases.py       models and examples of finetune and context
     finetune.py    the command finetune, and the same by transformers + peft
-    demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
     peft_peer.py   the process of transformers + peft
     context.py     the command finetune on one example of increasing length
-    process.py     peak memory of a process
+    shared.py      a small model while other processes use the cores
     explain.py     the page of handgrad explain in a browser
+    scenarios.py   all scenarios and their parts; single products; results as JSON
+    supervise.py   runs the parts in a child process, which may be killed
+    process.py     peak memory of a process
+    show.py        tables and progress in the terminal
     picture.py     the plot
+    table.py       the README's table, from JSON
+    demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
 """
 
 SCENARIOS = {
@@ -27,8 +36,9 @@ SCENARIOS = {
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
-    "attention": "The backward pass of attention alone, against torch's kernel.",
+    "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
+    "shared": "Steps of a small model while zero, one and two other processes use a core each.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
 WITH_MODEL = ("finetune", "context")  # scenarios that take --model

@@ -7,42 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import handgrad as hg
+from handgrad.tolerances import TOLERANCE
 
-from .peers import RANK, Contender, Eager, Hand, HandInBackward, Loop, MatmulsOnly, Peft, with_adapters
+from .attempts import MissingError
+from .peers import RANK, Contender, Eager, Hand, HandInBackward, Loop, Peft, with_adapters
+from .products import MatmulsOnly
 from .sizes import Size
 
 LEAST_MEMORY = "handgrad, least memory"  # recomputes blocks, updates inside the backward pass
 LOOP = "handgrad train"  # a step of the training loop
 COMPILED = "torch.compile"
-
-
-@dataclass
-class Row:
-    """A measurement."""
-
-    scenario: str
-    case: str
-    contender: str
-    tokens: int
-    seconds: float = float("nan")  # best round
-    median: float = float("nan")
-    ratio: float = float("nan")  # best time of the reference ÷ this one's: larger is faster
-    gradient_error: float = float("nan")  # largest relative error of a gradient against the reference
-    gradient_seconds: float = float("nan")  # without the optimizer
-    mfu: float = float("nan")  # time of the matmuls alone ÷ gradient_seconds
-    memory: int = 0  # peak bytes above weights and optimizer state; finetune, context, explain: of the process
-    memory_ratio: float = float("nan")  # this one's memory ÷ the reference's
-    predicted_seconds: float = float("nan")
-    predicted_memory: int = 0
-    note: str = ""
-    above_torch: int = 0  # peak bytes of the process above an interpreter with torch loaded
-    above_torch_ratio: float = float("nan")
-    bytes_per_token: float = float("nan")  # growth of memory since the next smaller number of tokens
+EAGER = "eager autograd"
+PEFT = "transformers + peft"
+MATMULS = "matmuls only"
 
 
 @dataclass
@@ -54,8 +37,10 @@ class Case:
     make: dict[str, Callable[[], Contender]]  # handgrad first, then the reference
     rounds: int
     matmuls: Callable[[], MatmulsOnly] | None = None
-    plan: dict[str, object] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    in_a_row: int = 1  # steps of a contender in a round
+    tolerance: float = 1e-4  # relative, of losses and gradients
 
 
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,79 +78,100 @@ def can_compile() -> bool:
 
 def train(size: Size) -> list[Case]:
     (b, t), make = size.recipe_batch, partial(hg.GPT, size.recipe)
-    recipe = _training(f"nano recipe, {b}×{t}", size.recipe, make, (b, t), 25, size.compile_recipe, True)
-    return [_train_gpt2(shape, size) for shape in size.train] + [recipe]
+    recipe = _training(
+        f"nano recipe, {b}×{t}", size.recipe, make, (b, t), size.recipe_rounds, size.compile_recipe, True
+    )
+    recipe.in_a_row = 10 if size.recipe_rounds > 1 else 1  # a step is so short that one alone is mostly noise
+    cases = [_train_gpt2(shape, size) for shape in size.train]
+    return [*cases, *(_train_gpt2(shape, size, "bfloat16") for shape in size.bfloat16), recipe]
 
 
-def _train_gpt2(shape: tuple[int, int], size: Size) -> Case:
+def _train_gpt2(shape: tuple[int, int], size: Size, dtype: str = "float32") -> Case:
     b, t = shape
-    rounds = 3 if b * t > 2048 or size.name == "quick" else 6
+    rounds = 2 if size.name == "quick" else 3 if b * t > 2048 else 6
+    wide = dtype == "float32"
     return _training(
-        f"{size.label}, {b}×{t}", size.model, partial(hg.GPT, size.model, seed=0), shape, rounds,
-        compiled=shape in size.compiled, loop=shape == size.loop,
+        f"{size.label}, {b}×{t}" + ("" if wide else f", {dtype}"), size.model, partial(hg.GPT, size.model, seed=0), shape,
+        rounds, compiled=wide and shape in size.compiled, loop=wide and shape == size.loop, dtype=dtype,
     )  # fmt: skip
 
 
 def _training(
     name: str,
     config: hg.ModelConfig,
-    model: Callable[[], hg.GPT],
+    model: Callable[..., hg.GPT],
     shape: tuple[int, int],
     rounds: int,
     compiled: bool,
     loop: bool,
+    dtype: str = "float32",
 ) -> Case:
     b, t = shape
     tokens, targets = batch_of(config.n_vocab, b, t)
+    model = partial(model, dtype=dtype)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(model(), tokens, targets),
-        "eager autograd": lambda: Eager(model(), tokens, targets),
+        EAGER: lambda: Eager(model(), tokens, targets),
     }
-    if compiled and can_compile():
-        make[COMPILED] = lambda: Eager(model(), tokens, targets, compiled=True)
+    if compiled:
+        make[COMPILED] = lambda: _compiled(model(), tokens, targets)
     if loop:
         make[LOOP] = lambda: Loop(model(), tokens, targets)
-    note = "torch.compile was skipped: no C++ compiler, or no Python.h"
-    return Case(
-        name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens),
-        {"config": config, "batch": b, "tokens": t}, note if compiled and not can_compile() else "",
-    )  # fmt: skip
+    plan = {"config": config, "batch": b, "tokens": t, "dtype": dtype}
+    tolerance = TOLERANCE[getattr(torch, dtype)]
+    return Case(name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens), plan, tolerance=tolerance)
+
+
+def _compiled(model: hg.GPT, tokens: Tensor, targets: Tensor) -> Eager:
+    if not can_compile():
+        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
+    return Eager(model, tokens, targets, compiled=True)
 
 
 def lora(size: Size) -> list[Case]:
-    b, t = size.step
-    model = partial(hg.GPT, size.model, seed=0)
+    return [_lora(shape, size) for shape in size.lora]
+
+
+def _lora(shape: tuple[int, int], size: Size) -> Case:
+    b, t = shape
     tokens, targets = batch_of(size.model.n_vocab, b, t)
-    make: dict[str, Callable[[], Contender]] = {
-        "handgrad": lambda: Hand(with_adapters(model()), tokens, targets),
-        "transformers + peft": lambda: Peft(with_adapters(model()), tokens, targets),
-    }
+    rounds = 2 if size.name == "quick" else 3 if b * t > 2048 else 6
     plan = {"config": size.model, "batch": b, "tokens": t, "rank": RANK, "targets": "all-linear"}
-    return [Case(f"LoRA r={RANK}, {b}×{t}", b * t, make, 3, plan=plan)]
+    model = partial(hg.GPT, size.model, seed=0)
+    return Case(
+        f"LoRA r={RANK}, {b}×{t}", b * t, _with_peft(size, tokens, targets), rounds,
+        lambda: MatmulsOnly(model(), tokens, RANK), plan,
+    )  # fmt: skip
+
+
+def _with_peft(
+    size: Size, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None
+) -> dict[str, Callable[[], Contender]]:
+    """handgrad and transformers + peft, both with adapters on every matrix."""
+    model = partial(hg.GPT, size.model, seed=0)
+    return {
+        "handgrad": lambda: Hand(with_adapters(model()), tokens, targets, lengths),
+        PEFT: lambda: Peft(with_adapters(model()), tokens, targets, lengths),
+    }
 
 
 def sft(size: Size) -> list[Case]:
-    model = partial(hg.GPT, size.model, seed=0)
     ids, answers, lengths = uneven_examples(size.model.n_vocab, size.examples, size.longest)
-    make: dict[str, Callable[[], Contender]] = {
-        "handgrad": lambda: Hand(with_adapters(model()), ids, answers, lengths),
-        "transformers + peft": lambda: Peft(with_adapters(model()), ids, answers, lengths),
-    }
     note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets"
-    return [Case(f"LoRA r={RANK}, uneven examples", len(ids), make, 1, note=note)]
+    return [Case(f"LoRA r={RANK}, uneven examples", len(ids), _with_peft(size, ids, answers, lengths), 1, note=note)]
 
 
 def memory(size: Size) -> list[Case]:
-    b, t = size.step
+    b, t = size.memory
     model = partial(hg.GPT, size.model, seed=0)
     tokens, targets = batch_of(size.model.n_vocab, b, t)
     make: dict[str, Callable[[], Contender]] = {
         "handgrad": lambda: Hand(model(), tokens, targets),
-        "eager autograd": lambda: Eager(model(), tokens, targets),
+        EAGER: lambda: Eager(model(), tokens, targets),
         LEAST_MEMORY: lambda: HandInBackward(model(), tokens, targets),
     }
     plan = {"config": size.model, "batch": b, "tokens": t}
-    return [Case(f"{size.label}, {b}×{t}", b * t, make, 2, plan=plan)]
+    return [Case(f"{size.label}, {b}×{t}", b * t, make, 1 if size.name == "quick" else 2, plan=plan)]
 
 
 CASES: dict[str, Callable[[Size], list[Case]]] = {"train": train, "memory": memory, "lora": lora, "sft": sft}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -14,78 +15,98 @@ from handgrad.errors import HandgradError
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.timing import predict
 
-from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, Case, Row, batch_of
-from .measure import Timing, Watch, peak_during, resident, take_turns
+from .attempts import Attempts, WrongError, problem
+from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
+from .measure import Timing, peak_during, resident, take_turns
 from .peers import Contender, Eager, Hand, HandInBackward, Loop
-from .process import ROOT, last_line
+from .process import ROOT, reason_of
+from .row import NAN, Row
 from .sizes import SIZES, Size
 
-MATMULS = "matmuls only"
 
-
-def compare(ours: Tensor, reference: Tensor, what: str) -> float:
+def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4) -> float:
     """The relative error; raises if it is larger than rounding."""
     error = ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
-    if not error < 1e-4:
-        raise HandgradError(f"{what}: the gradients differ by {error:.1e}; nothing is timed")
+    if not error < tolerance:
+        raise WrongError(f"{what}: the gradients differ by {error:.1e}; not timed")
     return error
 
 
-def compete(scenario: str, case: Case, size: Size, watch: Watch) -> list[Row]:
-    """Compare losses and gradients, time the contenders in turns, and measure each one's peak memory in its own process."""
-    made = {name: make() for name, make in case.make.items()}
-    names = list(made)
-    errors = _gradient_errors(f"{scenario}, {case.name}", made)
+def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[Row]:
+    """Compare losses and gradients, time the contenders in turns, and measure each one's peak memory in its own process. A
+    contender that fails has no figures."""
+    made: dict[str, Contender] = {}
+    for name, make in case.make.items():
+        if (contender := attempts(name, make)) is not None:
+            made[name] = contender
+    errors = _gradient_errors(case, made, attempts)
     gradients: dict[str, Timing] = {name: Timing() for name in made}
     runs: dict[str, Callable[[], object]] = {}
-    for name, contender in made.items():
-        runs[name] = _timed_step(contender, gradients[name])
-    if case.matmuls is not None:
-        runs[MATMULS] = case.matmuls().gradients
-    rounds = min(size.rounds, case.rounds)
-    timings = take_turns(runs, rounds, watch, in_a_row=10 if case.tokens < 1000 and rounds > 20 else 1)
+    for name in attempts.competing(made):
+        runs[name] = _timed_step(made[name], gradients[name])
+    if case.matmuls is not None and (matmuls := attempts(MATMULS, case.matmuls)) is not None:
+        runs[MATMULS] = matmuls.gradients
+    timings = take_turns(runs, min(size.rounds, case.rounds), attempts, case.in_a_row)
     del made, runs
     shown = [name for name in case.make if name not in (COMPILED, LOOP)] if scenario in size.peaks else []
-    peaks = {name: _peak_in_own_process(scenario, case.name, name, size) for name in shown}
+    peaks, unmeasured = _peaks(scenario, case.name, attempts.competing(shown), size, attempts)
 
     rows = []
-    for name, timing in timings.items():
-        ratio = timings[names[1]].best / timing.best
-        row = Row(scenario, case.name, name, case.tokens, timing.best, timing.median, ratio, note=case.note)
-        row.gradient_error = errors.get(name, float("nan"))
-        if name in gradients and name != LOOP:
-            row.gradient_seconds = min(gradients[name].rounds[1:])
-            if MATMULS in timings:
-                row.mfu = timings[MATMULS].best / row.gradient_seconds
+    reference = list(case.make)[1]
+    for name in [*case.make, *([MATMULS] if case.matmuls is not None else [])]:
+        row = Row(scenario, case.name, name, case.tokens, note=case.note)
+        rows.append(row)
+        row.problem = attempts.problems.get(name, unmeasured.get(name, ""))
+        row.gradient_error = errors.get(name, NAN)
+        if name in timings:
+            timing = timings[name]
+            row.seconds, row.median = timing.best, timing.median
+            row.ratio = timings[reference].best / timing.best if reference in timings else NAN
+            if name in gradients and name != LOOP:
+                row.gradient_seconds = min(gradients[name].rounds[1:])
+                row.mfu = timings[MATMULS].best / row.gradient_seconds if MATMULS in timings else NAN
         if name in peaks:
             row.memory = peaks[name]
-            row.memory_ratio = peaks[name] / peaks[names[1]]
+            row.memory_ratio = peaks[name] / peaks[reference] if reference in peaks else NAN
         if case.plan and name in ("handgrad", LEAST_MEMORY):
-            plan = make_plan(
-                **case.plan, recompute="blocks" if name == LEAST_MEMORY else "none", update_inside=name == LEAST_MEMORY
-            )
-            row.predicted_seconds = predict(plan, size.measure_seconds)
-            row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
-        rows.append(row)
+            _predict(row, case, size)
     return rows
 
 
-def _gradient_errors(case: str, made: dict[str, Contender]) -> dict[str, float]:
-    """The largest relative error of each contender's gradients against the second's. Raises if results differ."""
-    losses = {name: contender.gradients() for name, contender in made.items()}
-    reference_loss = list(losses.values())[1]
-    reference = list(made.values())[1].named_gradients()
+def _predict(row: Row, case: Case, size: Size) -> None:
+    """Fill in what handgrad plan says of this step."""
+    least = row.contender == LEAST_MEMORY
+    plan = make_plan(**case.plan, recompute="blocks" if least else "none", update_inside=least)
+    row.predicted_seconds = predict(plan, size.measure_seconds)
+    row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
+
+
+def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts) -> dict[str, float]:
+    """The largest relative error of each contender's gradients against the second's; one whose results differ leaves.
+    Without the second, nothing is compared."""
+    reference = list(case.make)[1]
+    losses = {name: attempts(name, contender.gradients) for name, contender in made.items()}
+    if reference not in attempts.competing(made):
+        return {}
+    expected, expected_loss = made[reference].named_gradients(), losses[reference]
     errors: dict[str, float] = {}
-    for name, contender in made.items():
-        if not abs(losses[name] - reference_loss) <= 1e-4 * abs(reference_loss):
-            raise HandgradError(f"{case}: losses differ: {losses}; nothing is timed")
+
+    def error_of(name: str) -> float | None:
+        loss, contender = losses[name], made[name]
+        assert loss is not None and expected_loss is not None
+        if not abs(loss - expected_loss) <= case.tolerance * abs(expected_loss):
+            raise WrongError(f"its loss is {loss}, that of {reference} {expected_loss}; not timed")
         if isinstance(contender, HandInBackward | Loop):
-            continue  # its gradients are freed or clipped; tests compare its parameters
+            return None  # its gradients are freed or clipped; tests compare its parameters
         found = contender.named_gradients()
-        if set(found) != set(reference):
-            missing = ", ".join(sorted(set(found) ^ set(reference)))
-            raise HandgradError(f"{case}, {name}: gradients without a counterpart: {missing}")
-        errors[name] = max(compare(grad, reference[key], f"{case}, {name}, {key}") for key, grad in found.items())
+        if set(found) != set(expected):
+            missing = ", ".join(sorted(set(found) ^ set(expected)))
+            raise WrongError(f"gradients without a counterpart: {missing}")
+        return max(compare(grad, expected[key], key, case.tolerance) for key, grad in found.items())
+
+    for name in attempts.competing(made):
+        if (error := attempts(name, partial(error_of, name))) is not None:
+            errors[name] = error
     return errors
 
 
@@ -97,6 +118,23 @@ def _timed_step(contender: Contender, gradients: Timing) -> Callable[[], None]:
         contender.update()
 
     return step
+
+
+# ── peak memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _peaks(
+    scenario: str, case: str, names: list[str], size: Size, attempts: Attempts
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Peak memory of each contender, or the problem that prevented its measurement. Its time stays valid."""
+    peaks, unmeasured = {}, {}
+    for name in names:
+        attempts.tell(name, 1.0)
+        try:
+            peaks[name] = _peak_in_own_process(scenario, case, name, size)
+        except (HandgradError, OSError, ValueError) as reason:
+            unmeasured[name] = problem(reason)
+    return peaks, unmeasured
 
 
 def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -> int:
@@ -112,10 +150,10 @@ def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -
         check=False,
     )
     if done.returncode:
-        raise HandgradError(f"{contender} failed while its memory was measured: {last_line(done.stderr)}")
+        raise HandgradError(f"memory not measured: {reason_of(done)}")
     bytes_above = int(json.loads(done.stdout.splitlines()[-1]))
     if bytes_above <= 0:
-        raise HandgradError(f"{scenario}, {case}, {contender}: the step's memory is too small to measure")
+        raise HandgradError("the step's memory is too small to measure")
     return bytes_above
 
 

@@ -2,34 +2,48 @@
 token. Every length runs in its own process."""
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+from .attempts import Attempts
 from .bases import Base, base_of
-from .cases import Row
-from .finetune import PACKED, RECOMPUTE, Work, memory_note, options_of, ours
-from .measure import Watch
+from .finetune import PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
 from .peers import RANK
+from .row import NAN, Row
 from .sizes import Size
 
 STEPS = 2  # the first is not timed
 
 
-def context(size: Size, watch: Watch) -> list[Row]:
-    with tempfile.TemporaryDirectory() as scratch:
-        base = base_of(size, Path(scratch))
-        least = PACKED + RECOMPUTE if base.is_packed else RECOMPUTE
-        contenders = {"handgrad finetune": ours(), options_of(least): ours(*least)}
-        note = (
-            f"{base.name}, LoRA r={RANK} on all linear layers, loss on all tokens; best: of a step; {memory_note()};"
-            " per token: growth since the length before"
-        )
-        rows: list[Row] = []
-        for n in size.context:
-            if n <= base.n_context:
-                work = Work(f"{n:,} tokens", base, one_example(base, n), 1, STEPS, contenders)
-                work.take_turns(size.process_rounds, watch)
-                rows += work.rows("context", note)
-        return with_growth(rows)
+def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
+    return {f"{n:,} tokens": partial(measure, n, size) for n in size.context}
+
+
+@cache
+def base_for(size: Size) -> Base:
+    """The named model, or one with random weights whose context holds the longest example."""
+    long = replace(size.model, n_context=max(size.model.n_context, *size.context))
+    return base_of(replace(size, model=long), Path(tempfile.mkdtemp()))
+
+
+def measure(n: int, size: Size, attempts: Attempts) -> list[Row]:
+    base = base_for(size)
+    if n > base.n_context:
+        return []
+    least = PACKED | RECOMPUTE if base.is_packed else RECOMPUTE
+    contenders: dict[str, Run] = {"handgrad finetune": Ours(), name_of(least): Ours(least)}
+    work = Work(f"{n:,} tokens", base, one_example(base, n), 1, STEPS, contenders)
+    work.take_turns(size.process_rounds, attempts)
+    note = (
+        f"{base.name}, LoRA r={RANK} on all linear layers, loss on all tokens; best: of a step; {memory_note()};"
+        " per token: growth since the length before"
+    )
+    rows = work.rows("context", note, attempts, size.measure_seconds)
+    for row in rows:  # there is no reference: the contenders are both ours
+        row.ratio = row.memory_ratio = row.above_torch_ratio = NAN
+    return rows
 
 
 def one_example(base: Base, n: int) -> Path:
@@ -45,10 +59,11 @@ def one_example(base: Base, n: int) -> Path:
 
 
 def with_growth(rows: list[Row]) -> list[Row]:
-    """Fill in the memory of a further token. There is no reference: the contenders are both ours."""
+    """Fill in the memory of a further token."""
     before: dict[str, Row] = {}
     for row in rows:
-        row.ratio = row.memory_ratio = row.above_torch_ratio = float("nan")
+        if row.scenario != "context" or not row.memory:
+            continue
         last = before.get(row.contender)
         if last is not None:
             row.bytes_per_token = (row.memory - last.memory) / (row.tokens - last.tokens)

@@ -36,7 +36,7 @@ from handgrad.training.lifecycle import Result
 
 from .bases import Base
 from .finetune import check_losses, of_steps, run_peer, step_records
-from .measure import Machine
+from .machine import Machine
 from .peers import RANK
 
 Record = dict[str, str]

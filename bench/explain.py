@@ -14,6 +14,8 @@ from urllib.parse import urlencode
 
 from handgrad.errors import HandgradError
 
+from .attempts import MissingError
+
 Found = tuple[str, float, int]  # what was timed, its seconds, peak memory of the process or 0
 WORDS = (
     "The quick brown fox jumps over the lazy dog and then it sits down in the shade of an old tree to think about all that"
@@ -29,7 +31,7 @@ def browser() -> str | None:
 def measure(model: str, words: int) -> tuple[int, list[Found]]:
     """The number of tokens of the sentence, and all waiting times."""
     if browser() is None:
-        raise HandgradError("explain is measured in a real browser: install Chromium (apt-get install chromium)")
+        raise MissingError("explain is measured in a real browser: install Chromium (apt-get install chromium)")
     text = " ".join(WORDS.split()[:words])
     command = [sys.executable, "-m", "handgrad", "explain", "--no-open", "--model", model, "--text", text]
     began = time.perf_counter()

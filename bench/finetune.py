@@ -8,20 +8,36 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from handgrad.errors import HandgradError
+from rich.console import Console
 
+from handgrad.display.progress import Silent
+from handgrad.errors import HandgradError
+from handgrad.files.gguf import is_gguf
+from handgrad.formats import models
+from handgrad.plan.estimate import Plan
+from handgrad.plan.timing import predict
+from handgrad.training.config import FinetuneOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.finetune import prepare
+from handgrad.training.lifecycle import Request, dry_run
+from handgrad.training.plan import plan_job
+
+from .attempts import Attempts, WrongError
 from .bases import Base, base_of, lengths_of
-from .cases import Row
-from .measure import Watch
+from .cases import PEFT
 from .peers import RANK
 from .process import run_alone, with_torch
+from .row import Row
 from .sizes import Size
 
 LR, BATCH = 1e-4, 8  # BATCH examples are computed at once by the peer
-PACKED, RECOMPUTE = ("--packed",), ("--recompute", "blocks")
+Options = dict[str, Any]  # of handgrad finetune
+PACKED: Options = {"packed": True}
+RECOMPUTE: Options = {"recompute": "blocks"}
 METHOD = (
     "equal losses at every step; the peer takes turns with torch's memory settings and handgrad's, the better ones count;"
     " best and tokens/s: of a step, padding not counted; "
@@ -62,34 +78,47 @@ class Work:
     contenders: dict[str, Run]
     found: dict[str, list[Found]] = field(default_factory=dict)
 
-    def take_turns(self, rounds: int, watch: Watch) -> None:
-        """Run every contender in every round; raise if a loss differs."""
-        for i in watch(range(rounds)):
+    def take_turns(self, rounds: int, attempts: Attempts) -> None:
+        """Run every contender in every round; one with other losses than the reference is wrong."""
+        for i in attempts.rounds(rounds):
             for name, run in self.contenders.items():
-                self.found.setdefault(name, []).append(run(self, i))
-        reference = self.found[list(self.contenders)[min(1, len(self.contenders) - 1)]][0].losses
-        for name, runs in self.found.items():
-            for found in runs:
-                check_losses(f"{self.name}, {name}", found.losses, reference)
+                if (found := attempts(name, partial(run, self, i))) is not None:
+                    self.found.setdefault(name, []).append(found)
+        reference = self.reference
+        if reference in attempts.competing(self.contenders):
+            expected = self.found[reference][0].losses
+            for name, runs in self.found.items():
+                for found in runs:
+                    attempts(name, partial(check_losses, name, found.losses, expected))
 
-    def rows(self, scenario: str, note: str) -> list[Row]:
-        """The best of all rounds of every contender, compared with the second's."""
+    @property
+    def reference(self) -> str:
+        return list(self.contenders)[min(1, len(self.contenders) - 1)]
+
+    def rows(self, scenario: str, note: str, attempts: Attempts, budget: float) -> list[Row]:
+        """The best of all rounds of every contender, compared with the second's, and what handgrad plan predicts."""
         data = self.base.read(self.data)
         tokens = [data.size(step * self.batch, self.batch)[0] for step in range(self.steps)]
-        best = {name: min(found.per_step for found in runs) for name, runs in self.found.items()}
-        peak = {name: min(found.memory for found in runs) for name, runs in self.found.items()}
+        well = {name: self.found[name] for name in attempts.competing(self.contenders)}
+        best = {name: min(found.per_step for found in runs) for name, runs in well.items()}
+        peak = {name: min(found.memory for found in runs) for name, runs in well.items()}
         above = {name: max(1, bytes_ - with_torch()) for name, bytes_ in peak.items()}
         rows = []
-        for name, runs in self.found.items():
-            row = Row(scenario, self.name, name, round(statistics.mean(tokens[1:])), best[name])
-            row.median = statistics.median(found.per_step for found in runs)
-            row.memory, row.above_torch, row.note = peak[name], above[name], note
-            if len(best) > 1:
-                reference = list(best)[1]
-                row.ratio = best[reference] / best[name]
-                row.memory_ratio = peak[name] / peak[reference]
-                row.above_torch_ratio = above[name] / above[reference]
+        for name, run in self.contenders.items():
+            row = Row(scenario, self.name, name, round(statistics.mean(tokens[1:])), note=note)
             rows.append(row)
+            row.problem = attempts.problems.get(name, "")
+            if name in well:
+                row.seconds, row.median = best[name], statistics.median(found.per_step for found in well[name])
+                row.memory, row.above_torch = peak[name], above[name]
+                if self.reference in well and len(self.contenders) > 1:
+                    row.ratio = best[self.reference] / best[name]
+                    row.memory_ratio = peak[name] / peak[self.reference]
+                    row.above_torch_ratio = above[name] / above[self.reference]
+            if isinstance(run, Ours):
+                plan = run.plan(self)
+                row.predicted_seconds = predict(plan, budget)
+                row.predicted_memory = plan.bytes_peak + with_torch()
         return rows
 
 
@@ -97,28 +126,47 @@ def check_losses(name: str, losses: list[float], reference: list[float]) -> None
     """Raise if the losses of a step differ."""
     for step, (a, b) in enumerate(zip(losses, reference, strict=True), 1):
         if not abs(a - b) <= 1e-4 * abs(b):
-            raise HandgradError(f"{name}: the losses of step {step} differ: {a} and {b}; nothing is reported")
+            raise WrongError(f"{name}: the losses of step {step} differ: {a} and {b}; nothing is reported")
 
 
 # ── the contenders ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ours(*options: str) -> Run:
+@dataclass(frozen=True)
+class Ours:
     """`handgrad finetune` with further options."""
 
-    def run(work: Work, round_: int) -> Found:
+    options: Options = field(default_factory=dict)
+
+    def __call__(self, work: Work, round_: int) -> Found:
         with tempfile.TemporaryDirectory(dir=work.base.folder) as scratch:
-            given = {
-                "model": work.base.path, "data": work.data, "out": Path(scratch) / "run", "steps": work.steps,
-                "rank": RANK, "batch-examples": work.batch, "lr": LR, "schedule": "constant", "warmup": 0,
-                "val-share": 0, "log-every": 1, "sample-tokens": 0, "save-every": 1000,
-            }  # fmt: skip
-            arguments = [str(x) for name, value in given.items() for x in (f"--{name}", value)]
+            given = {**self.given(work), "out": Path(scratch) / "run"}
             code = "from handgrad.cli.app import main; main()"
-            _, memory = run_alone("handgrad finetune", code, ["finetune", *arguments, *options])
+            _, memory = run_alone("handgrad finetune", code, ["finetune", *command_line(given)])
             return of_steps(step_records(Path(scratch) / "run"), memory)
 
-    return run
+    def given(self, work: Work) -> Options:
+        """All options by name."""
+        return {
+            "model": str(work.base.path), "data": (str(work.data),), "steps": work.steps, "rank": RANK,
+            "batch_examples": work.batch, "lr": LR, "schedule": "constant", "warmup": 0, "val_share": 0.0,
+            "log_every": 1, "sample_tokens": 0, "save_every": 1000, **self.options,
+        }  # fmt: skip
+
+    def plan(self, work: Work) -> Plan:
+        """What `handgrad finetune --dry-run` plans."""
+        job = dry_run(Request(FinetuneOptions, prepare, self.given(work)), Ranks(), Silent(Console()))
+        return plan_job(job)
+
+
+def command_line(options: Options) -> list[str]:
+    """Options as words of the command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
+        for one in values:
+            words += [f"--{name.replace('_', '-')}", *([] if one is True else [str(one)])]
+    return words
 
 
 def step_records(run: Path) -> list[dict[str, Any]]:
@@ -132,9 +180,9 @@ def of_steps(records: list[dict[str, Any]], memory: int) -> Found:
     return Found([record["loss"] for record in records], [b - a for a, b in itertools.pairwise(seconds)], memory)
 
 
-def options_of(options: tuple[str, ...]) -> str:
+def name_of(options: Options) -> str:
     """The name of handgrad finetune with these options."""
-    return f"… {' '.join(options)}"
+    return f"… {' '.join(command_line(options))}"
 
 
 def theirs(checkpointing: bool = False) -> Run:
@@ -165,27 +213,39 @@ def run_peer(
     work = {"base": str(folder / "base"), "start": str(folder / "start"), "lrs": lrs, "batch": BATCH}
     (folder / "work.json").write_text(json.dumps(work | {"checkpointing": checkpointing, "steps": steps}))
     code = "from bench.peft_peer import main; main()"
-    out, memory = run_alone("transformers + peft", code, [folder / "work.json"], memory_settings)
+    out, memory = run_alone(PEFT, code, [folder / "work.json"], memory_settings)
     return Found(**json.loads(out.splitlines()[-1]), memory=memory)
 
 
 # ── the work ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def finetune(size: Size, watch: Watch) -> list[Row]:
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        base = base_of(size, Path(scratch))
-        base.write_peers_copy()
-        for work in on_instructions(base, size) if size.base else [on_pieces(base, size)]:
-            work.take_turns(size.process_rounds, watch)
-            found = work.rows("finetune", METHOD + memory_note())
-            lengths = lengths_of(base.read(work.data))
-            found[0].note = (
-                f"{work.name}: {base.name}, LoRA r={RANK} on all linear layers, examples of {min(lengths)} to"
-                f" {max(lengths)} tokens, {work.steps} steps, the first not timed"
-            )
-            rows += found
+def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
+    names = [on_pieces_name(size)]
+    if size.base:
+        names = [f"batches of {BATCH}", "sorted by length"]
+        if size.name == "tiny" or is_gguf(models.weights_folder(size.base)):
+            names.append(packed_name(size))
+    return {name: partial(measure, name, size) for name in names}
+
+
+@cache
+def works(size: Size) -> dict[str, Work]:
+    """The base model and all work with it, prepared once for all cases of a process."""
+    base = base_of(size, Path(tempfile.mkdtemp()))
+    base.write_peers_copy()
+    return {work.name: work for work in (on_instructions(base, size) if size.base else [on_pieces(base, size)])}
+
+
+def measure(name: str, size: Size, attempts: Attempts) -> list[Row]:
+    work = works(size)[name]
+    work.take_turns(size.process_rounds, attempts)
+    rows = work.rows("finetune", METHOD + memory_note(), attempts, size.measure_seconds)
+    lengths = lengths_of(work.base.read(work.data))
+    rows[0].note = (
+        f"{work.name}: {work.base.name}, LoRA r={RANK} on all linear layers, examples of {min(lengths)} to"
+        f" {max(lengths)} tokens, {work.steps} steps, the first not timed"
+    )
     return rows
 
 
@@ -193,11 +253,19 @@ def memory_note() -> str:
     return f"memory: of the process; above torch: above an interpreter with torch loaded, {with_torch() / 1e6:,.0f} MB"
 
 
+def on_pieces_name(size: Size) -> str:
+    return f"{size.finetune[0]} examples per step"
+
+
+def packed_name(size: Size) -> str:
+    return f"≤ {size.packed_tokens:,} tokens per step"
+
+
 def on_pieces(base: Base, size: Size) -> Work:
     """All examples in every step."""
     count, steps = size.finetune
-    contenders = {"handgrad finetune": ours(), "transformers + peft": theirs()}
-    return Work(f"{count} examples per step", base, base.write(base.records, "data"), count, steps, contenders)
+    contenders: dict[str, Run] = {"handgrad finetune": Ours(), PEFT: theirs()}
+    return Work(on_pieces_name(size), base, base.write(base.records, "data"), count, steps, contenders)
 
 
 def on_instructions(base: Base, size: Size) -> list[Work]:
@@ -210,11 +278,11 @@ def on_instructions(base: Base, size: Size) -> list[Work]:
     work = [
         Work(
             f"batches of {BATCH}", base, base.write([records[i] for i in chosen], "data"), BATCH, steps,
-            {"handgrad finetune": ours(), "transformers + peft": theirs()},
+            {"handgrad finetune": Ours(), PEFT: theirs()},
         ),
         Work(
             "sorted by length", base, base.write([records[i] for i in ordered[:BATCH] + ordered], "sorted"), BATCH, steps,
-            {"handgrad finetune": ours(), "transformers + peft, checkpointing": theirs(checkpointing=True)},
+            {"handgrad finetune": Ours(), f"{PEFT}, checkpointing": theirs(checkpointing=True)},
         ),
     ]  # fmt: skip
     if base.is_packed:
@@ -225,10 +293,11 @@ def on_instructions(base: Base, size: Size) -> list[Work]:
             raise HandgradError(f"no {BATCH} of the examples have at most {limit} tokens")
         fitting.sort(key=lambda draw: -sum(lengths[i] for i in draw))
         records = [records[i] for draw in itertools.islice(itertools.cycle(fitting), steps) for i in draw]
-        contenders = {
-            options_of(PACKED): ours(*PACKED),
-            "handgrad finetune": ours(),
-            options_of(PACKED + RECOMPUTE): ours(*PACKED, *RECOMPUTE),
+        least = PACKED | RECOMPUTE
+        contenders: dict[str, Run] = {
+            name_of(PACKED): Ours(PACKED),
+            "handgrad finetune": Ours(),
+            name_of(least): Ours(least),
         }
-        work.append(Work(f"≤ {limit:,} tokens per step", base, base.write(records, "packed"), BATCH, steps, contenders))
+        work.append(Work(packed_name(size), base, base.write(records, "packed"), BATCH, steps, contenders))
     return work

@@ -1,52 +1,14 @@
-"""Interleaved timing, peak memory, and the load of the machine."""
+"""Interleaved timing, and peak memory."""
 
 import gc
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from .attempts import Attempts
 from .process import memory_of
-
-BUSY = 0.3  # load per core above which measurements are unreliable
-Watch = Callable[[Iterable[int]], Iterable[int]]  # may wrap the rounds in a progress bar
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine before the measurement, which adds its own load."""
-
-    load: float  # 1-minute load average
-    cores: int
-    threads: int
-    torch: str
-
-    @staticmethod
-    def now() -> "Machine":
-        return Machine(os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads(), torch.__version__)
-
-    @property
-    def busy(self) -> bool:
-        return self.load > BUSY * self.cores
-
-    @property
-    def state(self) -> str:
-        cores, threads = (f"{n} {what}{'s' * (n > 1)}" for n, what in ((self.cores, "core"), (self.threads, "thread")))
-        return f"load {self.load:.2f} on {cores} at the start, {threads}, torch {self.torch}"
-
-    @property
-    def warning(self) -> str:
-        """A warning if the machine is busy, else \"\"."""
-        if not self.busy:
-            return ""
-        return (
-            f"THE MACHINE IS BUSY: load {self.load:.2f} on {self.cores} cores, above {BUSY} per core. Ratios from a"
-            " busy machine are biased in our favour: do not publish them; wait until it is idle and measure again."
-        )
 
 
 @dataclass
@@ -63,25 +25,27 @@ class Timing:
     def median(self) -> float:
         return statistics.median(self.rounds)
 
+    def run(self, call: Callable[[], object], times: int = 1) -> None:
+        """Time a call."""
+        gc.collect()
+        for _ in range(times):
+            start = time.perf_counter()
+            call()
+            self.rounds.append(time.perf_counter() - start)
+
 
 def take_turns(
-    contenders: dict[str, Callable[[], object]],
-    rounds: int,
-    watch: Watch = iter,
-    in_a_row: int = 1,
+    contenders: dict[str, Callable[[], object]], rounds: int, attempts: Attempts, in_a_row: int = 1
 ) -> dict[str, Timing]:
-    """Time contenders in turns: one warm-up each, then every contender in every round, `in_a_row` times if it is short."""
+    """Time contenders in turns: one warm-up each, then every contender in every round, `in_a_row` times if it is short.
+    Those that fail have no timing."""
     timings = {name: Timing() for name in contenders}
-    for run in contenders.values():
-        run()
-    for _ in watch(range(rounds)):
+    for name, run in contenders.items():
+        attempts(name, run)
+    for _ in attempts.rounds(rounds):
         for name, run in contenders.items():
-            gc.collect()
-            for _ in range(in_a_row):
-                start = time.perf_counter()
-                run()
-                timings[name].rounds.append(time.perf_counter() - start)
-    return timings
+            attempts(name, lambda name=name, run=run: timings[name].run(run, in_a_row))  # type: ignore[misc]
+    return {name: timings[name] for name in attempts.competing(contenders)}
 
 
 def resident() -> int:

@@ -1,6 +1,5 @@
 """The contenders. All start from the same weights and do the same work: loss, all gradients, AdamW."""
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -10,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import handgrad as hg
-from handgrad.model.readout import rows_at_once
-from handgrad.ops._tiles import ROWS
 from handgrad.optim import OptimizerInBackward
 from handgrad.text import tokenizer
 from handgrad.training.config import Recipe, TrainOptions
@@ -94,7 +91,7 @@ class Loop(Hand):
 
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
         super().__init__(model, tokens, targets)
-        recipe = Recipe(1, None, LR, LR, 0, log_every=10, eval_every=250, save_every=250)
+        recipe = Recipe(10**9, None, LR, LR, 0, log_every=10, eval_every=250, save_every=250)
         windows: Any = SimpleNamespace(
             batch=lambda first, count: (tokens, targets, None), size=lambda first, count: (tokens.numel(),) * 2
         )
@@ -105,6 +102,7 @@ class Loop(Hand):
 
     def gradients(self) -> float:
         step = take_step(self.job, self.ranks)
+        self.flop = step.flop
         self.job.step += 1
         if self.job.step % self.job.recipe.log_every == 0:
             step.norms()
@@ -170,7 +168,7 @@ def oriented(name: str, tensor: Tensor) -> Tensor:
 
 class Eager:
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False):
-        self.network = EagerGPT(model)
+        self.network = EagerGPT(model).to(model.dtype)
         self.call: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.batch = (tokens, targets)
         self.optimizer = adamw(self.network.parameters())
@@ -282,75 +280,3 @@ def padded(tokens: Tensor, targets: Tensor, lengths: list[int], batch: int) -> l
             (pad(list(group), batch_first=True), pad(list(expected), batch_first=True, padding_value=-100), mask)
         )
     return batches
-
-
-# ── the matmuls alone ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class MatmulsOnly:
-    """The matrix products of a step and nothing else, into preallocated buffers: a bound on its speed."""
-
-    def __init__(self, model: hg.GPT, tokens: Tensor, tune: bool = True):
-        c = model.config
-        self.model, self.n, self.t = model, tokens.numel(), tokens.shape[1]
-        n = min(self.n, max(1024, self.t))  # larger batches are processed in pieces
-        self.times = self.n // n
-        d, hidden, g = c.d_model, c.hidden_width, n // self.t * c.n_heads
-        make = torch.randn
-        self.stream, self.qkv, self.wide = make(n, d), make(n, 3 * d), make(n, hidden)
-        self.out_d, self.out_qkv, self.out_wide = torch.empty(n, d), torch.empty(n, 3 * d), torch.empty(n, hidden)
-        self.rows = min(n, rows_at_once(c.n_vocab, head_trains=True))
-        self.logits = torch.empty(self.rows, c.n_vocab)
-        self.grads = {name: torch.empty_like(p) for name, p in model.named_parameters() if p.ndim == 2}
-        width = c.query_width
-        self.heads = [make(g, self.t, width) for _ in range(3)]
-        self.scores = {e: torch.empty(g, min(ROWS, self.t), e) for e in self._ends()}
-        self.out_heads = torch.empty(g, self.t, width)
-
-    def _ends(self) -> list[int]:
-        return [min(i + ROWS, self.t) for i in range(0, self.t, ROWS)]
-
-    def gradients(self) -> float:
-        with torch.no_grad():
-            for _ in range(self.times):
-                self._step()
-        return math.nan
-
-    def _step(self) -> None:
-        for i, block in enumerate(self.model.blocks):
-            for w, a, out in self._layers(block):
-                torch.mm(a, w, out=out)
-            self._attention(2)
-            for (w, a, out), name in zip(self._layers(block), TARGETS, strict=True):
-                torch.mm(out, w.t(), out=self.out_d if a.shape[1] == self.out_d.shape[1] else self.out_wide)
-                torch.mm(a.t(), out, out=self.grads[f"transformer.h.{i}.{name}.weight"])
-            self._attention(5)
-        w = self.model.transformer.wte.weight
-        for i in range(0, len(self.stream), self.rows):
-            a = self.stream[i : i + self.rows]
-            out = self.logits[: len(a)]
-            torch.mm(a, w.t(), out=out)
-            torch.mm(out, w, out=self.out_d[: len(a)])
-            torch.mm(out.t(), a, out=self.grads["transformer.wte.weight"])
-
-    def _layers(self, block: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [
-            (block.attn.c_attn.weight, self.stream, self.out_qkv),
-            (block.attn.c_proj.weight, self.stream, self.out_d),
-            (block.mlp.c_fc.weight, self.stream, self.out_wide),
-            (block.mlp.c_proj.weight, self.wide, self.out_d),
-        ]
-
-    def _attention(self, products: int) -> None:
-        q, k, v = self.heads
-        for e in self._ends():
-            rows = slice(e - min(ROWS, self.t) if e % ROWS == 0 or e < ROWS else e - e % ROWS, e)
-            m = rows.stop - rows.start
-            scores = self.scores[e][:, :m]
-            for kind in range(products):
-                if kind in (0, 2):
-                    torch.bmm(q[:, rows], k[:, :e].transpose(1, 2), out=scores)
-                elif kind in (1, 3):
-                    torch.bmm(scores, v[:, :e], out=self.out_heads[:, rows])
-                else:
-                    torch.bmm(scores.transpose(1, 2), q[:, rows], out=self.out_heads[:, :e])

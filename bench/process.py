@@ -7,6 +7,7 @@ handgrad, which configures torch before its import.
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,7 @@ def run_alone(
             env=os.environ | (environment or {}),
         )  # fmt: skip
         if done.returncode:
-            killed = f"ended by signal {-done.returncode}" if done.returncode < 0 else ""
-            raise HandgradError(f"{name} failed: {killed or last_line(done.stderr)}")
+            raise HandgradError(f"{name} failed: {reason_of(done)}")
         return done.stdout, int(peak.read_text())
 
 
@@ -42,9 +42,16 @@ def with_torch() -> int:
     return run_alone("import torch", "import torch")[1]
 
 
-def last_line(text: str) -> str:
+def reason_of(done: subprocess.CompletedProcess[str]) -> str:
     """The error message of a process that failed."""
-    return (text.strip().splitlines() or ["no error message"])[-1]
+    if done.returncode < 0:
+        return ended_by(-done.returncode)
+    return (done.stderr.strip().splitlines() or ["no error message"])[-1]
+
+
+def ended_by(number: int) -> str:
+    """What a signal means for a process that it ended."""
+    return f"ended by signal {number}" + ", perhaps for lack of memory" * (number == signal.SIGKILL)
 
 
 def memory_of(name: str) -> int:

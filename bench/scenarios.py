@@ -1,122 +1,136 @@
-"""The scenarios. Each returns rows with contender, seconds, ratio, memory and prediction."""
+"""The scenarios, each a list of parts that run alone: a case and all contenders on it."""
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
 
-from handgrad.ops import attention
-
-from . import SCENARIOS
+from . import SCENARIOS, attention, context, finetune, shared
 from . import explain as page
-from .cases import CASES, Row
+from .attempts import Attempts
+from .cases import CASES
 from .compete import compare, compete
-from .context import context
-from .finetune import finetune
-from .measure import Machine, Watch, take_turns
+from .machine import Machine, commit, today, versions
+from .measure import take_turns
+from .row import NAN, Row
 from .sizes import Size
 
-LIBRARY_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+Measure = Callable[[Attempts], list[Row]]
+LAYERS = ("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head")
+PRODUCTS = ("a w", "Δ wᵗ", "aᵗ Δ")
 
 
-def attention_backward(size: Size, watch: Watch) -> list[Row]:
+@dataclass(frozen=True)
+class Part:
+    """A case of a scenario, which can be measured alone."""
+
+    scenario: str
+    case: str
+    measure: Measure
+
+
+def parts(scenario: str, size: Size) -> list[Part]:
+    """The parts of a scenario, described before any model exists."""
+    if scenario in CASES:
+        found = {case.name: partial(compete, scenario, case, size) for case in CASES[scenario](size)}
+        return [Part(scenario, name, run) for name, run in found.items()]
+    return [Part(scenario, name, run) for name, run in OTHERS[scenario](size).items()]
+
+
+# ── matrix products ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def products(size: Size) -> dict[str, Measure]:
+    return {
+        f"{layer}: {what}": partial(one_product, layer, what, size)
+        for layer in LAYERS
+        if layer in size.products
+        for what in PRODUCTS
+    }
+
+
+def one_product(layer: str, what: str, size: Size, attempts: Attempts) -> list[Row]:
+    d, v = size.model.d_model, size.model.n_vocab
+    f_in, f_out = dict(zip(LAYERS, ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d), (d, v)), strict=True))[layer]
+    head = layer == "head"
+    tokens = size.product_tokens // 2 if head else size.product_tokens
+    a, delta = torch.randn(tokens, f_in), torch.randn(tokens, f_out)
+    w = torch.randn(v, d).t() if head else torch.randn(f_in, f_out)
+    last = (delta.t(), a) if head else (a.t(), delta)  # the head's gradient has the embedding's orientation
+    x, y = dict(zip(PRODUCTS, ((a, w), (delta, w.t()), last), strict=True))[what]
+    as_is, transposed = torch.empty(x.shape[0], y.shape[1]), torch.empty(y.shape[1], x.shape[0])
+    runs: dict[str, Callable[[], object]] = {
+        "as written": partial(torch.mm, x, y, out=as_is),
+        "transposed": partial(torch.mm, y.t(), x.t(), out=transposed),
+    }
+    for name, run in runs.items():
+        attempts(name, run)
+    error = attempts("as written", lambda: compare(as_is, transposed.t(), what))
+    timings = take_turns(runs, min(size.rounds, 8), attempts)
     rows = []
-    heads = (size.model.n_heads, size.model.query_width)
-    for n in size.attention:
-        generator = torch.Generator().manual_seed(0)
-        qkv = torch.randn(n, 3, *heads, generator=generator)
-        q, k, v = qkv.unbind(1)
-        delta = torch.randn(n, *heads, generator=generator)
-        spans = attention.spans_of((n,))
-        _, saved = attention.forward(q, k, v, spans, True)
-        grads = torch.empty(n, 3, *heads)
-        theirs = [x.transpose(0, 1)[None] for x in (delta, q, k, v, saved.a)]
-        lse = saved.lse.t()[None].contiguous()
-
-        ours = partial(attention.backward, delta, saved, spans, True, grads.unbind(1))
-        library = partial(LIBRARY_KERNEL, *theirs, lse, 0.0, True)
-        ours()
-        error = max(
-            compare(mine, other[0].transpose(0, 1), f"attention at {n} tokens")
-            for mine, other in zip(grads.unbind(1), library(), strict=True)
-        )
-        runs = {"handgrad": ours, "library kernel": library}
-        timings = take_turns(runs, min(size.rounds, 40 if n <= 1024 else 12), watch)
-        for name, timing in timings.items():
-            ratio = timings["library kernel"].best / timing.best
-            rows.append(Row("attention", f"{n} tokens", name, n, timing.best, timing.median, ratio))
-            rows[-1].gradient_error = error if name == "handgrad" else 0.0
-            rows[-1].note = f"{heads[0]} heads of {heads[1]}"
+    for name in runs:
+        row = Row("products", f"{layer}: {what}", name, tokens, problem=attempts.problems.get(name, ""))
+        if name in timings:
+            row.seconds, row.median = timings[name].best, timings[name].median
+            row.ratio = timings["transposed"].best / row.seconds if "transposed" in timings else NAN
+            row.gradient_error = (NAN if error is None else error) if name == "as written" else 0.0
+        rows.append(row)
     return rows
 
 
-def products(size: Size, watch: Watch) -> list[Row]:
-    rows = []
-    n, d, v = size.product_tokens, size.model.d_model, size.model.n_vocab
-    for name, f_in, f_out in (
-        ("c_attn", d, 3 * d),
-        ("c_proj", d, d),
-        ("c_fc", d, 4 * d),
-        ("mlp.c_proj", 4 * d, d),
-        ("head", d, v),
-    ):
-        if name not in size.products:
-            continue
-        tokens = n // 2 if name == "head" else n
-        a, delta = torch.randn(tokens, f_in), torch.randn(tokens, f_out)
-        w = torch.randn(v, d).t() if name == "head" else torch.randn(f_in, f_out)
-        for what, x, y in (("a w", a, w), ("Δ wᵗ", delta, w.t()), ("aᵗ Δ", a.t(), delta)):
-            if name == "head" and what == "aᵗ Δ":
-                x, y = delta.t(), a  # the gradient has the embedding's orientation
-            as_is, transposed = torch.empty(x.shape[0], y.shape[1]), torch.empty(y.shape[1], x.shape[0])
-            runs = {
-                "as written": partial(torch.mm, x, y, out=as_is),
-                "transposed": partial(torch.mm, y.t(), x.t(), out=transposed),
-            }
-            for run in runs.values():
-                run()
-            error = compare(as_is, transposed.t(), f"{name}, {what}")
-            timings = take_turns(runs, min(size.rounds, 8), watch)
-            for how, timing in timings.items():
-                ratio = timings["transposed"].best / timing.best
-                rows.append(Row("products", f"{name}: {what}", how, tokens, timing.best, timing.median, ratio))
-                rows[-1].gradient_error = error if how == "as written" else 0.0
-    return rows
+# ── the explain page ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def explain(size: Size, watch: Watch) -> list[Row]:
+def explain(size: Size) -> dict[str, Measure]:
+    return {"the page": partial(explain_page, size)}
+
+
+def explain_page(size: Size, attempts: Attempts) -> list[Row]:
+    name = "handgrad explain"
+    result = attempts(name, partial(page.measure, *size.explain))
+    if result is None:
+        return [Row("explain", "the page", name, problem=attempts.problems[name])]
+    tokens, found = result
     rows = []
-    tokens, found = page.measure(*size.explain)
     for what, seconds, peak in found:
-        row = Row("explain", what, "handgrad explain", tokens, seconds, seconds, memory=peak)
+        row = Row("explain", what, name, tokens, seconds, seconds, memory=peak)
         row.note = f"{size.explain[0]}, random weights, {tokens} tokens; memory of the process"
         rows.append(row)
     return rows
 
 
-SELF_CONTAINED: dict[str, Callable[[Size, Watch], list[Row]]] = {
-    "finetune": finetune,
-    "context": context,
-    "attention": attention_backward,
+OTHERS: dict[str, Callable[[Size], dict[str, Measure]]] = {
+    "finetune": finetune.cases,
+    "context": context.cases,
+    "attention": attention.cases,
     "products": products,
+    "shared": shared.cases,
     "explain": explain,
 }
-assert set(SCENARIOS) == {*CASES, *SELF_CONTAINED}
+assert set(SCENARIOS) == {*CASES, *OTHERS}
 
 
-def run(scenario: str, size: Size, watch: Watch) -> list[Row]:
-    """Measure a scenario."""
-    if scenario in SELF_CONTAINED:
-        return SELF_CONTAINED[scenario](size, watch)
-    return [row for case in CASES[scenario](size) for row in compete(scenario, case, size, watch)]
+# ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def as_json(rows: list[Row], machine: Machine, size: Size) -> str:
-    """All figures and the state of the machine; NaN is null."""
+def completed(rows: list[Row]) -> list[Row]:
+    """The rows of a scenario with the figures that compare its cases."""
+    return shared.of_idle(context.with_growth(rows))
+
+
+def as_json(rows: list[Row], machine: Machine, size: Size, command: str) -> str:
+    """All figures and what they depend on; NaN is null."""
     figures = [{k: (None if v != v else v) for k, v in asdict(row).items()} for row in rows]
-    state = asdict(machine) | {"busy": machine.busy}
+    state = asdict(replace(machine, started=None)) | {"busy": machine.busy}
+    del state["started"]
+    head, dirty = commit()
     return json.dumps(
-        {"size": size.name, "model": size.base or size.label, "machine": state, "rows": figures}, indent=1
-    )
+        {
+            "command": command, "date": today(), "commit": head, "dirty": dirty, "size": size.name,
+            "model": size.base or size.label, "machine": state, "versions": versions(), "rows": figures,
+        },
+        indent=1,
+        ensure_ascii=False,
+    )  # fmt: skip

@@ -1,8 +1,19 @@
 """Sizes of every scenario: the published ones, --quick, and --tiny, which runs in seconds."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import handgrad as hg
+
+
+class AttentionShape(NamedTuple):
+    """Sequences of equal length through attention alone."""
+
+    sequences: int
+    tokens: int  # of each
+    heads: int
+    kv_heads: int
+    width: int  # of a head
 
 
 @dataclass(frozen=True)
@@ -14,11 +25,14 @@ class Size:
     model: hg.ModelConfig
     recipe: hg.ModelConfig  # a small model on characters: nanoGPT's recipe for the CPU
     recipe_batch: tuple[int, int]  # sequences, tokens of each
+    recipe_rounds: int
     train: tuple[tuple[int, int], ...]
     compiled: tuple[tuple[int, int], ...]  # entries of `train` that include torch.compile
     compile_recipe: bool
     loop: tuple[int, int]  # entry of `train` that includes the training loop
-    step: tuple[int, int]  # lora and memory
+    bfloat16: tuple[tuple[int, int], ...]  # train in bfloat16
+    memory: tuple[int, int]
+    lora: tuple[tuple[int, int], ...]
     examples: int  # sft
     longest: int  # tokens of the longest example of sft and finetune
     finetune: tuple[int, int]  # examples per step, steps
@@ -26,7 +40,9 @@ class Size:
     packed_tokens: int  # of a step with packed weights
     context: tuple[int, ...]  # tokens of the example
     process_rounds: int  # finetune and context
-    attention: tuple[int, ...]  # tokens
+    attention: tuple[AttentionShape, ...]
+    busy_cores: tuple[int, ...]  # shared: processes that want a core
+    shared_seconds: float  # shared: of each contender
     products: tuple[str, ...]  # layers
     product_tokens: int
     peaks: tuple[str, ...]  # scenarios that measure memory
@@ -35,9 +51,13 @@ class Size:
     measure_seconds: float  # budget of each time prediction
     base: str = ""  # --model of finetune and context; "": `model` with random weights
 
+    def attention_rounds(self, long: bool) -> int:
+        return min(self.rounds, 12 if long else 40)
+
 
 GPT2 = hg.preset("gpt2")
 NANO = hg.preset("nano", n_vocab=65)
+SHORT = (AttentionShape(12, 64, 4, 4, 32), AttentionShape(32, 128, 12, 12, 64))  # batches of short sequences
 
 FULL = Size(
     name="full",
@@ -45,19 +65,30 @@ FULL = Size(
     model=GPT2,
     recipe=NANO,
     recipe_batch=(12, 64),
+    recipe_rounds=25,
     train=((4, 64), (1, 512), (1, 1024), (4, 1024)),
-    compiled=((1, 512), (1, 1024)),  # compiling takes a minute for each shape
+    compiled=((1, 512), (1, 1024), (4, 1024)),  # compiling takes a minute for each shape
     compile_recipe=True,
     loop=(1, 512),
-    step=(4, 1024),
+    bfloat16=((1, 512),),
+    memory=(4, 1024),
+    lora=((1, 256), (1, 1024), (4, 1024)),
     examples=24,
     longest=900,
     finetune=(24, 3),
     instruction_steps=5,
     packed_tokens=1024,
-    context=(512, 1024, 2048, 4096, 8192),
+    context=(128, 256, 512, 1024, 2048, 4096, 8192),
     process_rounds=2,
-    attention=(128, 256, 512, 1024, 2048, 4096),
+    attention=(
+        *(AttentionShape(1, n, 12, 12, 64) for n in (64, 128, 256, 512, 1024, 2048, 4096)),
+        *(AttentionShape(1, n, 24, 24, 32) for n in (128, 512, 1024)),
+        *(AttentionShape(1, n, 6, 6, 128) for n in (128, 512, 1024)),
+        *(AttentionShape(1, n, 9, 3, 64) for n in (128, 512, 1024)),
+        *SHORT,
+    ),
+    busy_cores=(0, 1, 2),
+    shared_seconds=10,
     products=("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head"),
     product_tokens=1024,
     peaks=("train", "memory", "lora", "sft"),
@@ -67,29 +98,35 @@ FULL = Size(
 )
 QUICK = Size(
     name="quick",
-    label="GPT-2 124M",
-    model=GPT2,
+    label="GPT-2, 4 blocks, 8,192 ids",
+    # making, comparing and updating 124 million parameters alone takes a minute
+    model=hg.preset("gpt2", n_blocks=4, n_vocab=8192),
     recipe=NANO,
     recipe_batch=(12, 64),
-    train=((1, 128), (1, 512)),
+    recipe_rounds=5,
+    train=((1, 128), (1, 256)),
     compiled=(),
     compile_recipe=False,
-    loop=(1, 512),
-    step=(1, 256),
+    loop=(1, 256),
+    bfloat16=(),
+    memory=(1, 128),
+    lora=((1, 256),),
     examples=2,
     longest=900,
-    finetune=(6, 2),
+    finetune=(4, 2),
     instruction_steps=3,
     packed_tokens=1024,
-    context=(512, 1024),
+    context=(128, 512),
     process_rounds=1,
-    attention=(128, 512, 1024),
+    attention=(*(AttentionShape(1, n, 12, 12, 64) for n in (128, 512, 1024)), AttentionShape(1, 512, 9, 3, 64), *SHORT),
+    busy_cores=(0, 1),
+    shared_seconds=1.5,
     products=("c_fc", "head"),
     product_tokens=1024,
-    peaks=("memory", "lora", "sft"),  # train would take longer than everything else
+    peaks=("memory", "lora"),  # train would take longer than everything else
     explain=("nano", 10),
-    rounds=40,
-    measure_seconds=0.5,
+    rounds=20,
+    measure_seconds=0.2,
 )
 TINY = Size(
     name="tiny",
@@ -98,11 +135,14 @@ TINY = Size(
     model=hg.preset("gpt2", n_vocab=512, n_context=256, d_model=32, n_heads=2, n_blocks=2),
     recipe=hg.preset("nano", n_vocab=65, n_context=16, d_model=16, n_heads=2, n_blocks=1),
     recipe_batch=(2, 16),
+    recipe_rounds=1,
     train=((2, 32), (1, 128)),
     compiled=(),
     compile_recipe=False,  # the first compilation alone takes half a minute
     loop=(1, 128),
-    step=(4, 256),
+    bfloat16=((1, 128),),
+    memory=(4, 256),
+    lora=((4, 256),),
     examples=3,
     longest=128,
     finetune=(3, 2),
@@ -110,7 +150,9 @@ TINY = Size(
     packed_tokens=500,
     context=(32, 64, 128),
     process_rounds=1,
-    attention=(32, 128),
+    attention=(AttentionShape(1, 128, 2, 2, 16), AttentionShape(2, 24, 4, 2, 16)),
+    busy_cores=(0, 1),
+    shared_seconds=0.1,
     products=("c_fc", "head"),
     product_tokens=32,
     peaks=("memory", "lora"),

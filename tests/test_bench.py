@@ -1,21 +1,31 @@
 """Every scenario of handgrad bench at its tiny size, peers included: it runs, compares results before timing, and reports
 the load of the machine. The figures themselves are not tested."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from bench import SCENARIOS, __main__, explain, finetune, process, scenarios
-from bench.measure import Machine
+import torch
+from bench import SCENARIOS, __main__, explain, finetune, machine, process, scenarios, shared, supervise
+from bench.attempts import Attempts
+from bench.cases import CASES
+from bench.machine import Machine
+from bench.products import MatmulsOnly
+from bench.row import Row
+from bench.show import Watch, show
 from bench.sizes import SIZES, TINY
+from torch.utils.flop_counter import FlopCounterMode
 
 import handgrad as hg
 from handgrad.text import tokenizer
@@ -24,11 +34,12 @@ ROOT = Path(__file__).parent.parent
 CONTENDERS = {
     "train": {"handgrad", "eager autograd", "handgrad train", "matmuls only"},
     "memory": {"handgrad", "eager autograd", "handgrad, least memory"},
-    "lora": {"handgrad", "transformers + peft"},
+    "lora": {"handgrad", "transformers + peft", "matmuls only"},
     "sft": {"handgrad", "transformers + peft"},
     "finetune": {"handgrad finetune", "transformers + peft"},
     "attention": {"handgrad", "library kernel"},
     "products": {"as written", "transposed"},
+    "shared": {"handgrad", "torch's default threads"},
 }
 OF_INSTRUCTIONS = {
     "batches of 8": ["handgrad finetune", "transformers + peft"],
@@ -43,14 +54,23 @@ WITH_MEMORY = {"memory", "lora", "finetune"}
 
 
 def bench(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str, status: int = 0
 ) -> tuple[dict[str, Any], str]:
     """The JSON on stdout, and the text on stderr."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes it starts
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    __main__.main([*arguments, "--tiny", "--json", "-"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main([*arguments, "--tiny", "--json", "-"])
     shown = capsys.readouterr()
+    assert ended.value.code == status, shown.err
     return json.loads(shown.out), shown.err
+
+
+def run_here(name: str, code: str, *rest: object) -> tuple[str, int]:
+    """bench.process.run_alone without a process."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        exec(code, {})
+    return shown.getvalue(), 10**9
 
 
 @pytest.mark.filterwarnings("ignore")  # of the peers
@@ -58,24 +78,32 @@ def bench(
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(shared, "run_alone", run_here)
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
     rows, machine = found["rows"], found["machine"]
     assert found["size"] == "tiny" and {row["scenario"] for row in rows} == {name}
     assert {row["contender"] for row in rows} == CONTENDERS[name]
     for row in rows:
         assert row["seconds"] > 0 and row["median"] >= row["seconds"], row
-        assert math.isfinite(row["ratio"]) and row["ratio"] > 0, row
+        assert math.isfinite(row["ratio"]) and row["ratio"] > 0 and row["problem"] == "", row
     for case in {row["case"] for row in rows}:
         ours, reference = [row for row in rows if row["case"] == case][:2]
         assert reference["ratio"] == 1
-        if name != "finetune":  # finetune compares losses instead
-            assert ours["gradient_error"] < 1e-4 and reference["gradient_error"] == 0
-    if name in ("train", "memory", "lora"):
-        assert all(row["predicted_seconds"] > 0 for row in rows if row["contender"] == "handgrad")
+        if name not in ("finetune", "shared"):  # finetune compares losses instead
+            limit = 5e-2 if "bfloat16" in case else 1e-4
+            assert ours["gradient_error"] < limit and reference["gradient_error"] == 0
+    mine = [row for row in rows if row["contender"] in ("handgrad", "handgrad finetune")]
+    if name in ("train", "memory", "lora", "finetune"):
+        assert all(row["predicted_seconds"] > 0 and row["predicted_memory"] > 0 for row in mine)
     if name in WITH_MEMORY:
-        assert all(row["memory"] > 0 and math.isfinite(row["memory_ratio"]) for row in rows)
+        measured = [row for row in rows if row["contender"] != "matmuls only"]
+        assert all(row["memory"] > 0 and math.isfinite(row["memory_ratio"]) for row in measured)
+    if name in ("train", "lora"):
+        assert all(row["mfu"] > 0 for row in mine)
+    if name == "shared":
+        assert [row["of_idle"] for row in rows[:2]] == [1, 1] and all(row["of_idle"] > 0 for row in rows)
     assert machine["load"] >= 0 and machine["cores"] == os.cpu_count()
-    assert machine["busy"] == (machine["load"] > 0.3 * machine["cores"])
+    assert machine["busy"] == (max(machine["load"], machine["others"]) > 0.3 * machine["cores"])
     assert f"load {machine['load']:.2f} on {machine['cores']} core" in shown and SCENARIOS[name] in shown
     plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
     assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
@@ -104,8 +132,8 @@ def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examp
     assert [row["tokens"] for row in rows] == [n for n in TINY.context for _ in range(2)]
     assert all((row["bytes_per_token"] is None) == (row["tokens"] == TINY.context[0]) for row in rows)
     plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
-    for text in ("seconds of a LoRA step on one example", "peak memory of fine-tuning on one example", "128 tokens"):
-        assert text in plot.replace("128tokens", "128 tokens")
+    for text in ("Seconds of a LoRA step on one example", "Peak memory of the process", "handgrad finetune: slope "):
+        assert text in plot
 
 
 def test_different_losses_are_not_reported(tmp_path: Path) -> None:
@@ -113,12 +141,15 @@ def test_different_losses_are_not_reported(tmp_path: Path) -> None:
         return lambda work, round_: finetune.Found([2.5, loss], [0.1, 0.1], 10**9)
 
     work = finetune.Work("case", Any, tmp_path, 8, 2, {"handgrad finetune": claim(2.0), "peer": claim(2.0001)})
-    work.take_turns(2, iter)
+    attempts = Attempts()
+    work.take_turns(2, attempts)
+    assert attempts.problems == {}
     work.contenders["handgrad finetune"] = claim(2.001)
-    with pytest.raises(
-        hg.HandgradError, match=r"case, handgrad finetune: the losses of step 2 differ: 2.001 and 2.0001"
-    ):
-        work.take_turns(1, iter)
+    work.take_turns(1, attempts)
+    assert list(attempts.problems) == ["handgrad finetune"]
+    assert attempts.problems["handgrad finetune"].startswith(
+        "wrong: handgrad finetune: the losses of step 2 differ: 2.001 and 2.0001"
+    )
 
 
 def test_memory_of_a_process_is_its_own() -> None:
@@ -129,10 +160,23 @@ def test_memory_of_a_process_is_its_own() -> None:
     assert shown == "['1', 'b']\n" and 50e6 < peak < 120e6
     with pytest.raises(hg.HandgradError, match=r"^test failed: ValueError: why$"):
         process.run_alone("test", "raise ValueError('why')")
-    with pytest.raises(hg.HandgradError, match=r"^test failed: ended by signal 9$"):
+    with pytest.raises(hg.HandgradError, match=r"^test failed: ended by signal 9, perhaps for lack of memory$"):
         process.run_alone("test", "import os; os.kill(os.getpid(), 9)")
     free = "import bench.peft_peer, sys; print([name for name in sys.modules if name.startswith('handgrad')])"
     assert process.run_alone("the peer", free)[0] == "[]\n", "handgrad configures the allocator of its process"
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_matmuls_alone_are_those_of_a_step(rank: int) -> None:
+    """All weights: three products each. Adapters: two of each frozen matrix but the lowest, and four of the factors besides
+    those that are added to another result, which the counter does not see."""
+    model, (b, t) = hg.GPT(TINY.model), (2, 64)
+    with FlopCounterMode(display=False) as counted:
+        MatmulsOnly(model, torch.zeros(b, t, dtype=torch.long), rank).gradients()
+    n, d, blocks = b * t, TINY.model.d_model, TINY.model.n_blocks
+    matrices, head = 12 * d * d * blocks, TINY.model.n_vocab * d
+    expected = 3 * (matrices + head) if not rank else 2 * (matrices + head) - 3 * d * d + 32 * d * rank * blocks
+    assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * n * expected
 
 
 @pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
@@ -153,23 +197,10 @@ def test_every_scenario_is_tested_and_described() -> None:
     assert {*CONTENDERS, "context", "explain"} == set(SCENARIOS)
     for size in SIZES.values():
         assert size.loop in size.train and set(size.compiled) <= set(size.train)
-        assert set(size.peaks) <= set(scenarios.CASES)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from handgrad.ops import attention
-
-    right = attention.backward
-
-    def wrong(delta: Any, *rest: Any) -> Any:
-        return right(1.001 * delta, *rest)
-
-    monkeypatch.setattr(attention, "backward", wrong)
-    with pytest.raises(SystemExit) as ended:
-        bench(capsys, monkeypatch, "attention")
-    shown = capsys.readouterr()
-    assert ended.value.code == 1 and "the gradients differ" in shown.err and shown.out == ""
+        assert set(size.peaks) <= set(CASES)
+        for name in SCENARIOS:
+            cases = [part.case for part in scenarios.parts(name, size)]
+            assert cases and len(set(cases)) == len(cases), name
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.59, False), (0.61, True)])
@@ -178,6 +209,7 @@ def test_busy_machine_is_reported(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "cpu_time", lambda: None)
     monkeypatch.setattr(__main__.err, "width", 400)
     found, shown = bench(capsys, monkeypatch, "attention")
     assert found["machine"]["load"] == load and found["machine"]["busy"] is busy
@@ -188,16 +220,40 @@ def test_busy_machine_is_reported(
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_table_fits_the_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        scenarios.Row(
-            "train", "GPT-2 124M, 4×1024", name, 4096, 12.3, 12.4, 1.38, 1e-7, 11.1, 0.9, 10**9, 0.21, 9.9, 10**9
-        )
+        Row("train", "GPT-2 124M, 4×1024", name, 4096, 12.3, 12.4, 1.38, 1e-7, 11.1, 0.9, 10**9, 0.21, 9.9, 10**9)
         for name in ("handgrad", "eager autograd", "torch.compile")
     ]
-    __main__.show(rows, "full", Machine(0.0, 2, 2, "2.13.0"), __main__.Console(width=width))
+    show(rows, "full", Machine(0.0, 2, 2), __main__.Console(width=width))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     for figure in ("12.30 s", "1.38×", "1,000 MB", "0.21"):
         assert sum(figure in line for line in lines) == len(rows), figure
+
+
+def test_bar_shows_the_progress_of_the_whole_run() -> None:
+    parts = scenarios.parts("attention", TINY)
+    shown = io.StringIO()
+    with Watch(parts, __main__.Console(file=shown, force_terminal=True, width=120)) as watch:
+        watch.tell(1, "handgrad", 0.5)
+    assert f"{100 * 1.5 / len(parts):.0f} %" in shown.getvalue() and "attention: backward, 4 heads" in shown.getvalue()
+
+
+def test_interrupted_bench_writes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(parts: list[scenarios.Part], *_: object) -> Iterator[tuple[scenarios.Part, list[Row]]]:
+        yield parts[0], [Row(parts[0].scenario, parts[0].case, "handgrad", 8, 1.0, 1.0)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervise, "measure", measure)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["attention", "--tiny", "--json", str(tmp_path / "found.json")])
+    assert ended.value.code == 130 and "Interrupted. 1 measurement" in capsys.readouterr().err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["rows"]) == 1 and found["command"] == "handgrad bench attention --tiny"
+    assert found["versions"]["torch"] == torch.__version__ and re.fullmatch(r"[0-9a-f]{40}|", found["commit"])
+    assert found["machine"]["cpu"] and found["machine"]["memory"] > 1e8 and found["machine"]["load_after"] >= 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"]) and found["dirty"] in (True, False)
 
 
 def test_json_path_is_relative_to_the_working_directory(tmp_path: Path) -> None:
@@ -208,7 +264,7 @@ def test_json_path_is_relative_to_the_working_directory(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "library kernel" in done.stdout
-    assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2 * len(TINY.attention)
+    assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 4 * len(TINY.attention)
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -218,7 +274,7 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         __main__.main([option])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert all(name in shown for name in (*SCENARIOS, "--model", "--quick", "--tiny", "--json", "--plot"))
+    assert all(name in shown for name in (*SCENARIOS, "--case", "--model", "--quick", "--tiny", "--json", "--plot"))
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -232,6 +288,7 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         (["context", "--quick", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
         (["attention", "--tiny", "--json", "no/such/folder/r.json"], "does not exist"),
         (["attention", "--tiny", "--plot", "."], "it is a folder"),
+        (["attention", "--tiny", "--case", "9x9"], "no case contains '9x9'; there are: backward, 2 heads of 16, 1×128"),
     ],
 )
 def test_bad_arguments_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

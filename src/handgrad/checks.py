@@ -3,6 +3,7 @@
 from math import isfinite
 
 from .errors import HandgradError
+from .machine import available_cores
 
 # (minimum, maximum) of each numeric setting, checked before anything is computed from it.
 _WIDTH = (1, 1 << 24)
@@ -15,7 +16,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "rank": (1, 1 << 16), "alpha": (0, 1e6),
     "steps": _COUNT, "batch_tokens": _COUNT, "batch_examples": _COUNT, "warmup": (0, 10**12), "log_every": _COUNT,
     "eval_every": _COUNT, "eval_batches": _COUNT, "save_every": _COUNT, "patience": _COUNT, "keep": _COUNT,
-    "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1),
+    "sample_tokens": (0, 10**6), "seed": (0, 2**63 - 1), "threads": (1, 1 << 16),
     "epochs": (0, 1e9), "minutes": (0, 1e9), "lr": (0, 1e38), "min_lr": (0, 1e38), "weight_decay": (0, 1e6),
     "clip": (0, 1e38),
 }  # fmt: skip
@@ -56,6 +57,15 @@ def check_number(name: str, value: object, label: str) -> None:
         raise HandgradError(f"{label} must be {'a number above' if above else 'at least'} {minimum}, not {value!r}")
     if value > maximum:  # type: ignore[operator]
         raise HandgradError(f"{label} must be at most {maximum:g}, not {value!r}")
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise unless `threads` is None or a number of threads that this machine can run at once."""
+    if threads is None:
+        return
+    check_integer("threads", threads, "--threads")
+    if threads > (cores := available_cores()):
+        raise HandgradError(f"--threads is {threads}, and this process may use {cores} cores: give at most {cores}")
 
 
 def is_number(value: object) -> bool:

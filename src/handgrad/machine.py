@@ -1,4 +1,5 @@
-"""The process: its peak memory, and settings made before torch is imported (instruction set, allocator, page size)."""
+"""The process: its cores and peak memory, and settings made before torch is imported (instruction set, allocator, page
+size, waiting threads)."""
 
 import contextlib
 import ctypes
@@ -12,6 +13,7 @@ def configure_runtime() -> None:
     disable_amx_in_virtual_machines()
     keep_buffers_in_heap()
     enable_huge_pages()
+    limit_spinning()
 
 
 def keep_buffers_in_heap() -> None:
@@ -41,6 +43,16 @@ def enable_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def limit_spinning() -> None:
+    """Make a waiting thread sleep after a few tenths of a millisecond instead of several milliseconds.
+
+    If another process uses a core, threads wait for the one on that core; spinning, they keep it from running. Sleeping at
+    once would cost a small model half its speed on an idle machine. libgomp, torch's thread pool, reads the
+    variable when torch is imported. No-op if the user set a waiting policy."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def disable_amx_in_virtual_machines() -> None:
     """Make oneDNN avoid AMX in virtual machines: some announce it and then kill the process at the first bfloat16 matmul.
 
@@ -49,6 +61,11 @@ def disable_amx_in_virtual_machines() -> None:
     flags = cpu.read_text() if cpu.exists() else ""
     if "amx_bf16" in flags and "hypervisor" in flags:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory() -> int:

@@ -152,3 +152,13 @@ def test_memory_is_linear_in_the_tokens() -> None:
 
     assert saved_numbers(512) - saved_numbers(256) == 2 * (saved_numbers(256) - saved_numbers(128))
     assert math.isclose(saved_numbers(256) / saved_numbers(128), 2)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e5, 1e7, 1e9])
+def test_the_output_is_an_average_of_values_at_any_scale(scale: float) -> None:
+    """Scores as large as 1e18, whose rounding errors are larger than what exp can represent."""
+    q, k, v = (torch.randn(100, 3, 7) for _ in range(3))
+    spans = fast.spans_of((80, 20))
+    a, saved = fast.forward(q * scale, k * scale, v, spans, True)
+    assert torch.isfinite(saved.lse).all()
+    assert (a.abs() <= 1.0001 * v.abs().amax()).all()

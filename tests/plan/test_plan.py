@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad.adapters.patterns import split_names
 from handgrad.display.plan import tables
+from handgrad.kernels import library
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
@@ -21,6 +23,13 @@ from handgrad.proof.oracles import count_multiply_adds
 from handgrad.training.config import FinetuneOptions
 
 COMPLETE = hg.preset("paper", n_blocks=12)
+
+
+@pytest.fixture(autouse=True)
+def _counted() -> Iterator[None]:
+    """torch's counter of operations does not see compiled kernels."""
+    with library.disabled():
+        yield
 
 
 def test_counts_of_section_7() -> None:
@@ -73,9 +82,8 @@ def test_flop_of_frozen_layers_are_excluded(targets: str) -> None:
     n_backward = 3 - min((int(name.split(".")[2]) for name in ranks if name != "lm_head"), default=3)
     masked = n_backward * 20 * 3 * (16 * 16 - 16 * 17 // 2)  # computed in a tile, not counted by the plan
     kernel = 8 * 3 * 3 * 16 * 17 // 2  # counted by the plan, not by torch
-    # A branch computes a d and Δ uᵗ twice, but the lowest c_attn has no input error signal and computes Δ uᵗ once.
-    shapes = [layer.effective_weight().shape for layer in hg.lora.adapters_of(model).values()]
-    branch = 16 * 2 * (sum(f_in + f_out for f_in, f_out in shapes) - 36 * ("transformer.h.0.attn.c_attn" in ranks))
+    # a branch computes a d twice
+    branch = 16 * 2 * sum(layer.effective_weight().shape[0] for layer in hg.lora.adapters_of(model).values())
     counted = count_multiply_adds(lambda: model.loss_and_grads(tokens, answers))
     assert counted == (forward + backward) // 2 + masked - kernel + branch
 

@@ -1,6 +1,7 @@
 """Plans of every family: parameters and bytes against real models, FLOP against torch's counter."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from conftest import handgrad
 from handgrad.adapters.patterns import split_names
 from handgrad.families import FAMILIES
 from handgrad.inference.kv_cache import Cache
+from handgrad.kernels import library
 from handgrad.model.config import ModelConfig
 from handgrad.model.names import block_of, without_block
 from handgrad.plan.estimate import make_plan
@@ -40,6 +42,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fused": {"family": FUSED, "tied": False},
     "fused with biases": {"family": FUSED, "qkv_bias": True, "mlp_bias": True},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _counted() -> Iterator[None]:
+    """torch's counter of operations does not see compiled kernels."""
+    with library.disabled():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +133,18 @@ def test_products_of_all_weights_match_torch_counter(config: ModelConfig, recomp
     "targets", ["all-linear", "lm_head", r".*\.1\..*", r".*\.2\..*|lm_head", "attn.v", "mlp.contract"]
 )
 def test_products_of_adapters_match_torch_counter(config: ModelConfig, targets: str) -> None:
-    """A layer with an adapter computes a d twice, and Δ uᵗ twice if its input needs an error signal."""
+    """A layer with an adapter computes a d twice."""
     layers = linear_layers(config)
     for batch in batches(config):
         model = hg.GPT(config)
         hg.lora.inject(model, 2, targets=split_names([named(config, targets)]))
         blocks = {name: block_of(name) for name in hg.lora.adapters_of(model)}
-        lowest = min((i for i in blocks.values() if i is not None), default=None)
         work = products_alone(Work.of_batch(*batch[1:], config))
         again = 0
         for name, i in blocks.items():
             layer = layers[without_block(name)]
             rows = work.tokens if layer.every_row or i in (0, 1) else work.rows
-            again += rows * 2 * (layer.f_in + layer.f_out * (i != lowest or not layer.reads_a_2))
+            again += rows * 2 * layer.f_in
         assert counted_products(model, batch) == sum(flop(config, work, dict.fromkeys(blocks, 2))) // 2 + again
 
 

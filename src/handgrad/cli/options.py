@@ -32,6 +32,7 @@ MODEL_SHAPE = {
     "n_context": f"Context length in tokens. {PRESET}",
     "d_hidden": f"Width of the feed-forward layer. {PRESET}",
 }
+THREADS = "Number of threads. [default: OMP_NUM_THREADS if set, else measured, and again when the load changes]"
 COMMON_OPTIMIZATION = {
     "schedule": f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
     "optimizer": "Name of an optimizer of torch.optim.",
@@ -41,6 +42,7 @@ COMMON_OPTIMIZATION = {
     "clip": "Maximum norm of the gradient; 0 for no clipping.",
     "recompute": "Activations to recompute in the backward pass: none, or blocks (less memory, a third more time).",
     "update_inside": "Update each layer inside the backward pass: least memory.",
+    "threads": THREADS,
 }
 COMMON_LOGGING = {
     "out": "Run folder. [default: the next free name in runs/]",

@@ -47,6 +47,9 @@ def plan(
     update_inside: Annotated[
         bool, typer.Option("--update-inside", help="Update each layer inside the backward pass.")
     ] = False,
+    threads: Annotated[
+        int | None, typer.Option(help="Number of threads of the trial steps. [default: torch's]")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Count parameters, operations and bytes of a training step before it runs, and predict its time and memory.
@@ -66,13 +69,16 @@ def plan(
       handgrad plan --model smollm2-shape --tokens 512                   # 134,515,008
       handgrad plan --model smollm2-shape --tokens 512 --rank 16         # 4,884,480 trainable
     """
+    from ..checks import check_threads
     from ..display import plan as display
     from ..formats.models import find_model
     from ..machine import peak_memory
     from ..plan.estimate import plan_model
     from ..plan.timing import forecast
+    from ..training.threads import using
 
     console.check_json_target(json_file)
+    check_threads(threads)
     changes = {
         "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
         "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
@@ -84,5 +90,7 @@ def plan(
         batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
-        for table in display.tables(planned, forecast(planned, peak_memory()), model, console.out.width):
+        with using(threads):
+            predicted = forecast(planned, peak_memory())
+        for table in display.tables(planned, predicted, model, console.out.width):
             console.out.print(table)

@@ -16,6 +16,7 @@ from ..training.job import Job
 from ..training.lifecycle import GGUF_ADAPTER, Prepare, Request, Result, dry_run, execute
 from ..training.option_file import read_option_file
 from ..training.plan import plan_job
+from ..training.threads import using
 from . import console
 
 C = TypeVar("C", bound=TrainOptions)
@@ -62,7 +63,8 @@ def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
     for line in describe(job):
         display.say(line)
     plan = plan_job(job)
-    predicted = forecast(plan, runtime_bytes)
+    with using(job.options.threads):
+        predicted = forecast(plan, runtime_bytes)
     console.out.print(step_table(plan, predicted, console.out.width))
     if job.recipe.steps is not None:
         total = (

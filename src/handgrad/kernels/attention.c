@@ -159,7 +159,7 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
         visible(s, i, &start, &unused);
         visible(s, i + rows - 1, &unused, &stop);
         pack(rows, wq, q + i * qs, qs, qp, pq);
-        for (size r = 0; r < BLOCK; r++) total[r] = 0, largest[r] = (real)-1e30;
+        for (size r = 0; r < BLOCK; r++) total[r] = 0, largest[r] = -INFINITY;
         memset(sum, 0, BLOCK * pv * sizeof(real));
         for (size j = start / BLOCK * BLOCK; j < stop; j += BLOCK) {
             size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
@@ -174,15 +174,16 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
                     real *restrict row = rho + r * BLOCK;
                     real top = largest[r], part = 0;
                     _Pragma("omp simd reduction(max : top)") for (size c = from[r]; c < to[r]; c++)
-                        top = factor * row[c] > top ? factor * row[c] : top;
+                        top = row[c] > top ? row[c] : top;
                     for (size c = 0; c < from[r]; c++) row[c] = 0;
                     for (size c = from[r]; c < to[r]; c++) {
-                        row[c] = exp_(factor * row[c] - top);
+                        /* scaled after the difference: a large score that is scaled first is rounded, perhaps above `top` */
+                        row[c] = exp_(factor * (row[c] - top));
                         part += row[c];
                     }
                     for (size c = to[r]; c < full; c++) row[c] = 0;
                     if (top > largest[r]) {
-                        real shrink = exp_(largest[r] - top);
+                        real shrink = exp_(factor * (largest[r] - top));
                         total[r] *= shrink;
                         for (size c = 0; c < pv; c++) sum[r * pv + c] *= shrink;
                         largest[r] = top;
@@ -195,7 +196,7 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
         for (size r = 0; r < rows; r++) {
             real inverse = 1 / total[r], *restrict a_t = a + (i + r) * as;
             for (size c = 0; c < wv; c++) a_t[c] = sum[r * pv + c] * inverse;
-            lse[(i + r) * ls] = largest[r] + (real)log((double)total[r]);
+            lse[(i + r) * ls] = factor * largest[r] + (real)log((double)total[r]);
         }
     }
 }

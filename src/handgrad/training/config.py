@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, get_origin, get_type_hints
 
 from ..adapters.config import LoRAConfig
 from ..adapters.patterns import split_names
-from ..checks import LIMITS, check_integer, check_number, check_type, flag
+from ..checks import LIMITS, check_integer, check_number, check_threads, check_type, flag
 from ..errors import HandgradError
 
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
@@ -56,6 +56,7 @@ class TrainOptions:
     recompute: str = "none"
     dtype: str = "float32"
     seed: int = 0
+    threads: int | None = None  # default: measured
     # logging and checkpoints
     log_every: int | None = None  # default: 10
     eval_every: int | None = None  # default: 250
@@ -85,6 +86,7 @@ class TrainOptions:
             raise HandgradError("give one of --steps, --epochs and --minutes, not several")
         for f in fields(self):
             _check_limits(f.name, f.type, getattr(self, f.name))
+        check_threads(self.threads)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise HandgradError(f"{flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")

@@ -60,6 +60,7 @@ class Job:
     best: float = math.inf  # lowest validation loss of a trained step
     stale: int = 0  # evaluations since the best
     resumed: bool = False
+    threads: list[tuple[int, int]] = field(default_factory=list)  # (step, number of threads from then on)
     peak: Peak | None = None  # rate of matrix products on this machine
     names: dict[nn.Parameter, str] = field(init=False, repr=False)
 
@@ -158,6 +159,7 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
         optim.restore(job.optimizer, job.names, state)
         job.resumed, job.step = True, checkpoint.step
         job.seconds, job.tokens, job.stale = float(facts["seconds"]), int(facts["tokens"]), int(facts["stale"])
+        job.threads = [(int(step), int(number)) for step, number in facts.get("threads", ())]
         job.best, job.initial = (
             math.inf if facts[name] is None else float(facts[name]) for name in ("best", "initial")
         )

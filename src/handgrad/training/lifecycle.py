@@ -31,13 +31,24 @@ from .job import Display, Job, settings_of
 from .loop import Outcome, sample, train
 from .report import report
 from .run import LockedError, Run
+from .threads import Threads
 
 C = TypeVar("C", bound=TrainOptions)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 LENGTHS = ("steps", "epochs", "minutes")
 # options that may change on resume: length and logging, not what is computed
 GGUF_ADAPTER = "adapter.gguf"
-FREE = {*LENGTHS, "log_every", "eval_every", "save_every", "keep", "patience", "sample_tokens", "tensorboard"}
+FREE = {
+    *LENGTHS,
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep",
+    "patience",
+    "sample_tokens",
+    "tensorboard",
+    "threads",
+}
 PATHS = {"data", "val_data", "model", "chat_template"}
 
 
@@ -120,20 +131,26 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         settings = {**start.settings, **settings_of(job)}
         _check_same_data(start.settings, settings, run.folder)
         _check_not_shorter(request, job, start)
-        ranks.run_on_first(lambda: _begin(run, job, settings))
-        new = False
-        if job.ended:
-            display.say(f"{run.folder} is complete: extend it with --steps, --epochs or --minutes")
-            outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
-        else:
-            if options.tensorboard and ranks.first:
-                display = tensorboard.WithTensorBoard(display, run.folder)
-            library.prepare(job.model.dtype, display.say)
-            display.begin(job)
-            outcome = train(job, run, ranks, display)
-        path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
-        job.model.text_source = str(path.absolute())
-        return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
+        if not job.ended:
+            library.prepare(job.model.dtype, display.say)  # before steps are timed
+        with Threads(job, ranks, display.say, start.settings.get("threads")) as threads:
+            if not job.resumed:
+                settings["threads"] = threads.number  # of the first step
+            ranks.run_on_first(lambda: _begin(run, job, settings))
+            new = False
+            if job.ended:
+                display.say(f"{run.folder} is complete: extend it with --steps, --epochs or --minutes")
+                outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
+            else:
+                if options.tensorboard and ranks.first:
+                    display = tensorboard.WithTensorBoard(display, run.folder)
+                display.begin(job)
+                if threads.watcher is not None:
+                    display.say(threads.describe())
+                outcome = train(job, run, ranks, display, threads)
+            path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
+            job.model.text_source = str(path.absolute())
+            return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
     finally:
         display.end()
         if ranks.first:

@@ -23,6 +23,7 @@ from .distributed import Ranks
 from .interrupt import Stop
 from .job import Display, Job
 from .run import Run
+from .threads import Threads
 
 Norms = Callable[[], dict[str, float]]  # computes the gradient's norm per layer
 
@@ -58,14 +59,16 @@ class Interval:
             "tokens_per_second": (job.tokens - self.tokens) / seconds,
             "mfu": job.peak.mfu(self.flop, seconds) if job.peak else None,
             "tokens": job.tokens, "seconds": job.seconds, "memory": peak_memory(), "grad_norms": self.norms(),
+            "threads": torch.get_num_threads(),
         }  # fmt: skip
 
 
 # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
-    """Take steps until the run ends or a signal stops it; log, evaluate, sample and save in between."""
+def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads | None = None) -> Outcome:
+    """Take steps until the run ends or a signal stops it; log, evaluate, sample and save in between. `threads` follows the
+    machine's load."""
     recipe = job.recipe
     interval = Interval(job)
     resumed_at = job.step if job.resumed else -1
@@ -103,6 +106,8 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display) -> Outcome:
             job.step += 1
             job.seconds += seconds
             interval.add(loss, lr, step)
+            if threads is not None:
+                threads.after_step(seconds, step.flop)
 
 
 class Step(NamedTuple):
@@ -177,7 +182,8 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
 
     def write() -> None:
         optimizer_state = optim.state_of(job.optimizer, job.names) | {"rng/torch": torch.get_rng_state()}
-        facts = {"seconds": job.seconds, "tokens": job.tokens, "val_loss": val_loss, "stale": job.stale}
+        facts: dict[str, Any] = {"seconds": job.seconds, "tokens": job.tokens, "threads": job.threads}
+        facts |= {"val_loss": val_loss, "stale": job.stale}
         bests = {"best": job.best, "initial": job.initial}
         facts |= {name: x if math.isfinite(x) else None for name, x in bests.items()}
         checkpoint.save(run, job.step, job.model, job.tokenizer, optimizer_state, facts)

@@ -1,0 +1,42 @@
+"""A measurement: one contender on one case."""
+
+from dataclasses import dataclass
+
+NAN = float("nan")
+MISSING = "missing"  # the beginning of a problem that is no failure: something optional is not installed
+OURS = ("handgrad", "…", "as written", "transposed")  # beginnings of the names of handgrad's contenders
+
+
+@dataclass
+class Row:
+    """A measurement, or the reason why there is none."""
+
+    scenario: str
+    case: str
+    contender: str
+    tokens: int = 0
+    seconds: float = NAN  # best round
+    median: float = NAN
+    ratio: float = NAN  # best time of the reference ÷ this one's: larger is faster
+    gradient_error: float = NAN  # largest relative error of a gradient against the reference
+    gradient_seconds: float = NAN  # without the optimizer
+    mfu: float = NAN  # time of the matmuls alone ÷ gradient_seconds
+    memory: int = 0  # peak bytes above weights and optimizer state; finetune, context, explain: of the process
+    memory_ratio: float = NAN  # this one's memory ÷ the reference's
+    predicted_seconds: float = NAN
+    predicted_memory: int = 0
+    note: str = ""
+    above_torch: int = 0  # peak bytes of the process above an interpreter with torch loaded
+    above_torch_ratio: float = NAN
+    bytes_per_token: float = NAN  # growth of memory since the next smaller number of tokens
+    of_idle: float = NAN  # speed ÷ this one's speed when no other process wants a core
+    problem: str = ""  # "missing: …", "wrong: …" or "failed: …": why figures are empty
+
+    @property
+    def is_ours(self) -> bool:
+        return self.contender.startswith(OURS)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a contender of handgrad failed or was wrong."""
+        return self.is_ours and bool(self.problem) and not self.problem.startswith(MISSING)

@@ -1,0 +1,96 @@
+"""A small model on a machine that others use too: its speed with zero, one and two busy cores, each contender in its own
+process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import handgrad as hg
+from handgrad.training.threads import Threads
+
+from .attempts import Attempts
+from .cases import batch_of
+from .peers import Loop
+from .process import run_alone
+from .row import NAN, Row
+from .sizes import SIZES, Size
+
+OURS, DEFAULT = "handgrad", "torch's default threads"
+# torch's default lets waiting threads spin 300,000 times; handgrad sets a smaller number before torch is imported
+SETTINGS = {OURS: {}, DEFAULT: {"GOMP_SPINCOUNT": "300000"}}
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"  # ends with the process that started it
+
+
+def case_name(busy: int) -> str:
+    return f"{busy} busy core{'s' * (busy != 1)}"
+
+
+def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
+    return {case_name(busy): partial(measure, busy, size) for busy in size.busy_cores}
+
+
+def measure(busy: int, size: Size, attempts: Attempts) -> list[Row]:
+    b, t = size.recipe_batch
+    found = {}
+    with busy_cores(busy):
+        for name in (OURS, DEFAULT):
+            if (seconds := attempts(name, partial(step_seconds, name, size))) is not None:
+                found[name] = seconds
+    rows = []
+    for name in (OURS, DEFAULT):
+        row = Row("shared", case_name(busy), name, b * t, problem=attempts.problems.get(name, ""))
+        row.note = f"nano recipe, {b}×{t}; best: mean of all steps; ratio: against {DEFAULT} with as many busy cores"
+        if name in found:
+            row.seconds = row.median = found[name]
+            row.ratio = found[DEFAULT] / found[name] if DEFAULT in found else NAN
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Start processes that use a core each; the system may put them on any."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def step_seconds(name: str, size: Size) -> float:
+    code = f"from bench.shared import show_step_seconds; show_step_seconds({name!r}, {size.name!r})"
+    return float(json.loads(run_alone(name, code, (), SETTINGS[name])[0].splitlines()[-1]))
+
+
+def show_step_seconds(name: str, size_name: str) -> None:
+    """Print the mean time of a training step. Runs in a separate process."""
+    size = SIZES[size_name]
+    model = hg.GPT(size.recipe)
+    loop = Loop(model, *batch_of(size.recipe.n_vocab, *size.recipe_batch))
+    loop.gradients()
+    with ExitStack() as stack:
+        threads = stack.enter_context(Threads(loop.job, loop.ranks, lambda text: None)) if name == OURS else None
+        start, steps = time.perf_counter(), 0
+        while steps < 3 or time.perf_counter() - start < size.shared_seconds:
+            began = time.perf_counter()
+            loop.gradients()
+            if threads is not None:
+                threads.after_step(time.perf_counter() - began, loop.flop)
+            steps += 1
+        print(json.dumps((time.perf_counter() - start) / steps))
+
+
+def of_idle(rows: list[Row]) -> list[Row]:
+    """Fill in the share of each contender's speed on the idle machine."""
+    idle = {row.contender: row.seconds for row in rows if row.scenario == "shared" and row.case == case_name(0)}
+    for row in rows:
+        if row.scenario == "shared":
+            row.of_idle = idle.get(row.contender, NAN) / row.seconds
+    return rows

@@ -1,0 +1,260 @@
+"""The README's table of speed and memory, written from results of `handgrad bench --json` so that it cannot drift:
+
+    handgrad bench table train.json lora.json --json docs/bench/results.json --into README.md
+
+Results of a busy machine, of small sizes, or with a failure of ours are refused.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from handgrad.errors import HandgradError
+from handgrad.files.atomic import check_writable, write_text
+
+from . import SCENARIOS
+from .cases import LOOP, MATMULS
+from .machine import Machine
+from .picture import draw
+from .row import NAN, Row
+
+BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
+LEFT_OUT = ("products", "explain")  # scenarios without a place in the table
+TITLES = {
+    "train": "training step, {}",
+    "memory": "memory of a step, {}",
+    "lora": "{}",
+    "sft": "{}, prompt-masked",
+    "finetune": "`handgrad finetune`, {}",
+    "shared": "nano recipe, {}",
+}
+Result = dict[str, Any]  # what --json wrote
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table or write it into a page."""
+    results = read([Path(name) for name in options.files])
+    for target in filter(None, (options.into, options.json, options.plot)):
+        check_writable(Path(target))
+    text = render(results)
+    page = None if options.into is None else replace_table(Path(options.into), text)
+    if options.json:
+        write_text(Path(options.json), json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
+    if options.plot:
+        write_text(
+            Path(options.plot), draw([row for result in results for row in rows_of(result)], machine_of(results))
+        )
+    if page is None:
+        print(text, end="")
+    else:
+        write_text(Path(options.into), page)
+
+
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read(files: list[Path]) -> list[Result]:
+    """The publishable results of files; a case that is in several is taken from the last."""
+    results: list[Result] = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text())
+            several = found.get("results", [found])
+            for result in several:
+                check(result)
+        except HandgradError as reason:
+            raise HandgradError(f"{file}: {reason}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise HandgradError(f"{file} is not a result of handgrad bench --json; measure again") from None
+        results += several
+    first = results[0]
+    for result in results:
+        for what in ("cpu", "cores", "memory", "threads"):
+            if result["machine"][what] != first["machine"][what]:
+                raise HandgradError(
+                    f"results of different machines: {what} is {first['machine'][what]} in one and"
+                    f" {result['machine'][what]} in another; measure all on one"
+                )
+        if result["versions"] != first["versions"]:
+            raise HandgradError("results with different versions of Python or packages; measure all with the same")
+    return without_repeats(results)
+
+
+def check(result: Result) -> None:
+    """Raise if a result must not be published."""
+    if result["size"] != "full":
+        raise HandgradError(
+            f"its size is {result['size']}: only full sizes are published; measure without --quick and --tiny"
+        )
+    machine = machine_of([result])
+    if machine.busy:
+        raise HandgradError(
+            f"the machine was busy, {machine.state}: ratios from a busy machine are biased in our favour; measure again"
+        )
+    for row in rows_of(result):
+        if row.has_failed:
+            raise HandgradError(
+                f"{row.scenario}, {row.case}, {row.contender}: {row.problem}; repair it and measure again"
+            )
+    for key in ("commit", "date", "command", "versions"):
+        result[key]
+
+
+def without_repeats(results: list[Result]) -> list[Result]:
+    seen: set[tuple[str, ...]] = set()
+    kept = []
+    for result in reversed(results):
+        names = {(result["model"], row["scenario"], row["case"]) for row in result["rows"]}
+        rows = [row for row in result["rows"] if (result["model"], row["scenario"], row["case"]) not in seen]
+        seen |= names
+        if rows:
+            kept.append({**result, "rows": rows})
+    return kept[::-1]
+
+
+def rows_of(result: Result) -> list[Row]:
+    return [Row(**{key: NAN if value is None else value for key, value in row.items()}) for row in result["rows"]]
+
+
+def machine_of(results: list[Result]) -> Machine:
+    """The machine with the highest loads of all results."""
+    states = [{k: v for k, v in result["machine"].items() if k != "busy"} for result in results]
+    worst = {k: max((s[k] for s in states if s[k] is not None), default=None) for k in ("load", "load_after", "others")}
+    return Machine(**{**states[0], **worst})
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replace_table(page: Path, text: str) -> str:
+    """The page with another table between its comments."""
+    before = page.read_text()
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+        raise HandgradError(f"{page} has no place for the table: put {BEGIN} and {END} on lines of their own into it")
+    return before[: before.index(BEGIN)] + f"{BEGIN}\n{text}{END}" + before[before.index(END) + len(END) :]
+
+
+def render(results: list[Result]) -> str:
+    """The table, and below it what it was measured on."""
+    lines = ["| case | handgrad | compared with | ratio | command |", "|---|---|---|---|---|"]
+    for scenario in SCENARIOS:
+        for result in results:
+            rows = [row for row in rows_of(result) if row.scenario == scenario]
+            if not rows or scenario in LEFT_OUT:
+                continue
+            model = f" --model {result['model']}" if "--model" in result["command"] else ""
+            command = f"`handgrad bench {scenario}{model}`"
+            for cells in lines_of(scenario, rows):
+                lines.append(f"| {' | '.join(cells)} | {command} |")
+                command = ""
+    return "\n".join([*lines, "", provenance(results), ""])
+
+
+def provenance(results: list[Result]) -> str:
+    """Machine, load, versions, commit and date in one sentence."""
+    machine, versions = machine_of(results), results[0]["versions"]
+    dates = sorted({result["date"] for result in results})
+    commits = dict.fromkeys(
+        (result["commit"][:10] or "unknown") + " with changes" * result["dirty"] for result in results
+    )
+    programs = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    others = "" if machine.others is None else f", while other processes used at most {machine.others:.2f} cores"
+    return (
+        f"Measured on {dates[0]}{f' to {dates[-1]}' if len(dates) > 1 else ''}: {machine.cpu}, {machine.cores} cores,"
+        f" {machine.memory / 1e9:.0f} GB, {machine.threads} threads; load at most {machine.load:.2f} before each run"
+        f"{others}; {programs}; commit {', '.join(commits)}."
+    )
+
+
+def lines_of(scenario: str, rows: list[Row]) -> Iterator[list[str]]:
+    """The first four cells of each line of a scenario."""
+    if scenario == "attention":
+        yield from attention_lines(rows)
+    elif scenario == "context":
+        yield from context_lines(rows)
+    else:
+        for case in dict.fromkeys(row.case for row in rows):
+            yield from case_lines(TITLES[scenario].format(case), [row for row in rows if row.case == case])
+
+
+def case_lines(title: str, rows: list[Row]) -> Iterator[list[str]]:
+    """A line for the case, and one for each further contender of ours."""
+    first = rows[0]
+    peers = [row for row in rows if not row.is_ours and row.contender != MATMULS] or rows[1:2]
+    ratios = [f"{peer.seconds / first.seconds:.2f}×" for peer in peers if peer.seconds > 0]
+    if peers and peers[0].memory and first.memory:
+        ratios.append(f"{first.memory / peers[0].memory:.2f} of the memory")
+    yield [title, figures(first), ", ".join(map(beside, peers)), ", ".join(ratios)]
+    for row in rows[1:]:
+        if row.is_ours and row not in peers:
+            yield [
+                "the same, " + further(row),
+                figures(row),
+                f"{first.contender} {seconds(first.seconds)}",
+                against(row, first),
+            ]
+
+
+def further(row: Row) -> str:
+    return "by the loop of `handgrad train`" if row.contender == LOOP else row.contender.removeprefix("handgrad, ")
+
+
+def against(row: Row, first: Row) -> str:
+    more = row.seconds / first.seconds - 1
+    text = f"{abs(more):.1%} {'more' if more >= 0 else 'less'} time".replace("%", " %")
+    return text + (f", {row.memory / first.memory:.2f} of the memory" if row.memory and first.memory else "")
+
+
+def figures(row: Row) -> str:
+    """Time, share of the peak, memory, and what plan predicted."""
+    parts = [seconds(row.seconds)]
+    if row.mfu == row.mfu:
+        parts.append(f"{row.mfu:.0%} of matmul peak".replace("%", " %"))
+    if row.of_idle == row.of_idle:
+        parts.append(f"{row.of_idle:.0%} of its speed on the idle machine".replace("%", " %"))
+    if row.memory:
+        parts.append(gigabytes(row.memory))
+    planned = [seconds(row.predicted_seconds)] if row.predicted_seconds == row.predicted_seconds else []
+    planned += [gigabytes(row.predicted_memory)] if row.memory and row.predicted_memory else []
+    return ", ".join(parts) + (f" (plan: {', '.join(planned)})" if planned else "")
+
+
+def beside(row: Row) -> str:
+    if row.problem:
+        return f"{row.contender}: {row.problem}".replace("|", "/")
+    return f"{row.contender} {seconds(row.seconds)}" + (f", {gigabytes(row.memory)}" if row.memory else "")
+
+
+def attention_lines(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for each direction and kind of heads, with all lengths."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.contender == "handgrad":
+            groups.setdefault(row.case.rsplit(", ", 1)[0], []).append(row)
+    for group, mine in groups.items():
+        direction, heads = group.split(", ", 1)
+        shapes = " / ".join(row.case.rsplit(", ", 1)[1] for row in mine)
+        times = " / ".join(f"{1e3 * row.seconds:.1f}" for row in mine)
+        ratios = " / ".join(f"{row.ratio:.2f}" for row in mine)
+        yield [f"attention alone, {direction}, {heads}, {shapes}", f"{times} ms", "torch's kernel", f"{ratios}×"]
+
+
+def context_lines(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for each contender, with all lengths."""
+    for contender in dict.fromkeys(row.contender for row in rows):
+        mine = [row for row in rows if row.contender == contender and row.seconds > 0]
+        lengths = " / ".join(f"{row.tokens:,}" for row in mine)
+        times = " / ".join(seconds(row.seconds) for row in mine)
+        memory = " / ".join(f"{row.memory / 1e9:.2f}" for row in mine)
+        name = "`handgrad finetune`" if contender == "handgrad finetune" else contender
+        yield [f"{name} on one example of {lengths} tokens", f"{times}; {memory} GB", "", ""]
+
+
+def seconds(x: float) -> str:
+    return "" if x != x else f"{x:.1f} s" if x >= 10 else f"{x:.2f} s" if x >= 1 else f"{1e3 * x:.3g} ms"
+
+
+def gigabytes(x: float) -> str:
+    return f"{x / 1e9:.2f} GB"
