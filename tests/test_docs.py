@@ -163,7 +163,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    tiny_gguf.put_in_cache()
+    tiny_gguf.put_in_cache(monkeypatch)
     return Folder(tmp_path)
 
 

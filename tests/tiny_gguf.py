@@ -1,8 +1,11 @@
 """A tiny random Llama with a byte tokenizer and a chat template as a GGUF file, in the place of SmolLM2."""
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -65,7 +68,11 @@ def write_tiny_smollm2(path: Path) -> None:
         step()
 
 
-def put_in_cache() -> None:
-    """Write it where `handgrad get smollm2` puts the real one."""
-    (member,) = downloads.DOWNLOADS["smollm2"].members
-    write_tiny_smollm2(downloads.cache_path("smollm2") / Path(member).name)
+def put_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write it where `handgrad get smollm2` puts the real one, and let it be the file that is expected there."""
+    real = downloads.DOWNLOADS["smollm2"]
+    (member,) = real.members
+    path = downloads.cache_path("smollm2") / member.name
+    write_tiny_smollm2(path)
+    tiny = member._replace(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setitem(downloads.DOWNLOADS, "smollm2", replace(real, members=(tiny,)))

@@ -1,5 +1,5 @@
-"""The real SmolLM2-135M-Instruct: tensors, logits, loss and every gradient equal those of transformers, and packed weights
-give the gradients of unpacked ones."""
+"""The real SmolLM2-135M-Instruct: tensors, logits, loss and every gradient equal those of transformers, the gradient agrees
+with differences of the loss, and packed weights give the gradients of unpacked ones."""
 
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from handgrad.formats.gguf import read_model
 from handgrad.formats.models import tokenizer_of
 from handgrad.proof.oracles import relative_error
 from handgrad.text import downloads
+from handgrad.tolerances import FINITE_DIFFERENCE_TOLERANCE
 
 PASSAGE = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it was"
@@ -95,6 +96,29 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(theirs: Any,
     expected_loss, grads = their_gradients(wide, tokens, targets, [16, 8])
     assert ours.double().loss_and_grads(tokens, targets, [16, 8]) == pytest.approx(expected_loss, rel=LIMIT)
     assert_equal_gradients(our_gradients(ours), grads)
+    assert difference_error(ours, tokens, targets, [16, 8]) <= FINITE_DIFFERENCE_TOLERANCE
+
+
+@torch.no_grad()
+def difference_error(model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int]) -> float:
+    """The gradient against the difference of the loss along one direction of all weights, random plus that of the gradient,
+    relative to the gradient's norm."""
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    generator = torch.Generator().manual_seed(5)
+    signs = [torch.randint(-1, 2, p.shape, generator=generator, dtype=torch.int8) for p in parameters]
+    length = sum(x.count_nonzero().item() for x in signs) ** 0.5
+    size = sum(grad.square().sum().item() for grad in grads) ** 0.5
+    claimed = size + sum((grad * x).sum().item() for grad, x in zip(grads, signs, strict=True)) / length
+
+    def moved_loss(distance: float) -> float:
+        for p, grad, x in zip(parameters, grads, signs, strict=True):
+            p.add_(x, alpha=distance / length).add_(grad, alpha=distance / size)
+        return model.loss(tokens, targets, lengths)
+
+    step = 1e-5
+    above, below = moved_loss(step), moved_loss(-2 * step)
+    return abs((above - below) / (2 * step) - claimed) / size
 
 
 def test_packed_weights_give_the_gradients_of_unpacked_ones(passage: Tensor) -> None:

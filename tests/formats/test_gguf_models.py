@@ -227,6 +227,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "another architecture": ({"architecture": "mamba"}, {}, 'architecture "mamba" is not supported; llama, smollm3'),
     "an adapter": ({"general.type": "adapter"}, {}, 'of the type "adapter", not a model'),
     "no block count": (without("block_count"), {}, "has no llama.block_count in its metadata"),
+    "a block count under another name": (
+        without("block_count") | {"blockcount": 2}, {}, "has no llama.block_count .* llama.blockcount is 2, which is not",
+    ),
     "no width": (without("embedding_length"), {}, "has no llama.embedding_length"),
     "no epsilon": (without("attention.layer_norm_rms_epsilon"), {}, "has no llama.attention.layer_norm_rms_epsilon"),
     "epsilon 0": ({"attention.layer_norm_rms_epsilon": 0.0}, {}, "must be above 0"),

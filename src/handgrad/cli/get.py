@@ -16,12 +16,14 @@ def get(
 ) -> None:
     """Download a corpus, a vocabulary or a model, verified and cached; without a name, list what is available.
 
+    A cached file that was damaged is fetched again.
+
     handgrad get
     handgrad get shakespeare
     handgrad get smollm2
     """
     if name is not None:
-        for file in downloads.fetch(name):
+        for file in downloads.fetch(name, check_contents=True):
             console.say(str(file))
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -50,6 +50,10 @@ def plan(
     threads: Annotated[
         int | None, typer.Option(help="Number of threads of the trial steps. [default: torch's]")
     ] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Keep the matrices of a GGUF model packed.")] = False,
+    base_dtype: Annotated[
+        str | None, typer.Option(help="Keep matrices in two bytes, bfloat16 or float16. [default: --dtype]")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Count parameters, operations and bytes of a training step before it runs, and predict its time and memory.
@@ -87,7 +91,7 @@ def plan(
     console.note(found.note)
     planned = plan_model(
         found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
-        batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
+        packed, base_dtype, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
         with using(threads):

@@ -19,7 +19,8 @@ def to_json(plan: Plan) -> str:
          "times": c.n_blocks if p.layer == "block" else 1}
         for p in parameters(c)
     ]  # fmt: skip
-    plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks")}
+    plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds")}
+    plain["packed"] = sorted(set(plan.kinds.values()))
     config = {**vars(c), "rope_scaling": c.rope_scaling._asdict()}
     return json.dumps({"config": config, **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
 
@@ -79,11 +80,13 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     )
     row("forward", flop(plan.forward_flop), "matrix products; a multiply-add counts as two")
     row("backward", flop(plan.backward_flop), "error signals and gradients", end_section=True)
-    row("weights", size(plan.bytes_weights), "")
+    kinds = ", ".join(sorted(set(plan.kinds.values())))
+    row("weights", size(plan.bytes_weights), f"matrices packed as {kinds}" if kinds else "")
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
     row("saved activations", size(plan.bytes_saved), "for the backward pass")
-    row("temporary buffers", size(plan.bytes_temporary), "of the logits, or a block's backward pass")
+    unpacked = ", with its weights unpacked" if kinds else ""
+    row("temporary buffers", size(plan.bytes_temporary), f"of the logits, or a block's backward pass{unpacked}")
     row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
     row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
         f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip

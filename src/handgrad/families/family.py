@@ -33,6 +33,7 @@ class Family:
     windows: str = (
         ""  # blocks with a sliding window: "every block", "late blocks" or "unrotated blocks"; "": none can have
     )
+    scaled: bool = True  # whether transformers scales its rotary positions as "linear", "llama3" and "yarn" say
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
     may_omit: str = ""  # prefix of tensor names that some files leave out

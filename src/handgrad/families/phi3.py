@@ -19,7 +19,8 @@ PHI3 = replace(
         "sliding_window": None,
     },
     fixed={**LLAMA.fixed, "qkv_bias": False, "out_bias": False, "mlp_bias": False},
-    no_effect=frozenset({"original_max_position_embeddings"}),  # read for a kind of rotary scaling that is refused
+    no_effect=frozenset({"original_max_position_embeddings"}),  # read only for "longrope"
+    scaled=False,  # transformers takes "yarn" for "longrope", and refuses the others
     windows="every block",
     own_vocabulary=32064,
 )

@@ -1,6 +1,7 @@
 """config.json ↔ `ModelConfig`, by the tables of the families. A field that changes the mathematics and is not supported is
 refused by name."""
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 _KINDS = ("full_attention", "sliding_attention")
 # Fields of other families that some files carry, with the value that changes nothing.
 _NEUTRAL = {
@@ -55,7 +56,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
     for field, ours in family.fields.items():
         value = raw.get(field, family.defaults.get(field))
         if value is None and field in raw and family.defaults.get(field) is not None:
-            raise HandgradError(f"{file}: {field} ({ours[0]}) is null: give a value, or leave it out")
+            raise HandgradError(f"{file}: {field} is null: give a value, or leave it out")
         if ours == ("activation",):
             possible = GATES if values.get("gated") else PLAIN
             supported = [theirs for theirs, name in ACTIVATIONS.items() if name in possible]
@@ -73,17 +74,25 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
             config = replace(config, **{**_rotary(raw, config, family), **own})
         return replace(config, **{**_window(raw, config, family), **own})
     except HandgradError as mistake:
-        raise HandgradError(f"{file}: {mistake}") from None
+        raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
+
+
+def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
+    """A message about fields of `ModelConfig` with the names that config.json has for them, except those in `own`."""
+    theirs = {name: field for field, ours in family.fields.items() for name in ours}
+    theirs |= {"rope_base": "rope_theta", "window": "sliding_window", "unrotated": "no_rope_layers"}
+    ours = "|".join(name for name in theirs if name not in own)
+    message = re.sub(r" \(or, from Python, [^)]*\)", "", message)
+    return re.sub(rf"\b({ours})(?==| must\b)", lambda found: theirs[found[1]], message)
 
 
 def _family(raw: dict[str, Any], file: Path) -> Family:
-    name = raw.get("model_type")
+    field, name = "model_type", raw.get("model_type")
     if name == "handgrad":  # choices that no family of Hugging Face's has
-        name = raw["handgrad"].get("family", "gpt2") if isinstance(raw.get("handgrad"), dict) else "gpt2"
+        own = raw.get("handgrad")
+        field, name = "family in 'handgrad'", own.get("family", "gpt2") if isinstance(own, dict) else "gpt2"
     if not isinstance(name, str) or name not in FAMILIES:
-        raise HandgradError(
-            f"{file}: model_type is {shown(raw.get('model_type'))}; this version reads {', '.join(FAMILIES)}"
-        )
+        raise HandgradError(f"{file}: {field} is {shown(name)}; this version reads {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -128,7 +137,8 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     if kind != "default":
         known = {field: given[field] for field in given if field in Scaling._fields}
         for field in _NEEDED[kind]:
-            if known.get(field) is None:
+            # transformers computes a factor of yarn that is null, and refuses one that is missing
+            if known.get(field) is None and not (kind == "yarn" and field in known):
                 raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
         scaling = _checked(Scaling(kind, **known), config, known.get("factor") is not None)
     return {"rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
@@ -156,8 +166,11 @@ def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tupl
         interval = raw.get("no_rope_layer_interval", family.defaults["no_rope_layer_interval"])
         check_integer("no_rope_layer_interval", interval)
         rotated = [(i + 1) % interval for i in range(config.n_blocks)]
-    if not isinstance(rotated, list) or len(rotated) < config.n_blocks:
-        raise HandgradError(f"no_rope_layers must hold 0 or 1 for each of the {config.n_blocks} blocks")
+    elif not isinstance(rotated, list) or len(rotated) < config.n_blocks or any(x not in (0, 1) for x in rotated):
+        raise HandgradError(
+            f"no_rope_layers must be a list of the numbers 0 or 1 for each of the {config.n_blocks} blocks, not"
+            f" {shown(rotated)}"
+        )
     return tuple(i for i, flag in enumerate(rotated[: config.n_blocks]) if not flag)
 
 
@@ -179,7 +192,10 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
         return {}
     width = raw.get("sliding_window", family.defaults["sliding_window"])
     kinds = _kinds(raw, config, family)
-    if "use_sliding_window" in family.defaults and not raw.get("use_sliding_window", False):
+    wanted = raw.get("use_sliding_window", False)
+    if "use_sliding_window" in family.defaults and not isinstance(wanted, bool | None):
+        raise HandgradError(f"use_sliding_window must be true or false, not {shown(wanted)}")
+    if "use_sliding_window" in family.defaults and not wanted:
         if kinds and "sliding_attention" in kinds:
             raise HandgradError("layer_types asks for sliding_attention, but use_sliding_window is false")
         width = None

@@ -31,6 +31,9 @@ _READ = {
     "rope.scaling.finetuned", "tensor_data_layout",
 }  # fmt: skip
 
+# Those that every file has.
+_NEEDED = ("embedding_length", "attention.head_count", "block_count", "context_length")
+
 _TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # not parameters
 
 
@@ -92,10 +95,12 @@ class _Metadata:
 
 def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
     """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
+    missing = [key for name in _NEEDED if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
         if owner == architecture and name not in _READ and value:
-            raise HandgradError(f"{file.path}: {key} is {shown(value)}, which is not supported")
+            without = f" has no {missing[0]} in its metadata, and" if missing else ":"
+            raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
     if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
         raise HandgradError(
             f"{file.path}: {architecture}.attention.causal is not true; only causal models are supported"

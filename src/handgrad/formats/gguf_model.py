@@ -37,9 +37,18 @@ def gguf_config(path: Path) -> ModelConfig:
     return read_config(read_model(path).config, path)
 
 
-def _weight(stored: Stored, packed: bool) -> Tensor | Packed:
+def packed_kinds(path: Path) -> dict[str, str]:
+    """The types of the matrices that `load_gguf` keeps packed, by Hugging Face's names."""
+    return {name: stored.kind for name, stored in read_model(path).tensors.items() if _stays_packed(stored)}
+
+
+def _stays_packed(stored: Stored) -> bool:
     """Matrices of a type that we cannot unpack ourselves are unpacked at once."""
-    if packed and len(stored.shape) == 2 and stored.kind in KINDS and stored.kind != "F32":
+    return len(stored.shape) == 2 and stored.kind in KINDS and stored.kind != "F32"
+
+
+def _weight(stored: Stored, packed: bool) -> Tensor | Packed:
+    if packed and _stays_packed(stored):
         rows, columns = stored.shape
         return Packed(stored.data, stored.kind, (rows, columns))
     return dequantise(stored)

@@ -130,19 +130,14 @@ def open_folder(
         model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
         adapters.load(model, folder)
     elif bits is not None:
-        gguf = is_gguf(folder)
-        load_one = partial(load_gguf, packed=True) if gguf else load_directory
+        load_one = partial(load_gguf, packed=True) if is_gguf(folder) else load_directory
         model = quantize(load_one(folder, dtype=torch.float32, device=device), bits)
-    elif is_gguf(folder):
-        if base_dtype is not None:
-            raise HandgradError(f"{folder} is a GGUF file, which has its own types: give packed instead of base_dtype")
-        model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
-    elif packed:
-        raise HandgradError(
-            f'{folder} is not a GGUF file, so nothing is packed in it: leave out packed, or give base_dtype="bfloat16"'
-        )
     else:
-        model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+        check_packing(folder, packed, base_dtype)
+        if is_gguf(folder):
+            model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
+        else:
+            model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
     texts = tokenizer_folder(folder)
     model.text_source = model.source if texts is None else str(texts.absolute())
     return model
@@ -154,6 +149,20 @@ def _check_low_bit(bits: object, dtype: torch.dtype | str | None, also_packed: b
         raise HandgradError("bits packs the matrices itself: give bits, packed or base_dtype, one of them")
     if dtype is not None and as_dtype(dtype) != torch.float32:
         raise HandgradError(f"bits={bits} computes in float32: leave out dtype={shown(dtype)}, or bits")
+
+
+def check_packing(folder: Path, packed: bool, base_dtype: torch.dtype | str | None) -> None:
+    """Raise if the weights of this model cannot stay packed in the way that was asked for."""
+    if is_gguf(folder) and base_dtype is not None:
+        raise HandgradError(
+            f"{folder} is a GGUF file, which has its own types: leave out --base-dtype (base_dtype from Python) and keep"
+            " them with --packed (packed=True)"
+        )
+    if packed and not is_gguf(folder):
+        raise HandgradError(
+            f"{folder} is not a GGUF file, so nothing is packed in it: leave out --packed (packed=True from Python), or"
+            ' keep two bytes per number with --base-dtype bfloat16 (base_dtype="bfloat16")'
+        )
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -198,9 +207,14 @@ def base_of(adapter: Path) -> Path:
             f"{adapter} does not name its base model: load that first, then the adapter with hg.lora.load"
         )
     try:
-        return locate(name)
+        base = locate(name)
+        if not base.exists():
+            raise HandgradError(f"there is no file {base}")
+        return base
     except HandgradError as mistake:
-        raise HandgradError(f"the base model of {adapter} was not found: {mistake}") from None
+        raise HandgradError(
+            f"the base model of {adapter} was not found: {mistake}. Put the base model, or a link to it, back to {name}"
+        ) from None
 
 
 def tokenizer_folder(folder: Path) -> Path | None:

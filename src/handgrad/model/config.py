@@ -123,6 +123,8 @@ class ModelConfig:
         scaling = self.rope_scaling
         if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
             raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
+        if scaling.rope_type != "default" and not self.table.scaled:
+            raise HandgradError(f"rope_scaling of the type {scaling.rope_type} is not defined for {self.family}")
         for name, value in scaling._asdict().items():
             if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):
                 continue

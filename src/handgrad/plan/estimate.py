@@ -11,10 +11,12 @@ from typing import Any
 from .. import adapters
 from ..adapters import peft
 from ..errors import HandgradError
-from ..formats.models import Found
+from ..formats.gguf_model import packed_kinds
+from ..formats.models import Found, base_of, check_packing
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
 from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary
+from .packing import TWO_BYTES, Kinds, buffers, packed_bytes, packed_count, two_bytes
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
 
@@ -52,6 +54,7 @@ class Plan:
     bytes_cache_per_token: int
 
     ranks: Ranks = field(default_factory=dict, repr=False)
+    kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
 
     @property
     def bytes_peak(self) -> int:
@@ -72,6 +75,7 @@ def make_plan(
     *,
     ranks: Ranks | None = None,
     extra: int = 0,
+    kinds: Kinds | None = None,
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -79,6 +83,7 @@ def make_plan(
     update_inside   each layer is updated inside the backward pass, and its gradients freed
     ranks           rank by layer of an existing adapter, instead of rank and targets
     extra           its trainable parameters besides the factors: magnitudes, modules_to_save
+    kinds           types of the matrices that stay packed, by name
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -96,12 +101,17 @@ def make_plan(
     if ranks is None:
         ranks = target_ranks(config, rank, targets or "all-linear") if rank else {}
 
+    kinds = kinds or {}
+    if kinds and not ranks:
+        raise HandgradError("packed weights are frozen, and a plan without adapters trains them: give --rank as well")
+
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     size = BYTES[dtype]
+    head_trains = not ranks or config.table.names["head"] in ranks
     forward, backward = flop(config, Work.of(tokens, config).times(batch), ranks, recompute)
 
     return Plan(
@@ -115,30 +125,55 @@ def make_plan(
         trainable=trainable,
         forward_flop=forward,
         backward_flop=backward,
-        bytes_weights=size * (total + n_adapters),
+        bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
         bytes_optimizer=2 * size * trainable,
-        bytes_saved=size * saved(config, batch, tokens, recompute),
-        bytes_temporary=size * temporary(config, batch, tokens, not ranks or config.table.names["head"] in ranks)
+        bytes_saved=size * saved(config, batch, tokens, recompute, together=bool(kinds)),
+        bytes_temporary=size * temporary(config, batch, tokens, head_trains, recompute, buffers(config, kinds))
         + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         ranks=ranks,
+        kinds=kinds,
     )  # fmt: skip
 
 
-def plan_model(found: Found, changes: dict[str, Any], rank: int, targets: Sequence[str], **step: Any) -> Plan:
-    """Plan a step of the model that a user named: a preset with `changes`, a model directory, or an existing adapter.
-    `step` holds the other arguments of `make_plan`."""
-    if found.is_preset:
-        return make_plan(preset(found.name, **changes), rank=rank, targets=targets, **step)
-    if changes:
+def plan_model(
+    found: Found,
+    changes: dict[str, Any],
+    rank: int,
+    targets: Sequence[str],
+    packed: bool = False,
+    base_dtype: str | None = None,
+    **step: Any,
+) -> Plan:
+    """Plan a step of the model that a user named: a preset with `changes`, a model directory or file, or an existing
+    adapter; its matrices may stay `packed`, or be kept in `base_dtype`. `step` holds the other arguments of `make_plan`."""
+    if changes and not found.is_preset:
         option = "--" + next(iter(changes)).replace("_", "-")
         raise HandgradError(f"{option} needs a preset, and {found.name} is a folder with a fixed shape: leave it out")
+    config = preset(found.name, **changes) if found.is_preset else found.config
+    kinds = _kinds(found, config, packed, base_dtype)
     if found.folder is not None and adapters.is_adapter(found.folder):
         if rank or targets:
             raise HandgradError(
                 f"{found.name} is an adapter, and the plan is for training it: leave out --rank and --targets"
             )
         ranks, extra = peft.ranks_of(found.folder)
-        return make_plan(found.config, ranks=ranks, extra=extra, **step)
-    return make_plan(found.config, rank=rank, targets=targets, **step)
+        return make_plan(config, ranks=ranks, extra=extra, kinds=kinds, **step)
+    return make_plan(config, rank=rank, targets=targets, kinds=kinds, **step)
+
+
+def _kinds(found: Found, config: ModelConfig, packed: bool, base_dtype: str | None) -> Kinds:
+    """The types of the matrices that stay packed."""
+    if base_dtype not in (None, *TWO_BYTES):
+        raise HandgradError(f"--base-dtype must be bfloat16 or float16, not {base_dtype!r}")
+    if packed and base_dtype is not None:
+        raise HandgradError("--packed keeps the types of a GGUF file, --base-dtype is for directories: give one")
+    if packed and found.folder is None:
+        raise HandgradError(f"{found.name} is a preset, and --packed is for a GGUF file: leave it out")
+    if found.folder is not None:
+        folder = base_of(found.folder) if adapters.is_adapter(found.folder) else found.folder
+        check_packing(folder, packed, base_dtype)
+        if packed:
+            return packed_kinds(folder)
+    return two_bytes(config, base_dtype) if base_dtype is not None else {}

@@ -43,28 +43,41 @@ def tokens_per_piece(batch: int, tokens: int) -> int:
     return min(batch, max(1, TOKENS_AT_ONCE // tokens)) * tokens
 
 
-def saved(config: ModelConfig, batch: int, tokens: int, recompute: str) -> int:
+def saved(config: ModelConfig, batch: int, tokens: int, recompute: str, together: bool = False) -> int:
     """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
-    for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position."""
+    for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position. Pieces that
+    are processed `together`, because weights are packed, are all saved, and so are their a_10 and Δ_10."""
     c, piece = config, tokens_per_piece(batch, tokens)
     angles = c.query_width if c.positions == "rotary" else 0
     per_token = {i: saved_per_token(c, i) for i in kinds_of_blocks(c)}
     if recompute == "blocks":
         return batch * tokens * (c.d_model * (c.n_blocks + 2) + angles) + piece * max(per_token.values())
-    return piece * (sum(count * per_token[i] for i, count in kinds_of_blocks(c).items()) + angles)
+    of_token = sum(count * per_token[i] for i, count in kinds_of_blocks(c).items()) + angles
+    return batch * tokens * (of_token + 2 * c.d_model) if together else piece * of_token
 
 
-def temporary(config: ModelConfig, batch: int, tokens: int, head_trains: bool) -> int:
+def temporary(
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    head_trains: bool,
+    recompute: str = "none",
+    unpacked: tuple[int, int] = (0, 0),
+) -> int:
     """Numbers in temporary buffers at the peak: the logits of some rows, or a block's feed-forward in the backward pass
     (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by side), whichever is more, and a few
-    copies of the residual stream."""
+    copies of the residual stream. `unpacked` are the numbers of a block and of the head that are unpacked meanwhile. What a
+    recomputed block saves does not exist while the logits do."""
     piece = tokens_per_piece(batch, tokens)
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     mlp = outline(config).blocks[0].mlp
     signals = len(mlp.letters())
     copies = signals if len(mlp.projections()) < signals else 0
     feed_forward = (2 + signals + copies) * config.hidden_width
-    return max(rows * config.n_vocab, piece * feed_forward) + 4 * piece * config.d_model
+    of_block, of_head = unpacked
+    recomputed = piece * max(saved_per_token(config, i) for i in kinds_of_blocks(config))
+    of_head -= recomputed if recompute == "blocks" else 0
+    return max(rows * config.n_vocab + of_head, piece * feed_forward + of_block) + 4 * piece * config.d_model
 
 
 def largest_layer(config: ModelConfig) -> int:

@@ -17,11 +17,15 @@ from ..adapters.config import LoRAConfig
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.names import without_block
+from ..model.packed import Packed
+from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
 from .memory import BYTES, tokens_per_piece
 from .outline import kinds_of_blocks, linear_layers, with_blocks
+from .packing import uses
 
 LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; a larger one is predicted from the matmul rate alone
+UNPACKED_ROWS = 4096  # most that are unpacked to measure the time
 FEW, MANY = 256, 8192  # vocabulary sizes of the trial steps
 Shape = tuple[tuple[int, ...], int]  # of a trial step: blocks of the planned model, and the vocabulary's size
 
@@ -48,8 +52,24 @@ def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
 
 
 def predict(plan: Plan, budget: float = 1.5) -> float:
-    """Seconds of a step: the gradients of every piece, the gradient's norm and one AdamW update. Trial steps run for
-    about `budget` seconds."""
+    """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
+    run for about `budget` seconds."""
+    return _computing(plan, budget) + sum(
+        count * unpack_seconds(kind, shape, plan.dtype)
+        for (kind, shape), count in uses(plan.config, plan.kinds).items()
+    )
+
+
+def unpack_seconds(kind: str, shape: tuple[int, int], dtype: str) -> float:
+    """Seconds to unpack a matrix, measured; a large one with its first rows alone."""
+    rows, columns = min(shape[0], UNPACKED_ROWS), shape[1]
+    matrix = Packed(torch.zeros(rows, bytes_per_row(columns, kind), dtype=torch.uint8), kind, (rows, columns))
+    out = torch.empty(rows, columns, dtype=getattr(torch, dtype))
+    return shape[0] / rows * best_of(partial(matrix.unpack, out), 0.02)
+
+
+def _computing(plan: Plan, budget: float) -> float:
+    """Seconds of a step without unpacking."""
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)

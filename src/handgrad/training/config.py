@@ -165,8 +165,9 @@ class FinetuneOptions(TrainOptions):
             raise HandgradError("--packed keeps the types of a GGUF file, --base-dtype is for directories: give one")
         for name in ("packed", "base_dtype", "gguf"):
             if getattr(self, name) and self.adapter is None:
-                why = "writes an adapter" if name == "gguf" else "freezes the weights"
-                raise HandgradError(f"{flag(name)} {why}, and --full trains them: leave one of the two out")
+                why = "freezes the weights, and --full trains them"
+                why = "writes an adapter, and --full trains all weights instead" if name == "gguf" else why
+                raise HandgradError(f"{flag(name)} {why}: leave one of the two out")
 
     @classmethod
     def types(cls) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from .. import adapters
 from ..plan.estimate import Plan, make_plan
+from ..plan.packing import kinds_of
 from .job import Job
 
 
@@ -14,4 +15,5 @@ def plan_job(job: Job) -> Plan:
     return make_plan(
         job.model.config, job.batch, max(1, tokens), job.options.dtype, recompute=job.options.recompute,
         update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0,
+        kinds=kinds_of(job.model),
     )  # fmt: skip

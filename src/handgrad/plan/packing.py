@@ -1,0 +1,74 @@
+"""Matrices that stay packed: their bytes, the buffers into which they are unpacked, and how often."""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+
+from ..adapters import layers_of
+from ..model.config import ModelConfig
+from ..model.gpt import GPT
+from ..model.layers import Embedding, Linear
+from ..model.names import block_of
+from ..ops.packed import bytes_per_row
+
+Kinds = Mapping[str, str]  # type of a packed matrix by its name; other tensors hold numbers of the plan's dtype
+Shape = tuple[int, int]
+TWO_BYTES = {"bfloat16": "BF16", "float16": "F16"}
+
+
+@lru_cache(maxsize=8)
+def matrices(config: ModelConfig) -> dict[str, Shape]:
+    """The shape of every matrix of the model, as it is stored, by its name."""
+    return {name: (p.shape[0], p.shape[1]) for name, p in GPT(config, device="meta").named_parameters() if p.ndim == 2}
+
+
+def two_bytes(config: ModelConfig, dtype: str) -> Kinds:
+    """The types of a model whose matrices are kept in a dtype of two bytes."""
+    return dict.fromkeys(matrices(config), TWO_BYTES[dtype])
+
+
+def kinds_of(model: GPT) -> Kinds:
+    """The types of a model's packed matrices."""
+    names = model.config.table.names
+    holders: dict[str, Linear | Embedding] = {path: layer.plain() for path, layer in layers_of(model).items()}
+    holders[names["embed"]] = model.embed
+    if model.has("positions"):
+        holders[names["positions"]] = model.positions
+    found = {f"{path}.weight": x.packed.kind for path, x in holders.items() if x.packed is not None}
+    return {name: kind for name, kind in found.items() if name in matrices(model.config)}  # a tied head is listed once
+
+
+def packed_bytes(config: ModelConfig, kinds: Kinds) -> int:
+    """Bytes of the packed matrices."""
+    shapes = matrices(config)
+    return sum(shapes[name][0] * bytes_per_row(shapes[name][1], kind) for name, kind in kinds.items())
+
+
+def packed_count(config: ModelConfig, kinds: Kinds) -> int:
+    """How many numbers the packed matrices hold."""
+    return sum(prod(matrices(config)[name]) for name in kinds)
+
+
+def buffers(config: ModelConfig, kinds: Kinds) -> tuple[int, int]:
+    """Numbers in the buffers of a block, which all blocks share, and in that of the head. They do not exist at the same
+    time."""
+    in_block: Counter[int] = Counter()
+    for name in kinds:
+        if (i := block_of(name)) is not None:
+            in_block[i] += prod(matrices(config)[name])
+    return max(in_block.values(), default=0), config.n_vocab * config.d_model if _head(config) in kinds else 0
+
+
+def uses(config: ModelConfig, kinds: Kinds) -> dict[tuple[str, Shape], int]:
+    """How often a step unpacks matrices of each type and shape: those of a block once in each pass, that of the head
+    once."""
+    found: Counter[tuple[str, Shape]] = Counter()
+    for name, kind in kinds.items():
+        found[kind, matrices(config)[name]] += 2 if block_of(name) is not None else int(name == _head(config))
+    return {key: count for key, count in found.items() if count}
+
+
+def _head(config: ModelConfig) -> str:
+    """The name of the matrix that the head reads."""
+    return f"{config.table.names['embed' if config.tied else 'head']}.weight"
