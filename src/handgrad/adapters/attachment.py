@@ -1,6 +1,5 @@
 """Attach an adapter to a model that is in use, and detach it so that the model is exactly what it was."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from .injection import adapters_of, remove
-from .peft import base_of, load, read_config, replaced_tensors
+from .peft import check_base, load, read_config, replaced_tensors
 
 
 class Attachment:
@@ -21,7 +20,8 @@ class Attachment:
     def __init__(self, model: GPT, folder: str | Path):
         self.model, self.folder = model, Path(folder)
         read_config(self.folder)
-        check_base(model, self.folder)
+        if model.source:
+            check_base(self.folder, Path(model.source))
         if adapters_of(model):
             raise HandgradError("the model has an adapter: detach it before another is attached")
         self._config, self._head = model.config, model.head.plain().weight
@@ -47,14 +47,3 @@ class Attachment:
         for p, (trains, grad) in self._trained.items():
             p.requires_grad_(trains)
             p.grad = grad
-
-
-def check_base(model: GPT, folder: Path) -> None:
-    """Raise if the adapter names another base model that is here. If that is not, only shapes can be compared, by `load`."""
-    named = base_of(folder)
-    if named is None or not model.source or not os.path.exists(named) or not os.path.exists(model.source):
-        return
-    if not os.path.samefile(named, model.source):
-        raise HandgradError(
-            f"{folder} is an adapter of {named}, and the model in use is {model.source}: load that base model first"
-        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import HandgradError
 from . import console
-from .generate import MIN_P, PENALTY, TEMPERATURE, TOKENS, TOP_K, TOP_P, sampling, text
+from .generate import BITS, MIN_P, PENALTY, TEMPERATURE, TOKENS, TOP_K, TOP_P, sampling, text
 
 if TYPE_CHECKING:
     from ..inference.chat import Chat
@@ -50,6 +50,7 @@ def chat(
     min_p: Annotated[float | None, MIN_P] = None,
     repetition_penalty: Annotated[float, PENALTY] = 1.0,
     seed: Annotated[int | None, SEED] = None,
+    bits: Annotated[int | None, BITS] = None,
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands, such as /why and /adapter.
 
@@ -58,14 +59,14 @@ def chat(
 
       handgrad chat
       handgrad chat --system "Answer in one sentence." --temperature 0
-      handgrad chat --model path/to/chat-model --tokens 100 --seed 1
+      handgrad chat --model path/to/chat-model --tokens 100 --seed 1 --bits 8
       echo "Name three colours." | handgrad chat
     """
     from ..inference.sampling import Sampling
 
     how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    session = Session(_open(model, system, tokens, how), interactive)
+    session = Session(_open(model, system, tokens, how, bits), interactive)
     if interactive:
         size = session.chat.model.size
         console.note(
@@ -87,7 +88,7 @@ def chat(
             console.err.print(str(mistake), style="red", highlight=False, soft_wrap=True, markup=False)
 
 
-def _open(name: str, system: str | None, tokens: int, how: Any) -> "Chat":
+def _open(name: str, system: str | None, tokens: int, how: Any, bits: int | None) -> "Chat":
     """Load the model; an adapter goes onto its base, so that it can be taken off again."""
     from ..adapters import is_adapter
     from ..formats.models import base_of, chat_template_of, open_folder, tokenizer_folder, weights_folder
@@ -103,7 +104,7 @@ def _open(name: str, system: str | None, tokens: int, how: Any) -> "Chat":
         raise HandgradError(
             f"{folder} has no chat template, so it is no chat model: continue a text with handgrad generate --prompt"
         )
-    network = open_folder(base)
+    network = open_folder(base, bits=bits)
     if base is not folder:
         network.text_source = str((tokenizer_folder(folder) or base).absolute())
     made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=tokens)
@@ -229,19 +230,13 @@ class Session:
 
     def adapter(self, given: str) -> None:
         from ..adapters import is_adapter
-        from ..formats.models import chat_template_of, locate, tokenizer_folder, tokenizer_of
+        from ..formats.models import chat_template_with, locate
 
         folder = locate(_path(given, "/adapter runs/mine"))
         if not is_adapter(folder):
             raise HandgradError(f"{folder} is not an adapter: it has no adapter_config.json")
         chat = self.chat
-        if tokenizer_folder(folder) == folder:
-            theirs, ours = tokenizer_of(folder).inner.get_vocab(), chat.text.tokenizer.inner.get_vocab()
-            if theirs != ours:
-                raise HandgradError(
-                    f"{folder} has another vocabulary than this model: start with handgrad chat --model {folder}"
-                )
-        chat.attach(folder, chat_template_of(folder))
+        chat.attach(folder, chat_template_with(folder, chat.text.tokenizer))
         assert chat.attachment is not None
         console.note(f"adapter {folder}, in {len(chat.attachment.layers)} layers")
 

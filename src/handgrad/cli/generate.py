@@ -28,6 +28,7 @@ MODEL = text(
     "A model directory, an adapter, a run folder (its best checkpoint), or a name on the hub. [default: the newest run in"
     " runs/]"
 )
+BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
 PROMPT = text("Text to continue, exactly as given; several times for several. [default: a line feed]")
 CHAT = text("Message for a chat model, put into its chat template; only the answer is printed.")
 PROMPTS_FILE = text("A file with one prompt per line; - for standard input.")
@@ -45,7 +46,6 @@ JSON = output("One JSON object per prompt and line.", "--json")
 LOGPROBS = output(
     "With --json: log-probabilities of the prompt's and the new tokens, and of so many most probable ones.", min=0
 )
-BITS = output("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
 COST = output(
     "With --bits: measure what it costs on this text file, or on a short built-in passage (sample), instead of generating.",
     metavar="FILE",

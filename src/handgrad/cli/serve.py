@@ -42,6 +42,12 @@ def serve(
         int | None, typer.Option(min=1, help="New tokens that a sequence may have. [default: what the context holds]")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]"
+        ),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1000, help="Bytes that a request may have.")] = 4_000_000,
 ) -> None:
     """Serve a model to clients of OpenAI's interface: completions, chats, log-probabilities, attribution.
@@ -49,7 +55,7 @@ def serve(
     Give a client http://127.0.0.1:8000/v1 as its base URL. Adapters of the model are served beside it, under their names, in
     the same batches. Ctrl-C stops the server.
 
-      handgrad serve --model smollm2
+      handgrad serve --model smollm2 --bits 8
       handgrad serve --model path/to/gpt2 --adapter mine=runs/mine --api-key secret --port 8001
     """
     if api_key is not None and (not api_key or not api_key.isascii() or not api_key.isprintable()):
@@ -62,7 +68,7 @@ def serve(
 
     folder = weights_folder(model)
     base = name or Path(find_model(model).name).name
-    models = open_models(folder, base, {called: locate(path) for called, path in named.items()})
+    models = open_models(folder, base, {called: locate(path) for called, path in named.items()}, bits)
     server = Server(
         models,
         host=host,

@@ -237,6 +237,17 @@ def chat_template_of(folder: Path) -> ChatTemplate | None:
     return chat.find(folder) if chat.has_template(folder) else None
 
 
+def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:
+    """The adapter's own chat template, if it has a tokenizer. Raises if that is not the known one."""
+    if tokenizer_folder(adapter) != adapter:
+        return None
+    if tokenizer_of(adapter).inner.get_vocab() != known.inner.get_vocab():
+        raise HandgradError(
+            f"{adapter} has another vocabulary than the model in use: give it as the model, with --model"
+        )
+    return chat_template_of(adapter)
+
+
 def _from_hub(name: str) -> Path:
     preset = f" ({name!r} is also a preset: a shape without weights)" if name in PRESETS else ""
     if importlib.util.find_spec("huggingface_hub") is None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import HandgradError
-from ..inference.engine import Options, check_prompt
 from ..inference.sampling import Sampling
+from ..inference.sequences import Options, check_prompt
 from .answers import ChatForm, Choice, CompletionForm, Form
 from .errors import ApiError, invalid
 from .models import Models, Served
