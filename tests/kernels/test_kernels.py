@@ -227,8 +227,9 @@ def test_products_of_few_rows(f_in: int, f_out: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 200])
 @pytest.mark.parametrize("shared", [1, 2, 6])
-def test_attention_of_single_tokens(shared: int, window: int | None, dtype: torch.dtype) -> None:
-    """Of sequences of very different lengths, in two pools; the cache gets the new keys and values."""
+def test_attention_to_cached_keys(shared: int, window: int | None, dtype: torch.dtype) -> None:
+    """Several new tokens, then single ones of sequences of very different lengths, in two pools; the cache gets the new keys
+    and values."""
     shape = {"n_vocab": 11, "n_context": 600, "d_model": 42, "n_heads": 6, "n_blocks": 2, "n_kv_heads": shared}
     model = hg.GPT(hg.preset("nano-llama", **shape, d_rho=6, d_head=5), dtype=dtype)
     lengths = [1, 3, 300, 130, 128, 40]
@@ -242,11 +243,14 @@ def test_attention_of_single_tokens(shared: int, window: int | None, dtype: torc
                 first = cache.step([(slot, length)])
                 first.block(1).attend(*heads(length, shared, dtype), window)
                 first.finish()
+            second = cache.step([(slots[3], 70)])
+            continued = second.block(1).attend(*heads(70, shared, dtype), window).a
             order = cache.order(slots)
             step = cache.step([(slots[i], 1) for i in order])
             a = step.block(1).attend(*heads(len(slots), shared, dtype), window).a
         stored = [slots[i].pool.v[1, slots[i].row, :, lengths[i]] for i in order]
-        results.append(torch.cat([a.flatten(), torch.stack(stored).flatten()]))
+        assert (len(step.parts) == 1) == kernels
+        results.append(torch.cat([continued.flatten(), a.flatten(), torch.stack(stored).flatten()]))
     assert relative_error(*results) <= ROUNDING[dtype]
 
 

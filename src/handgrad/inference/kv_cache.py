@@ -8,8 +8,9 @@
     step.finish()                       the new tokens count from now on
     cache.free(slot)
 
-Slots of equal capacity (256, 512, 1024 … tokens) are neighbours in one tensor, a pool, so that single new tokens of many
-sequences attend in one call. A sequence that outgrows its slot moves to the next pool.
+Slots of equal capacity (256, 512, 1024 … tokens) are neighbours in one tensor, a pool. A sequence that outgrows its slot
+moves to the next pool. Kernels read keys and values where they are, of single new tokens of all sequences in one call.
+Without kernels torch reads those of neighbours in one call.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,7 @@ from ..ops import attention
 from ..ops.attention import Saved
 
 FIRST_CAPACITY = 256  # tokens of the smallest slots
-WASTED_TOKENS = (
-    64  # sequences attend in one call if each reads at most this many keys in vain: a call costs about as much
-)
+WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most so many keys in vain
 
 
 class Slot:
@@ -40,6 +39,11 @@ class Slot:
     @property
     def capacity(self) -> int:
         return 0 if self.pool is None else self.pool.capacity
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels can read its keys and values."""
+        return self.pool is not None and calls.fits(self.pool.k, self.pool.v)
 
 
 class Pool:
@@ -172,7 +176,7 @@ class Step:
         self.positions = torch.tensor(
             [p for slot, count in new for p in range(slot.length, slot.length + count)], device=device
         )
-        self.parts: list[_Tokens | _Prompts | _Continued] = []
+        self.parts: list[_Part] = []
         i = 0
         while i < len(new):
             slot, count = new[i]
@@ -180,11 +184,15 @@ class Step:
             if slot.length == 0:
                 while stop < len(new) and new[stop][0].length == 0:
                     stop += 1
-                part: _Tokens | _Prompts | _Continued = _Prompts(new[i:stop], starts[i])
+                part: _Part = _Prompts(new[i:stop], starts[i])
+            elif count == 1 and slot.has_kernels:
+                while stop < len(new) and new[stop][1] == 1 and new[stop][0].length:
+                    stop += 1
+                part = _Tokens([slot for slot, _ in new[i:stop]], starts[i])
             elif count == 1:
                 while stop < len(new) and _neighbours(new[i : stop + 1]):
                     stop += 1
-                part = _Tokens([slot for slot, _ in new[i:stop]], starts[i], device)
+                part = _Neighbours([slot for slot, _ in new[i:stop]], starts[i], device)
             else:
                 part = _Continued(slot, count, starts[i])
             self.parts.append(part)
@@ -272,6 +280,9 @@ class _Continued:
         _store(slot, i, old, k, v)
         stop = old + self.count
         first = 0 if window is None else max(0, old - window + 1)
+        if slot.has_kernels:
+            keys, values = (x[i, slot.row].transpose(0, 1) for x in (pool.k, pool.v))
+            return self._by_kernel(range(first, stop), q, keys, values, window)
         if window not in self.masks:
             self.masks[window] = _mask(torch.arange(old, stop, device=q.device), range(first, stop), window, q)
         seen_k, seen_v = (x[i, slot.row : slot.row + 1, :, first:stop] for x in (pool.k, pool.v))
@@ -281,9 +292,39 @@ class _Continued:
         )
         return a[0].transpose(0, 1)
 
+    def _by_kernel(self, seen: range, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (t, h, width), k, v (capacity, h_kv, width), of which the new queries see some, without a copy"""
+        rows = torch.tensor([[seen.start, seen.stop, 0, self.count]])
+        at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
+        a, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
+        calls.forward_attention(rows, at, True, window, q, k, v, a, lse)
+        return a
+
 
 class _Tokens:
-    """One new token of each of some sequences, neighbours in a pool. Queries that share a key are rows of one product."""
+    """One new token of each of some sequences, by a kernel."""
+
+    def __init__(self, slots: Sequence[Slot], start: int):
+        self.slots, self.rows = slots, slice(start, start + len(slots))
+        self.places = torch.tensor([_place(slot) for slot in slots])
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        assert calls.fits(q, k, v)
+        a = v.new_empty(*q.shape[:2], v.shape[2])
+        calls.attend_tokens(self.places, i, window, q, k, v, a)
+        return a
+
+
+def _place(slot: Slot) -> list[int]:
+    """Addresses of a sequence's keys and values in block 0, the numbers of a block of each, the capacity, the position."""
+    assert slot.pool is not None
+    k, v = slot.pool.k, slot.pool.v
+    addresses = [x.data_ptr() + slot.row * x.stride(1) * x.element_size() for x in (k, v)]
+    return [*addresses, k.stride(0), v.stride(0), slot.pool.capacity, slot.length]
+
+
+class _Neighbours:
+    """The same by torch, of neighbours in a pool. Queries that share a key are rows of one product."""
 
     def __init__(self, slots: Sequence[Slot], start: int, device: torch.device):
         assert slots[0].pool is not None
@@ -291,8 +332,6 @@ class _Tokens:
         self.rows = slice(start, start + len(slots))
         self.lengths = [slot.length for slot in slots]
         self.longest = max(self.lengths)
-        self.slots = slots
-        self.addresses: Tensor | None = None
         self.even = min(self.lengths) == self.longest
         self.masks: dict[int | None, Tensor] = {}  # by window
         if not self.even:
@@ -301,10 +340,6 @@ class _Tokens:
 
     def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         n, heads, width = q.shape
-        if calls.fits(q, k, v, self.pool.k):
-            a = v.new_empty(n, heads, v.shape[2])
-            calls.attend_tokens(self._addresses(), i, window, q, k, v, a)
-            return a
         end, shared = self.longest + 1, k.shape[1]
         start = 0 if window is None else max(0, min(self.lengths) + 1 - window)
         keys, values = (x[i].narrow(0, self.first, n) for x in (self.pool.k, self.pool.v))
@@ -324,14 +359,5 @@ class _Tokens:
         )
         return a.reshape(n, heads, -1)
 
-    def _addresses(self) -> Tensor:
-        """(n, 6): of every sequence its keys and values in block 0, the numbers of a block, the capacity, the position"""
-        if self.addresses is None:
-            rows = []
-            for slot in self.slots:
-                assert slot.pool is not None
-                k, v = slot.pool.k, slot.pool.v
-                at = [x.data_ptr() + slot.row * x.stride(1) * x.element_size() for x in (k, v)]
-                rows.append([*at, k.stride(0), v.stride(0), slot.pool.capacity, slot.length])
-            self.addresses = torch.tensor(rows)
-        return self.addresses
+
+_Part = _Prompts | _Continued | _Tokens | _Neighbours
