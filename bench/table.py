@@ -18,7 +18,7 @@ from . import SCENARIOS
 from .cases import LOOP, MATMULS
 from .machine import Machine
 from .picture import draw
-from .row import NAN, Row
+from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
 LEFT_OUT = ("products", "explain")  # scenarios without a place in the table
@@ -174,6 +174,8 @@ def lines_of(scenario: str, rows: list[Row]) -> Iterator[list[str]]:
         yield from attention_lines(rows)
     elif scenario == "context":
         yield from context_lines(rows)
+    elif scenario == "generate":
+        yield from generate_lines(rows)
     else:
         for case in dict.fromkeys(row.case for row in rows):
             yield from case_lines(TITLES[scenario].format(case), [row for row in rows if row.case == case])
@@ -250,6 +252,33 @@ def context_lines(rows: list[Row]) -> Iterator[list[str]]:
         memory = " / ".join(f"{row.memory / 1e9:.2f}" for row in mine)
         name = "`handgrad finetune`" if contender == "handgrad finetune" else contender
         yield [f"{name} on one example of {lengths} tokens", f"{times}; {memory} GB", "", ""]
+
+
+def generate_lines(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for each kind of work, of weights and size of batch, with all contexts."""
+    groups: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        group = row.case.rpartition("×")[0] or row.case.rpartition(", ")[2]
+        groups.setdefault(group, {}).setdefault(row.case, []).append(row)
+    for group, cases in groups.items():
+        firsts = [of_case[0] for of_case in cases.values()]
+        sizes = " / ".join(row.case.rpartition("×")[2] if "×" in row.case else row.case.split()[0] for row in firsts)
+        speeds = " / ".join(f"{row.tokens / row.seconds:,.0f}" for row in firsts) + " tokens/s"
+        if all(row.of_bound == row.of_bound for row in firsts):
+            speeds += f"; {' / '.join(f'{row.of_bound:.0%}' for row in firsts)} of the bandwidth bound".replace(
+                "%", " %"
+            )
+        names = list(dict.fromkeys(row.contender for of_case in cases.values() for row in of_case[1:]))
+        ratios = {name: [against_first(name, of_case) for of_case in cases.values()] for name in names if name != BOUND}
+        title = f"{group}×{sizes}" if "×" in firsts[0].case else f"{sizes} new tokens, {group}"
+        title = firsts[0].case if len(firsts) == 1 and "×" not in firsts[0].case else title
+        yield [title, speeds, ", ".join(ratios), "; ".join(" / ".join(found) + "×" for found in ratios.values())]
+
+
+def against_first(name: str, rows: list[Row]) -> str:
+    """How many times as fast the first contender is as this one."""
+    found = [row for row in rows if row.contender == name and row.seconds > 0]
+    return f"{found[0].seconds / rows[0].seconds:.2f}" if found else "–"
 
 
 def seconds(x: float) -> str:
