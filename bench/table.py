@@ -16,6 +16,7 @@ from handgrad.files.atomic import check_writable, write_text
 
 from . import SCENARIOS
 from .cases import LOOP, MATMULS
+from .generate import WITHOUT_CACHE
 from .machine import Machine
 from .picture import draw
 from .row import BOUND, NAN, Row
@@ -256,23 +257,26 @@ def context_lines(rows: list[Row]) -> Iterator[list[str]]:
 
 def generate_lines(rows: list[Row]) -> Iterator[list[str]]:
     """A line for each kind of work, of weights and size of batch, with all contexts."""
-    groups: dict[str, dict[str, list[Row]]] = {}
+    groups: dict[
+        str, dict[str, list[Row]]
+    ] = {}  # by the name of the case with {} for the number that varies, by number
     for row in rows:
-        group = row.case.rpartition("×")[0] or row.case.rpartition(", ")[2]
-        groups.setdefault(group, {}).setdefault(row.case, []).append(row)
+        group, _, varying = row.case.rpartition("×")
+        if row.case.endswith(WITHOUT_CACHE):
+            varying, _, rest = row.case.partition(" ")
+            group = f"{{}} {rest}"
+        elif group:
+            group += "×{}"
+        groups.setdefault(group or row.case, {}).setdefault(varying, []).append(row)
     for group, cases in groups.items():
         firsts = [of_case[0] for of_case in cases.values()]
-        sizes = " / ".join(row.case.rpartition("×")[2] if "×" in row.case else row.case.split()[0] for row in firsts)
-        speeds = " / ".join(f"{row.tokens / row.seconds:,.0f}" for row in firsts) + " tokens/s"
+        cells = " / ".join(f"{row.tokens / row.seconds:,.0f}" for row in firsts) + " tokens/s"
         if all(row.of_bound == row.of_bound for row in firsts):
-            speeds += f"; {' / '.join(f'{row.of_bound:.0%}' for row in firsts)} of the bandwidth bound".replace(
-                "%", " %"
-            )
-        names = list(dict.fromkeys(row.contender for of_case in cases.values() for row in of_case[1:]))
-        ratios = {name: [against_first(name, of_case) for of_case in cases.values()] for name in names if name != BOUND}
-        title = f"{group}×{sizes}" if "×" in firsts[0].case else f"{sizes} new tokens, {group}"
-        title = firsts[0].case if len(firsts) == 1 and "×" not in firsts[0].case else title
-        yield [title, speeds, ", ".join(ratios), "; ".join(" / ".join(found) + "×" for found in ratios.values())]
+            shares = " / ".join(f"{100 * row.of_bound:.0f}" for row in firsts)
+            cells += f", {shares} % of the bandwidth bound"
+        names = dict.fromkeys(row.contender for of_case in cases.values() for row in of_case[1:])
+        ratios = {x: " / ".join(against_first(x, of_case) for of_case in cases.values()) for x in names if x != BOUND}
+        yield [group.format(" / ".join(cases)), cells, ", ".join(ratios), ", ".join(f"{x}×" for x in ratios.values())]
 
 
 def against_first(name: str, rows: list[Row]) -> str:

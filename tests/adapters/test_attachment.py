@@ -52,6 +52,20 @@ def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp
         assert (model.head.plain().weight is model.embed.weight) == tied
 
 
+def test_low_bit_weights_stay_as_they_are(tmp_path: Path) -> None:
+    base_in(tmp_path / "base", d_model=32)
+    adapter_of(tmp_path / "base", tmp_path / "a", 1)
+    adapter_of(tmp_path / "base", tmp_path / "b", 1, modules_to_save=["lm_head"])
+    model = hg.load(tmp_path / "base", bits=8)
+    logits = model.logits(IDS)
+    attached = hg.lora.Attachment(model, tmp_path / "a")
+    assert torch.equal(model.logits(IDS), hg.load(tmp_path / "a", bits=8).logits(IDS))
+    attached.detach()
+    with pytest.raises(hg.HandgradError, match=r"b/adapter_model.safetensors replaces .*, which is packed"):
+        hg.lora.Attachment(model, tmp_path / "b")
+    assert torch.equal(model.logits(IDS), logits)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     model = base_in(tmp_path / "base")
     base_in(tmp_path / "same shape", seed=1)

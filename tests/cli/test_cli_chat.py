@@ -57,6 +57,13 @@ def test_lines_of_a_pipe(model: Path) -> None:
     assert talk(model)[0] == []
 
 
+def test_low_bit_weights(model: Path) -> None:
+    adapter = f"/adapter {model.parent / 'adapter'}"
+    out, _, status = talk(model, "hello", "/why", adapter, "/base", "/reset", "hello", options=("--bits", "8"))
+    assert status == 0 and "🙂" in out[0] and out[-1] == out[0]
+    assert "bits must be 8 or 4, not 5" in talk(model, "hello", options=("--bits", "5"))[1]
+
+
 def test_save_never_overwrites(model: Path) -> None:
     out, notes, _ = talk(model, "/system be brief", "/system", "hello", "/save 'my talk.jsonl'")
     assert out[0] == "be brief" and "wrote 3 messages to my talk.jsonl" in notes

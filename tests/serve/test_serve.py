@@ -187,11 +187,16 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.startswith("large, mine\nhttp://127.0.0.1:") and "warning" not in done.stderr
     done = handgrad("serve", *options, "--host", "0.0.0.0")
     assert "warning: other machines can reach 0.0.0.0, without a key" in done.stderr
+    assert handgrad("serve", *options, "--bits", 8).returncode == 0
+    low_bit = hg.load(folder / "one", bits=8)
+    low_bit.text_source = str(folder / "base")
+    assert answers[-1] == hg.generate(low_bit, "a", 3)
     for wrong, reason in (
         (["--adapter", "x"], "write NAME=DIR"),
         (["--adapter", f"mine={folder / 'two'}"], "there is an adapter mine already"),
         (["--api-key", ""], "--api-key must have"),
         (["--host", "256.0.0.1"], "cannot listen"),
+        (["--bits", 3], "bits must be 8 or 4, not 3"),
     ):
         done = handgrad("serve", *options, *wrong)
         assert done.returncode == 1 and reason in done.stderr, done.stderr
