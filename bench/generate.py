@@ -1,7 +1,8 @@
 """Generating tokens, in float32 and with weights of 8 and 4 bits: the first token of a prompt (prefill), further tokens of a
 batch (decode), a batch of uneven prompts, and the same tokens with and without a cache.
 
-A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496."""
+A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496. A model of n tokens of
+context can be measured with all of them."""
 
 import copy
 import tempfile
@@ -96,7 +97,7 @@ def decode(kind: str, batch: int, n: int, size: Size, attempts: Attempts) -> lis
     if n > base_for(size).n_context:
         return []
     new = size.new_tokens
-    prompts = prompts_for(size, [n - new] * batch)
+    prompts = prompts_for(size, [n - new - 1] * batch)  # and the token that each of them gives
     makers = contenders(kind, size, generators.our_decoding, generators.their_decoding, prompts, new)
     if batch == 1:
         makers |= llama_for(kind, size, new=new, depth=n - new)
