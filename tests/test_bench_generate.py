@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -52,7 +53,7 @@ def test_llama_cpp_is_a_contender_of_single_sequences(llama_bench: Path) -> None
 
 
 def test_without_llama_bench_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generators.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(generators, "shutil", SimpleNamespace(which=lambda *_, **__: None))
     *rest, llama, bound = generate.cases(SIZE)["decode, 8 bits, 1×16"](Attempts())
     assert llama.problem == "missing: llama-bench is not on PATH: make llama-bench builds it"
     assert all(row.seconds > 0 for row in (*rest, bound)) and not llama.has_failed
@@ -66,8 +67,8 @@ def test_llama_cpp_gets_the_same_model(kind: str) -> None:
     assert matrices == {kind}
     ids = torch.arange(20)[None]
     ours, theirs = hg.load(copy).logits(ids), hg.load(path).logits(ids)
-    assert torch.allclose(ours, theirs, atol=0.05 * float(theirs.std()) if kind == "Q8_0" else 0.5)
-    assert torch.equal(ours, theirs) == (kind == "F32")
+    error = float((ours - theirs).std() / theirs.std())
+    assert error == 0 if kind == "F32" else 0 < error < {"Q8_0": 0.02, "Q4_1": 0.3}[kind]
 
 
 def test_decoding_alone_gives_the_same_tokens_every_time() -> None:
