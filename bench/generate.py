@@ -1,8 +1,7 @@
 """Generating tokens, in float32 and with weights of 8 and 4 bits: the first token of a prompt (prefill), further tokens of a
 batch (decode), a batch of uneven prompts, and the same tokens with and without a cache.
 
-A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496. A model of n tokens of
-context can be measured with all of them."""
+A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496."""
 
 import copy
 import tempfile
