@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import handgrad as hg
+from handgrad import optim
 from handgrad.optim import OptimizerInBackward
 from handgrad.text import tokenizer
 from handgrad.training.config import Recipe, TrainOptions
@@ -60,7 +61,7 @@ class Hand:
         return self.model.loss_and_grads(*self.batch, recompute=self.recompute)
 
     def update(self) -> None:
-        self.optimizer.step()
+        optim.step(self.optimizer, 1.0)
 
     def named_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

@@ -112,7 +112,7 @@ def test_a_broken_formula_fails_at_its_station(name: str, monkeypatch: pytest.Mo
 
 
 def test_identities_alone_detect_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, run: Pass) -> None:
+    def with_rounding(self: QueryKeyValue, delta: torch.Tensor, a: torch.Tensor, run: Pass, shared: None) -> None:
         self.weight.grad = a.t() @ delta
         self.bias.grad = delta.sum(0) + 1e-3  # type: ignore[union-attr]
 

@@ -53,7 +53,7 @@ def ops(n: int, w: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         "gelu": lambda: (activation.forward(x, "gelu_tanh"), activation.backward(delta, x, "gelu_tanh")),
         "gate": lambda: (gated.forward(x, up, "silu"), gated.backward(delta, x, up, "silu")),
         "gelu gate": lambda: (gated.forward(x, up, "gelu_tanh"), gated.backward(delta, x, up, "gelu_tanh")),
-        "layernorm": lambda: layernorm.rebuild(layer, gain, bias),
+        "layernorm": lambda: (layernorm.forward(x, gain, bias, 1e-5), layernorm.rebuild(layer, gain, bias)),
         "layernorm backward": lambda: layernorm.backward(delta, bar, layer.inv_sigma, gain),
         "layernorm gradient": lambda: layernorm.grad_w(delta, bar, gain.clone()),
         "rmsnorm": lambda: (rmsnorm.forward(x, gain, 1e-5)[0], rmsnorm.rebuild(rms, gain)),
@@ -73,6 +73,56 @@ def test_equal_to_torch_calls(name: str, n: int, w: int, dtype: torch.dtype) -> 
     for ours, plain in zip(*both(ops(n, w, dtype)[name]), strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype
         assert relative_error(ours, plain, floor=1.0) <= ROUNDING[dtype]
+
+
+PRODUCTS = [
+    (8, 8, 8),
+    (1, 5, 3),
+    (13, 7, 31),
+    (9, 513, 33),
+    (70, 600, 65),
+    (2055, 40, 64),
+    (2100, 1030, 40),
+    (257, 3, 300),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "w"), PRODUCTS)
+@pytest.mark.parametrize("by_columns", [(False, False), (True, False), (False, True), (True, True)])
+def test_products_are_equal_to_torch_calls(
+    m: int, n: int, w: int, by_columns: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    """Matrices by rows or by columns, as parts of wider ones; with a bias, and added to what is there."""
+    a = view(n, m, dtype).t() if by_columns[0] else view(m, n, dtype)
+    b = view(w, n, dtype).t() if by_columns[1] else view(n, w, dtype)
+    bias, before = torch.randn(w, dtype=dtype), view(m, w, dtype)
+    into = before.clone()
+    scale = n**0.5  # rounding errors of a sum of n products
+    for ours, plain in (
+        (calls.product(a, b, None), a @ b),
+        (calls.product(a, b, None, bias=bias), a @ b + bias),
+        (calls.product(a, b, into, add=True), before + a @ b),
+    ):
+        assert (ours - plain).abs().max() <= ROUNDING[dtype] * scale
+
+
+def test_the_processor_decides_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a measurement: a machine always computes the same bits."""
+    for given, expected in (("own", True), ("torch", False)):
+        monkeypatch.setenv("HANDGRAD_PRODUCTS", given)
+        assert library.multiplies.__wrapped__() is expected
+    a, w, delta = torch.randn(64, 96), torch.randn(96, 128), torch.randn(64, 128)
+    found = {}
+    for own in (True, False):
+        monkeypatch.setattr(library, "multiplies", lambda own=own: own)
+        assert calls.multiplies(a, w) is own and not calls.multiplies(a[:7], w) and not calls.multiplies(a, w[:, ::2])
+        found[own] = [
+            linear.forward(a, w, w[0]), linear.backward(delta, w), linear.backward(delta, w, a.clone()),
+            linear.grad_w(delta, a, None), linear.grad_w(delta, a, w.clone()),
+        ]  # fmt: skip
+    for ours, plain in zip(*found.values(), strict=True):
+        assert relative_error(ours, plain) <= ROUNDING[torch.float32]
 
 
 ATTENTION = [
@@ -122,7 +172,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         a, saved = attention.forward(q, k, v, spans, True)
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
         attention.backward(delta, saved, spans, True, grads)
-        return [a, *grads, *(t for f in named.values() for t in tensors(f()))]
+        product = calls.product(q.flatten(1), delta.flatten(1).t(), None)
+        return [a, product, *grads, *(t for f in named.values() for t in tensors(f()))]
 
     found = []
     for threads in (1, 2, 3):

@@ -76,7 +76,7 @@ def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_tied_contribution_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     others = Linear.accumulate
 
-    def accumulate(self: Linear, delta: Tensor, a: Tensor, run: Pass) -> None:
+    def accumulate(self: Linear, delta: Tensor, a: Tensor, run: Pass, shared: None) -> None:
         if self.w.shape[1] != model.config.n_vocab:
             others(self, delta, a, run)
 

@@ -273,6 +273,7 @@ class _Continued:
         self.slot, self.count = slot, count
         self.rows = slice(start, start + count)
         self.masks: dict[int | None, Tensor] = {}  # by window
+        self.sequences: dict[int | None, calls.Sequences] = {}  # by window
 
     def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         slot, pool, old = self.slot, self.slot.pool, self.slot.length
@@ -294,10 +295,12 @@ class _Continued:
 
     def _by_kernel(self, seen: range, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (t, h, width), k, v (capacity, h_kv, width), of which the new queries see some, without a copy"""
-        rows = torch.tensor([[seen.start, seen.stop, 0, self.count]])
-        at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
+        if window not in self.sequences:
+            at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
+            table = calls.table(((seen.start, seen.stop, 0, self.count),))
+            self.sequences[window] = calls.Sequences(*table, at)
         a, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
-        calls.forward_attention(rows, at, True, window, q, k, v, a, lse)
+        calls.forward_attention(self.sequences[window], True, window, q, k, v, a, lse)
         return a
 
 

@@ -4,7 +4,8 @@ Rows are the first dimension; the last one must be contiguous. (n, w), or (n, h,
 """
 
 import ctypes
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,29 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+# ── matrix products ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+LEAST_PRODUCTS = 1 << 18  # multiply-adds; smaller products are dominated by the call
+FEWEST_ROWS = 8
+
+
+def multiplies(a: Tensor, b: Tensor) -> bool:
+    """Whether a b should be computed here."""
+    if a.shape[0] < FEWEST_ROWS or a.shape[0] * a.shape[1] * b.shape[1] < LEAST_PRODUCTS or not library.multiplies():
+        return False
+    return a.dtype == b.dtype and fits(a if a.stride(1) == 1 else a.t(), b if b.stride(1) == 1 else b.t())
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: Tensor | None = None) -> Tensor:
+    """a (m, n) b (n, w), each contiguous by rows or by columns, plus `bias` (w); written, or added, to `out` if given."""
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    shape = a.shape[0], b.shape[1], a.shape[1]
+    strides = out.data_ptr(), out.stride(0), int(add)
+    _check(_call("product", a.dtype, *shape, *_heads(a, b), _address(bias), *strides))
+    return out
+
+
 # ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -64,6 +88,21 @@ def backward_gate(g: str, delta: Tensor, gate: Tensor, up: Tensor, d_gate: Tenso
 
 
 # ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def forward_layer(a: Tensor, w: Tensor, b: Tensor, eps: float, out: Tensor, mu: Tensor, inv_sigma: Tensor) -> None:
+    given = w.data_ptr(), b.data_ptr()
+    _call(
+        "forward_layer",
+        a.dtype,
+        *a.shape,
+        float(eps),
+        *_rows(a),
+        *given,
+        *_rows(out),
+        mu.data_ptr(),
+        inv_sigma.data_ptr(),
+    )
 
 
 def forward_rms(a: Tensor, w: Tensor, eps: float, out: Tensor, inv_rms: Tensor) -> None:
@@ -112,22 +151,35 @@ def softmax_loss(logits: Tensor, targets: Tensor, weight: float, losses: Tensor)
     )
 
 
+class Sequences(NamedTuple):
+    """Sequences packed end to end, for attention."""
+
+    rows: Tensor  # (count, 4) int64: first and end of the keys, first and end of the queries of each
+    longest: int  # number of keys or queries
+    at: Tensor | None = None  # (m) int32: positions of the queries; None: every token is a query
+
+
+@lru_cache(maxsize=64)  # the blocks of a model ask for the same
+def table(rows: tuple[tuple[int, int, int, int], ...]) -> tuple[Tensor, int]:
+    """The first two fields of `Sequences`."""
+    longest = max(max(keys - key, queries - query) for key, keys, query, queries in rows)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu"), longest
+
+
 def forward_attention(
-    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor,
-    a: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """sequences (count, 4) int64: first and end of the keys, first and end of the queries of each; at (m) int32: positions
-    of the queries, or None if every token is a query. The tensors are (rows, heads, width), lse (rows, heads)."""
-    shape = _attention_shape(sequences, at, causal, window, q, k, v)
+    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor, a: Tensor, lse: Tensor
+) -> None:
+    """The tensors are (rows, heads, width), lse (rows, heads)."""
+    shape = _attention_shape(sequences, causal, window, q, k, v)
     _check(_call("forward_attention", q.dtype, *shape, *_heads(q, k, v, a, lse)))
 
 
 def backward_attention(
-    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    sequences: Sequences, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
     a: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """As above; `into` are the error signals of q, k and v, those of k and v with a head for every query head."""
-    shape = _attention_shape(sequences, at, causal, window, q, k, v)
+    """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
+    shape = _attention_shape(sequences, causal, window, q, k, v)
     _check(_call("backward_attention", q.dtype, *shape, *_heads(delta, q, k, v, a, lse, *into)))
 
 
@@ -151,22 +203,22 @@ def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
 
 
 def _attention_shape(
-    sequences: Tensor, at: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
+    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[int | float, ...]:
-    longest = int((sequences[:, 1::2] - sequences[:, ::2]).amax())
-    widths = q.shape[2], v.shape[2]
-    where = len(sequences), sequences.data_ptr(), _address(at), longest
-    return *where, q.shape[1], q.shape[1] // k.shape[1], *widths, widths[0] ** -0.5, int(causal), window or 0
+    rows, longest, at = sequences
+    (_, heads, d_rho), d_h = q.shape, v.shape[2]
+    where = len(rows), rows.data_ptr(), _address(at), longest
+    return *where, heads, heads // k.shape[1], d_rho, d_h, d_rho**-0.5, int(causal), window or 0
 
 
 def _heads(*tensors: Tensor) -> list[int]:
-    """Address, row stride and head stride of every tensor."""
+    """Address and the first two strides of every tensor: of rows and heads, or of rows and columns."""
     return [x for tensor in tensors for x in (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))]
 
 
 def _check(failed: int) -> None:
     if failed:
-        raise MemoryError("no memory for the buffers of attention")
+        raise MemoryError("no memory for the buffers of a kernel")
 
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────

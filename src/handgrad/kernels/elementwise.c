@@ -5,7 +5,7 @@
  * REAL = double. n rows of w numbers; `x` with the row stride `xs`; all strides count numbers. A row belongs to one thread
  * and is summed in one order, so a result does not depend on the number of threads.
  *
- * library.py compiles this file, attention.c and packed.c. */
+ * library.py compiles all C files of this folder. */
 
 #include "common.h"
 
@@ -82,6 +82,25 @@ ACTIVATION(silu)
 ACTIVATION(gelu_tanh)
 
 /* ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* LayerNorm: a_i = ā ∘ w + b with ā = (a − μ)/σ, σ = √(var + ε); inv = 1/σ. The variance is that of a − μ. */
+void forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out, size os,
+                   real *mu, real *inv) {
+    ROWS(n, w) for (size t = 0; t < n; t++) {
+        const real *restrict a_t = a + t * as;
+        real *restrict out_t = out + t * os;
+        real sum = 0, squares = 0;
+        for (size i = 0; i < w; i++) sum += a_t[i];
+        real m = sum / w;
+        for (size i = 0; i < w; i++) {
+            real x = a_t[i] - m;
+            squares += x * x;
+        }
+        real r = 1 / (real)sqrt((double)squares / w + eps);
+        mu[t] = m, inv[t] = r;
+        for (size i = 0; i < w; i++) out_t[i] = (a_t[i] - m) * r * gain[i] + b[i];
+    }
+}
 
 /* RMSNorm: a_i = ā ∘ w with ā = a/rms; inv = 1/rms */
 void forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv) {

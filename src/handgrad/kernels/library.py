@@ -21,8 +21,8 @@ import torch
 
 from ..files.cache import cache_path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("elementwise.c", "attention.c", "decode.c", "packed.c"))
-HEADER = Path(__file__).with_name("common.h")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 REAL = {torch.float32: "float", torch.float64: "double"}
 # Sums may be reordered, so that they become vector instructions. NaN and infinity keep their meaning. -ffast-math is not
 # among the flags: it would also switch denormal numbers off in the whole process.
@@ -97,10 +97,24 @@ def _path(real: str) -> Path | None:
     except (OSError, subprocess.SubprocessError):
         return None
     key = hashlib.sha256()
-    sources = [path.read_bytes() for path in (HEADER, *SOURCES)]
+    sources = [path.read_bytes() for path in (*HEADERS, *SOURCES)]
     for part in (*sources, " ".join((*FLAGS, real)).encode(), version, _processor().encode()):
         key.update(hashlib.sha256(part).digest())
     return cache_path("kernels", f"kernels-{real}-{key.hexdigest()[:16]}.so")
+
+
+@cache
+def multiplies() -> bool:
+    """Whether matrix products should be ours: on processors of AMD with AVX-512 the library of torch is slower. Decided by
+    the processor, not by a measurement, so that a machine always computes the same bits. HANDGRAD_PRODUCTS=own or torch
+    decides by hand."""
+    given = os.environ.get("HANDGRAD_PRODUCTS", "")
+    if given in ("own", "torch"):
+        return given == "own"
+    with contextlib.suppress(OSError):
+        info = Path("/proc/cpuinfo").read_text()
+        return "AuthenticAMD" in info and "avx512f" in info
+    return False
 
 
 def _processor() -> str:

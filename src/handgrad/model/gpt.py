@@ -209,7 +209,8 @@ class GPT(Network):
         Frees activations as it goes unless `once` is False."""
         if not state.pieces:
             finished = _with_zeros(finished)
-        layers = iter(every_layer := self.layers())
+        every_layer = self.layers() if finished is not no_hook else [[]] * (3 + len(self.blocks))
+        layers = iter(every_layer)
         value = 0.0
         deltas: list[Tensor] = []
         if any(isinstance(saved, Tensor) for block in state.blocks for saved in block):
@@ -265,7 +266,11 @@ class GPT(Network):
 
     def dropout_seed(self, seed: int | None) -> int | None:
         """The dropout seed of a pass; None if no layer drops anything."""
-        if not self.training or not any(isinstance(x, Affine) and x.dropout for x in self.modules()):
+        if (
+            self.adapter is None
+            or not self.training
+            or not any(isinstance(x, Affine) and x.dropout for x in self.modules())
+        ):
             return None
         return int(torch.randint(1 << 31, ())) if seed is None else seed
 

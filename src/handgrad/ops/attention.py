@@ -79,7 +79,7 @@ def forward(
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
     if calls.fits(q, k, v):
-        calls.forward_attention(*_sequences(spans), causal, window, q, k, v, a, lse)
+        calls.forward_attention(_sequences(spans), causal, window, q, k, v, a, lse)
         return a, Saved(q, k, v, a, lse)
     for span in spans:
         operands = (q, span.queries), (k, span.keys), (v, span.keys)
@@ -255,17 +255,16 @@ def _backward_by_kernel(
     direct = heads == key_heads and into[0].dtype == lse.dtype and all(x.stride(-1) == 1 for x in into)
     q_, k_, v_ = (lse.new_zeros(0 if direct else len(x), heads, x.shape[2]) for x in into)
     found = into if direct else (q_, k_, v_)
-    calls.backward_attention(*_sequences(spans), causal, window, delta, q, k, v, a, lse, found)
+    calls.backward_attention(_sequences(spans), causal, window, delta, q, k, v, a, lse, found)
     if not direct:
         for target, x in zip(into, found, strict=True):
             target.copy_(x.view(len(x), target.shape[1], -1, x.shape[2]).sum(2))
     return True
 
 
-def _sequences(spans: Spans) -> tuple[Tensor, Tensor | None]:
-    """The rows of each sequence's keys and queries, (sequences, 4); the positions of all queries, or None if every token
-    is one"""
-    rows: list[tuple[int, ...]] = []
+def _sequences(spans: Spans) -> calls.Sequences:
+    """The rows of each sequence's keys and queries, and the positions of all queries unless every token is one."""
+    rows: list[tuple[int, int, int, int]] = []
     positions: list[int] = []
     for span in spans:
         keys, queries = span.length, (span.queries.stop - span.queries.start) // span.sequences
@@ -276,7 +275,7 @@ def _sequences(spans: Spans) -> tuple[Tensor, Tensor | None]:
         for span in spans:
             positions += list(span.positions or range(span.length)) * span.sequences
     at = torch.tensor(positions, dtype=torch.int32, device="cpu") if positions else None
-    return torch.tensor(rows, dtype=torch.int64, device="cpu"), at
+    return calls.Sequences(*calls.table(tuple(rows)), at)
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,7 +355,7 @@ def _limit(window: int | None, span: Span) -> int | None:
 
 def _needs_float64(lse: Tensor) -> bool:
     """Whether float32 rounds the scores of these rows too much."""
-    return lse.dtype == torch.float32 and lse.abs().amax().item() > FLOAT32_SCORES
+    return lse.dtype == torch.float32 and torch.linalg.vector_norm(lse, math.inf).item() > FLOAT32_SCORES
 
 
 def _correction(delta: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,19 +15,28 @@ def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -
         out = a.new_empty(len(a), w.shape[1])
         calls.few_rows(a, transposed, out)
         return out if b is None else out.add_(b)
+    if calls.multiplies(a, w):
+        return calls.product(a, w, out, bias=b)
     return torch.mm(a, w, out=out) if b is None else torch.addmm(b, a, w, out=out)
 
 
 def backward(delta: Tensor, w: Tensor, into: Tensor | None = None) -> Tensor:
     """Δ_{i−1} = Δ_i wᵗ, or Δ_{i−1} += Δ_i wᵗ"""
-    return torch.mm(delta, w.t()) if into is None else into.addmm_(delta, w.t())
+    return _product(delta, w.t(), into)
 
 
 def grad_w(delta: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
     """∂w += a_{i−1}ᵗ Δ_i"""
-    return torch.mm(a.t(), delta) if into is None else into.addmm_(a.t(), delta)
+    return _product(a.t(), delta, into)
 
 
 def grad_b(delta: Tensor, into: Tensor | None) -> Tensor:
     """∂b += Σ_tok Δ_i"""
     return delta.sum(0) if into is None else into.add_(delta.sum(0))
+
+
+def _product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
+    """x y, added to `into` if that is given"""
+    if calls.multiplies(x, y):
+        return calls.product(x, y, into, add=into is not None)
+    return torch.mm(x, y) if into is None else into.addmm_(x, y)
