@@ -53,7 +53,7 @@ def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp
 
 
 def test_low_bit_weights_stay_as_they_are(tmp_path: Path) -> None:
-    base_in(tmp_path / "base", d_model=32)
+    base_in(tmp_path / "base", d_model=32, n_heads=2)
     adapter_of(tmp_path / "base", tmp_path / "a", 1)
     adapter_of(tmp_path / "base", tmp_path / "b", 1, modules_to_save=["lm_head"])
     model = hg.load(tmp_path / "base", bits=8)
