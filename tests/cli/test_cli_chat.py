@@ -1,5 +1,6 @@
 """`handgrad chat`: messages and commands through pipes, what is refused, and a terminal with Ctrl-C and Ctrl-D."""
 
+import codecs
 import io
 import json
 import os
@@ -138,13 +139,13 @@ def test_a_terminal(model: Path) -> None:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60"}
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    seen = ""
+    seen, decoder = "", codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
 
     def wait_for(text: str) -> None:
         """Read until the text has come, and forget what is before its end."""
         nonlocal seen
         while text not in seen:
-            seen += os.read(ours, 4096).decode(errors="replace")
+            seen += decoder.decode(os.read(ours, 4096))
         seen = seen[seen.index(text) + len(text) :]
 
     try:
