@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer test long lint browser bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer test long lint browser bench llama-bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -59,6 +60,17 @@ images: $(VENV)/.ready-for-tests browser
 
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/handgrad bench
+
+# A peer of bench generate: llama.cpp's own benchmark, from the source archive of llama-cpp-python. Takes ten minutes.
+llama-bench: $(VENV)/.ready-for-tests
+	rm -rf build/llama && mkdir -p build/llama
+	$(PIP) cmake ninja
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama llama-cpp-python==$(LLAMA)
+	tar -xzf build/llama/llama_cpp_python-$(LLAMA).tar.gz --strip-components 1 -C build/llama
+	$(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -S build/llama/vendor/llama.cpp -B build/llama/made \
+		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+	$(BIN)/cmake --build build/llama/made --target llama-bench
+	cp build/llama/made/bin/llama-bench $(BIN)/
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

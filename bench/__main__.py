@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--model", metavar="MODEL", default="",
-        help=f"model of {' and '.join(WITH_MODEL)}: smollm2, a .gguf file or a directory, on real instructions (default:"
+        help=f"model of {', '.join(WITH_MODEL)}: smollm2, a .gguf file or a directory, on real instructions (default:"
         " GPT-2 124M, random weights, on pieces of text); with --tiny a tiny Llama",
     )  # fmt: skip
     size = parser.add_mutually_exclusive_group()
@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if name not in SCENARIOS:
             parser.error(f"unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
         if options.model and name not in WITH_MODEL:
-            parser.error(f"--model is an option of {' and '.join(WITH_MODEL)}, not of {name}")
+            parser.error(f"--model is an option of {', '.join(WITH_MODEL)}, not of {name}")
     return options
 
 

@@ -7,8 +7,9 @@ from html import escape
 from handgrad.formatting import number
 
 from .cases import MATMULS
+from .generate import WITHOUT_CACHE
 from .machine import Machine
-from .row import Row
+from .row import BOUND, Row
 
 WIDTH, MARGIN, LABEL, ROOM, BAR, LINE = 1000, 28, 420, 50, 14, 22
 ORANGE, BLUE, GREY, RED = "#d9822b", "#2b6cb0", "#8a94a3", "#c0392b"
@@ -74,6 +75,7 @@ def draw(rows: list[Row], machine: Machine) -> str:
         ("lora", "a step with LoRA", "of a step above weights and optimizer state"),
         ("context", "a LoRA step on one example", "of the process above an interpreter with torch"),
         ("attention", "the backward pass of attention, 12 heads of 64", ""),
+        ("generate", "generating a text", ""),
     ):
         steps = [row for row in rows if row.scenario == scenario and row.seconds > 0 and comparable(row)]
         growth(sheet, title, of_memory, sorted(steps, key=lambda row: row.tokens))
@@ -90,6 +92,8 @@ def comparable(row: Row) -> bool:
     """Whether a case differs from its neighbours in the number of tokens only."""
     if row.scenario == "attention":
         return "backward, 12 heads of 64, 1×" in row.case
+    if row.scenario == "generate":
+        return row.case.endswith(WITHOUT_CACHE)
     return "bfloat16" not in row.case and "nano" not in row.case and row.contender != MATMULS
 
 
@@ -97,7 +101,7 @@ def pairs(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
     """The first contender of each case with its peers, or with the reference if all are ours."""
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.contender != MATMULS:
+        if row.contender not in (MATMULS, BOUND):
             cases.setdefault((row.scenario, row.case), []).append(row)
     found = []
     for (scenario, _), (first, *others) in cases.items():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 NAN = float("nan")
 MISSING = "missing"  # the beginning of a problem that is no failure: something optional is not installed
+BOUND = "bandwidth bound"  # a contender that no other can beat
 OURS = ("handgrad", "…", "as written", "transposed")  # beginnings of the names of handgrad's contenders
 
 
@@ -30,6 +31,7 @@ class Row:
     above_torch_ratio: float = NAN
     bytes_per_token: float = NAN  # growth of memory since the next smaller number of tokens
     of_idle: float = NAN  # speed ÷ this one's speed when no other process wants a core
+    of_bound: float = NAN  # speed ÷ that at which memory delivers what this one reads
     problem: str = ""  # "missing: …", "wrong: …" or "failed: …": why figures are empty
 
     @property

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from . import SCENARIOS, attention, context, finetune, shared
+from . import SCENARIOS, attention, context, finetune, generate, shared
 from . import explain as page
 from .attempts import Attempts
 from .cases import CASES
@@ -104,6 +104,7 @@ def explain_page(size: Size, attempts: Attempts) -> list[Row]:
 OTHERS: dict[str, Callable[[Size], dict[str, Measure]]] = {
     "finetune": finetune.cases,
     "context": context.cases,
+    "generate": generate.cases,
     "attention": attention.cases,
     "products": products,
     "shared": shared.cases,

@@ -92,6 +92,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "median": lambda r: seconds(r.median),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
     "of matmul peak": lambda r: number(r.mfu, "{:.0%}"),
+    "of bound": lambda r: number(r.of_bound, "{:.0%}"),
     "predicted": lambda r: seconds(r.predicted_seconds),
     "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
     "of peer's": lambda r: number(r.memory_ratio, "{:.2f}"),

@@ -45,11 +45,18 @@ class Size:
     shared_seconds: float  # shared: of each contender
     products: tuple[str, ...]  # layers
     product_tokens: int
+    generate: tuple[int, ...]  # tokens of the context
+    generate_batches: tuple[int, ...]  # sequences that are decoded together
+    new_tokens: int  # that are decoded in a round
+    uneven: tuple[int, int]  # prompts, tokens of the longest
+    recomputed: tuple[int, ...]  # new tokens with and without a cache
+    numbers_in_memory: int  # that are read to measure the speed of memory: more than caches hold
+    generate_rounds: int
     peaks: tuple[str, ...]  # scenarios that measure memory
     explain: tuple[str, int]  # model, words of the sentence
     rounds: int  # maximum
     measure_seconds: float  # budget of each time prediction
-    base: str = ""  # --model of finetune and context; "": `model` with random weights
+    base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
 
     def attention_rounds(self, long: bool) -> int:
         return min(self.rounds, 12 if long else 40)
@@ -91,6 +98,13 @@ FULL = Size(
     shared_seconds=10,
     products=("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head"),
     product_tokens=1024,
+    generate=(32, 128, 512, 2048),
+    generate_batches=(1, 4, 16),
+    new_tokens=16,
+    uneven=(16, 512),
+    recomputed=(16, 32, 64, 128, 256),
+    numbers_in_memory=1 << 27,
+    generate_rounds=5,
     peaks=("train", "memory", "lora", "sft"),
     explain=("gpt2", 64),
     rounds=40,
@@ -123,6 +137,13 @@ QUICK = Size(
     shared_seconds=1.5,
     products=("c_fc", "head"),
     product_tokens=1024,
+    generate=(32, 256),
+    generate_batches=(1, 4),
+    new_tokens=8,
+    uneven=(4, 128),
+    recomputed=(16, 64),
+    numbers_in_memory=1 << 26,
+    generate_rounds=2,
     peaks=("memory", "lora"),  # train would take longer than everything else
     explain=("nano", 10),
     rounds=20,
@@ -155,6 +176,13 @@ TINY = Size(
     shared_seconds=0.1,
     products=("c_fc", "head"),
     product_tokens=32,
+    generate=(16, 48),
+    generate_batches=(1, 3),
+    new_tokens=4,
+    uneven=(3, 24),
+    recomputed=(4, 8),
+    numbers_in_memory=1 << 16,
+    generate_rounds=1,
     peaks=("memory", "lora"),
     explain=("nano", 3),
     rounds=1,

@@ -16,9 +16,10 @@ from handgrad.files.atomic import check_writable, write_text
 
 from . import SCENARIOS
 from .cases import LOOP, MATMULS
+from .generate import WITHOUT_CACHE
 from .machine import Machine
 from .picture import draw
-from .row import NAN, Row
+from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
 LEFT_OUT = ("products", "explain")  # scenarios without a place in the table
@@ -174,6 +175,8 @@ def lines_of(scenario: str, rows: list[Row]) -> Iterator[list[str]]:
         yield from attention_lines(rows)
     elif scenario == "context":
         yield from context_lines(rows)
+    elif scenario == "generate":
+        yield from generate_lines(rows)
     else:
         for case in dict.fromkeys(row.case for row in rows):
             yield from case_lines(TITLES[scenario].format(case), [row for row in rows if row.case == case])
@@ -250,6 +253,36 @@ def context_lines(rows: list[Row]) -> Iterator[list[str]]:
         memory = " / ".join(f"{row.memory / 1e9:.2f}" for row in mine)
         name = "`handgrad finetune`" if contender == "handgrad finetune" else contender
         yield [f"{name} on one example of {lengths} tokens", f"{times}; {memory} GB", "", ""]
+
+
+def generate_lines(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for each kind of work, of weights and size of batch, with all contexts."""
+    groups: dict[
+        str, dict[str, list[Row]]
+    ] = {}  # by the name of the case with {} for the number that varies, by number
+    for row in rows:
+        group, _, varying = row.case.rpartition("×")
+        if row.case.endswith(WITHOUT_CACHE):
+            varying, _, rest = row.case.partition(" ")
+            group = f"{{}} {rest}"
+        elif group:
+            group += "×{}"
+        groups.setdefault(group or row.case, {}).setdefault(varying, []).append(row)
+    for group, cases in groups.items():
+        firsts = [of_case[0] for of_case in cases.values()]
+        cells = " / ".join(f"{row.tokens / row.seconds:,.0f}" for row in firsts) + " tokens/s"
+        if all(row.of_bound == row.of_bound for row in firsts):
+            shares = " / ".join(f"{100 * row.of_bound:.0f}" for row in firsts)
+            cells += f", {shares} % of the bandwidth bound"
+        names = dict.fromkeys(row.contender for of_case in cases.values() for row in of_case[1:])
+        ratios = {x: " / ".join(against_first(x, of_case) for of_case in cases.values()) for x in names if x != BOUND}
+        yield [group.format(" / ".join(cases)), cells, ", ".join(ratios), ", ".join(f"{x}×" for x in ratios.values())]
+
+
+def against_first(name: str, rows: list[Row]) -> str:
+    """How many times as fast the first contender is as this one."""
+    found = [row for row in rows if row.contender == name and row.seconds > 0]
+    return f"{found[0].seconds / rows[0].seconds:.2f}" if found else "–"
 
 
 def seconds(x: float) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 from bench.cases import COMPILED, EAGER, LEAST_MEMORY, LOOP, MATMULS, PEFT
 from bench.finetune import PACKED, RECOMPUTE, name_of
-from bench.row import Row
+from bench.generate import WITHOUT_CACHE
+from bench.row import BOUND, Row
 
 GB = 10**9
 OURS = "handgrad finetune"
@@ -66,7 +67,17 @@ def rows() -> list[Row]:
                 Row("attention", case, "handgrad", tokens, ours / 1e3, ours / 1e3, library / ours, 1e-7),
                 Row("attention", case, "library kernel", tokens, library / 1e3, library / 1e3, 1.0),
             ]
+    for n, ours in ((32, 0.4), (2048, 0.5)):
+        found += [
+            Row("generate", f"decode, 8 bits, 1×{n}", "handgrad", 16, ours, ours, 1.25, of_bound=0.9),
+            Row("generate", f"decode, 8 bits, 1×{n}", "handgrad, float32", 16, 1.0, 1.0),
+            Row("generate", f"decode, 8 bits, 1×{n}", BOUND, 16, 0.9 * ours, ours),
+            Row("generate", f"{n} new tokens, {WITHOUT_CACHE}", "handgrad", n, n / 50, n / 50),
+            Row("generate", f"{n} new tokens, {WITHOUT_CACHE}", "handgrad, without a cache", n, n**2 / 800, 9.0),
+        ]
     found += [
+        Row("generate", "16 uneven prompts", "handgrad", 1024, 2.0, 2.0),
+        Row("generate", "16 uneven prompts", "transformers", 1024, 5.0, 5.0),
         Row("shared", "1 busy core", "handgrad", 768, 0.05, 0.05, of_idle=0.64),
         Row("shared", "1 busy core", "torch's default threads", 768, 2.0, 2.0, of_idle=0.02),
     ]

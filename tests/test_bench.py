@@ -37,6 +37,13 @@ CONTENDERS = {
     "lora": {"handgrad", "transformers + peft", "matmuls only"},
     "sft": {"handgrad", "transformers + peft"},
     "finetune": {"handgrad finetune", "transformers + peft"},
+    "generate": {
+        "handgrad",
+        "transformers",
+        "handgrad, float32",
+        "handgrad, without a cache",
+        "bandwidth bound",
+    },
     "attention": {"handgrad", "library kernel"},
     "products": {"as written", "transposed"},
     "shared": {"handgrad", "torch's default threads"},
@@ -89,7 +96,7 @@ def test_scenario_compares_results_and_times(
     for case in {row["case"] for row in rows}:
         ours, reference = [row for row in rows if row["case"] == case][:2]
         assert reference["ratio"] == 1
-        if name not in ("finetune", "shared"):  # finetune compares losses instead
+        if name not in ("finetune", "shared", "generate"):  # finetune compares losses, generate tokens
             if "bfloat16" in case:  # both are compared with float32
                 assert 0 < ours["gradient_error"] <= 2 * reference["gradient_error"] < 0.2
             else:
@@ -102,6 +109,9 @@ def test_scenario_compares_results_and_times(
         assert all(row["memory"] > 0 and math.isfinite(row["memory_ratio"]) for row in measured)
     if name in ("train", "lora"):
         assert all(row["mfu"] > 0 for row in mine)
+    if name == "generate":
+        decoded = [row for row in mine if "decode" in row["case"]]
+        assert len(decoded) == 3 * 2 * 2 and all(row["of_bound"] > 0 for row in decoded)
     if name == "shared":
         assert [row["of_idle"] for row in rows[:2]] == [1, 1] and all(row["of_idle"] > 0 for row in rows)
     assert machine["load"] >= 0 and machine["cores"] == os.cpu_count()
@@ -285,7 +295,10 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
     [
         (["nonsense"], "unknown scenario 'nonsense'; choose from train, memory, lora"),
         (["attention", "--quick", "--tiny"], "not allowed with"),
-        (["finetune", "train", "--model", "smollm2"], "--model is an option of finetune and context, not of train"),
+        (
+            ["finetune", "train", "--model", "smollm2"],
+            "--model is an option of finetune, context, generate, not of train",
+        ),
         (["context", "--quick", "--model", "no-such-model"], "'no-such-model' is neither a preset"),
         (["context", "--quick", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
         (["attention", "--tiny", "--json", "no/such/folder/r.json"], "does not exist"),

@@ -72,6 +72,10 @@ def test_every_scenario_of_the_table_has_lines() -> None:
         "| the same, by the loop of `handgrad train` | 2.02 s | handgrad 2.00 s | 1.0 % more time |",
         "| attention alone, backward, 12 heads of 64, 1×128 / 1×1024 / 12×64 | 1.8 / 20.0 / 2.0 ms |",
         " | torch's kernel | 0.56 / 1.22 / 1.10× | `handgrad bench attention` |",
+        "| decode, 8 bits, 1×32 / 2048 | 40 / 32 tokens/s, 90 / 90 % of the bandwidth bound |",
+        " | handgrad, float32 | 2.50 / 2.00× | `handgrad bench generate` |",
+        "| 32 / 2048 new tokens, with and without a cache | 50 / 50 tokens/s | handgrad, without a cache | 2.00 / 128.00× |",
+        "| 16 uneven prompts | 512 tokens/s | transformers | 2.50× |",
         "| nano recipe, 1 busy core | 50 ms, 64 % of its speed on the idle machine |",
         "`handgrad finetune` on one example of 128 / 512 / 2,048 / 8,192 tokens",
     ):  # fmt: skip

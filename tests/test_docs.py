@@ -28,7 +28,9 @@ from handgrad.cli.app import app
 from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
+from handgrad.serve.server import Server
 from handgrad.text import tokenizer
+from tiny_chat import write_chat_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,6 +71,12 @@ def check_parses(arguments: list[str]) -> None:
     assert not any("\\n" in word for word in rest), f"{rest}: bash passes a backslash; write $'…'"
 
 
+def stop_at_once(server: Server) -> None:
+    """In the place of `Server.run`: the server listens and is ready, and ends."""
+    with server:
+        pass
+
+
 class Folder:
     """The folder in which the commands of a page run. Models and runs are created when first mentioned."""
 
@@ -85,6 +93,7 @@ class Folder:
         for name in ("examples", "build/finetune-demo/train", "build/finetune-demo/validation"):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
         (path / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
         hg.save(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
         tokenizer.make("bytes", []).write(path / "path/to/gpt2")
@@ -95,10 +104,11 @@ class Folder:
         for made in self._after(words, "--out") if "--resume" not in words else ():
             shutil.rmtree(made, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Server, "run", stop_at_once)
             if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two need the real sizes
                 for name in ("gpt2", "nano"):
                     patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
-            done = CliRunner().invoke(app, words, input="more bottles\n" * 500)
+            done = CliRunner().invoke(app, words, input="more bottles\n" * (1 if words[0] == "chat" else 500))
         assert done.exit_code == 0, f"handgrad {' '.join(words)}: {done.exception or done.output}"
         return done.output
 
@@ -119,16 +129,22 @@ class Folder:
         if name in ("train", "finetune"):
             bytes_only = ["--tokenizer", "bytes"] if self._after(words, "--model") == ["gpt2"] else []
             return [*words, *QUICK, *bytes_only]
+        if name == "serve":
+            for _, used in (adapter.split("=") for adapter in self._after(words, "--adapter")):
+                self._make(used)
+            return [*words, "--port", "0"]
         if name == "explain" and "--html" not in words:
             return [*words, "--html", "page.html"]
-        if name == "generate":
+        if name in ("generate", "chat"):
             return [*words, "--tokens", "3"]
         return words
 
     def _make(self, name: str) -> None:
         if Path(name).exists() or name in config.PRESETS or name in FETCHED:
             return
-        if name == "merged":
+        if name == "path/to/chat-model":
+            write_chat_model(Path(name), steps=1)
+        elif name == "merged":
             self.run("merge", "runs/mine", "--out", "merged")
         elif name == "runs/mine":
             self.run(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .errors import HandgradError, NonFiniteError
     from .formats.huggingface import save
     from .formats.models import load
+    from .inference.attribution import Attribution, attribute
     from .inference.generate import generate
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "GPT",
+    "Attribution",
     "HandgradError",
     "ModelConfig",
     "NonFiniteError",
     "Trace",
+    "attribute",
     "finetune",
     "generate",
     "load",
@@ -44,7 +47,8 @@ sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inj
 
 _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
-    "Trace": "model.trace", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
+    "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
+    "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
     "verify": "proof.verify",
 }  # fmt: skip

@@ -14,7 +14,8 @@ import pytest
 from tiny_session import TEXT, make_session
 
 from handgrad.errors import HandgradError
-from handgrad.explain.server import ASSETS, MAX_CONNECTIONS, Server
+from handgrad.explain.server import ASSETS, Server
+from handgrad.web.connection import MAX_CONNECTIONS
 
 JSON = {"Content-Type": "application/json"}
 
@@ -199,7 +200,7 @@ def test_a_get_has_no_body(server: Server) -> None:
 def test_an_incomplete_request_closes_its_connection(
     server: Server, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.5)
     client = connect(server, *parts)
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(100) == b""
@@ -207,7 +208,7 @@ def test_an_incomplete_request_closes_its_connection(
 
 
 def test_a_slow_request_closes_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.5)
     client = connect(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n")
     with pytest.raises(OSError):
         for i in range(600):
@@ -217,7 +218,7 @@ def test_a_slow_request_closes_its_connection(server: Server, monkeypatch: pytes
 
 
 def test_a_slow_response_is_not_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.explain.server.REQUEST_TIMEOUT", 0.05)
+    monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.05)
     monkeypatch.setattr("handgrad.explain.views.table", lambda session: time.sleep(1) or {"late": True})
     assert call(server, "GET", "/api/table")[1] == {"late": True}
 

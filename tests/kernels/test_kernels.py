@@ -1,5 +1,6 @@
 """Compiled kernels against the torch code of the same op, on odd shapes and views; what happens without a compiler."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import handgrad as hg
 from conftest import ROUNDING
+from handgrad.inference.kv_cache import Cache
 from handgrad.kernels import calls, library
 from handgrad.ops import activation, attention, gated, layernorm, linear, loss, rmsnorm, rotary
 from handgrad.proof.oracles import relative_error
@@ -258,3 +260,51 @@ def test_several_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
     ]
     assert len({run.communicate()[0].split()[0] for run in runs}) == 1
     assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("f_in", "f_out"), [(1, 3), (7, 1), (33, 5), (64, 8), (129, 70)])
+def test_products_of_few_rows(f_in: int, f_out: int, dtype: torch.dtype) -> None:
+    """Equal to torch's; a row has the same bits alone and beside others."""
+    w, a = view(f_out, f_in, dtype), view(calls.FEW_ROWS, f_in, dtype)
+    bias = torch.randn(f_out, dtype=dtype)
+    for n in range(1, calls.FEW_ROWS + 1):
+        (ours,), (expected,) = both(lambda n=n: linear.forward(a[:n], w.t(), bias))  # type: ignore[misc]
+        assert relative_error(ours, expected) <= ROUNDING[dtype]
+        alone = [linear.forward(a[i : i + 1], w.t(), bias) for i in range(n)]
+        assert torch.equal(ours, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize("shared", [1, 2, 6])
+def test_attention_to_cached_keys(shared: int, window: int | None, dtype: torch.dtype) -> None:
+    """Several new tokens, then single ones of sequences of very different lengths, in two pools; the cache gets the new keys
+    and values."""
+    shape = {"n_vocab": 11, "n_context": 600, "d_model": 42, "n_heads": 6, "n_blocks": 2, "n_kv_heads": shared}
+    model = hg.GPT(hg.preset("nano-llama", **shape, d_rho=6, d_head=5), dtype=dtype)
+    lengths = [1, 3, 300, 130, 128, 40]
+    results = []
+    for kernels in (True, False):
+        torch.manual_seed(1)
+        cache = Cache(model)
+        slots = [cache.add() for _ in lengths]
+        with contextlib.nullcontext() if kernels else library.disabled():
+            for slot, length in zip(slots, lengths, strict=True):
+                first = cache.step([(slot, length)])
+                first.block(1).attend(*heads(length, shared, dtype), window)
+                first.finish()
+            second = cache.step([(slots[3], 70)])
+            continued = second.block(1).attend(*heads(70, shared, dtype), window).a
+            order = cache.order(slots)
+            step = cache.step([(slots[i], 1) for i in order])
+            a = step.block(1).attend(*heads(len(slots), shared, dtype), window).a
+        stored = [slots[i].pool.v[1, slots[i].row, :, lengths[i]] for i in order]
+        assert (len(step.parts) == 1) == kernels
+        results.append(torch.cat([continued.flatten(), a.flatten(), torch.stack(stored).flatten()]))
+    assert relative_error(*results) <= ROUNDING[dtype]
+
+
+def heads(n: int, shared: int, dtype: torch.dtype) -> list[Tensor]:
+    """q (n, 6, 6), k (n, shared, 6), v (n, shared, 5)"""
+    return [torch.randn(n, h, w, dtype=dtype) for h, w in ((6, 6), (shared, 6), (shared, 5))]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from handgrad.kernels import calls, library
 from handgrad.ops import packed as fast
 from handgrad.paper import packed as plain
 
@@ -135,5 +136,66 @@ def test_what_does_not_fit_is_refused() -> None:
             fast.unpack(data, "Q4_1", out)
     with pytest.raises(ValueError, match="does not unpack into"):
         fast.unpack(data.view(torch.int8), "Q4_1", torch.empty(3, 64))
-    with pytest.raises(ValueError, match="packing to Q4_1 is not supported"):
-        fast.pack(torch.zeros(3, 64), "Q4_1")
+    with pytest.raises(ValueError, match="packing to Q4_0 is not supported"):
+        fast.pack(torch.zeros(3, 64), "Q4_0")
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_four_bits_are_not_worse_than_those_of_gguf(scale: float) -> None:
+    w = scale * torch.randn(40, 192)
+    w[1, 64:96] = 0
+    w[2, :32] = scale * 0.7  # without a range
+    ours, theirs = (
+        fast.unpack(data, "Q4_1", torch.empty_like(w)) for data in (fast.pack(w, "Q4_1"), quantized(w, "Q4_1"))
+    )
+    assert ours[1, 64:96].eq(0).all()
+    assert torch.allclose(ours[2, :32], w[2, :32], rtol=1e-3)
+    errors = [(x - w).view(-1, 32).square().sum(1) for x in (ours, theirs)]
+    assert errors[0].sum() < 0.95 * errors[1].sum()
+
+
+PRODUCTS = ["Q8_0", "Q4_0", "Q4_1"]
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(("f_out", "f_in"), [(1, 32), (7, 96), (33, 576), (8, 1536)])
+def test_products_equal_those_with_unpacked_weights(kind: str, f_out: int, f_in: int) -> None:
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    w = torch.randn(f_out, f_in)
+    data = quantized(w, kind)
+    exact = fast.unpack(data, kind, torch.empty(f_out, f_in)).double()
+    for n in range(1, 18):
+        a = torch.randn(n, f_in + 3)[:, 1 : f_in + 1]  # rows apart, and not aligned
+        before = data.clone(), a.clone()
+        out = torch.full((n, f_out + 2), torch.nan)
+        calls.packed_product(kind, a, data, out[:, :f_out])
+        error = (out[:, :f_out] - a.double() @ exact.t()).abs()
+        assert (error <= 1e-5 * (a.abs().double() @ exact.abs().t())).all()
+        assert out[:, f_out:].isnan().all()
+        assert torch.equal(data, before[0]) and torch.equal(a, before[1])
+        assert fast.multiplies(a, data, kind) == (n <= fast.FEW_ROWS)
+        if n <= fast.FEW_ROWS:
+            assert torch.equal(fast.product(a, data, kind), out[:, :f_out])
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_do_not_depend_on_the_other_rows_or_on_threads(kind: str) -> None:
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    a, data = torch.randn(15, 576), quantized(torch.randn(300, 576), kind)
+    together = fast.product(a, data, kind)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(fast.product(a, data, kind), together)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_no_product_where_it_does_not_fit() -> None:
+    data = quantized(torch.randn(4, 256), "Q8_0")
+    assert not fast.multiplies(torch.randn(1, 256).double(), data, "Q8_0")
+    assert not fast.multiplies(torch.randn(1, 256), random_data(4, 256, "Q4_K"), "Q4_K")
+    assert not fast.multiplies(torch.randn(1, 256), quantized(torch.randn(8, 256), "Q8_0")[::2].t().t()[:, :], "Q8_0")
+    with library.disabled():
+        assert not fast.multiplies(torch.randn(1, 256), data, "Q8_0")

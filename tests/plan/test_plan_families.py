@@ -201,8 +201,9 @@ def test_saved_numbers_by_name() -> None:
 
 
 def test_cache_per_token(config: ModelConfig) -> None:
-    cache = Cache(hg.GPT(config), 1)
-    assert make_plan(config).bytes_cache_per_token == (cache._k.nbytes + cache._v.nbytes) // config.n_context
+    cache = Cache(hg.GPT(config))
+    cache.reserve(cache.add(), config.n_context)
+    assert make_plan(config).bytes_cache_per_token == cache.nbytes // config.n_context
 
 
 def test_temporary_buffers_of_a_gate() -> None:

@@ -102,7 +102,7 @@ def described(**parts: object) -> str:
 
 
 ISOLATED = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
-BYTE_VOCABULARY = {symbol: i for i, symbol in enumerate(tokenizer._byte_symbols())}
+BYTE_VOCABULARY = {symbol: i for i, symbol in enumerate(tokenizer.byte_symbols())}
 NORMALIZERS = [
     None, {"type": "Lowercase"}, {"type": "NFD"}, {"type": "Prepend", "prepend": "b"}, {"type": "ByteLevel"},
     {"type": "Replace", "pattern": {"String": "a"}, "content": "bc"},

@@ -4,6 +4,7 @@
     lora.save(model, "adapter"), lora.load(model, "adapter")  PEFT's files
     merged = lora.merge(model); lora.unmerge(model, merged)   into the weights and out again
     lora.remove(model)                                        discard them
+    attached = lora.Attachment(model, "adapter"); attached.detach()   at run time; the base is restored exactly
 
 Import the names below, or `LoRAConfig` and the patterns from their modules, which do not import torch. The package knows
 the model and its files; it knows nothing of training, text or the command line.
@@ -13,11 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attachment import Attachment
     from .injection import adapters_of, apply, choose, inject, layers_of, remove
     from .merging import Merged, merge, unmerge
     from .peft import base_of, is_adapter, load, read_config, save
 
 __all__ = [
+    "Attachment",
     "Merged",
     "adapters_of",
     "apply",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 _MODULE = dict.fromkeys(("adapters_of", "apply", "choose", "inject", "layers_of", "remove"), "injection")
+_MODULE["Attachment"] = "attachment"
 _MODULE |= dict.fromkeys(("Merged", "merge", "unmerge"), "merging")
 _MODULE |= dict.fromkeys(("base_of", "is_adapter", "load", "read_config", "save"), "peft")
 

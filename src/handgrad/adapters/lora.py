@@ -58,6 +58,10 @@ class LoRA(Affine):
         b = self.base.added_bias()
         return out if b is None else out.add_(b)
 
+    def add_branch(self, a: Tensor, into: Tensor) -> None:
+        """Add scale · a d u to the output of the base."""
+        lora.forward(a, self.down, self.up, self.scale, into=into)
+
     def share(self, delta: Tensor) -> "Signals":
         signal = delta if self.magnitude is None else delta * self._ratio()
         return Signals(signal, lora.upstream(signal, self.up, self.scale))

@@ -33,7 +33,7 @@ def merge(model: GPT) -> Merged:
     if model.adapter is None or not adapters:
         raise HandgradError("the model has no adapter to merge: inject or load one first")
     if model.packed:
-        raise HandgradError("a packed weight cannot be changed: load the model without packed=True or base_dtype")
+        raise HandgradError("a packed weight cannot be changed: load the model without packed=True, base_dtype or bits")
     merged = Merged(model.adapter, adapters, {}, model.config.tied)
     if "lm_head" in adapters:
         model.untie()

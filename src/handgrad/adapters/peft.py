@@ -20,6 +20,7 @@ from ..errors import HandgradError, MissingError, shown
 from ..families import full_name
 from ..files import manifest
 from ..files.atomic import write_folder
+from ..files.gguf import is_gguf
 from ..files.reading import read_json
 from ..files.tensors import read_tensors
 from ..model.gpt import GPT
@@ -223,6 +224,13 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     return ranks, sum(t.numel() for t in (*others, *rest.values()))
 
 
+def replaced_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the adapter has besides its factors, under the model's names: layers trained in full, and PEFT's copies of layers
+    that have an adapter."""
+    file = folder / TENSORS
+    return _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)[1:]
+
+
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
     file, config = folder / TENSORS, read_config(folder)
@@ -237,6 +245,21 @@ def base_of(folder: Path) -> str | None:
     if name and (not isinstance(name, str) or "\0" in name):
         raise HandgradError(f"{folder / CONFIG}: base_model_name_or_path is {shown(name)}, not a name")
     return name or None
+
+
+def check_base(folder: Path, base: Path) -> None:
+    """Raise if the adapter names another base model that is here: equal shapes do not make equal models. Of one that is not
+    here, `load` compares the shapes only."""
+    named = base_of(folder)
+    if named is None or not os.path.exists(named) or not base.exists() or os.path.samefile(named, base):
+        return
+    if _hashes(Path(named)) != _hashes(base):
+        raise HandgradError(f"{folder} is an adapter of {named}, not of {base}: load that model instead")
+
+
+def _hashes(model: Path) -> list[str]:
+    """The hashes of a model's files of weights."""
+    return [manifest.sha256_of(file) for file in ([model] if is_gguf(model) else sorted(model.glob("*.safetensors")))]
 
 
 def _model_name(name: str, file: Path) -> str:
@@ -272,6 +295,11 @@ def _sort_tensors(
 def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: Path) -> None:
     have = {f"{name}.{kind}": p for name, m in model.named_modules() for kind, p in m.named_parameters(recurse=False)}
     for name, tensor in rest.items():
+        if name not in have and model.packed:
+            raise HandgradError(
+                f"{file} replaces {name}, which is packed or not in this model: load the model without packed=True,"
+                " base_dtype or bits, or merge the adapter first"
+            )
         if name not in have:
             raise HandgradError(f"{file}: {name} is not a parameter of this model: the adapter belongs to another one")
         if have[name].shape != tensor.shape:

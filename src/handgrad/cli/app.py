@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from ..errors import HandgradError
-from . import bench, console, convert, explain, finetune, generate, get, merge, plan, train, verify
+from . import bench, chat, console, convert, explain, finetune, generate, get, merge, plan, serve, train, verify
 from .help import Command, Group
 
 INTERRUPTED = 130  # exit status after Ctrl-C
@@ -42,8 +42,8 @@ def common(
 
 
 for command in (
-    verify.verify, plan.plan, train.train, finetune.finetune, generate.generate, merge.merge, convert.convert, get.get,
-    explain.explain,
+    verify.verify, plan.plan, train.train, finetune.finetune, generate.generate, chat.chat, serve.serve, merge.merge,
+    convert.convert, get.get, explain.explain,
 ):  # fmt: skip
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)

@@ -1,76 +1,226 @@
 """`handgrad generate`"""
 
+import json
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import HandgradError
 from . import console
 
+if TYPE_CHECKING:
+    from ..inference.batch import Batch
+    from ..inference.engine import TokenLogprob
+    from ..text.tokenizer import Tokenizer
+
+
+def _option(panel: str) -> Callable[..., Any]:
+    """An option of this panel: its help text, its flag if it differs from the name, its limits."""
+    return lambda text, *flag, **limits: typer.Option(*flag, help=text, rich_help_panel=panel, **limits)
+
+
+text, sampling, output = _option("Text"), _option("Sampling"), _option("Output")
+
+MODEL = text(
+    "A model directory, an adapter, a run folder (its best checkpoint), or a name on the hub. [default: the newest run in"
+    " runs/]"
+)
+BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
+PROMPT = text("Text to continue, exactly as given; several times for several. [default: a line feed]")
+CHAT = text("Message for a chat model, put into its chat template; only the answer is printed.")
+PROMPTS_FILE = text("A file with one prompt per line; - for standard input.")
+TOKENS = text("Maximum number of tokens to generate.", min=1)
+STOP = text("Text at which to end; several times for several.")
+STOP_ID = text("Token id at which to end, besides the model's end-of-sequence ids.", metavar="N")
+CONTEXT_FULL = text("When the context is full: stop, or slide, which continues from its second half.")
+TEMPERATURE = sampling("Sampling temperature; 0 always takes the most probable token.", min=0)
+TOP_K = sampling("Number of most probable tokens to sample from.", min=1)
+TOP_P = sampling("Sample from the fewest tokens with this probability.", min=0, max=1)
+MIN_P = sampling("Sample from tokens with at least this share of the highest probability.", min=0, max=1)
+PENALTY = sampling("Factor by which tokens that occurred get less likely.")
+SEED = sampling("Seed of the samples; prompt i has SEED + i. [default: random]", min=0)
+JSON = output("One JSON object per prompt and line.", "--json")
+LOGPROBS = output(
+    "With --json: log-probabilities of the prompt's and the new tokens, and of so many most probable ones.", min=0
+)
+COST = output(
+    "With --bits: measure what it costs on this text file, or on a short built-in passage (sample), instead of generating.",
+    metavar="FILE",
+)
+NO_CACHE = output("Compute everything again for every token: slow, for comparison.", "--no-cache")
+
 
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model directory, an adapter, a run folder (its best checkpoint), or a name on the hub."
-            " [default: the newest run in runs/]"
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue, exactly as given. [default: a line feed]")
-    ] = None,
-    chat: Annotated[
-        str | None,
-        typer.Option(help="Message for a chat model, put into its chat template; only the answer is printed."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
-    ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Number of most probable tokens to sample from.")] = 200,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the samples. [default: random]")] = None,
+    model: Annotated[str | None, MODEL] = None,
+    prompt: Annotated[list[str] | None, PROMPT] = None,
+    chat: Annotated[list[str] | None, CHAT] = None,
+    prompts_file: Annotated[Path | None, PROMPTS_FILE] = None,
+    tokens: Annotated[int, TOKENS] = 200,
+    stop: Annotated[list[str] | None, STOP] = None,
+    stop_id: Annotated[list[int] | None, STOP_ID] = None,
+    context_full: Annotated[str, CONTEXT_FULL] = "stop",
+    temperature: Annotated[float, TEMPERATURE] = 0.8,
+    top_k: Annotated[int | None, TOP_K] = 200,
+    top_p: Annotated[float | None, TOP_P] = None,
+    min_p: Annotated[float | None, MIN_P] = None,
+    repetition_penalty: Annotated[float, PENALTY] = 1.0,
+    seed: Annotated[int | None, SEED] = None,
+    as_json: Annotated[bool, JSON] = False,
+    logprobs: Annotated[int | None, LOGPROBS] = None,
+    no_cache: Annotated[bool, NO_CACHE] = False,
+    bits: Annotated[int | None, BITS] = None,
+    cost: Annotated[str | None, COST] = None,
 ) -> None:
-    """Continue a prompt, or answer a message, token by token.
+    """Continue prompts, or answer messages, token by token.
 
-    The prompt is used exactly as given: in bash, $'…' writes line feeds and tabs. Generation ends at the end-of-text token,
-    with which chat models end an answer.
+    A prompt is used exactly as given: in bash, $'…' writes line feeds and tabs. Generation ends at the end-of-text token,
+    with which chat models end an answer. Several prompts are computed together and printed in their order.
 
       handgrad generate --prompt "ROMEO:"
-      handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --temperature 0
-      handgrad generate --model smollm2 --chat "Name three primary colours." --temperature 0
+      handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --temperature 0 --stop $'\\n'
+      handgrad generate --prompt "ROMEO:" --prompt "JULIET:" --top-p 0.9 --seed 1
+      handgrad generate --prompts-file prompts.txt --json --logprobs 5
+      handgrad generate --model smollm2 --chat "Name three primary colours." --temperature 0 --bits 4
+      handgrad generate --model smollm2 --bits 4 --cost sample
     """
-    import torch
+    from ..formats.models import open_folder, weights_folder
+    from ..inference.batch import Batch
+    from ..inference.engine import Engine, Options
+    from ..inference.model_text import model_text
+    from ..inference.sampling import Sampling
 
-    from ..formats.models import chat_template_of, open_folder, tokenizer_of, weights_folder
-    from ..inference.generate import generate as generate_ids
-    from ..text.streaming import decode_stream
-
-    if prompt is not None and chat is not None:
-        raise HandgradError("give --prompt, a text to continue, or --chat, a message to answer, not both")
+    given = [name for name, x in (("prompt", prompt), ("chat", chat), ("prompts-file", prompts_file)) if x]
+    if len(given) > 1:
+        raise HandgradError(
+            "give --prompt, a text to continue, or --chat, a message to answer, or --prompts-file: one of them"
+        )
+    if logprobs is not None and not as_json:
+        raise HandgradError("--logprobs needs --json: log-probabilities are printed as JSON")
+    if context_full not in ("stop", "slide"):
+        raise HandgradError(f"--context-full must be stop or slide, not {context_full!r}")
+    if any(not text for text in stop or ()):
+        raise HandgradError("--stop is empty: give at least one character")
     folder = weights_folder(model)
-    text = "\n" if prompt is None else prompt
-    if chat is not None:
-        template = chat_template_of(folder)
-        if template is None:
-            raise HandgradError(f"{folder} has no chat template: give the text to continue, with --prompt")
-        text = template.render([{"role": "user", "content": chat}], add_generation_prompt=True)
-    network = open_folder(folder)
-    tokenizer = tokenizer_of(folder)
+    if cost is not None:
+        _print_cost(folder, bits, cost)
+        return
+    prompts = _chat_prompts(folder, chat) if chat else _lines(prompts_file) if prompts_file else prompt or ["\n"]
+    network = open_folder(folder, bits=bits)
+    known = model_text(network)
     if model is None:
         console.note(f"from {folder}")
-    ids = tokenizer.encode(text)
-    if not ids:
+    encoded = [known.tokenizer.encode(one) for one in prompts]
+    if not all(encoded):
         raise HandgradError("the prompt is empty: give at least one character")
     limit = network.config.n_context
-    if len(ids) > limit:
-        console.note(f"the prompt has {len(ids):,} tokens; the model sees the last {limit:,}")
-    new_ids = generate_ids(
-        network, torch.tensor([ids]), tokens, temperature=temperature, top_k=top_k, seed=seed, stream=True
-    )
-    if chat is None:
-        sys.stdout.write(text)
-    for piece in decode_stream(tokenizer, map(int, new_ids)):
-        sys.stdout.write(piece)
+    for ids in encoded:
+        if len(ids) > limit and context_full == "slide":
+            console.note(f"the prompt has {len(ids):,} tokens; the model sees the last {limit:,}")
+    full: Literal["stop", "slide"] = "slide" if context_full == "slide" else "stop"
+    ends = known.ends | set(stop_id or ())
+    options = [
+        Options(
+            tokens,
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, None if seed is None else seed + i),
+            frozenset(ends),
+            logprobs,
+            logprobs is not None,
+            full,
+        )
+        for i in range(len(prompts))
+    ]
+    batch = Batch(Engine(network, cache=not no_cache), encoded, options, known, stop or ())
+    if as_json:
+        _write_json(batch, prompts, known.tokenizer)
+    else:
+        _write(batch, [""] * len(prompts) if chat else prompts)
+    if any(result.finish == "context" for result in batch.results()):
+        console.note(f"the context of {limit:,} tokens is full: --context-full slide continues")
+
+
+def _print_cost(folder: Path, bits: int | None, text: str) -> None:
+    """Print the change of the loss, and how often the most probable token differs."""
+    from ..files.reading import read_text
+    from ..formats.models import open_folder
+    from ..inference.lowbit import PASSAGE, measure_cost
+    from ..inference.model_text import model_text
+
+    if bits is None:
+        raise HandgradError("--cost compares low-bit weights with the model's own: give --bits 8 or --bits 4 as well")
+    passage = PASSAGE if text == "sample" else read_text(Path(text))
+    low_bit = open_folder(folder, bits=bits)
+    ids = model_text(low_bit).tokenizer.encode(passage)
+    plain = open_folder(folder, "float32")
+    sys.stdout.write(f"{bits} bits: {measure_cost(plain, low_bit, ids)}\n")
+
+
+def _chat_prompts(folder: Path, messages: list[str]) -> list[str]:
+    """Each message in the model's chat template."""
+    from ..formats.models import chat_template_of
+
+    template = chat_template_of(folder)
+    if template is None:
+        raise HandgradError(f"{folder} has no chat template: give the text to continue, with --prompt")
+    return [template.render([{"role": "user", "content": one}], add_generation_prompt=True) for one in messages]
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file, or of standard input, that are not blank."""
+    from ..files.reading import read_text
+
+    if str(file) == "-":
+        try:
+            text = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as reason:
+            raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
+    else:
+        text = read_text(file)
+    found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    if not found:
+        raise HandgradError(f"{'standard input' if str(file) == '-' else file} has no prompt: write one per line")
+    return found
+
+
+def _write(batch: "Batch", prompts: list[str]) -> None:
+    """Print prompts and what follows in their order: the first that has not ended live, later ones when it is their turn."""
+    waiting: list[list[str]] = [[prompt] for prompt in prompts]
+    ended = [False] * len(prompts)
+    turn = 0
+    for i, piece in batch:
+        waiting[i].append(piece.text)
+        ended[i] = piece.finish is not None
+        while turn < len(prompts):
+            sys.stdout.write("".join(waiting[turn]))
+            waiting[turn].clear()
+            if not ended[turn]:
+                break
+            turn += 1
+            sys.stdout.write("\n" if turn == len(prompts) else "\n\n")
         sys.stdout.flush()
-    sys.stdout.write("\n")
+
+
+def _write_json(batch: "Batch", prompts: list[str], tokenizer: "Tokenizer") -> None:
+    """Print one object per prompt, in their order, as soon as those before it are complete."""
+    ended = [False] * len(prompts)
+    turn = 0
+    for i, piece in batch:
+        ended[i] = piece.finish is not None
+        while turn < len(prompts) and ended[turn]:
+            result = batch.writers[turn].result()
+            line: dict[str, Any] = {"prompt": prompts[turn], "text": result.text, "finish": result.finish}
+            line |= {"prompt_ids": result.prompt, "ids": result.ids}
+            if result.prompt_logprobs or result.logprobs:
+                line["prompt_logprobs"] = [_named(x, tokenizer) for x in result.prompt_logprobs]
+                line["logprobs"] = [_named(x, tokenizer) for x in result.logprobs]
+            sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            turn += 1
+
+
+def _named(token: "TokenLogprob", tokenizer: "Tokenizer") -> dict[str, Any]:
+    """A token's log-probability as JSON, with the text of the ids."""
+    top = [{"id": i, "token": tokenizer.decode([i]), "logprob": logprob} for i, logprob in token.top]
+    return {"id": token.id, "token": tokenizer.decode([token.id]), "logprob": token.logprob, "top": top}

@@ -8,24 +8,20 @@ limited in size and in the time they take to arrive, connections in number.
 import asyncio
 import json
 import math
-import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
-import h11
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import HandgradError
+from ..web.connection import BackgroundServer
 from . import attention_view, lens_view, values, views
 from .proof import Prover
 from .session import ExpiredError, Session
@@ -54,10 +50,6 @@ ASSETS = {  # a module comes after those it imports, as export.bundle() needs th
 MAX_BODY_BYTES = 64_000  # a sentence of 4,000 bytes needs at most six times that in JSON
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
-MAX_HEADER_BYTES = 16_384
-MAX_CONNECTIONS = 128
-REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive, and for a client to read some more of the response
-KEEP_ALIVE = 5  # seconds that a connection stays open between requests
 
 
 def asset(name: str) -> str:
@@ -232,77 +224,12 @@ def rejection(request: Request) -> tuple[int, str] | None:
     return None
 
 
-class BoundedConnection(H11Protocol):
-    """A connection that is closed if a request does not arrive in time or the client stops reading the response."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _unread = 0  # bytes of the response that were unread at the last check
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._restart_timer()
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._restart_timer()
-
-    def _restart_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_later(REQUEST_TIMEOUT, self._check)
-
-    def _check(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or (unread and unread == self._unread):
-            self.transport.abort()
-            return
-        self._unread = unread
-        self._restart_timer()
-
-
-class Server:
+class Server(BackgroundServer):
     """Serves the page: in the background inside `with Server(session) as url`, or in the foreground with `run()`."""
 
     def __init__(self, session: Session, port: int = 0):
         self.prover = Prover(session)
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1", port))
-            self._socket.listen(128)  # browsers that connect early wait here
-        except OSError as reason:
-            self._socket.close()
-            raise HandgradError(
-                f"cannot listen on port {port} ({reason.strerror}): choose another with --port"
-            ) from None
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
-        config = uvicorn.Config(
-            make_app(session, self.prover), log_level="warning", timeout_graceful_shutdown=2, http=BoundedConnection,
-            ws="none", timeout_keep_alive=KEEP_ALIVE, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._thread: threading.Thread | None = None
+        super().__init__(make_app(session, self.prover), port=port)
 
-    def run(self) -> None:
-        try:
-            self._server.run(sockets=[self._socket])
-        finally:
-            self.prover.stop()
-
-    def __enter__(self) -> str:
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-        self._thread.start()
-        return self.url
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        if self._thread is not None:
-            self._thread.join()
+    def stopped(self) -> None:
         self.prover.stop()

@@ -24,7 +24,7 @@ class DamagedError(HandgradError):
 def write(folder: Path, **facts: Any) -> None:
     """Write the manifest of a folder: its files and `facts`."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name != FILE
     }
@@ -61,7 +61,7 @@ def check(folder: Path, required: Iterable[str] = (), contents: bool = True) -> 
         except HandgradError as reason:
             raise DamagedError(str(reason)) from None
         if same and contents:
-            same = _sha256(path) == expected["sha256"]
+            same = sha256_of(path) == expected["sha256"]
         if not same:
             raise DamagedError(f"{path} has changed since it was written")
     return found
@@ -75,7 +75,7 @@ def check_present(folder: Path) -> None:
         return
     for name, expected in found["files"].items():
         path = folder / name
-        if path.is_file() and (path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]):
+        if path.is_file() and (path.stat().st_size != expected["bytes"] or sha256_of(path) != expected["sha256"]):
             raise DamagedError(
                 f"{path} is damaged: it has changed since handgrad wrote it. Restore it; if the change is intended, delete"
                 f" {FILE} in the same folder"
@@ -93,6 +93,6 @@ def check_digest(body: dict[str, Any], file: Path) -> None:
         raise DamagedError(f"{file} is damaged: it has changed since it was written")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

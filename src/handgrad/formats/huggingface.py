@@ -274,7 +274,9 @@ def _shards(tensors: dict[str, Tensor], limit: int | None) -> dict[str, list[str
 
 def _check_saveable(model: GPT) -> None:
     if model.packed:
-        raise HandgradError("the weights are packed, and only adapters can be saved: load it without packed=True")
+        raise HandgradError(
+            "the weights are packed, and only adapters can be saved: load it without packed=True or bits"
+        )
     adapted = list(adapters_of(model))
     if adapted:
         raise HandgradError(f"{adapted[0]} has an adapter: merge or remove the adapters before saving the model")

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ from .. import adapters
 from ..errors import HandgradError, shown
 from ..files.gguf import is_gguf
 from ..model.config import PRESETS, ModelConfig, preset
+from ..model.dtype import as_dtype
 from ..model.gpt import GPT
+from ..model.lowbit import check_bits, quantize
 from ..text import chat, downloads, tokenizer
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
@@ -96,6 +99,7 @@ def load(
     device: torch.device | str | None = None,
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
+    bits: int | None = None,
 ) -> GPT:
     """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a GGUF file, a PEFT
     adapter together with its base model, the best checkpoint of a run folder, "smollm2", which is fetched if necessary, or,
@@ -105,8 +109,9 @@ def load(
 
     packed       keep the matrices of a GGUF file packed: they are frozen, and unpacked one block at a time when used
     base_dtype   keep the matrices of a directory in two bytes, "bfloat16" or "float16", frozen, and compute in float32
+    bits         8 or 4: round the matrices to so many bits, frozen, for fast generation; a GGUF file with as few keeps them
     """
-    return open_folder(locate(path), dtype, device, packed=packed, base_dtype=base_dtype)
+    return open_folder(locate(path), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
 
 
 def open_folder(
@@ -114,18 +119,36 @@ def open_folder(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     *,
+    bits: int | None = None,
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
 ) -> GPT:
     """Load the model or adapter in a folder, or the model in a GGUF file."""
+    if bits is not None:
+        _check_low_bit(bits, dtype, packed or base_dtype is not None)
     if adapters.is_adapter(folder):
-        model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype)
+        model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
         adapters.load(model, folder)
-        return model
-    check_packing(folder, packed, base_dtype)
-    if is_gguf(folder):
-        return load_gguf(folder, dtype=dtype, device=device, packed=packed)
-    return load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+    elif bits is not None:
+        load_one = partial(load_gguf, packed=True) if is_gguf(folder) else load_directory
+        model = quantize(load_one(folder, dtype=torch.float32, device=device), bits)
+    else:
+        check_packing(folder, packed, base_dtype)
+        if is_gguf(folder):
+            model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
+        else:
+            model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+    texts = tokenizer_folder(folder)
+    model.text_source = model.source if texts is None else str(texts.absolute())
+    return model
+
+
+def _check_low_bit(bits: object, dtype: torch.dtype | str | None, also_packed: bool) -> None:
+    check_bits(bits)
+    if also_packed:
+        raise HandgradError("bits packs the matrices itself: give bits, packed or base_dtype, one of them")
+    if dtype is not None and as_dtype(dtype) != torch.float32:
+        raise HandgradError(f"bits={bits} computes in float32: leave out dtype={shown(dtype)}, or bits")
 
 
 def check_packing(folder: Path, packed: bool, base_dtype: torch.dtype | str | None) -> None:
@@ -212,6 +235,17 @@ def chat_template_of(folder: Path) -> ChatTemplate | None:
     """The chat template of the model or adapter in a folder, if it has one."""
     folder = tokenizer_folder(folder) or folder
     return chat.find(folder) if chat.has_template(folder) else None
+
+
+def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:
+    """The adapter's own chat template, if it has a tokenizer. Raises if that is not the known one."""
+    if tokenizer_folder(adapter) != adapter:
+        return None
+    if tokenizer_of(adapter).inner.get_vocab() != known.inner.get_vocab():
+        raise HandgradError(
+            f"{adapter} has another vocabulary than the model in use: give it as the model, with --model"
+        )
+    return chat_template_of(adapter)
 
 
 def _from_hub(name: str) -> Path:

@@ -1,5 +1,6 @@
-"""Generation: the KV cache, sampling, and the loop that joins them.
+"""Generation: the KV cache, sampling, the engine that runs many sequences at once, `generate`, chats and attribution.
 
-Import `generate`. A new sampler goes into `sampling.py`. This package works on token ids: it knows the model, and nothing of
-text, files or training.
+Import `generate`, or `Engine` to add and cancel sequences between steps. A new sampler goes into `sampling.py`. The engine
+works on token ids; `generate` also takes text. This package knows the model and its tokenizer; nothing of training or of
+how models are stored.
 """

@@ -1,94 +1,366 @@
-"""The KV cache: keys and values of all tokens so far, so that a new token costs one row of every product (Section 3, the new
-rows of (18))."""
+"""The KV cache: keys and values of all tokens so far, of many sequences, so that a new token costs one row of every product
+(Section 3, the new rows of (18)).
+
+    slot = cache.add()                  a place for a sequence; it takes no memory yet
+    cache.reserve(slot, 300)            make room for 300 tokens
+    step = cache.step([(slot, 7), …])   the next pass has 7 new tokens of this sequence, then those of others
+    Pass(cache=step.block(i))           block i stores their keys and values, and attends to all so far
+    step.finish()                       the new tokens count from now on
+    cache.free(slot)
+
+Slots of equal capacity (256, 512, 1024 … tokens) are neighbours in one tensor, a pool. A sequence that outgrows its slot
+moves to the next pool. Kernels read keys and values where they are, of single new tokens of all sequences in one call.
+Without kernels torch reads those of neighbours in one call.
+"""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HandgradError
+from ..kernels import calls
 from ..model.gpt import GPT
-from ..model.passes import Pass
+from ..ops import attention
 from ..ops.attention import Saved
 
-FIRST_CAPACITY = 256  # tokens; doubled whenever the cache is full
+FIRST_CAPACITY = 256  # tokens of the smallest slots
+WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most so many keys in vain
+
+
+class Slot:
+    """The place of one sequence: `row` of a pool, with `length` tokens in it."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.row = self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self.pool is None else self.pool.capacity
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels can read its keys and values."""
+        return self.pool is not None and calls.fits(self.pool.k, self.pool.v)
+
+
+class Pool:
+    """Slots of one capacity: k and v (blocks, rows, key heads, capacity, width). The first rows are in use."""
+
+    def __init__(self, like: Tensor, shape: tuple[int, ...], widths: tuple[int, int]):
+        self.like, self.shape, self.widths = like, shape, widths  # shape: blocks, key heads, capacity
+        self.slots: list[Slot] = []
+        self.k, self.v = (self._empty(0, width) for width in widths)
+
+    @property
+    def capacity(self) -> int:
+        return self.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def _empty(self, rows: int, width: int) -> Tensor:
+        blocks, heads, capacity = self.shape
+        return self.like.new_zeros(blocks, rows, heads, capacity, width)  # masked keys are multiplied by 0: no NaN
+
+    def add(self, slot: Slot) -> None:
+        """Give the slot a row."""
+        if len(self.slots) == self.rows:
+            self._resize(max(1, 2 * self.rows))
+        slot.pool, slot.row = self, len(self.slots)
+        self.slots.append(slot)
+
+    def remove(self, slot: Slot) -> None:
+        """Free the slot's row; the last one takes its place."""
+        last = self.slots.pop()
+        if last is not slot:
+            copy(last, slot, last.length)
+            self.slots[slot.row], last.row = last, slot.row
+        slot.pool = None
+        if 4 * len(self.slots) <= self.rows:
+            self._resize(2 * len(self.slots))
+
+    def _resize(self, rows: int) -> None:
+        length = max((slot.length for slot in self.slots), default=0)
+        used = len(self.slots)
+        for name, width in zip(("k", "v"), self.widths, strict=True):
+            new = self._empty(rows, width)
+            new[:, :used, :, :length] = getattr(self, name)[:, :used, :, :length]
+            setattr(self, name, new)
+
+
+def copy(source: Slot, target: Slot, length: int) -> None:
+    """Copy the keys and values of the first `length` tokens. The slots may be in different pools."""
+    assert source.pool is not None and target.pool is not None
+    for name in ("k", "v"):
+        old, new = getattr(source.pool, name), getattr(target.pool, name)
+        new[:, target.row, :, :length] = old[:, source.row, :, :length]
 
 
 class Cache:
-    """Keys and values of every block. It grows with the tokens, up to the model's context."""
+    """Keys and values of every block, of many sequences. It grows and shrinks with their tokens."""
 
-    def __init__(self, model: GPT, batch: int):
-        self.config, self.batch = model.config, batch
-        self.length = 0
-        self._k = self._empty(next(model.parameters()), self.config.query_width)
-        self._v = self._empty(next(model.parameters()), self.config.value_width)
+    def __init__(self, model: GPT):
+        self.config = model.config
+        self._like = next(model.parameters()).detach()
+        self.pools: dict[int, Pool] = {}  # by capacity
 
-    def _empty(self, like: Tensor, width: int) -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def add(self) -> Slot:
+        """A place for a new sequence."""
+        return Slot()
+
+    def free(self, slot: Slot) -> None:
+        """Discard the sequence; its memory is used by others, or returned."""
+        pool = slot.pool
+        if pool is not None:
+            pool.remove(slot)
+            if not pool.slots:
+                del self.pools[pool.capacity]
+        slot.length = 0
+
+    def reserve(self, slot: Slot, length: int) -> None:
+        """Make room for this many tokens, those in the slot included."""
         c = self.config
+        if length > c.n_context:
+            raise HandgradError(f"{length} tokens do not fit into a context of {c.n_context}")
         capacity = min(FIRST_CAPACITY, c.n_context)
-        return like.new_empty(c.n_blocks, self.batch, c.kv_heads, capacity, width)
+        while capacity < length:
+            capacity = min(2 * capacity, c.n_context)
+        if slot.pool is not None and slot.pool.capacity >= capacity:
+            return
+        if capacity not in self.pools:
+            shape = (c.n_blocks, c.kv_heads, capacity)
+            self.pools[capacity] = Pool(self._like, shape, (c.query_width, c.value_width))
+        moved = Slot()
+        self.pools[capacity].add(moved)
+        if slot.pool is not None:
+            copy(slot, moved, slot.length)
+            kept = slot.length
+            self.free(slot)
+            slot.length = kept
+        slot.pool, slot.row = moved.pool, moved.row
+        self.pools[capacity].slots[slot.row] = slot
 
-    def make_room(self, tokens: int) -> None:
-        """Grow so that this many tokens more fit."""
-        capacity = self._k.shape[3]
-        needed = self.length + tokens
-        if needed > capacity:
-            more = min(max(2 * capacity, needed), self.config.n_context) - capacity
-            self._k, self._v = (F.pad(x, (0, 0, 0, more)) for x in (self._k, self._v))
+    def order(self, slots: Sequence[Slot]) -> list[int]:
+        """The order in which `step` should get sequences with one new token each: neighbours attend together."""
+        return sorted(range(len(slots)), key=lambda i: (slots[i].capacity, slots[i].row))
 
-    def append(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values (B, h, t, width) of block i, and return all of that block."""
-        end = self.length + k.shape[2]
-        self._k[i, :, :, self.length : end] = k
-        self._v[i, :, :, self.length : end] = v
-        return self._k[i, :, :, :end], self._v[i, :, :, :end]
+    def step(self, new: Sequence[tuple[Slot, int]]) -> "Step":
+        """Prepare a pass with these numbers of new tokens, packed end to end in this order. Sequences with one token in an
+        occupied slot come first."""
+        for slot, count in new:
+            self.reserve(slot, slot.length + count)
+        return Step(new, self._like.device)
+
+
+class Step:
+    """One pass of new tokens: where their keys and values go, and which keys each of them sees."""
+
+    def __init__(self, new: Sequence[tuple[Slot, int]], device: torch.device):
+        self.new = new
+        starts = [0]
+        for _, count in new:
+            starts.append(starts[-1] + count)
+        self.n = starts[-1]
+        self.positions = torch.tensor(
+            [p for slot, count in new for p in range(slot.length, slot.length + count)], device=device
+        )
+        self.parts: list[_Part] = []
+        i = 0
+        while i < len(new):
+            slot, count = new[i]
+            stop = i + 1
+            if slot.length == 0:
+                while stop < len(new) and new[stop][0].length == 0:
+                    stop += 1
+                part: _Part = _Prompts(new[i:stop], starts[i])
+            elif count == 1 and slot.has_kernels:
+                while stop < len(new) and new[stop][1] == 1 and new[stop][0].length:
+                    stop += 1
+                part = _Tokens([slot for slot, _ in new[i:stop]], starts[i])
+            elif count == 1:
+                while stop < len(new) and _neighbours(new[i : stop + 1]):
+                    stop += 1
+                part = _Neighbours([slot for slot, _ in new[i:stop]], starts[i], device)
+            else:
+                part = _Continued(slot, count, starts[i])
+            self.parts.append(part)
+            i = stop
+
+    def block(self, i: int) -> "BlockCache":
+        """The cache of block i, as the block sees it."""
+        return BlockCache(self, i)
+
+    def finish(self) -> None:
+        """Count the new tokens: all blocks have stored them."""
+        for slot, count in self.new:
+            slot.length += count
 
 
 class BlockCache:
-    """The cache of block i, as the block sees it."""
+    """The cache of block i in one pass."""
 
-    def __init__(self, cache: Cache, i: int):
-        self.cache, self.i = cache, i
+    def __init__(self, step: Step, i: int):
+        self.step, self.i = step, i
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Saved:
-        """(B·t, h, width) each: attention of new queries to all keys so far."""
-        batch, old = self.cache.batch, self.cache.length
-        new_q, new_k, new_v = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        keys, values = self.cache.append(self.i, new_k, new_v)
-        t = new_q.shape[2]
-        visible = _visible(old, t, window, q.device)
-        first = visible is None and t > 1  # an empty cache: torch's own causal mask
-        grouped = new_q.shape[1] != keys.shape[1]
-        a = F.scaled_dot_product_attention(new_q, keys, values, attn_mask=visible, is_causal=first, enable_gqa=grouped)
-        return Saved(q, k, v, a.transpose(1, 2).reshape(len(q), *a.shape[1::2]), q.new_empty(0))
+        """(n, h, width) each: store new keys and values, and let the new queries attend to all keys so far."""
+        parts = self.step.parts
+        if len(parts) == 1:
+            a = parts[0].attend(self.i, q, k, v, window)
+        else:
+            a = torch.cat([part.attend(self.i, q[x], k[x], v[x], window) for part in parts for x in (part.rows,)])
+        return Saved(q, k, v, a, a)  # without a backward pass there is no log-sum-exp
 
 
-def _visible(old: int, t: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of t new queries after `old` tokens; None if a single one sees every key, or if there are no old ones."""
-    limited = window is not None and old + t > window
-    if (t == 1 or old == 0) and not limited:
-        return None
-    own = torch.arange(old, old + t, device=device)[:, None]
-    keys = torch.arange(old + t, device=device)[None, :]
-    mask = keys <= own
-    return mask & (keys > own - window) if limited and window is not None else mask
+def _neighbours(new: Sequence[tuple[Slot, int]]) -> bool:
+    """Whether the last sequence can attend in one call with those before it: one new token each, next to each other in a
+    pool, and of similar length."""
+    (before, _), (slot, count) = new[-2:]
+    if count != 1 or slot.length == 0 or slot.pool is not before.pool or slot.row != before.row + 1:
+        return False
+    lengths = [other.length for other, _ in new]
+    return max(lengths) * len(lengths) - sum(lengths) <= WASTED_TOKENS * len(lengths)
 
 
-@torch.no_grad()
-def advance(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
-    """(B, t) new ids → the logits after the last one, (B, V). Their keys and values are added to the cache."""
-    b, t = tokens.shape
-    config = model.config
-    if cache.length + t > config.n_context:
-        raise HandgradError(f"{cache.length + t} tokens do not fit into a context of {config.n_context}")
-    if not config.causal:
-        raise HandgradError("generation needs a causal model (causal=True)")
-    cache.make_room(t)
-    positions = torch.arange(cache.length, cache.length + t, device=tokens.device).repeat(b)
-    run = Pass(rotation=model.rotation(positions))
-    a = model.embeddings(tokens.reshape(-1), positions)
-    for i, block in enumerate(model.blocks):
-        with model.unpacked(block):
-            a, _ = block.forward(a, run._replace(cache=BlockCache(cache, i)))
-    cache.length += t
-    last = a.view(b, t, -1)[:, -1]
-    return model.head.forward(model.final_norm.forward(last.contiguous())[0])
+def _store(slot: Slot, i: int, start: int, k: Tensor, v: Tensor) -> None:
+    """Write keys and values (t, h, width) of block i behind the first `start` tokens of a slot."""
+    assert slot.pool is not None
+    stop = start + len(k)
+    slot.pool.k[i, slot.row, :, start:stop] = k.transpose(0, 1)
+    slot.pool.v[i, slot.row, :, start:stop] = v.transpose(0, 1)
+
+
+def _mask(own: Tensor, keys: range, window: int | None, q: Tensor) -> Tensor:
+    """(queries, keys): 0 where a key is visible to the query of position `own`, −∞ elsewhere"""
+    positions, own = torch.arange(keys.start, keys.stop, device=q.device), own[:, None]
+    hidden = positions > own if window is None else (positions > own) | (positions <= own - window)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+
+
+class _Prompts:
+    """The first tokens of some sequences: nothing is cached yet, and attention is that of training."""
+
+    def __init__(self, new: Sequence[tuple[Slot, int]], start: int):
+        self.new = new
+        lengths = tuple(count for _, count in new)
+        self.rows = slice(start, start + sum(lengths))
+        self.spans = attention.spans_of(lengths)
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        start = 0
+        for slot, count in self.new:
+            _store(slot, i, 0, k[start : start + count], v[start : start + count])
+            start += count
+        return attention.forward(q, k, v, self.spans, True, window)[0]
+
+
+class _Continued:
+    """Several new tokens of one sequence behind those in its slot."""
+
+    def __init__(self, slot: Slot, count: int, start: int):
+        self.slot, self.count = slot, count
+        self.rows = slice(start, start + count)
+        self.masks: dict[int | None, Tensor] = {}  # by window
+        self.sequences: dict[int | None, calls.Sequences] = {}  # by window
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        slot, pool, old = self.slot, self.slot.pool, self.slot.length
+        assert pool is not None
+        _store(slot, i, old, k, v)
+        stop = old + self.count
+        first = 0 if window is None else max(0, old - window + 1)
+        if slot.has_kernels:
+            keys, values = (x[i, slot.row].transpose(0, 1) for x in (pool.k, pool.v))
+            return self._by_kernel(range(first, stop), q, keys, values, window)
+        if window not in self.masks:
+            self.masks[window] = _mask(torch.arange(old, stop, device=q.device), range(first, stop), window, q)
+        seen_k, seen_v = (x[i, slot.row : slot.row + 1, :, first:stop] for x in (pool.k, pool.v))
+        grouped = q.shape[1] != k.shape[1]
+        a = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], seen_k, seen_v, attn_mask=self.masks[window], enable_gqa=grouped
+        )
+        return a[0].transpose(0, 1)
+
+    def _by_kernel(self, seen: range, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (t, h, width), k, v (capacity, h_kv, width), of which the new queries see some, without a copy"""
+        if window not in self.sequences:
+            at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
+            table = calls.table(((seen.start, seen.stop, 0, self.count),))
+            self.sequences[window] = calls.Sequences(*table, at)
+        a, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
+        calls.forward_attention(self.sequences[window], True, window, q, k, v, a, lse)
+        return a
+
+
+class _Tokens:
+    """One new token of each of some sequences, by a kernel."""
+
+    def __init__(self, slots: Sequence[Slot], start: int):
+        self.slots, self.rows = slots, slice(start, start + len(slots))
+        self.places = torch.tensor([_place(slot) for slot in slots])
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        assert calls.fits(q, k, v)
+        a = v.new_empty(*q.shape[:2], v.shape[2])
+        calls.attend_tokens(self.places, i, window, q, k, v, a)
+        return a
+
+
+def _place(slot: Slot) -> list[int]:
+    """Addresses of a sequence's keys and values in block 0, the numbers of a block of each, the capacity, the position."""
+    assert slot.pool is not None
+    k, v = slot.pool.k, slot.pool.v
+    addresses = [x.data_ptr() + slot.row * x.stride(1) * x.element_size() for x in (k, v)]
+    return [*addresses, k.stride(0), v.stride(0), slot.pool.capacity, slot.length]
+
+
+class _Neighbours:
+    """The same by torch, of neighbours in a pool. Queries that share a key are rows of one product."""
+
+    def __init__(self, slots: Sequence[Slot], start: int, device: torch.device):
+        assert slots[0].pool is not None
+        self.pool, self.first = slots[0].pool, slots[0].row
+        self.rows = slice(start, start + len(slots))
+        self.lengths = [slot.length for slot in slots]
+        self.longest = max(self.lengths)
+        self.even = min(self.lengths) == self.longest
+        self.masks: dict[int | None, Tensor] = {}  # by window
+        if not self.even:
+            self.places = torch.tensor(self.lengths, device=device)
+            self.each = torch.arange(len(slots), device=device)
+
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        n, heads, width = q.shape
+        end, shared = self.longest + 1, k.shape[1]
+        start = 0 if window is None else max(0, min(self.lengths) + 1 - window)
+        keys, values = (x[i].narrow(0, self.first, n) for x in (self.pool.k, self.pool.v))
+        if self.even:
+            keys.select(2, self.longest).copy_(k)
+            values.select(2, self.longest).copy_(v)
+        else:
+            keys.transpose(1, 2)[self.each, self.places] = k
+            values.transpose(1, 2)[self.each, self.places] = v
+            if window not in self.masks:
+                self.masks[window] = _mask(self.places, range(start, end), window, q)[:, None, None]
+        a = F.scaled_dot_product_attention(
+            q.reshape(n, shared, heads // shared, width),
+            keys.narrow(2, start, end - start),
+            values.narrow(2, start, end - start),
+            attn_mask=self.masks.get(window),
+        )
+        return a.reshape(n, heads, -1)
+
+
+_Part = _Prompts | _Continued | _Tokens | _Neighbours

@@ -1,17 +1,171 @@
-"""Choose the next token from its logits."""
+"""Choose the next token from its logits.
+
+    logits → repetition penalty → temperature → top-k → top-p → min-p → probabilities → the next id
+
+This is the order of `transformers`; each filter sees the probabilities that the ones before it left. At temperature 0 the
+most probable token after the penalty is taken.
+
+A sequence draws one uniform number per token from its own generator, and takes the first id, in the order of the vocabulary,
+at which the cumulative probability (float64) exceeds it. Its choices therefore depend on its seed and its probabilities, not
+on the sequences beside it.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..checks import check_integer, is_number
+from ..errors import HandgradError
 
-def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """(B, V) logits → (B) ids: the most probable at temperature 0, else a sample among the `top_k` most probable."""
-    if temperature == 0:
-        return logits.argmax(1)
-    logits = logits.float() / max(temperature, 1e-6)  # a smaller one would overflow
-    if top_k is not None and top_k < logits.shape[1]:
-        threshold = torch.topk(logits, top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -math.inf)
-    return torch.multinomial(torch.softmax(logits, 1), 1, generator=generator).squeeze(1)
+COLDEST = 1e-6  # a lower temperature would overflow, and gives the same choices
+FIRST_CANDIDATES = 1024  # most probable tokens that top-p sorts first; all of them only if these do not suffice
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature          0 takes the most probable token; 1 samples from the model's probabilities, lower values sharpen them
+    top_k                sample among the k most probable tokens only
+    top_p                sample among the fewest tokens that have this probability together
+    min_p                sample among the tokens that have at least this share of the highest probability
+    repetition_penalty   divide positive logits of tokens that already occur by this number, and multiply negative ones
+    seed                 the same seed gives the same tokens; None: a random seed
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise HandgradError(f"temperature must be a finite number of at least 0, not {self.temperature}")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise HandgradError(f"top_k must be an integer of at least 1, not {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 <= value <= 1):
+                raise HandgradError(f"{name} must be a number from 0 to 1, not {value}")
+        if not is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
+            raise HandgradError(f"repetition_penalty must be a number above 0, not {self.repetition_penalty}")
+        if self.seed is not None:
+            check_integer("seed", self.seed)
+
+    def generator(self) -> torch.Generator:
+        """The random numbers of one sequence."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def penalized(logits: Tensor, penalty: float, seen: Sequence[Sequence[int]]) -> Tensor:
+    """(B, V) logits, with those of the ids in `seen`, one list per row, divided by the penalty, or multiplied if negative"""
+    logits = logits.clone()
+    for row, ids in zip(logits, seen, strict=True):
+        where = torch.tensor(list(set(ids)), device=logits.device)
+        found = row[where]
+        row[where] = torch.where(found < 0, found * penalty, found / penalty)
+    return logits
+
+
+def probabilities(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]] = ()) -> Tensor:
+    """(B, V) logits → the exact probabilities (B, V), float64, with which each id is chosen. `seen` has the ids so far of
+    every row, for the repetition penalty."""
+    candidates, p = _candidates(logits, sampling, seen)
+    if candidates is None:
+        return p
+    return p.new_zeros(logits.shape, dtype=torch.float64).scatter_(1, candidates, p)
+
+
+def choose(
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    generators: Sequence[torch.Generator],
+    seen: Sequence[Sequence[int]],
+) -> list[int]:
+    """(B, V) logits → the next id of every row. Rows of equal settings are computed together."""
+    groups: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        groups.setdefault(replace(sampling, seed=None), []).append(row)
+    chosen = [0] * len(logits)
+    for sampling, rows in groups.items():
+        some = logits if len(rows) == len(logits) else logits[rows]
+        candidates, p = _candidates(some, sampling, [seen[row] for row in rows])
+        if sampling.greedy and candidates is not None:
+            picked = candidates[:, 0]
+        else:
+            drawn = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in rows]
+            picked = _pick(candidates, p, torch.stack(drawn).to(p.device))
+        for row, i in zip(rows, picked.tolist(), strict=True):
+            chosen[row] = i
+    return chosen
+
+
+def _pick(candidates: Tensor | None, p: Tensor, drawn: Tensor) -> Tensor:
+    """(B) numbers in [0, 1) → (B) ids"""
+    cumulative = p.cumsum(1)
+    below = drawn[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding
+    columns = torch.searchsorted(cumulative, below, right=True)
+    columns = columns.clamp_(max=p.shape[1] - 1)
+    return (columns if candidates is None else candidates.gather(1, columns)).squeeze(1)
+
+
+def _candidates(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]]) -> tuple[Tensor | None, Tensor]:
+    """The ids that can be chosen, (B, k) in ascending order, or None for all, and their probabilities in float64."""
+    if sampling.repetition_penalty != 1:
+        logits = penalized(logits, sampling.repetition_penalty, seen)
+    if sampling.greedy:
+        best = logits.argmax(1, keepdim=True)
+        return best, torch.ones(best.shape, dtype=torch.float64, device=logits.device)
+    n_vocab = logits.shape[1]
+    ids: Tensor | None = None
+    if sampling.top_k is not None and sampling.top_k < n_vocab:
+        logits, ids = _largest(logits, sampling.top_k)
+    p = torch.softmax(logits.double() / max(sampling.temperature, COLDEST), 1)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        p, ids = _nucleus(p, ids, sampling.top_p)
+    if sampling.min_p:
+        p = p.masked_fill(p < sampling.min_p * p.amax(1, keepdim=True), 0)
+        p = p / p.sum(1, keepdim=True)
+    if ids is not None:
+        ids, order = ids.sort(1)
+        p = p.gather(1, order)
+    return ids, p
+
+
+def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of every row and their ids, and those equal to the smallest of them."""
+    n_vocab = logits.shape[1]
+    values, ids = torch.topk(logits, min(k + 1, n_vocab))
+    while k < values.shape[1] < n_vocab and bool((values[:, k - 1] == values[:, -1]).any()):
+        values, ids = torch.topk(logits, min(2 * values.shape[1], n_vocab))
+    return values.masked_fill(values < values[:, k - 1 : k], -math.inf), ids
+
+
+def _nucleus(p: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest tokens with the probability top_p together: each whose more probable tokens have less than that."""
+    n = min(FIRST_CANDIDATES, p.shape[1])
+    while True:
+        largest, columns = torch.topk(p, n)
+        before = largest.cumsum(1) - largest
+        if n == p.shape[1] or bool((before[:, -1] >= top_p).all()):
+            break
+        n = p.shape[1]
+    kept = before < top_p
+    kept[:, 0] = True  # top_p = 0 takes the most probable
+    largest = largest.masked_fill(~kept, 0)
+    largest = largest / largest.sum(1, keepdim=True)
+    return largest, columns if ids is None else ids.gather(1, columns)

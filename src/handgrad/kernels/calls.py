@@ -183,6 +183,25 @@ def backward_attention(
     _check(_call("backward_attention", q.dtype, *shape, *_heads(delta, q, k, v, a, lse, *into)))
 
 
+# ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
+
+
+def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
+    """out (n, f_out) = a (n, f_in) wᵗ; data (f_out, bytes per row), contiguous; float32"""
+    shape = len(a), a.shape[1], len(data)
+    _call("packed_product", a.dtype, PACKED[kind], *shape, *_rows(a), data.data_ptr(), *_rows(out))
+
+
+def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
+    """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
+    _call("packed_unpack", out.dtype, PACKED[kind], len(blocks), blocks.data_ptr(), out.data_ptr())
+
+
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _attention_shape(
     sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[int | float, ...]:
@@ -200,3 +219,20 @@ def _heads(*tensors: Tensor) -> list[int]:
 def _check(failed: int) -> None:
     if failed:
         raise MemoryError("no memory for the buffers of a kernel")
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FEW_ROWS = 8  # up to here a product in C, which reads the weights at the speed of memory, beats that of torch
+
+
+def few_rows(a: Tensor, w: Tensor, out: Tensor) -> None:
+    """a (n, f_in), w (f_out, f_in) → a wᵗ"""
+    _call("few_rows", a.dtype, *a.shape, len(w), *_rows(a, w, out))
+
+
+def attend_tokens(places: Tensor, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """places (n, 6) int64, see decode.c; q, out (n, h, …); k, v (n, h_kv, …)"""
+    n, heads, width = q.shape
+    shape = n, heads, heads // k.shape[1], width, v.shape[2], block, window or 0, width**-0.5
+    _call("attend_tokens", q.dtype, *shape, places.data_ptr(), *_heads(q, k, v, out))

@@ -62,7 +62,7 @@ class GPT(Network):
         for block in self.blocks:
             with self.unpacked(block):
                 a, _ = block.forward(a, run)
-        logits = self._finite(self.head.forward(self.final_norm.forward(a)[0]))
+        logits = self.check_finite(self.head.forward(self.final_norm.forward(a)[0]))
         return logits.view(*tokens.shape, -1).as_subclass(Logits)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class GPT(Network):
                 a_11 = self.final_norm.forward(a_10)[0]
                 for rows in row_groups(len(piece.targets), self.head):
                     summed = loss.forward(self.head.forward(a_11[rows]), piece.targets[rows])
-                    total += self._finite(summed).item()
+                    total += self.check_finite(summed).item()
         return total / n_targets
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ class GPT(Network):
         with self.unpacked(self.head):
             for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
                 total, delta_10 = readout(
-                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self._finite, state.record
+                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record
                 )
                 value += total / n_targets
                 deltas.append(delta_10)
@@ -279,7 +279,7 @@ class GPT(Network):
             return None
         return int(torch.randint(1 << 31, ())) if seed is None else seed
 
-    def _finite(self, a: Tensor) -> Tensor:
+    def check_finite(self, a: Tensor) -> Tensor:
         """Return `a`; raise if its sum is not finite, naming the parameter that is broken if one is."""
         if math.isfinite(a.sum().item()):
             return a

@@ -122,6 +122,11 @@ class Linear(Affine):
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
+        if self.packed is not None and not self.in_out:
+            product = self.packed.product(a, out)
+            if product is not None:
+                b = self.added_bias()
+                return product if b is None else product.add_(b)
         return linear.forward(a, self.w, self.added_bias(), out)
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
@@ -152,7 +157,7 @@ class Linear(Affine):
     def set_effective_weight(self, w: Tensor) -> None:
         """Copy w (f_in, f_out) into the weight, in whichever orientation it is stored."""
         if self.weight is None:
-            raise HandgradError("a packed weight cannot be changed: load the model without packed=True")
+            raise HandgradError("a packed weight cannot be changed: load the model without packed=True or bits")
         self.weight.copy_(w if self.in_out else w.t())
 
     def plain(self) -> "Linear":

@@ -48,7 +48,9 @@ class Network(Parts):
         dtype = as_dtype(dtype)
         self.config = config
         self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
+        self.named_adapters: dict[str, list[str]] = {}  # several adapters by name, with the layers they change
         self.source = ""  # the folder or file it was read from
+        self.text_source = ""  # the folder or file with its tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
         meta = torch.device("meta")
         self._build(meta)
@@ -143,17 +145,17 @@ class Network(Parts):
         return self.scratch is not None
 
     @contextmanager
-    def unpacked(self, *modules: nn.Module) -> Iterator[None]:
-        """Within the context the packed weights of these modules are unpacked once, instead of at every use. Blocks share
-        their buffers. That of the head, as large as ten blocks, and theirs do not exist at the same time."""
+    def unpacked(self, *modules: nn.Module, generating: bool = False) -> Iterator[None]:
+        """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers. That
+        of the head, as large as ten blocks, and theirs do not exist at the same time. When `generating`, products of a
+        few rows use packed weights directly."""
         if self.scratch is None:
             yield
             return
         alone = self.head in modules
         if alone:
             self.scratch.clear()
-        matrices = [x.packed for m in modules for x in m.modules() if isinstance(x, Linear) and x.packed is not None]
-        with self.scratch.unpacked(matrices, self.dtype):
+        with self.scratch.unpacked(generating):
             yield
         if alone:
             self.scratch.clear()

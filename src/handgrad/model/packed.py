@@ -4,14 +4,14 @@
     matrix = Packed.of(weight.bfloat16())              or two bytes per number
     w = matrix.tensor(torch.float32)                   (rows, columns)
 
-    with scratch.unpacked(matrices, torch.float32):    e.g. all matrices of a block, for all pieces of a batch
-        …                                              here `matrix.tensor` returns the buffer at once
+    with scratch.unpacked():                           e.g. for a block and all pieces of a batch
+        …                                              here `matrix.tensor` unpacks a matrix once, into a buffer
 
 The orientation is that of the file: (f_out, f_in) in GGUF.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -47,7 +47,7 @@ class Packed:
 
     @classmethod
     def of(cls, w: Tensor, kind: str | None = None) -> "Packed":
-        """A matrix in the bytes of its own dtype, without a copy; or rounded to F16, BF16 or Q8_0."""
+        """A matrix in the bytes of its own dtype, without a copy; or rounded to F16, BF16, Q8_0 or Q4_1."""
         rows, columns = w.shape
         kind = kind or _KIND_OF.get(w.dtype)
         if kind is None:
@@ -71,9 +71,17 @@ class Packed:
         return packed.unpack(self.data, self.kind, out)
 
     def tensor(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers, for reading: those of `Scratch.unpacked` if this matrix is among them, or a new tensor."""
-        held = _held.get().get(self)
-        return held if held is not None and held.dtype == dtype else self.unpack(dtype=dtype)
+        """The numbers, for reading: in a buffer within `Scratch.unpacked`, otherwise in a new tensor."""
+        held = _held.get()
+        return self.unpack(dtype=dtype) if held is None else held.tensor(self, dtype)
+
+    def product(self, a: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """a wᵗ with packed weights, (n, rows), within `Scratch.unpacked(products=True)`, written to `out` if that is given;
+        None where a product with the unpacked weights is faster."""
+        held = _held.get()
+        if held is None or not held.products or not packed.multiplies(a, self.data, self.kind):
+            return None
+        return packed.product(a, self.data, self.kind, out)
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Some rows, unpacked: ids (…) → (…, columns)"""
@@ -96,8 +104,26 @@ class Packed:
         return f"Packed({self.shape[0]} × {self.shape[1]}, {self.kind}, {self.nbytes:,} bytes)"
 
 
+class _Held:
+    """The matrices that have been unpacked within a context, and their buffers."""
+
+    def __init__(self, scratch: "Scratch", products: bool):
+        self.scratch, self.products, self.outer = scratch, products, _held.get()
+        self.buffers: dict[tuple[Packed, torch.dtype], Tensor] = {}
+
+    def tensor(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
+        found = self.find(matrix, dtype)
+        if found is None:
+            found = self.buffers[matrix, dtype] = matrix.unpack(self.scratch._take(matrix, dtype))
+        return found
+
+    def find(self, matrix: Packed, dtype: torch.dtype) -> Tensor | None:
+        found = self.buffers.get((matrix, dtype))
+        return self.outer.find(matrix, dtype) if found is None and self.outer is not None else found
+
+
 # Per thread: a matrix that one thread has unpacked is not there for another, which would not know when the buffer is reused.
-_held: ContextVar[dict[Packed, Tensor]] = ContextVar("held", default={})  # noqa: B039  never changed in place
+_held: ContextVar[_Held | None] = ContextVar("held", default=None)
 
 
 class Scratch:
@@ -108,22 +134,16 @@ class Scratch:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
 
     @contextmanager
-    def unpacked(self, matrices: Iterable[Packed], dtype: torch.dtype = torch.float32) -> Iterator[None]:
-        """Unpack matrices once. In the context, `tensor(dtype)` of each returns its buffer. Do not keep it: afterwards other
-        matrices use it."""
-        held, taken = dict(_held.get()), []
+    def unpacked(self, products: bool = False) -> Iterator[None]:
+        """Unpack every matrix once: in the context, its `tensor` returns the same buffer. Do not keep it: afterwards other
+        matrices use it. With `products`, layers multiply a few rows with packed weights: sums in another order."""
+        held = _Held(self, products)
+        token = _held.set(held)
         try:
-            for matrix in matrices:
-                if matrix not in held or held[matrix].dtype != dtype:
-                    taken.append(self._take(matrix, dtype))
-                    held[matrix] = matrix.unpack(taken[-1])
-            token = _held.set(held)
-            try:
-                yield
-            finally:
-                _held.reset(token)
+            yield
         finally:
-            for buffer in taken:
+            _held.reset(token)
+            for buffer in held.buffers.values():
                 self._free[_key(buffer.shape, buffer.dtype, buffer.device)].append(buffer)
 
     def clear(self) -> None:

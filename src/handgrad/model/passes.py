@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..ops.attention import Saved, Spans
 
+Rows = slice | Tensor  # rows of the stream
 Record = Callable[[str, Tensor], None]  # called with the paper's name of a tensor and the tensor
 
 
@@ -31,6 +32,7 @@ class Pass(NamedTuple):
     record: Record = no_record
     rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
     cache: BlockCache | None = None  # generation: earlier keys and values
+    adapters: tuple[tuple[str, Rows], ...] = ()  # of several named adapters: the rows of each
 
     @property
     def recording(self) -> bool:

@@ -28,7 +28,7 @@ def rows_at_once(n_vocab: int, head_trains: bool) -> int:
 
 def row_groups(n: int, head: Affine) -> list[slice]:
     """n rows in groups of equal size, at most `rows_at_once` each."""
-    n_vocab = head.plain().w.shape[1]
+    n_vocab = sum(head.plain().widths)
     most = rows_at_once(n_vocab, any(p.requires_grad for p in head.parameters()))
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, start + size) for start in range(0, n, size)]
@@ -54,7 +54,7 @@ def readout(
     logits, deltas = [], []
     groups = row_groups(len(piece.targets), head)
     # one buffer for all groups: freed and allocated for each, it would fragment memory
-    buffer = a_11.new_empty(groups[0].stop, head.plain().w.shape[1])
+    buffer = a_11.new_empty(groups[0].stop, sum(head.plain().widths))
     for rows in groups:
         a = with_target[rows]
         seed = None if piece.dropout_seed is None else piece.dropout_seed + rows.start

@@ -11,6 +11,10 @@ from ..kernels import calls
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
+    if a.shape[0] <= calls.FEW_ROWS and out is None and calls.fits(a, transposed := w.t()):
+        out = a.new_empty(len(a), w.shape[1])
+        calls.few_rows(a, transposed, out)
+        return out if b is None else out.add_(b)
     if calls.multiplies(a, w):
         return calls.product(a, w, out, bias=b)
     return torch.mm(a, w, out=out) if b is None else torch.addmm(b, a, w, out=out)

@@ -1,6 +1,6 @@
 """Packed weights to numbers, w (rows, f_in): the block formats of GGUF files, and floats of two or four bytes.
 
-    data  (rows, bytes per row), uint8      out  (rows, f_in)
+    data  (rows, bytes per row), uint8      out  (rows, f_in)      a  (n, f_in)
 
 A row is a sequence of blocks. A block holds q, small integers, and scales: d and m are float16; the 256 numbers of a
 K-quant are divided into groups g with integer scales s_g and t_g of their own.
@@ -30,6 +30,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import calls
+
+FEW_ROWS = 16  # up to here a product is faster with packed weights than with unpacked ones
 NUMBERS_PER_THREAD = 1 << 18  # at once, so that all steps of a part work in the cache of a core
 
 
@@ -57,8 +60,11 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
             f"{kind} data {tuple(data.shape)} of {data.dtype} does not unpack into {tuple(out.shape)}: expected uint8"
             f" {(rows, bytes_per_row(f_in, kind))} and a contiguous `out`"
         )
-    blocks = _aligned(data).view(-1, size)
     result = out.view(-1, numbers)
+    if kind in calls.PACKED and data.is_contiguous() and data.is_cpu and out.dtype == torch.float32 and calls.fits(out):
+        calls.packed_unpack(kind, data.view(-1, size), result)
+        return out
+    blocks = _aligned(data).view(-1, size)
     step = max(NUMBERS_PER_THREAD * torch.get_num_threads() // numbers, 1)
     for start in range(0, len(blocks), step):
         x, y = blocks[start : start + step], result[start : start + step]
@@ -69,19 +75,56 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
     return out
 
 
+def multiplies(a: Tensor, data: Tensor, kind: str) -> bool:
+    """Whether `product` can be called, and is faster than a product with the unpacked weights."""
+    few = len(a) <= FEW_ROWS and kind in calls.PACKED and a.dtype == torch.float32
+    return few and data.is_cpu and data.is_contiguous() and calls.fits(a)
+
+
+def product(a: Tensor, data: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    """a wᵗ (n, rows), with the numbers that `unpack` computes, without writing them to memory"""
+    if out is None:
+        out = a.new_empty(len(a), len(data))
+    calls.packed_product(kind, a, data, out)
+    return out
+
+
 def pack(w: Tensor, kind: str) -> Tensor:
-    """The bytes (rows, bytes per row) of w (rows, f_in), rounded to the nearest number of F32, F16, BF16 or Q8_0."""
+    """The bytes (rows, bytes per row) of w (rows, f_in), rounded to numbers of F32, F16, BF16, Q8_0 or Q4_1."""
     bytes_per_row(w.shape[1], kind)
     if kind in FLOATS:
         return w.to(FLOATS[kind]).contiguous().view(torch.uint8)
-    if kind != "Q8_0":
-        raise ValueError(f"packing to {kind} is not supported: choose Q8_0, F16, BF16 or F32")
+    if kind not in ("Q8_0", "Q4_1"):
+        raise ValueError(f"packing to {kind} is not supported: choose Q8_0, Q4_1, F16, BF16 or F32")
     blocks = w.float().reshape(-1, 32)
+    if kind == "Q4_1":
+        return _pack_q4_1(blocks).view(w.shape[0], -1)
     d = blocks.abs().amax(1, keepdim=True) / 127
     x = blocks * torch.where(d == 0, 0, 1 / d)
     q = (x.abs() + 0.5).floor() * x.sign()  # half away from zero, as GGUF's own tools round
     parts = [d.half().view(torch.uint8), q.to(torch.int8).view(torch.uint8)]
     return torch.cat(parts, 1).view(w.shape[0], -1)
+
+
+def _pack_q4_1(x: Tensor) -> Tensor:
+    """Blocks (n, 20) of x (n, 32). q is the nearest of the 16 numbers from the least to the greatest of a block; d and m are
+    then those with the smallest squared error for this q, and q is rounded again. Of all rounds the best is kept."""
+    low, high = x.aminmax(dim=1, keepdim=True)
+    d, m = (high - low) / 15, low
+    best = [torch.full_like(d, torch.inf), d, m, x]
+    for _ in range(4):
+        d, m = d.half().float(), m.half().float()
+        q = ((x - m) * torch.where(d == 0, 0, 1 / d)).round_().clamp_(0, 15)
+        error = (d * q + m - x).square_().sum(1, keepdim=True)
+        better = error < best[0]
+        best = [torch.where(better, new, old) for new, old in zip((error, d, m, q), best, strict=True)]
+        centred = q - q.mean(1, keepdim=True)
+        variance = centred.square().sum(1, keepdim=True)
+        d = torch.where(variance == 0, d, (centred * x).sum(1, keepdim=True) / variance)
+        m = x.mean(1, keepdim=True) - d * q.mean(1, keepdim=True)
+    _, d, m, q = best
+    low_half, high_half = q.to(torch.uint8).view(-1, 2, 16).unbind(1)
+    return torch.cat([d.half().view(torch.uint8), m.half().view(torch.uint8), low_half | high_half << 4], 1)
 
 
 def _aligned(data: Tensor) -> Tensor:

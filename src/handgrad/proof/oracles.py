@@ -81,11 +81,16 @@ def directional_error(
     return best
 
 
-def count_multiply_adds(f: Callable[[], object], batched: bool | None = None) -> int:
+def count_multiply_adds(f: Callable[[], object], batched: bool | None = None, attention_kernel: bool = False) -> int:
     """Number of multiply-adds in the matrix products of f: all of them, only the batched ones (attention's), or only the
-    others. torch's counter reports two FLOP for each, and has to be told of products that are added in place."""
-    in_place = (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_)
-    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(in_place, _flop_of_product)) as counter:
+    others. torch's counter reports two FLOP for each, and has to be told of products that are added in place, and of those
+    inside torch's attention kernel if they are wanted: as if nothing were masked."""
+    mapping: dict[object, Callable[..., int]] = dict.fromkeys(
+        (torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _flop_of_product
+    )
+    if attention_kernel:
+        mapping[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] = _flop_of_attention
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         f()
     total = 0
     for operator, flop in counter.get_flop_counts().get("Global", {}).items():
@@ -99,3 +104,15 @@ def _flop_of_product(
 ) -> int:
     """Of shapes (…, n, f_in) and (…, f_in, f_out)"""
     return 2 * math.prod(a) * b[-1]
+
+
+def _flop_of_attention(
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    *arguments: object,
+    out_shape: object = None,
+    **options: object,
+) -> int:
+    """q kᵗ and ρ v, of shapes (B, h, m, d_ρ), (B, h_kv, n, d_ρ) and (B, h_kv, n, d_h)"""
+    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])

@@ -80,6 +80,11 @@ class Tokenizer:
         return str(token.get("content", END) if isinstance(token, dict) else token)
 
     @property
+    def knows_few_characters(self) -> bool:
+        """Whether it has a table of single characters and refuses all others."""
+        return self._characters is not None
+
+    @property
     def id_type(self) -> "np.dtype[np.unsignedinteger]":
         """The narrowest integer type that holds every id."""
         return np.dtype("<u2" if self.n_vocab <= 1 << 16 else "<u4")
@@ -266,7 +271,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder
 
 def _byte_tokenizer() -> tokenizers.Tokenizer:
     """Byte-pair encoding without merges: id i is byte i."""
-    vocabulary = {symbol: i for i, symbol in enumerate(_byte_symbols())}
+    vocabulary = {symbol: i for i, symbol in enumerate(byte_symbols())}
     return byte_level(models.BPE(vocab=vocabulary, merges=[]))
 
 
@@ -298,7 +303,7 @@ def _train_bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
         )
     inner = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=int(size), special_tokens=[END], initial_alphabet=_byte_symbols(), show_progress=False
+        vocab_size=int(size), special_tokens=[END], initial_alphabet=byte_symbols(), show_progress=False
     )
     with library_errors("cannot train a BPE tokenizer on this text"):
         inner.train_from_iterator(_with_bounded_words(texts), trainer)
@@ -334,7 +339,7 @@ def byte_level(model: models.Model) -> tokenizers.Tokenizer:
     return inner
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The printable character for each byte in byte-level vocabularies: the byte's own character if it is printable, else
     the next code point from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}

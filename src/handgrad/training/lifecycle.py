@@ -149,6 +149,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                     display.say(threads.describe())
                 outcome = train(job, run, ranks, display, threads)
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
+            job.model.text_source = str(path.absolute())
             return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
     finally:
         display.end()

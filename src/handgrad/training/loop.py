@@ -169,7 +169,8 @@ def sample(job: Job) -> str:
     if not job.options.sample_tokens or job.validation is None or job.model.packed:  # a token would unpack every block
         return ""
     prompt = job.validation.sample_prompt()
-    new = generate(job.model, prompt, job.options.sample_tokens, temperature=0.8, top_k=200, seed=job.options.seed)
+    count, seed = job.options.sample_tokens, job.options.seed
+    new = generate(job.model, prompt, count, temperature=0.8, top_k=200, seed=seed, context_full="slide")
     generated = new[0].tolist()
     if job.tokenizer.end in generated:
         generated = generated[: generated.index(job.tokenizer.end)]

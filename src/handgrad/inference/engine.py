@@ -1,0 +1,290 @@
+"""The engine: sequences of uneven length that join and leave a running batch at any step.
+
+    engine = Engine(model)
+    sequence = engine.add([1, 2, 3], Options(max_new_tokens=20, sampling=Sampling(temperature=0.8, seed=1)))
+    while engine.busy:
+        for event in engine.step():     # one new token of every running sequence
+            event.sequence, event.id, event.finish
+    engine.cancel(sequence)             # at any time between two steps
+
+A step is one pass through the network's blocks, the same that training runs. It has about 1,024 tokens at most: one of each
+running sequence, then prompts, of which a long one takes several steps. A prompt that begins like one in the cache copies
+that part, and waits for it if it is being computed.
+
+The engine works on ids and is not thread-safe: call it from one thread.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from ..adapters.named import groups
+from ..errors import HandgradError
+from ..model.gpt import GPT
+from ..model.passes import Pass
+from ..model.readout import row_groups
+from ..ops import attention
+from .kv_cache import Cache, copy
+from .sampling import Sampling, choose
+from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
+
+__all__ = ["Engine", "Event", "Finish", "Options", "Sampling", "Sequence", "TokenLogprob"]
+
+TOKENS_AT_ONCE = 1024  # of one pass: matrix products reach their full rate here
+SHORTEST_SHARED = 16  # tokens: a shorter common beginning is computed again
+
+
+class Engine:
+    """Generates tokens of many sequences at once with one model.
+
+    cache            False computes all tokens again at every step: the reference that the cache must equal
+    tokens_at_once   tokens of one pass
+    max_running      most sequences that run at once; others wait
+    keep             number of finished sequences whose keys and values stay for prompts that begin with them
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        cache: bool = True,
+        tokens_at_once: int = TOKENS_AT_ONCE,
+        max_running: int = 64,
+        keep: int = 0,
+    ):
+        if not model.config.causal:
+            raise HandgradError("generation needs a causal model (causal=True)")
+        self.model, self.tokens_at_once, self.max_running, self.keep = model, tokens_at_once, max_running, keep
+        self.cache = Cache(model)
+        self.cached = cache
+        self.sequences: list[Sequence] = []  # running and waiting, in the order of arrival
+        self.kept: list[Sequence] = []  # finished, oldest first
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence is running or waiting."""
+        return bool(self.sequences)
+
+    def add(self, prompt: SequenceOf[int] | Tensor, options: Options | None = None) -> Sequence:
+        """Let a sequence join; its first token comes with one of the next steps. Raises if the input is invalid."""
+        options = options or Options()
+        ids = check_prompt(self.model, prompt, options)
+        sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
+        sequence.window = ids[-self.model.config.n_context :]
+        self.sequences.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence, finish: Finish = "cancelled") -> None:
+        """End a sequence now; without effect if it has ended."""
+        if sequence.finish is None:
+            sequence.finish = finish
+            self.sequences.remove(sequence)
+            self._leave(sequence)
+
+    def close(self) -> None:
+        """End all sequences and free the cache."""
+        for sequence in list(self.sequences):
+            self.cancel(sequence)
+        while self.kept:
+            self.cache.free(self.kept.pop().slot)
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Compute the next tokens: one for every sequence whose prompt is complete."""
+        work = self._work()
+        if self.kept:
+            self._evict()
+        if not work:
+            return []
+        if self.cached:
+            a, last = self._forward(work)
+        else:
+            a, last = self._forward_uncached(work)
+        model = self.model
+        with model.unpacked(model.head, generating=True):
+            self._prompt_logprobs(work, a)
+            ready = [i for i, (sequence, _) in enumerate(work) if sequence.pending == 0]
+            wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
+            rows = [last[i] for i in ready if work[i][0].options.max_new_tokens]
+            logits = None
+            if rows:
+                some = a if len(rows) == len(a) else a[rows]
+                run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]))
+                logits = model.check_finite(model.head.forward(model.final_norm.forward(some)[0], run))
+        events = [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
+        if logits is None:
+            return events
+        samplings = [sequence.options.sampling for sequence in wanted]
+        seen = [
+            sequence.ids if s.repetition_penalty != 1 else [] for sequence, s in zip(wanted, samplings, strict=True)
+        ]
+        chosen = choose(logits, samplings, [sequence.generator for sequence in wanted], seen)
+        logprobs = self._logprobs(wanted, logits, chosen)
+        return events + [self._append(*found) for found in zip(wanted, chosen, logprobs, strict=True)]
+
+    # ── which tokens ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self) -> list[tuple[Sequence, int]]:
+        """The sequences of the next pass with the number of their tokens: single ones first, then prompts."""
+        if not self.cached:
+            for sequence in self.sequences:
+                sequence.slot.length = 0
+            return [(sequence, len(sequence.window)) for sequence in self.sequences[: self.max_running]]
+        running = self.sequences[: self.max_running]
+        singles = [x for x in running if x.joined and x.pending == 1]
+        order = self.cache.order([x.slot for x in singles])
+        work = [(singles[i], 1) for i in order]
+        room = max(1, self.tokens_at_once - len(work))
+        prompts: list[Sequence] = []  # that begin in this pass
+        for sequence in running:
+            if room < 1:
+                break
+            if sequence.joined and sequence.pending == 1:
+                continue
+            if not sequence.joined and not self._share(sequence, prompts):
+                continue
+            prompts.append(sequence)
+            count = min(room, sequence.pending)
+            work.append((sequence, count))
+            room -= count
+        return sorted(work, key=lambda item: (item[0].slot.length == 0, item[1] > 1))
+
+    def _share(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
+        """Copy the longest beginning of the prompt that is cached. False if the sequence should wait, because more of it
+        is computed in this pass."""
+        if sequence.options.prompt_logprobs:  # needs every row
+            sequence.joined = True
+            return True
+        window = sequence.window
+        shared = [(common(window, x.window[: x.slot.length]), i) for i, x in enumerate(self._candidates(sequence))]
+        best, where = max(shared, default=(0, -1))
+        best = min(best, len(window) - 1)  # the last token's row is needed
+        begun = [x for x in prompts if x.options.adapter == sequence.options.adapter]
+        soon = max((min(common(window, x.window), len(window) - 1) for x in begun), default=0)
+        if soon >= max(best + 1, SHORTEST_SHARED):
+            return False
+        sequence.joined = True
+        if best >= SHORTEST_SHARED:
+            self.cache.reserve(sequence.slot, best)
+            copy(self._candidates(sequence)[where].slot, sequence.slot, best)
+            sequence.slot.length = best
+        return True
+
+    def _candidates(self, sequence: Sequence) -> list[Sequence]:
+        """The sequences of the same adapter that are in the cache, other than this one."""
+        cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.slot.length]
+        return [x for x in cached if x.options.adapter == sequence.options.adapter]
+
+    # ── one pass ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _forward(self, work: list[tuple[Sequence, int]]) -> tuple[Tensor, list[int]]:
+        """The last block's output for the pass's tokens, and the last row of each sequence."""
+        model = self.model
+        step = self.cache.step([(sequence.slot, count) for sequence, count in work])
+        ids = [i for x, count in work for i in x.window[x.slot.length : x.slot.length + count]]
+        positions = step.positions
+        rotation = model.rotation(positions)
+        a = model.embeddings(torch.tensor(ids, device=model.device), positions)
+        run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
+        for i, block in enumerate(model.blocks):
+            with model.unpacked(block, generating=True):
+                a, _ = block.forward(a, run._replace(cache=step.block(i)))
+        step.finish()
+        return a, _last_rows([count for _, count in work])
+
+    def _forward_uncached(self, work: list[tuple[Sequence, int]]) -> tuple[Tensor, list[int]]:
+        """The same without a cache: complete sequences, as in training."""
+        model = self.model
+        lengths = [count for _, count in work]
+        batch = model.pack(torch.tensor([i for sequence, _ in work for i in sequence.window]), lengths)
+        a = model.embeddings(batch.ids, batch.positions)
+        run = Pass(
+            attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions),
+            adapters=groups([(x.options.adapter, count) for x, count in work]),
+        )  # fmt: skip
+        for block in model.blocks:
+            with model.unpacked(block, generating=True):
+                a, _ = block.forward(a, run)
+        for sequence, count in work:
+            sequence.slot.length = count
+        return a, _last_rows(lengths)
+
+    def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor) -> None:
+        """Add the log-probabilities of the prompt's tokens that this pass has computed."""
+        model, start = self.model, 0
+        for sequence, count in work:
+            known = len(sequence.prompt_logprobs)
+            first = sequence.slot.length - count  # position of the first row
+            if sequence.options.prompt_logprobs and not sequence.new and known < len(sequence.prompt) - 1:
+                targets = sequence.prompt[first + 1 : first + count + 1]
+                rows = a[start : start + len(targets)]
+                for part in row_groups(len(rows), model.head) if len(rows) else ():
+                    run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]))
+                    logits = model.check_finite(model.head.forward(model.final_norm.forward(rows[part])[0], run))
+                    sequence.prompt_logprobs += logprobs_of(logits, targets[part], sequence.options.logprobs or 0)
+            start += count
+
+    # ── new tokens ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _logprobs(self, wanted: list[Sequence], logits: Tensor, chosen: list[int]) -> list[TokenLogprob | None]:
+        found: list[TokenLogprob | None] = [None] * len(wanted)
+        for i, sequence in enumerate(wanted):
+            if sequence.options.logprobs is not None:
+                (found[i],) = logprobs_of(logits[i : i + 1], chosen[i : i + 1], sequence.options.logprobs)
+        return found
+
+    def _append(self, sequence: Sequence, i: int, logprob: TokenLogprob | None) -> Event:
+        """Add a token to its sequence, which may end it or move its window."""
+        sequence.new.append(i)
+        sequence.window.append(i)
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        if i in sequence.options.stop_ids:
+            return self._end(sequence, i, logprob, "stop")
+        if len(sequence.new) == sequence.options.max_new_tokens:
+            return self._end(sequence, i, logprob, "length")
+        n_context = self.model.config.n_context
+        if len(sequence.window) > n_context:
+            if sequence.options.context_full == "stop":
+                return self._end(sequence, i, logprob, "context")
+            sequence.window = sequence.window[-max(1, n_context // 2) :]
+            self.cache.free(sequence.slot)
+        return Event(sequence, i, logprob, None)
+
+    def _end(self, sequence: Sequence, i: int | None, logprob: TokenLogprob | None, finish: Finish) -> Event:
+        sequence.finish = finish
+        self.sequences.remove(sequence)
+        self._leave(sequence)
+        return Event(sequence, i, logprob, finish)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Free the slot, or keep it: the newest `keep`, and those that waiting prompts begin with."""
+        if self.cached and sequence.slot.length:
+            self.kept.append(sequence)
+            self._evict()
+        else:
+            self.cache.free(sequence.slot)
+
+    def _evict(self) -> None:
+        waiting = {tuple(x.window[:SHORTEST_SHARED]) for x in self.sequences if not x.joined}
+        spare = [x for x in self.kept if tuple(x.window[:SHORTEST_SHARED]) not in waiting]
+        for sequence in spare[: len(spare) - self.keep] if len(spare) > self.keep else ():
+            self.kept.remove(sequence)
+            self.cache.free(sequence.slot)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """The length of the beginning that two lists share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+def _last_rows(lengths: list[int]) -> list[int]:
+    last, end = [], 0
+    for length in lengths:
+        end += length
+        last.append(end - 1)
+    return last

@@ -1,0 +1,184 @@
+"""The parameters of each route: which exist, what they may be, and what is refused.
+
+Every parameter of a request must be in its route's table. One that OpenAI has and this server does not is accepted only
+with a value that changes nothing. `null` is the same as leaving a parameter out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..checks import is_number
+from ..errors import HandgradError, shown
+from ..files.reading import parse_json
+from .errors import ApiError, invalid
+
+Check = Callable[[str, Any], Any]
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_TOP = 20  # most probable tokens to return
+MAX_COUNT = 1 << 31
+
+
+def integer(low: int, high: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise invalid(name, f"{name} must be an integer from {low} to {high}, not {shown(value)}")
+        return value
+
+    return check
+
+
+def number(low: float, high: float, above: bool = False) -> Check:
+    """above   the lowest value itself is not allowed"""
+
+    def check(name: str, value: Any) -> float:
+        if not is_number(value) or not low <= value <= high or (above and value == low):
+            bound = "above" if above else "from"
+            raise invalid(name, f"{name} must be a number {bound} {low:g} to {high:g}, not {shown(value)}")
+        return float(value)
+
+    return check
+
+
+def boolean(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise invalid(name, f"{name} must be true or false, not {shown(value)}")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, f"{name} must be a string, not {shown(value)}")
+    return value
+
+
+def stops(name: str, value: Any) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(s, str) and s for s in found):
+        raise invalid(name, f"{name} must be a string that is not empty, or a list of them, not {shown(value)}")
+    if len(found) > MAX_STOPS or any(len(s) > MAX_STOP_CHARACTERS for s in found):
+        raise invalid(name, f"{name} may have {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters at most")
+    return found
+
+
+def prompts(name: str, value: Any) -> list[str | list[int]]:
+    """A text, texts, ids, or lists of ids → a list of prompts"""
+    given = [value] if isinstance(value, str) or _are_ids(value) else value
+    if isinstance(given, list) and "" in given:
+        raise invalid(name, f"{name} is empty: give at least one character or token")
+    if isinstance(given, list) and given and (_are_texts(given) or all(_are_ids(x) for x in given)):
+        return given
+    raise invalid(name, f"{name} must be a string, a list of strings, of token ids, or of lists of token ids")
+
+
+def _are_texts(value: list[Any]) -> bool:
+    return all(isinstance(x, str) for x in value)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """What a chat template takes: role and content, and a name. The template checks the values."""
+    if not isinstance(value, list) or not value:
+        raise invalid(name, f"{name} must be a list of messages that is not empty, not {shown(value)}")
+    found = []
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise invalid(f"{name}[{i}]", f"{name}[{i}] must be an object, not {shown(message)}")
+        given = {key: x for key, x in message.items() if x is not None}
+        for key in given:
+            if key not in ("role", "content", "name"):
+                raise ApiError(
+                    400, f"{name}[{i}].{key} is not supported", f"{name}[{i}].{key}", "unsupported_parameter"
+                )
+        found.append(given)
+    return found
+
+
+def stream_options(name: str, value: Any) -> dict[str, bool]:
+    if not isinstance(value, dict):
+        raise invalid(name, f"{name} must be an object, not {shown(value)}")
+    for key in value:
+        if key != "include_usage":
+            raise ApiError(400, f"{name}.{key} is not supported", f"{name}.{key}", "unsupported_parameter")
+    return {key: boolean(f"{name}.{key}", x) for key, x in value.items() if x is not None}
+
+
+def positions(name: str, value: Any) -> list[int]:
+    if not _are_ids(value) or not all(1 <= i < MAX_COUNT for i in value):
+        raise invalid(name, f"{name} must be a list of token positions of at least 1, not {shown(value)}")
+    return list(value)
+
+
+SAMPLING: dict[str, Check] = {
+    "model": text,
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": integer(1, MAX_COUNT),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0, 10, above=True),
+    "seed": integer(0, 2**63 - 1),
+    "stop": stops,
+    "n": integer(1, 128),
+    "stream": boolean,
+    "stream_options": stream_options,
+}
+COMPLETION: dict[str, Check] = {
+    **SAMPLING,
+    "prompt": prompts,
+    "max_tokens": integer(0, MAX_COUNT),
+    "echo": boolean,
+    "logprobs": integer(0, MAX_TOP),
+}
+CHAT: dict[str, Check] = {
+    **SAMPLING,
+    "messages": messages,
+    "max_tokens": integer(1, MAX_COUNT),
+    "max_completion_tokens": integer(1, MAX_COUNT),
+    "logprobs": boolean,
+    "top_logprobs": integer(0, MAX_TOP),
+}
+ATTRIBUTION: dict[str, Check] = {
+    "model": text, "prompt": prompts, "messages": messages, "completion": text, "targets": positions,
+}  # fmt: skip
+
+IGNORED = ("user", "safety_identifier", "prompt_cache_key")  # labels for the operator's records: they change no answer
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # parameters of OpenAI's that are not supported, and values that change nothing
+    "best_of": (), "suffix": (), "logit_bias": ({},), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
+    "function_call": ("none",), "parallel_tool_calls": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (), "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},),
+    "web_search_options": (),
+}  # fmt: skip
+
+
+def parse(body: bytes, table: dict[str, Check]) -> dict[str, Any]:
+    """The parameters of a request: those that are given, checked."""
+    try:
+        raw = parse_json(body.decode(), "the body")
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8 text", code="invalid_json") from None
+    except HandgradError as reason:
+        raise ApiError(400, reason, code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {shown(raw)}", code="invalid_json")
+    found = {}
+    for name, value in raw.items():
+        if name not in table and name not in NEUTRAL and name not in IGNORED:
+            raise ApiError(400, f"unknown parameter {shown(name)}", name[:200], "unknown_parameter")
+        if value is None or name in IGNORED:
+            continue
+        if name in table:
+            found[name] = table[name](name, value)
+        elif not any(_same(value, x) for x in NEUTRAL[name]):
+            raise ApiError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
+    if "model" not in found:
+        raise invalid("model", "model is missing: name one of /v1/models")
+    return found
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether a value is the neutral one; 0.0 is 0, and false is not."""
+    return bool(value == neutral) and (is_number(value) or type(value) is type(neutral))

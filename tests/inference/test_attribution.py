@@ -1,0 +1,149 @@
+"""Attribution against autograd and finite differences, and what it leaves untouched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import handgrad as hg
+import tiny_gguf
+from conftest import make_model, perturb
+from families.members import transformers_model
+from handgrad.inference import attribution
+from handgrad.model.gpt import GPT
+from handgrad.proof.oracles import differentiate, finite_difference, relative_error
+
+LIMIT = 1e-10
+IDS = [3, 17, 5, 28, 0, 11, 5, 9, 22, 14]
+TARGETS = [[9], [6, 7, 8], range(1, 10), [1]]
+
+
+def their_embeddings(theirs: Any, ids: Tensor) -> Tensor:
+    """a_1 of a transformers model."""
+    a_1: Tensor = theirs.get_input_embeddings()(ids)
+    if hasattr(theirs, "transformer"):
+        a_1 = a_1 + theirs.transformer.wpe(torch.arange(len(ids)))
+    return a_1.detach()
+
+
+def their_logprob(theirs: Any, ids: Tensor, targets: list[int], a_1: Tensor) -> Tensor:
+    """Σ_t log p(id_t | …), with a_1 in the place of the embeddings."""
+    if hasattr(theirs, "transformer"):  # it adds the positions itself
+        a_1 = a_1 - theirs.transformer.wpe(torch.arange(len(ids))).detach()
+    logprobs = theirs(inputs_embeds=a_1[None], use_cache=False).logits[0].double().log_softmax(1)
+    return logprobs[[t - 1 for t in targets], ids[targets]].sum()
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama, 3 queries to a key"])
+def test_equals_autograd_and_finite_differences(name: str, targets: list[int], tmp_path: Path) -> None:
+    theirs = transformers_model(name)
+    theirs.save_pretrained(tmp_path / "m")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    ids, where = torch.tensor(IDS), list(targets)
+    a_1 = their_embeddings(theirs, ids)
+    (expected,) = differentiate(lambda a: their_logprob(theirs, ids, where, a), a_1)
+
+    found = hg.attribute(ours, IDS, targets)
+    assert found.targets == where and found.ids == IDS
+    assert found.logprob == pytest.approx(their_logprob(theirs, ids, where, a_1).item(), rel=LIMIT)
+    assert relative_error(found.gradient, expected) <= LIMIT
+    assert relative_error(found.scores, (expected * a_1).sum(1)) <= LIMIT
+    assert relative_error(found.norms, expected.norm(dim=1)) <= LIMIT
+    assert not found.scores[max(where) :].any() and not found.norms[max(where) :].any()
+
+    direction = torch.zeros_like(a_1)  # scale one token's embedding: the derivative is its score
+    strongest = int(found.scores.abs().argmax())
+    direction[strongest] = a_1[strongest]
+    slope = finite_difference(lambda a: their_logprob(theirs, ids, where, a).item(), a_1, direction)
+    assert found.scores[strongest].item() == pytest.approx(slope, rel=1e-7)
+
+
+def test_the_loss_of_these_targets_has_the_same_signal() -> None:
+    model = make_model(n_blocks=2)
+    ids = torch.tensor([1, 5, 2, 9, 10, 3])
+    targets = torch.tensor([-100, -100, 9, 10, -100])
+    recorded: dict[str, Tensor] = {}
+    loss = model.loss_and_grads(ids[:-1], targets, [5], record=recorded.__setitem__, all_signals=True)
+    found = hg.attribute(model, ids, [4, 3])
+    assert found.logprob == pytest.approx(-2 * loss, rel=1e-12)
+    assert relative_error(found.gradient[:5], -2 * recorded["blocks.0.delta_1"]) <= LIMIT
+
+
+def test_a_long_text_recomputes_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=3)
+    expected = hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5])
+    monkeypatch.setattr(attribution, "TOKENS_AT_ONCE", 4)
+    assert torch.equal(hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5]).gradient, expected.gradient)
+
+
+def adapted() -> GPT:
+    model = make_model(n_blocks=2)
+    hg.lora.inject(model, rank=2, dropout=0.5, dora=True, modules_to_save=["ln_f"])
+    perturb(model)
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: make_model(n_blocks=2), adapted], ids=["plain", "adapters"])
+def test_parameters_gradients_and_flags_stay(make: Any) -> None:
+    model = make()
+    model.train()
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.grad = torch.ones_like(first)
+    before = [(p, p.clone(), p.requires_grad, p.grad) for p in model.parameters()]
+    found = hg.attribute(model, [1, 5, 2, 9], [2, 3])
+    for p, value, trains, grad in before:
+        assert torch.equal(p, value) and p.requires_grad == trains and p.grad is grad
+    assert bool((first.grad == 1).all())
+    assert torch.equal(hg.attribute(model, [1, 5, 2, 9], [2, 3]).scores, found.scores)  # no dropout
+    logprobs = model.logits(torch.tensor([1, 5, 2])).log_softmax(1)
+    assert found.logprob == pytest.approx((logprobs[1, 2] + logprobs[2, 9]).item(), rel=1e-12)
+
+
+def test_flags_come_back_after_an_error() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.head.plain().w.fill_(float("nan"))
+    with pytest.raises(hg.NonFiniteError):
+        hg.attribute(model, [1, 2, 3])
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_packed_weights_give_the_same(tmp_path: Path) -> None:
+    tiny_gguf.write_tiny_smollm2(tmp_path / "m.gguf")
+    ids = [257, 72, 101, 108, 108, 111, 32, 256, 101]
+    packed = hg.attribute(hg.load(tmp_path / "m.gguf", packed=True), ids, [5, 8])
+    plain = hg.attribute(hg.load(tmp_path / "m.gguf"), ids, [5, 8])
+    assert relative_error(packed.gradient, plain.gradient) <= 1e-5
+    assert float(plain.norms[:8].min()) > 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "targets", "message"),
+    [
+        ([1, 2, 3], [0], "positions go from 1 to 2"),
+        ([1, 2, 3], [3], "positions go from 1 to 2"),
+        ([1, 2, 3], [True], "positions go from 1 to 2"),
+        ([1, 2, 3], [], "targets is empty"),
+        ([1], None, "at least two tokens"),
+        ([1, 99], None, "outside the vocabulary"),
+        ([99, 1], None, "outside the vocabulary"),
+        ([[1, 2]], None, "1-D tensor"),
+        ([0.5, 2.0], None, "1-D tensor"),
+        ("text", None, "list of token ids"),
+        ([1] * 18, None, "does not fit into a context of 16"),
+    ],
+)
+def test_bad_input_is_refused(ids: Any, targets: Any, message: str) -> None:
+    with pytest.raises(hg.HandgradError, match=message):
+        hg.attribute(make_model(), ids, targets)
+
+
+def test_a_full_context_and_its_next_token_are_allowed() -> None:
+    found = hg.attribute(make_model(), [1] * 17)
+    assert len(found.scores) == 17 and found.targets == [16]
+    assert "of 1 of 17 tokens" in repr(found)
+    with pytest.raises(hg.HandgradError, match="causal"):
+        hg.attribute(make_model(causal=False), [1, 2])

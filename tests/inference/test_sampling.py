@@ -1,0 +1,115 @@
+"""Samplers: probabilities equal to transformers', and samples that follow them."""
+
+import math
+
+import pytest
+import torch
+from transformers.generation import logits_process
+
+from handgrad.inference import sampling
+from handgrad.inference.sampling import Sampling, choose, probabilities
+
+ONE_BY_ONE = [
+    {}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": 500}, {"top_p": 0.7},
+    {"top_p": 0.0}, {"top_p": 1.0}, {"min_p": 0.2}, {"min_p": 1.0}, {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.6},
+]  # fmt: skip
+COMBINED = [
+    {"temperature": 0.7, "top_k": 9}, {"top_k": 12, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 15, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+]  # fmt: skip
+SEEN = [[0, 3, 3, 8], [1], [20, 19, 0, 5, 5]]
+
+
+def logits_of(rows: int = 3, n_vocab: int = 23) -> torch.Tensor:
+    return 2 * torch.randn(rows, n_vocab, dtype=torch.float64)
+
+
+def by_transformers(logits: torch.Tensor, seen: list[list[int]], options: dict[str, float]) -> torch.Tensor:
+    """One row at a time, in the order in which its generate applies them."""
+    o = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0, **options}
+    steps = [logits_process.RepetitionPenaltyLogitsProcessor(float(o["repetition_penalty"]))]
+    steps.append(logits_process.TemperatureLogitsWarper(float(o["temperature"])))
+    if o["top_k"] is not None:
+        steps.append(logits_process.TopKLogitsWarper(o["top_k"]))
+    if o["top_p"] is not None:
+        steps.append(logits_process.TopPLogitsWarper(float(o["top_p"])))
+    if o["min_p"] is not None:
+        steps.append(logits_process.MinPLogitsWarper(float(o["min_p"])))
+    rows = []
+    for row, ids in zip(logits, seen, strict=True):
+        scores = row[None].clone()
+        for step in steps:
+            scores = step(torch.tensor([ids]), scores)
+        rows.append(torch.softmax(scores, 1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("options", ONE_BY_ONE + COMBINED, ids=str)
+def test_probabilities_equal_those_of_transformers(options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of()
+    logits[1, 4:7] = logits[1].max()  # equal ones: top_k keeps all that equal the last
+    chosen = Sampling(**{"temperature": 1.0, **options})
+    ours, theirs = probabilities(logits, chosen, SEEN), by_transformers(logits, SEEN, options)
+    rows = [0, 2] if "top_p" in options else [0, 1, 2]  # top_p may keep either of two equal tokens at its edge
+    assert torch.allclose(ours[rows], theirs[rows], atol=1e-14)
+    assert torch.allclose(ours.sort(1)[0], theirs.sort(1)[0], atol=1e-14)
+    monkeypatch.setattr(sampling, "FIRST_CANDIDATES", 2)  # the whole vocabulary has to be sorted
+    assert torch.equal(probabilities(logits, chosen, SEEN)[rows], ours[rows])
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Exceeded once in 10⁶ (Wilson and Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.753 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, *ONE_BY_ONE[1:3], *COMBINED], ids=str
+)
+def test_samples_follow_the_probabilities(options: dict[str, float]) -> None:
+    """Chi-square over 20,000 samples."""
+    logits, draws = logits_of(1), 20_000
+    chosen = Sampling(**{"temperature": 1.0, "seed": 3, **options})
+    p = probabilities(logits, chosen, SEEN[:1])[0]
+    generators = [Sampling(seed=i).generator() for i in range(100)]  # of different sequences
+    counts = torch.zeros(len(p), dtype=torch.float64)
+    for _ in range(draws // 100):
+        ids = choose(logits.expand(100, -1), [chosen] * 100, generators, SEEN[:1] * 100)
+        counts += torch.bincount(torch.tensor(ids), minlength=len(p))
+    assert counts[p == 0].sum() == 0
+    rare = draws * p < 5  # together in one class
+    expected = torch.cat([draws * p[~rare], (draws * p[rare]).sum()[None]])
+    found = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    some = expected > 0
+    chi = ((found - expected)[some].square() / expected[some]).sum().item()
+    assert chi < chi_square_limit(int(some.sum()) - 1)
+    wrong = expected[some].roll(1)
+    assert ((found[some] - wrong).square() / wrong).sum() > chi_square_limit(int(some.sum()) - 1), "the test can fail"
+
+
+def test_rows_of_different_settings() -> None:
+    logits = logits_of(6)
+    settings = [
+        Sampling(), Sampling(1.0, seed=1), Sampling(1.0, top_k=3, seed=2), Sampling(), Sampling(1.0, seed=5),
+        Sampling(repetition_penalty=9.0),
+    ]  # fmt: skip
+    seen = [[int(row.argmax())] for row in logits]
+    together = choose(logits, settings, [s.generator() for s in settings], seen)
+    alone = [choose(logits[i : i + 1], [s], [s.generator()], seen[i : i + 1])[0] for i, s in enumerate(settings)]
+    assert together == alone
+    assert [together[0], together[3]] == [seen[0][0], seen[3][0]] and together[5] != seen[5][0]
+
+
+def test_one_number_per_token_and_rounding_does_not_matter() -> None:
+    logits = logits_of(1, 1000).float()
+    first, second = (Sampling(1.0, seed=9).generator() for _ in range(2))
+    noisy = logits * (1 + 1e-6)
+    for _ in range(200):
+        a = choose(logits, [Sampling(1.0)], [first], [[]])
+        assert choose(noisy, [Sampling(1.0, top_p=0.999999)], [second], [[]]) == a
+
+
+def test_a_tiny_temperature_takes_the_most_probable() -> None:
+    logits = logits_of()
+    found = choose(logits, [Sampling(1e-40, seed=1)] * 3, [Sampling(seed=1).generator()] * 3, SEEN)
+    assert found == logits.argmax(1).tolist()
