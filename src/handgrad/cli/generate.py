@@ -44,7 +44,7 @@ PENALTY = sampling("Factor by which tokens that occurred get less likely.")
 SEED = sampling("Seed of the samples; prompt i has SEED + i. [default: random]", min=0)
 JSON = output("One JSON object per prompt and line.", "--json")
 LOGPROBS = output(
-    "With --json: log-probabilities of the prompt's and the new tokens, and of so many most probable ones.", min=0
+    "With --json: log-probabilities of the tokens of prompt and answer, and of this many most probable ones.", min=0
 )
 COST = output(
     "With --bits: measure what it costs on this text file, or on a short built-in passage (sample), instead of generating.",

@@ -26,7 +26,7 @@ from ..ops import attention
 from ..ops.attention import Saved
 
 FIRST_CAPACITY = 256  # tokens of the smallest slots
-WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most so many keys in vain
+WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most this many keys in vain
 
 
 class Slot:

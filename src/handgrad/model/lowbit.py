@@ -62,5 +62,5 @@ def quantize(model: GPT, bits: int) -> GPT:
 
 
 def _narrow(layer: Linear, bits: int) -> bool:
-    """Whether the weight has at most so many bits already."""
+    """Whether the weight has at most this many bits already."""
     return layer.packed is not None and layer.packed.kind in _NARROW[bits]

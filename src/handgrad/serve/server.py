@@ -123,7 +123,7 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, reason: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody reads it
+        return Response(status_code=400)  # the client has left
 
     @app.exception_handler(Exception)
     async def failed(request: Request, reason: Exception) -> Response:
