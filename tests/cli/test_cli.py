@@ -110,7 +110,7 @@ BAD_CONFIGS = [
     ("[]", "must contain a JSON object"),
     (
         '{"model_type": "gpt2", "n_positions": null, "vocab_size": 9, "n_embd": 4, "n_head": 2, "n_layer": 1}',
-        "n_context",
+        "n_positions",
     ),
     ('{"model_type": "gpt2", "activation_function": ["x"]}', "activation_function"),
     ('{"model_type": "gpt2", "scale_attn_weights": false}', "scale_attn_weights"),
