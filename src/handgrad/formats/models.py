@@ -109,7 +109,7 @@ def load(
 
     packed       keep the matrices of a GGUF file packed: they are frozen, and unpacked one block at a time when used
     base_dtype   keep the matrices of a directory in two bytes, "bfloat16" or "float16", frozen, and compute in float32
-    bits         8 or 4: round the matrices to this many bits, frozen, for fast generation; a GGUF file with as few keeps them
+    bits         8 or 4: round the matrices to them, frozen, for fast generation; a GGUF file with as few keeps them
     """
     return open_folder(locate(path), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
 
