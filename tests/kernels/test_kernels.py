@@ -206,6 +206,18 @@ def test_values_that_are_not_finite_stay_so(bad: float) -> None:
     assert not torch.isfinite(total) and torch.isfinite(delta[[0, 1, 3]]).all()
 
 
+def test_broadcast_shapes_are_left_to_torch() -> None:
+    """A kernel reads as many rows of every tensor: one that is broadcast has fewer."""
+    a, w = torch.randn(5, 1, 8), torch.randn(8)
+    delta = torch.randn(5, 5, 8)
+    _, saved = rmsnorm.forward(a, w, 1e-5)
+    bar = rmsnorm.normalized(saved)
+    ours, plain = both(lambda: rmsnorm.backward(delta, bar, saved.inv_rms, w))
+    wide = bar.expand(5, 5, 8).contiguous()
+    same, _ = both(lambda: rmsnorm.backward(delta, wide, saved.inv_rms.expand(5, 5, 1).contiguous(), w))
+    assert torch.equal(ours[0], plain[0]) and relative_error(ours[0], same[0]) <= ROUNDING[torch.float32]
+
+
 def test_what_has_no_kernel_is_computed_by_torch() -> None:
     x = torch.randn(6, 8)
     assert calls.fits(x) and calls.fits(x[:, 2:5]) and calls.fits(x.double())

@@ -41,7 +41,7 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if name == "relu":
         return delta * (x > 0), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
-    if name in calls.ACTIVATIONS and calls.fits(delta, x, out, value):
+    if name in calls.ACTIVATIONS and x.ndim == 2 and delta.shape == x.shape and calls.fits(delta, x, out, value):
         calls.backward_activation(name, delta, x, out, value)
         return out, value
     slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]

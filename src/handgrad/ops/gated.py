@@ -20,7 +20,7 @@ def forward(gate: Tensor, up: Tensor, name: str) -> Tensor:
     if name not in NAMES:
         raise ValueError(f"unknown gate {name!r}; choose one of {', '.join(NAMES)}")
     a_8 = gate.new_empty(gate.shape)
-    if name in calls.ACTIVATIONS and calls.fits(gate, up):
+    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape and calls.fits(gate, up):
         calls.forward_gate(name, gate, up, a_8)
         return a_8
     for x, u, out in zip(*(activation.parts(tensor) for tensor in (gate, up, a_8)), strict=True):
@@ -42,7 +42,7 @@ def backward(
     a_8 = gate.new_empty(gate.shape)
     d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2)) if into is None else into
     tensors = (delta, gate, up, d_gate, d_up, a_8)
-    if name in calls.ACTIVATIONS and calls.fits(*tensors):
+    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape == delta.shape and calls.fits(*tensors):
         calls.backward_gate(name, *tensors)
         return d_gate, d_up, a_8
     for d, x, u, out_gate, out_up, out in zip(*(activation.parts(tensor) for tensor in tensors), strict=True):

@@ -19,7 +19,7 @@ class Saved(NamedTuple):
 
 def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]:
     """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
-    if calls.fits(a, w, b):
+    if a.ndim == 2 and calls.fits(a, w, b):
         out, mu, inv_sigma = torch.empty_like(a), a.new_empty(len(a), 1), a.new_empty(len(a), 1)
         calls.forward_layer(a, w, b, eps, out, mu, inv_sigma)
         return out, Saved(a, mu, inv_sigma)
@@ -53,7 +53,7 @@ def rebuild(saved: Saved, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and means over the features   (40)"""
-    if calls.fits(delta, a_bar, w):
+    if delta.ndim == 2 and delta.shape == a_bar.shape and calls.fits(delta, a_bar, inv_sigma, w):
         out = torch.empty_like(delta)
         calls.backward_norm(delta, a_bar, inv_sigma, w, True, out)
         return out
@@ -65,7 +65,7 @@ def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tens
 
 def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     """∂w += Σ_tok ā ∘ Δ_i   (41)"""
-    if calls.fits(delta, a_bar):
+    if delta.ndim == 2 and delta.shape == a_bar.shape and calls.fits(delta, a_bar):
         grad = delta.new_empty(delta.shape[1])
         calls.column_sums(delta, a_bar, grad)
         return grad if into is None else into.add_(grad)

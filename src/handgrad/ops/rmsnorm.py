@@ -46,7 +46,7 @@ def rebuild(saved: Saved, w: Tensor) -> tuple[Tensor, Tensor]:
 
 def backward(delta: Tensor, a_bar: Tensor, inv_rms: Tensor, w: Tensor) -> Tensor:
     """Δ_{i−1} = 1/rms [g − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w and the mean over the features"""
-    if _fits(delta, a_bar, inv_rms, w):
+    if delta.shape == a_bar.shape and _fits(delta, a_bar, inv_rms, w):
         out = torch.empty_like(delta)
         calls.backward_norm(delta.flatten(0, -2), a_bar.flatten(0, -2), inv_rms, w, False, out.flatten(0, -2))
         return out
@@ -57,7 +57,7 @@ def backward(delta: Tensor, a_bar: Tensor, inv_rms: Tensor, w: Tensor) -> Tensor
 
 def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     """∂w += Σ ā ∘ Δ_i over the tokens, and over the heads of a q/k norm"""
-    if _fits(delta, a_bar):
+    if delta.shape == a_bar.shape and _fits(delta, a_bar):
         grad = delta.new_empty(delta.shape[-1])
         calls.column_sums(delta.flatten(0, -2), a_bar.flatten(0, -2), grad)
         return grad if into is None else into.add_(grad)

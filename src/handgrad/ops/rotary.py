@@ -65,7 +65,13 @@ def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, into: Tensor | None) -> Tensor:
     """The rotation by the angles (sign 1) or by the opposite ones (−1)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
-    if calls.fits(x, out, cos, sin) and cos.is_contiguous() and sin.is_contiguous():
+    if (
+        x.ndim == 3
+        and len(x) == len(cos)
+        and calls.fits(x, out, cos, sin)
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    ):
         calls.rotate(x, cos, sin, sign, interleaved, out)
         return out
     if sign < 0:
