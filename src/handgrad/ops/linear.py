@@ -8,10 +8,12 @@ from torch import Tensor
 
 from ..kernels import calls
 
+FEW_ROWS = calls.FEW_ROWS  # products of so few rows have a kernel of their own, which is limited by reading the weights
+
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
-    if a.shape[0] <= calls.FEW_ROWS and out is None and calls.fits(a, transposed := w.t()):
+    if a.shape[0] <= FEW_ROWS and out is None and calls.fits(a, transposed := w.t()):
         out = a.new_empty(len(a), w.shape[1])
         calls.few_rows(a, transposed, out)
         return out if b is None else out.add_(b)
