@@ -76,6 +76,10 @@ class Affine(nn.Module, ABC):
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by the letter the paper gives them: w and b, and an adapter's d, u and m."""
 
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        """d, u and scale of the low-rank branches that the layer adds to `plain()`; None if it computes something else."""
+        return None
+
     @property
     def adapted(self) -> bool:
         """Whether the layer has an adapter."""
@@ -202,6 +206,9 @@ class Linear(Affine):
 
     def plain(self) -> "Linear":
         return self
+
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        return []
 
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return {"w": self.weight, "b": self.bias}

@@ -53,6 +53,7 @@ class Plan:
     bytes_temporary: int  # buffers of the logits, or of a block's backward pass
     bytes_cache_per_token: int
 
+    rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
 
@@ -81,6 +82,7 @@ def make_plan(
     ranks: Ranks | None = None,
     extra: int = 0,
     kinds: Kinds | None = None,
+    rows: int | None = None,
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -89,6 +91,7 @@ def make_plan(
     ranks           rank by layer of an existing adapter, instead of rank and targets
     extra           its trainable parameters besides the factors: magnitudes, modules_to_save
     kinds           types of the matrices that stay packed, by name
+    rows            how many tokens of a sequence have a target (default: all)
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -118,7 +121,7 @@ def make_plan(
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
     piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
-    forward, backward = flop(config, Work.of(tokens, config).times(batch), ranks, recompute)
+    forward, backward = flop(config, Work.of(tokens, config, rows).times(batch), ranks, recompute)
 
     return Plan(
         config, batch, tokens, dtype, max(ranks.values(), default=0), short_names(config, ranks), recompute,
@@ -138,6 +141,7 @@ def make_plan(
         bytes_temporary=size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
         + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
+        rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,
     )  # fmt: skip

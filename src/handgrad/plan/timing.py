@@ -19,6 +19,7 @@ from ..model.gpt import GPT
 from ..model.names import without_block
 from ..model.packed import Packed
 from ..model.readout import rows_at_once
+from ..ops.loss import NO_TARGET
 from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
 from .memory import BYTES
@@ -56,7 +57,8 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
     run for about `budget` seconds."""
     rows = rows_at_once(plan.config.n_vocab, head_trains=False)
-    groups = -(-plan.batch * plan.tokens // plan.piece) * -(-plan.piece // rows)
+    pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
+    groups = pieces * -(-with_target // rows)
     return _computing(plan, budget) + sum(
         count * unpack_seconds(kind, shape, plan.dtype)
         for (kind, shape), count in uses(plan.config, plan.kinds, groups).items()
@@ -112,12 +114,14 @@ class _Trial:
             lora = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
             adapters.apply(self.model, lora, any_rank=True)
         self.tokens = torch.randint(n_vocab, (plan.piece // plan.tokens, plan.tokens))
+        self.targets = self.tokens.clone()
+        self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
         self.recompute = plan.recompute
         self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
 
     def run(self) -> Times:
         start = time.perf_counter()
-        self.model.loss_and_grads(self.tokens, self.tokens, recompute=self.recompute)
+        self.model.loss_and_grads(self.tokens, self.targets, recompute=self.recompute)
         between = time.perf_counter()
         norms = torch.stack([optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None])
         optim.step(self.optimizer, optim.clip_factor(norms.double().norm().item(), 1.0))
