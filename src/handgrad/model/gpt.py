@@ -244,7 +244,7 @@ class GPT(Network):
                         saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
                     deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
                     del saved
-            if recomputed:
+            if recomputed and i % 4 == 0:
                 trim_heap()  # the heap fragments from block to block
             finished(next(layers))
         if self.embeddings_train():
