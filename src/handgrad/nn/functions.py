@@ -3,8 +3,10 @@
 Inputs are (…, d): leading dimensions are rows. Gradients are computed for the inputs that ask for one (`needs_input_grad`).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,15 +14,31 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..ops import activation as activations
+
 from ..ops import gated, layernorm, linear as affine, lora, rmsnorm  # isort: skip
 from .rebuild import Rebuild, Shared, Source, mark, source_of
 
-opaque = torch.compiler.disable  # compiled kernels are called by address: torch.compile leaves a gap here
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def opaque(function: F) -> F:
+    """Kernels are called by address: torch.compile leaves a gap at this function."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """The functions choose their dtypes themselves."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def rows(x: Tensor) -> Tensor:
     """(…, d) → (n, d), contiguous"""
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """(n, d) → (…, d). Autograd does not take it for a view, which it would not let anyone change in place."""
+    return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
 
 
 # ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,7 +51,7 @@ class LayerNormFunction(Function):
         ctx.save_for_backward(*saved, w, b)
         ctx.shared = shared
         ctx.mark_non_differentiable(saved.mu, saved.inv_sigma)
-        return out.view(a.shape), saved.mu, saved.inv_sigma
+        return shaped(out, *a.shape), saved.mu, saved.inv_sigma
 
     @staticmethod
     @once_differentiable
@@ -53,7 +71,7 @@ class RMSNormFunction(Function):
         ctx.save_for_backward(*saved, w)
         ctx.shared = shared
         ctx.mark_non_differentiable(saved.inv_rms)
-        return out.view(a.shape), saved.inv_rms
+        return shaped(out, *a.shape), saved.inv_rms
 
     @staticmethod
     @once_differentiable
@@ -121,56 +139,71 @@ class How(NamedTuple):
 
 
 class LinearFunction(Function):
-    """y = a w + b + scale · ã d u. The low-rank factors are stored as PEFT has them: down (r, f_in), up (f_out, r)."""
+    """y = a w + b + scale · ã d u, or with a magnitude (DoRA) y = (a w + scale · ã d u) ∘ m/c + b. The low-rank factors are
+    stored as PEFT has them: down (r, f_in), up (f_out, r)."""
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None, how: How
+        ctx: Any,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        magnitude: Tensor | None,
+        how: How,
     ) -> Tensor:
-        flat = rows(a)
-        out, h = affine.forward(flat, weight if how.in_out else weight.t(), bias), None
+        flat, w = rows(a), weight if how.in_out else weight.t()
+        out = affine.forward(flat, w, bias if magnitude is None else None)
+        h = c = None
         if down is not None and up is not None:
             wide = out.to(down.dtype)  # PEFT's factors may be float32 where the layer is bfloat16
             h = lora.forward(how.dropped(flat.to(down.dtype))[0], down.t(), up.t(), how.scale, into=wide)
+            if magnitude is not None:
+                c = lora.column_norms(w.to(down.dtype), down.t(), up.t(), how.scale)
+                wide = wide * (magnitude / c)
+                wide = wide if bias is None else wide.add_(bias)
             out = wide.to(out.dtype)
         ctx.shape, ctx.how, kept = a.shape, how._replace(source=None), [flat]
         ctx.rebuild, ctx.shared = None, None
-        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
-            kept = []  # the input is needed for gradients of matrices only
+        if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):
+            kept = []  # the input is needed for gradients of matrices and magnitudes only
         elif how.source is not None:
             ctx.rebuild, ctx.shared, kept = how.source.rebuild, how.source.shared, how.source.tensors
             how.source.shared.readers += 1
-        ctx.save_for_backward(weight, down, up, h, *kept)
-        return out.view(*a.shape[:-1], out.shape[1])
+        ctx.save_for_backward(weight, down, up, magnitude, h, c, *kept)
+        return shaped(out, *a.shape[:-1], out.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        weight, down, up, h, *kept = ctx.saved_tensors
-        how, needs, signal = ctx.how, ctx.needs_input_grad, rows(delta)
-        before = grad_w = grad_b = grad_d = grad_u = g = None
-        if needs[0]:
-            before = affine.backward(signal, weight if how.in_out else weight.t())
-        if down is not None:
-            wide = signal.to(down.dtype)
-            if needs[0] or needs[3]:
-                g = lora.upstream(wide, up.t(), how.scale)
-            if needs[4]:
-                grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+        weight, down, up, magnitude, h, c, *kept = ctx.saved_tensors
+        how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
+        signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
+        w = weight if how.in_out else weight.t()
+        before = affine.backward(signal, w) if needs[0] else None
+        grad_b = affine.grad_b(given, None) if needs[2] else None
+        grad_w = grad_d = grad_u = grad_m = None
         if kept:
             a = kept[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, kept)[1]
-            if needs[1]:
-                left, right = (signal, a) if how.in_out else (a, signal)
-                grad_w = affine.grad_w(left, right, None)
-        if g is not None and needs[0]:
-            into = before.to(g.dtype)
-            lora.backward(g, down.t(), into, how.dropped(into)[1])
-            before = into.to(before.dtype)
-        if needs[2]:
-            grad_b = affine.grad_b(signal, None)
-        if needs[3]:
-            grad_d = lora.grad_d(how.dropped(a.to(g.dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
-        return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, None
+        if needs[1]:
+            left, right = (signal, a) if how.in_out else (a, signal)
+            grad_w = affine.grad_w(left, right, None)
+        if down is not None:
+            wide = signal.to(down.dtype)
+            g = lora.upstream(wide, up.t(), how.scale) if needs[0] or needs[3] else wide
+            if before is not None:
+                into = before.to(down.dtype)
+                lora.backward(g, down.t(), into, how.dropped(into)[1])
+                before = into.to(before.dtype)
+            if needs[3]:
+                grad_d = lora.grad_d(how.dropped(a.to(down.dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
+            if needs[4]:
+                grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+            if needs[5]:
+                z = affine.forward(a, w, None).to(down.dtype).addmm_(h, up.t(), alpha=how.scale)
+                grad_m = lora.grad_m(given.to(down.dtype), z, c, None)
+        return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, grad_m, None
 
 
 @opaque
@@ -181,21 +214,22 @@ def linear(
     *,
     down: Tensor | None = None,
     up: Tensor | None = None,
+    magnitude: Tensor | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     in_out: bool = False,
 ) -> Tensor:
     """a w + b, with the weight stored as (f_out, f_in), or as (f_in, f_out) if `in_out`; plus scale · ã d u, with down
-    (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped."""
-    kind = a.device.type
+    (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped. A `magnitude` (f_out)
+    rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
+    kind, source = a.device.type, source_of(a)
+    tensors = a, weight, bias, down, up, magnitude
     if torch.is_autocast_enabled(kind):
         dtype, source = torch.get_autocast_dtype(kind), None
-        a, weight, bias, down, up = (None if x is None else x.to(dtype) for x in (a, weight, bias, down, up))
-    else:
-        source = source_of(a)
+        tensors = tuple(None if x is None else x.to(dtype) for x in tensors)  # type: ignore[assignment]
     seed = int(torch.randint(1 << 31, ())) if dropout else 0
-    with torch.autocast(kind, enabled=False):
-        return LinearFunction.apply(a, weight, bias, down, up, How(in_out, scale, dropout, seed, source))  # type: ignore
+    with without_autocast(kind):
+        return LinearFunction.apply(*tensors, How(in_out, scale, dropout, seed, source))  # type: ignore
 
 
 # ── activations and gates ───────────────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +240,7 @@ class ActivationFunction(Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        return activations.forward(rows(x), name).view(x.shape)
+        return shaped(activations.forward(rows(x), name), *x.shape)
 
     @staticmethod
     @once_differentiable
@@ -223,7 +257,7 @@ class GateFunction(Function):
         ctx.save_for_backward(gate, up)
         ctx.name = name
         halves = _halves(gate, up)
-        return gated.forward(*halves, name).view(*gate.shape[:-1], halves[0].shape[1])
+        return shaped(gated.forward(*halves, name), *gate.shape[:-1], halves[0].shape[1])
 
     @staticmethod
     @once_differentiable

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import HandgradError
 from ..ops import attention as heads_op
 from ..ops import rotary
-from .functions import opaque, rows
+from .functions import opaque, rows, shaped, without_autocast
 
 
 class Layout(NamedTuple):
@@ -60,7 +60,7 @@ class AttentionFunction(Function):
         a, saved = heads_op.forward(q_, k_, v_, layout.spans, layout.causal, layout.window)
         if layout.blind is not None:
             a[layout.blind], saved.lse[layout.blind] = 0, 0
-        out = a.view(*q.shape[:-1], -1)
+        out = shaped(a, *q.shape[:-1], a.shape[1] * a.shape[2])
         ctx.save_for_backward(q_, k_, v_, out, saved.lse, cos, sin)
         ctx.heads, ctx.fused = heads, k is None
         return out
@@ -110,7 +110,7 @@ def attention(
         layout = Layout(causal_layout(*q.shape[:2]).spans, window, causal)
     heads = Heads(n_heads, n_heads if n_kv_heads is None else n_kv_heads, layout)
     cos, sin = (None, None) if rotation is None else rotation
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         return AttentionFunction.apply(q, k, v, cos, sin, heads)  # type: ignore
 
 

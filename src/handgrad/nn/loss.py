@@ -18,7 +18,7 @@ from ..errors import HandgradError
 from ..model.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
-from .functions import opaque, rows
+from .functions import opaque, rows, without_autocast
 
 
 class LinearCrossEntropyFunction(Function):
@@ -82,18 +82,22 @@ def linear_cross_entropy(
     """The mean of −log softmax(a wᵗ + b)[target] over the targets ≠ −100; divided by `n_targets` instead of their number
     if several calls accumulate one batch."""
     if targets.shape != a.shape[:-1]:
-        raise HandgradError(f"targets {tuple(targets.shape)} must have one entry for each of the rows {tuple(a.shape[:-1])}")
+        raise HandgradError(
+            f"targets {tuple(targets.shape)} must have one entry for each of the rows {tuple(a.shape[:-1])}"
+        )
     if targets.is_floating_point():
         raise HandgradError(f"targets must be integers (int64), not {targets.dtype}")
     given = targets[targets != softmax_loss.NO_TARGET]
     if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < len(weight):
         wrong = int(given.min()) if int(given.min()) < 0 else int(given.max())
-        raise HandgradError(f"target {wrong} is outside the vocabulary: ids go from 0 to {len(weight) - 1}, −100 is ignored")
+        raise HandgradError(
+            f"target {wrong} is outside the vocabulary: ids go from 0 to {len(weight) - 1}, −100 is ignored"
+        )
     kind = a.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         a, weight, bias = a.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (a, weight, bias))
-    with torch.autocast(kind, enabled=False):
+    with without_autocast(kind):
         return LinearCrossEntropyFunction.apply(a, weight, bias, targets.long(), n_targets, needs)  # type: ignore

@@ -6,6 +6,7 @@ compute it leaves to the original code; `fell_back` counts these calls and warns
 """
 
 import warnings
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from . import functions
 from .heads import Layout, attention, causal_layout, layout_of_mask
 from .loss import linear_cross_entropy
 
-_classes: dict[tuple[type, type], type] = {}
+_classes: dict[tuple[type, type], Any] = {}
 
 
 class Part(nn.Module):
@@ -33,11 +34,22 @@ def _parents(cls: type) -> tuple[type, type]:
     return next(key for key, value in _classes.items() if value is cls)
 
 
-def _class_of(part: type, base: type) -> type:
+def _class_of(part: type, base: type) -> Any:
     if (part, base) not in _classes:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _classes[part, base] = type(base.__name__, (part, base), names)
+        forward = _with_signature(part.forward, base.forward)  # type: ignore[attr-defined]
+        _classes[part, base] = type(base.__name__, (part, base), {**names, "forward": forward})
     return _classes[part, base]
+
+
+def _with_signature(ours: Any, original: Any) -> Any:
+    """Our forward with the arguments of the original: transformers.Trainer reads their names."""
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **kwargs)
+
+    return forward
 
 
 def _restore(part: type, base: type) -> nn.Module:
@@ -63,7 +75,8 @@ def fell_back(module: Any, reason: str) -> None:
         return
     if not counts.get(reason):
         warnings.warn(
-            f"handgrad leaves {type(module).__name__} to transformers: {reason}; the gradient is autograd's", stacklevel=3
+            f"handgrad leaves {type(module).__name__} to transformers: {reason}; the gradient is autograd's",
+            stacklevel=3,
         )
     counts[reason] = counts.get(reason, 0) + 1
 
@@ -74,14 +87,14 @@ def fell_back(module: Any, reason: str) -> None:
 class LayerNormPart(Part):
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != self.weight.dtype:
-            return super().forward(input)  # type: ignore[misc,no-any-return]
+            return super().forward(input)  # type: ignore[no-any-return]
         return functions.layer_norm(input, self.weight, self.bias, self.eps)  # type: ignore[arg-type]
 
 
 class RMSNormPart(Part):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != self.weight.dtype:
-            return super().forward(hidden_states)  # type: ignore[misc,no-any-return]
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
         return functions.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
 
 
@@ -112,19 +125,23 @@ class AdapterPart(Part):
         plain = not (args or kwargs or me.disable_adapters or me.merged) and len(active) == 1
         base = me.base_layer
         if not plain or not isinstance(base, LinearPart) or why_not_adapter(me, active[0]):
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         name = active[0]
         dropout = getattr(me.lora_dropout[name], "p", 0.0) if self.training else 0.0
+        magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None
         return functions.linear(
             x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,  # type: ignore[arg-type]
-            scale=me.scaling[name], dropout=dropout, in_out=base.in_out,
+            magnitude=magnitude, scale=me.scaling[name], dropout=dropout, in_out=base.in_out,
         )  # fmt: skip
 
 
 def why_not_adapter(layer: Any, name: str) -> str:
     """Why an adapter of PEFT is left to PEFT; "" if it is not."""
-    if name in layer.lora_variant:
-        return f"{type(layer.lora_variant[name]).__name__} is not plain LoRA"
+    variant = type(layer.lora_variant.get(name)).__name__
+    if variant == "DoraLinearVariant" and getattr(layer.lora_dropout[name], "p", None):
+        return "DoRA with dropout"  # which PEFT applies to the layer's own input as well
+    if variant not in ("NoneType", "DoraLinearVariant"):
+        return f"{variant} is neither LoRA nor DoRA"
     if layer.lora_B[name].bias is not None:
         return "lora_bias=True"
     if layer.lora_A[name].weight.dtype != layer.lora_B[name].weight.dtype:
@@ -138,8 +155,8 @@ def why_not_adapter(layer: Any, name: str) -> str:
 class GatedPart(Part):
     def forward(self, x: Tensor) -> Tensor:
         me: Any = self
-        both = (me.gate_up_proj(x), None) if hasattr(me, "gate_up_proj") else (me.gate_proj(x), me.up_proj(x))
-        return me.down_proj(functions.gate(*both, me._handgrad_activation))  # type: ignore[no-any-return]
+        gate, up = (me.gate_up_proj(x), None) if hasattr(me, "gate_up_proj") else (me.gate_proj(x), me.up_proj(x))
+        return me.down_proj(functions.gate(gate, up, me._handgrad_activation))  # type: ignore[no-any-return]
 
 
 class FeedForwardPart(Part):
@@ -158,12 +175,13 @@ class AttentionPart(Part):
         layout = "arguments without a name" if args else self._layout(hidden_states, kwargs)
         if isinstance(layout, str):
             fell_back(self, layout)
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         q, k, v = self._queries_keys_values(hidden_states)
         c = me.config
         rotation = None
         if getattr(me, "use_rope", hasattr(me, "num_key_value_groups")):
-            rotation = rotation_of(*kwargs["position_embeddings"], len(hidden_states), q.dtype)
+            cos, sin = kwargs["position_embeddings"]
+            rotation = rotation_of(cos, sin, len(hidden_states), q.dtype)
         heads = attention(
             q, k, v, c.num_attention_heads, getattr(c, "num_key_value_heads", c.num_attention_heads),
             rotation=rotation, layout=layout,
@@ -193,17 +211,15 @@ class AttentionPart(Part):
             return "attention dropout"
         if me.config._attn_implementation != "sdpa":
             return f"attn_implementation is {me.config._attn_implementation!r}, not 'sdpa'"
-        if torch.is_autocast_enabled(a.device.type) and a.dtype == torch.float16:
-            return "float16"
         window = getattr(me, "sliding_window", getattr(me.config, "sliding_window", None))
         window = None if window is None or window >= a.shape[1] else window
         mask = given.get("attention_mask")
         if mask is None:
             return causal_layout(*a.shape[:2], window)
-        known: dict[tuple[int, int | None], Layout | str] = mask.__dict__.setdefault("_handgrad_layouts", {})
-        key = (len(a), window)
+        known: dict[Any, Layout | str] = mask.__dict__.setdefault("_handgrad_layouts", {})
+        key = len(a), window, 0 if mask.is_inference() else mask._version
         if key not in known:  # every block has the same mask
-            known[key] = _layout_of(mask, *key) if mask.shape[-1] == a.shape[1] else "keys of earlier calls"
+            known[key] = _layout_of(mask, *key[:2]) if mask.shape[-1] == a.shape[1] else "keys of earlier calls"
         return known[key]
 
 
@@ -245,11 +261,11 @@ class CausalLMPart(Part):
         if torch.is_grad_enabled() and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False  # a cache is of no use to a training step
         if kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         head = me.lm_head.__dict__
         head["_handgrad_deferred"] = True
         try:
-            found = super().forward(*args, **kwargs)  # type: ignore[misc]
+            found = super().forward(*args, **kwargs)
         finally:
             del head["_handgrad_deferred"]
         if isinstance(found, tuple):

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError
@@ -39,8 +40,14 @@ class Replacement:
 
     def undo(self) -> None:
         """Restore the original modules. A second call does nothing."""
-        for name in self.replaced:
-            module = self.model.get_submodule(name)
+        modules = {name: self.model.get_submodule(name) for name in self.replaced}
+        for name, module in modules.items():
+            if "forward" in module.__dict__:
+                raise HandgradError(
+                    f"another library has wrapped the forward of {name or 'the model'}, and would call what is undone:"
+                    " unwrap it first, as with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+                )
+        for module in modules.values():
             if isinstance(module, Part):
                 parts.swap_back(module)
             for setting in ("_handgrad_activation", "_handgrad_fallbacks"):
@@ -80,6 +87,8 @@ def replace(
         )
     if any(isinstance(module, Part) for module in model.modules()):
         raise HandgradError("parts of this model are replaced already: call undo() of that replacement first")
+    if any(p.dtype == torch.float16 for p in model.parameters()):
+        raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
     if audit is not None and "labels" not in audit:
         raise HandgradError("audit takes a batch as the model does, with labels: {'input_ids': …, 'labels': …}")
     if audit is not None:
@@ -154,7 +163,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         return _feed_forward(me)
     if known and kind.endswith("Attention"):
         return _attention(me)
-    if known and hasattr(me, "lm_head"):
+    if known and "lm_head" in me._modules:  # a PEFT model passes on the attributes of its model
         return _language_model(me, loss)
     if isinstance(me, nn.Embedding):
         return None, "an embedding is a look-up, which torch does as fast"
@@ -171,9 +180,8 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _feed_forward(module: Any) -> tuple[type[Part] | None, str]:
     gated = hasattr(module, "down_proj")
-    config = getattr(module, "config", None)
     if gated:
-        chosen = config.hidden_act
+        chosen = module.config.hidden_act
     else:
         chosen = _NAMES.get(type(module.act).__name__, type(module.act).__name__)
     name = ACTIVATIONS.get(chosen, "") if isinstance(chosen, str) else ""

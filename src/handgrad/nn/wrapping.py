@@ -1,7 +1,7 @@
 """`hg.nn.wrap`: a handgrad model as a module that trains with `loss.backward()`, as transformers' models do.
 
-The forward pass computes the loss and all gradients by `loss_and_grads`, in pieces and without padding, and the backward pass
-hands the gradients over, times the error signal of the loss.
+The forward pass computes the loss and all gradients by `loss_and_grads`, in pieces and without padding, and the backward
+pass hands the gradients over, times the error signal of the loss.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,9 @@ class LossFunction(Function):
     """The mean loss of a batch; its inputs are the trainable parameters."""
 
     @staticmethod
-    def forward(ctx: Any, wrapped: "Wrapped", batch: tuple[Any, ...], n_targets: int | None, *parameters: Any) -> Tensor:
+    def forward(
+        ctx: Any, wrapped: "Wrapped", batch: tuple[Any, ...], n_targets: int | None, *parameters: Any
+    ) -> Tensor:
         model = wrapped.handgrad_model
         before = [p.grad for p in parameters]
         recompute = "blocks" if wrapped.gradient_checkpointing else "none"
@@ -67,6 +69,8 @@ class Wrapped(nn.Module):
 
     Its state_dict has the model's own names, which are Hugging Face's; parameters are the model's own tensors. A tied
     logits layer is stored once, as in Hugging Face's files."""
+
+    handgrad_model: GPT
 
     def __init__(self, model: GPT):
         super().__init__()
@@ -134,7 +138,9 @@ class Wrapped(nn.Module):
         if mask is None:
             return torch.arange(ids.numel(), device=ids.device), [ids.shape[1]] * ids.shape[0]
         if mask.shape != ids.shape:
-            raise HandgradError(f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(ids.shape)}")
+            raise HandgradError(
+                f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(ids.shape)}"
+            )
         mask = mask.bool()
         starts = mask & ~nn.functional.pad(mask, (1, 0))[:, :-1]
         if not bool((starts.sum(1) == 1).all()):
@@ -152,7 +158,7 @@ class Wrapped(nn.Module):
             raise HandgradError("labels at padding must be −100")
         return after[rows]
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         found: dict[str, Any] = super().state_dict(*args, **options)
         found.pop(options.get("prefix", "") + self._tied(), None)
         return found
@@ -172,8 +178,8 @@ class Wrapped(nn.Module):
         return self.handgrad_model.head.adapted
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Write a directory that transformers opens, or, of a model with adapters, one that PEFT opens; never over an
-        existing model. Options of transformers are accepted and have no effect."""
+        """Write a directory that transformers opens, or, of a model with adapters, one that PEFT opens, as `hg.save` and
+        `hg.lora.save` do. Options of transformers' method are accepted and have no effect."""
         if self.handgrad_model.adapter is not None:
             peft.save(self.handgrad_model, save_directory)
         else:

@@ -24,11 +24,11 @@ class Comparison(NamedTuple):
     error: float
     parameter: str
     tolerance: float
-    count: int
+    compared: int
 
     def __str__(self) -> str:
         return (
-            f"{self.count} gradients equal to the original's: largest relative error {self.error:.1e} in {self.parameter}"
+            f"{self.compared} gradients equal to the original's: largest relative error {self.error:.1e} in {self.parameter}"
             f" (allowed {self.tolerance:.0e})"
         )
 
@@ -40,7 +40,7 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
     state = torch.get_rng_state()
     network.eval()
     for module in modes:
-        if hasattr(module, "lm_head"):
+        if "lm_head" in module._modules:
             module.training = True  # of this module alone: it then computes its loss as in training
     try:
         loss, grads = loss_gradients(network, dict(batch))
