@@ -71,6 +71,7 @@ class Wrapped(nn.Module):
     logits layer is stored once, as in Hugging Face's files."""
 
     handgrad_model: GPT
+    loss_type = "ForCausalLM"  # transformers.Trainer then counts targets as the loss does: the first label is none
 
     def __init__(self, model: GPT):
         super().__init__()
