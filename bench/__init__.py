@@ -13,6 +13,7 @@ memory is measured in a separate process per contender. A contender that fails i
     machine.py     the machine, its load, versions, commit
     cases.py       models and batches of train, memory, lora, sft
     compete.py     compares, times and measures the contenders of a case
+    bridge.py      contenders of bridge: a transformers model as it is, replaced, compiled; a model of handgrad, wrapped
     attention.py   attention alone, forward and backward
     bases.py       models and examples of finetune, context and generate
     finetune.py    the command finetune, and the same by transformers + peft
@@ -36,6 +37,7 @@ SCENARIOS = {
     "memory": "Peak memory of a step, above weights and optimizer state.",
     "lora": "A step with LoRA adapters of rank 16 on every matrix of every block.",
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
+    "bridge": "loss.backward() of a transformers model: as it is, after hg.nn.replace, compiled; and of hg.nn.wrap.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
     "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache.",

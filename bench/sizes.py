@@ -1,6 +1,6 @@
 """Sizes of every scenario: the published ones, --quick, and --tiny, which runs in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import handgrad as hg
@@ -56,6 +56,9 @@ class Size:
     explain: tuple[str, int]  # model, words of the sentence
     rounds: int  # maximum
     measure_seconds: float  # budget of each time prediction
+    bridge: tuple[int, int] = (1, 512)  # sequences, tokens of each
+    bridge_models: dict[str, hg.ModelConfig] = field(default_factory=dict)  # besides `model`, by label
+    bridge_compiled: bool = False
     base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
 
     def attention_rounds(self, long: bool) -> int:
@@ -105,7 +108,9 @@ FULL = Size(
     recomputed=(16, 32, 64, 128, 256),
     numbers_in_memory=1 << 27,
     generate_rounds=5,
-    peaks=("train", "memory", "lora", "sft"),
+    peaks=("train", "memory", "lora", "sft", "bridge"),
+    bridge_models={"SmolLM2 shape": hg.preset("smollm2-shape")},
+    bridge_compiled=True,
     explain=("gpt2", 64),
     rounds=40,
     measure_seconds=0.5,
@@ -144,7 +149,9 @@ QUICK = Size(
     recomputed=(16, 64),
     numbers_in_memory=1 << 26,
     generate_rounds=2,
-    peaks=("memory", "lora"),  # train would take longer than everything else
+    peaks=("memory", "lora", "bridge"),  # train would take longer than everything else
+    bridge=(1, 256),
+    bridge_models={"SmolLM2, 4 blocks, 8,192 ids": hg.preset("smollm2-shape", n_blocks=4, n_vocab=8192)},
     explain=("nano", 10),
     rounds=20,
     measure_seconds=0.2,
@@ -183,7 +190,11 @@ TINY = Size(
     recomputed=(4, 8),
     numbers_in_memory=1 << 16,
     generate_rounds=1,
-    peaks=("memory", "lora"),
+    peaks=("memory", "lora", "bridge"),
+    bridge=(2, 128),
+    bridge_models={
+        "tiny Llama": hg.preset("nano-llama", n_vocab=512, n_context=128, d_model=32, d_hidden=64, n_blocks=2)
+    },
     explain=("nano", 3),
     rounds=1,
     measure_seconds=0.02,

@@ -28,6 +28,7 @@ TITLES = {
     "memory": "memory of a step, {}",
     "lora": "{}",
     "sft": "{}, prompt-masked",
+    "bridge": "`loss.backward()`, {}",
     "finetune": "`handgrad finetune`, {}",
     "shared": "nano recipe, {}",
 }

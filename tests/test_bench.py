@@ -36,6 +36,7 @@ CONTENDERS = {
     "memory": {"handgrad", "eager autograd", "handgrad, least memory"},
     "lora": {"handgrad", "transformers + peft", "matmuls only"},
     "sft": {"handgrad", "transformers + peft"},
+    "bridge": {"handgrad, replaced", "transformers", "handgrad, wrapped"},
     "finetune": {"handgrad finetune", "transformers + peft"},
     "generate": {
         "handgrad",
@@ -57,7 +58,7 @@ OF_INSTRUCTIONS = {
         "… --packed --recompute blocks",
     ],
 }
-WITH_MEMORY = {"memory", "lora", "finetune"}
+WITH_MEMORY = {"memory", "lora", "bridge", "finetune"}
 
 
 def bench(

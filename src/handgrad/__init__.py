@@ -11,6 +11,7 @@ from . import adapters as lora
 from .machine import configure_runtime
 
 if TYPE_CHECKING:
+    from . import nn
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
     from .formats.huggingface import save
@@ -35,6 +36,7 @@ __all__ = [
     "generate",
     "load",
     "lora",
+    "nn",
     "preset",
     "save",
     "trace",
@@ -55,6 +57,8 @@ _MODULE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module(".nn", __name__)
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)
