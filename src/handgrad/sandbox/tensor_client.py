@@ -68,7 +68,7 @@ def run(
     function: str,
     arguments: Sequence[str],
     cases: Sequence[Sequence[Any]],
-    returns: Names,
+    returns: Sequence[Names],
     *,
     modules: Sequence[str] = (),
     forbidden: Sequence[str] = (),
@@ -78,8 +78,8 @@ def run(
 
     arguments   the names of the function's arguments
     cases       their values: tensors, numbers, text, lists, and NamedTuples of `modules`
-    returns     the names of what it returns
-    modules     parts of handgrad that the code can import, besides torch and math
+    returns     the names of what it returns in each case
+    modules     modules of handgrad, or names in them, that the code can import besides torch and math
     forbidden   names that the code must not contain
     """
     tensors: list[bytes] = []
@@ -88,7 +88,7 @@ def run(
     head = json.dumps(
         {
             "code": code, "function": function, "arguments": list(arguments), "cases": encoded, "tensors": described,
-            "returns": returns, "modules": list(modules), "forbidden": list(forbidden), **limits._asdict(),
+            "returns": list(returns), "modules": list(modules), "forbidden": list(forbidden), **limits._asdict(),
         },
         ensure_ascii=True,
     ).encode()  # fmt: skip

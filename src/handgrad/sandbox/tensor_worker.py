@@ -113,7 +113,7 @@ def _encode(answer: dict[str, Any], tensors: bytes = b"") -> bytes:
 def _answer(request: dict[str, Any], data: bytes, worker: Any) -> bytes:
     """Run the code on each case, and return its outputs, what it printed and which arguments it changed."""
     for name in request["modules"]:
-        importlib.import_module(name)
+        _import(name)
     cases = [[_decode(x, request["tensors"], data) for x in case] for case in request["cases"]]
     printed: list[str] = []
     tensors: list[bytes] = []
@@ -121,14 +121,13 @@ def _answer(request: dict[str, Any], data: bytes, worker: Any) -> bytes:
     _confine(request, worker)
     try:
         tree = _parse(request)
-        namespace = {"__name__": "answer", "__builtins__": _builtins(request, printed)}
+        namespace: dict[str, Any] = {"__name__": "answer", "__builtins__": _builtins(request, printed)}
         exec(compile(tree, NAME, "exec", dont_inherit=True), namespace)
         function = namespace.get(request["function"])
         if not isinstance(function, types.FunctionType):
             raise Fault("missing", f"the code has no function {request['function']}", None)
-        for described, case in zip(request["cases"], cases, strict=True):
-            found = function(*case)
-            outputs = list(_flat(found, request["returns"], request["function"], request["arguments"]))
+        for described, case, returns in zip(request["cases"], cases, request["returns"], strict=True):
+            outputs = list(_flat(function(*case), returns, f"{request['function']} returned"))
             answer["outputs"].append([_output(x, name, tensors, request["reply"]) for name, x in outputs])
             again = [_decode(x, request["tensors"], data) for x in described]
             changed = [n for n, a, b in zip(request["arguments"], case, again, strict=True) if not _equal(a, b)]
@@ -140,6 +139,14 @@ def _answer(request: dict[str, Any], data: bytes, worker: Any) -> bytes:
     except BaseException as reason:
         answer["problem"] = {"kind": _kind(reason), "message": _text(reason), "line": _line_of(reason)}
     return _encode(answer, b"".join(tensors) if "problem" not in answer else b"")
+
+
+def _import(name: str) -> None:
+    """Import a module, or the module of a name in it."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        importlib.import_module(name.rpartition(".")[0])
 
 
 def _confine(request: dict[str, Any], worker: Any) -> None:
@@ -162,7 +169,7 @@ def _confine(request: dict[str, Any], worker: Any) -> None:
 
 def _parse(request: dict[str, Any]) -> ast.Module:
     try:
-        tree = ast.parse(request["code"], NAME)
+        tree: ast.Module = ast.parse(str(request["code"]), NAME)
     except SyntaxError as reason:
         raise Fault("syntax", reason.msg, reason.lineno) from None
     except (ValueError, RecursionError) as reason:
@@ -233,18 +240,21 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(sys.modules["torch"].equal(a, b)) if hasattr(a, "untyped_storage") else a is b or a == b
 
 
-def _flat(found: Any, expected: list[Any], function: str, arguments: list[str]) -> Iterator[tuple[str, Any]]:
-    """Pair the returned values with the names of what is expected; a list of names stands for a tuple."""
+def _flat(found: Any, expected: list[Any], what: str) -> Iterator[tuple[str, Any]]:
+    """Pair the returned values with the names of what is expected; a list stands for a tuple: its name, then its fields."""
     wanted = ", ".join(_first(x) for x in expected)
+    if found is ...:
+        found = [...] * len(expected)
     if len(expected) == 1 and not isinstance(found, tuple | list):
         found = (found,)
     if not isinstance(found, tuple | list):
-        raise Fault("returned", f"{function} returned {_described(found)}; return {len(expected)} values: {wanted}", None)
+        raise Fault("returned", f"{what} {_described(found)} instead of {len(expected)} values: {wanted}", None)
     if len(found) != len(expected):
-        raise Fault("returned", f"{function} returned {len(found)} values; return {len(expected)}: {wanted}", None)
+        count = f"{len(found)} value{'s' * (len(found) != 1)} instead of {len(expected)}"
+        raise Fault("returned", f"{what} {count}: {wanted}", None)
     for x, name in zip(found, expected, strict=True):
         if isinstance(name, list):
-            yield from _flat(x, name[1:], name[0], arguments)
+            yield from _flat(x, name[1:], f"{name[0]} has")
         else:
             yield name, x
 
