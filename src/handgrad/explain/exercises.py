@@ -38,7 +38,7 @@ def offered_at(station: Station, model: GPT) -> list[str]:
     """The names of the exercises that belong to a station of this model."""
     c = model.config
     adapted = any(p.symbol.startswith("u_") for p in station.parameters)
-    norm = [c.norm] if c.norm in ("layernorm", "rmsnorm") else []
+    norm = [f"{c.norm}norm"]
     found = {
         1: ["embedding"], 2: norm, 3: ["softmax", "attention", *(["rotary"] if c.positions == "rotary" else [])],
         4: ["linear"], 5: ["block"], 6: norm, 7: ["linear"], 8: ["gated" if c.gated else "activation"], 9: ["linear"],
@@ -190,7 +190,7 @@ def _attention(t: _Tensors) -> Case | None:
 def _block(t: _Tensors) -> Case | None:
     """The whole block, if it is the paper's: LayerNorm, learned positions, one feed-forward branch, a smooth activation."""
     c = t.config
-    ours = c.norm == "layernorm" and c.positions == "learned" and not c.gated and not c.qk_norm and c.causal
+    ours = c.norm == "layer" and c.positions == "learned" and not c.gated and not c.qk_norm and c.causal
     if not ours or c.kv_heads != c.n_heads or c.window is not None or not c.activation.startswith("gelu"):
         return None
     heads = [_head(t, i) for i in range(c.n_heads)]

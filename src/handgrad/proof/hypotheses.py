@@ -207,7 +207,7 @@ def axes_to_sum(computed: Tensor, expected: Tensor) -> Iterator[tuple[int, ...]]
         if axes and all(n == m or m == 1 for n, m in zip(computed.shape, aligned, strict=True)):
             yield axes
     for axis in range(computed.ndim) if extra == 1 else ():
-        if computed.shape[:axis] + computed.shape[axis + 1 :] == expected.shape:
+        if computed.shape[axis] != 1 and computed.shape[:axis] + computed.shape[axis + 1 :] == expected.shape:
             yield (axis,)
 
 
