@@ -288,6 +288,8 @@ WRONG: list[tuple[str, str, str, str, str]] = [
      "has the wrong sign"),
     ("softmax", RIGHT["softmax"][0].replace("rho * (delta_rho - inner)", "delta_rho - inner"), "delta_scores",
      "known mistake", "∘ ρ, were left out"),
+    ("softmax", RIGHT["softmax"][0].replace(".sum(", ".mean("), "delta_scores", "missing term",
+     "has the second term, −~(Δ_ρ ⊖ ρ) ∘ ρ, divided by the number of columns"),
     ("loss", changed("loss", "return delta_logits(y_pred, targets)", "return y_pred - y_gt(targets, y_pred.shape[1],"
      " y_pred.dtype)"), "delta_12", "known mistake", "the rows without a target were not 0"),
     ("linear", changed("linear", "return a.t() @ delta", "return delta.t() @ a"), "grad_w", "transpose", "is transposed"),

@@ -21,7 +21,9 @@ def test_a_session(folder: Path) -> None:
     assert all(name in listed for name in COURSE) and "0 of 12 solved. Next: handgrad learn softmax" in listed
     written = handgrad("learn", "softmax")
     path = folder / "learn" / "softmax.py"
-    assert written.returncode == 0 and "Wrote learn/softmax.py" in written.stdout and "def backward(" in path.read_text()
+    assert (
+        written.returncode == 0 and "Wrote learn/softmax.py" in written.stdout and "def backward(" in path.read_text()
+    )
     unfinished = handgrad("learn", "softmax")
     assert unfinished.returncode == 0 and "not written yet" in unfinished.stdout and "--hint" in unfinished.stdout
     path.write_text("def backward(delta_rho, rho):\n    return delta_rho * rho\n")

@@ -16,7 +16,7 @@ QUICK = Limits(cpu=0.3, wall=20.0, memory=300_000_000)
 
 
 def test_the_course_has_twelve_exercises_from_softmax_to_a_block() -> None:
-    assert len(COURSE) == 12 and list(COURSE)[0] == "softmax" and list(COURSE)[-1] == "block"
+    assert len(COURSE) == 12 and next(iter(COURSE)) == "softmax" and list(COURSE)[-1] == "block"
     assert set(RIGHT) == set(COURSE)
     for exercise in COURSE.values():
         assert len(exercise.hints) >= 3 and exercise.text and exercise_json(exercise)["starter"]
@@ -58,7 +58,9 @@ def test_terms_and_mistakes_are_what_they_say() -> None:
     """The named terms of an expected gradient add up to it, and no named mistake equals it."""
     for exercise in COURSE.values():
         case = exercise.random(RandomInputs(3, exercise.name, {}))
-        right = dict(zip(case.leaves, differentiate(case.f, *case.leaves.values(), upstream=case.upstream), strict=True))
+        right = dict(
+            zip(case.leaves, differentiate(case.f, *case.leaves.values(), upstream=case.upstream), strict=True)
+        )
         for name, terms in case.terms.items():
             parts = list(terms.values())
             together = {"attention": parts[:3], "block": parts[:2]}.get(exercise.name, parts)
@@ -123,7 +125,9 @@ def test_shapes_types_prints_and_changed_arguments() -> None:
     made = grade(LINEAR, "def backward(delta, a, w):\n    return delta, (a.t() @ delta).float(), delta.sum(0)[None]\n")
     kinds = {part.name: part.diagnosis.kind for part in made.parts if part.diagnosis is not None}
     assert kinds == {"delta_prev": "shape", "grad_w": "dtype", "grad_b": "shape"}
-    noisy = "print('here', 7)\ndef backward(delta, a, w):\n    print('x' * 10**6)\n    delta *= 1.5\n    return delta, a, w\n"
+    noisy = (
+        "print('here', 7)\ndef backward(delta, a, w):\n    print('x' * 10**6)\n    delta *= 2\n    return delta, a, w\n"
+    )
     made = grade(LINEAR, noisy)
     assert made.printed.startswith("here 7\nxxx") and len(made.printed) <= Limits().printed
     assert "changes its argument delta" in made.notes[0]

@@ -74,9 +74,7 @@ def learn(
         console.note(f"{progress.path} could not be read; it was kept as {progress.damaged.name} and a new one begun.")
 
 
-def _write_or_judge(
-    exercise: "Exercise", path: Path, seed: int, json_file: str | None, progress: "Progress"
-) -> None:
+def _write_or_judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, progress: "Progress") -> None:
     from ..learn.course import COURSE, file_text, number
 
     if not path.exists():
@@ -119,7 +117,9 @@ def _say_next(exercise: "Exercise", names: list[str], passed: bool, unfinished: 
     here = f"handgrad learn {exercise.name}"
     if passed:
         later = names[names.index(exercise.name) + 1 :]
-        after = f"Next: handgrad learn {later[0]}" if later else "That was the last one: you have written a whole block."
+        after = (
+            f"Next: handgrad learn {later[0]}" if later else "That was the last one: you have written a whole block."
+        )
         console.out.print(f"\nSolved. {after}", style="bold green", highlight=False)
     elif unfinished:
         console.say(f"\nReplace each ... in {path} and run the command again. For a hint: {here} --hint")

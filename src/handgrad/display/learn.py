@@ -24,7 +24,9 @@ def course(progress: Mapping[str, Entry]) -> list[RenderableType]:
     for i, (name, exercise) in enumerate(COURSE.items(), 1):
         entry = progress[name]
         mark = Text("✔", style="green") if entry.solved else Text("·", style="dim")
-        table.add_row(mark, Text(f"{i:>2}"), Text(name, style="bold"), Text(exercise.title), Text(_state(entry), style="dim"))
+        table.add_row(
+            mark, Text(f"{i:>2}"), Text(name, style="bold"), Text(exercise.title), Text(_state(entry), style="dim")
+        )
     solved = sum(bool(entry.solved) for entry in progress.values())
     left = [name for name, entry in progress.items() if not entry.solved]
     end = f"Next: handgrad learn {left[0]}" if left else "You have written every backward pass of a transformer."
@@ -84,7 +86,9 @@ def _parts(grade: Grade) -> Iterable[RenderableType]:
 
 def _wrong(grade: Grade, first: Part) -> Iterable[RenderableType]:
     wrong = [part for part in grade.parts if part.state == "wrong" and part.diagnosis is not None]
-    explained = [part for part in reversed(wrong) if part is first or (part.diagnosis and part.diagnosis.kind != "other")]
+    explained = [
+        part for part in reversed(wrong) if part is first or (part.diagnosis and part.diagnosis.kind != "other")
+    ]
     yield Text()
     for part in explained[:FEW]:
         assert part.diagnosis is not None

@@ -27,7 +27,11 @@ Watch = Callable[[Sequence[str]], Iterable[str]]
 def export(session: Session, text: str, watch: Watch = iter) -> str:
     """Return the page for this sentence as HTML. `watch` may wrap the iteration over stations to show progress."""
     sentence = session.sentence(text)
-    embedded = {"table": views.table(session), "learn": course_view(session, {}, ""), **answers(session, sentence, watch)}
+    embedded = {
+        "table": views.table(session),
+        "learn": course_view(session, {}, ""),
+        **answers(session, sentence, watch),
+    }
     data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )

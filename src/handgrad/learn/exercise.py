@@ -63,6 +63,7 @@ class Exercise:
     quoted: tuple[Callable[..., object], ...]  # functions of `paper` that the solution consists of
     solution_body: str  # of `backward` in the solution, which calls them
     page: str  # of docs/layers that derives it
+    case: Callable[..., Case]  # from the tensors of a layer
     random: Callable[[RandomInputs], Case]
     stub: str = ""  # body of `backward` in the file to edit; made from `returns` if empty
 
@@ -117,5 +118,7 @@ def wrapped(text: str, width: int = 100) -> str:
 
 
 def _columns(lines: Sequence[Line]) -> str:
-    names, shapes = (max(len(text) for text in column) for column in ([x.name for x in lines], [x.shape for x in lines]))
+    names, shapes = (
+        max(len(text) for text in column) for column in ([x.name for x in lines], [x.shape for x in lines])
+    )
     return "\n".join(f"  {x.name:<{names}}  {x.shape:<{shapes}}  {x.meaning}" for x in lines)

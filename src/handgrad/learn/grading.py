@@ -1,4 +1,4 @@
-"""Judge an answer: run it in the sandbox, compare what it returns with autograd and finite differences, name what is wrong."""
+"""Judge an answer: run it in the sandbox, compare it with autograd and finite differences, name what is wrong."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ RANDOM_CASES = 2
 LIMIT = TOLERANCE[torch.float64]
 MAX_CODE = 20_000  # characters
 SMALL = 20_000  # entries of a case; above, one finite difference checks all gradients together
-AUTOGRAD = ("autograd", "requires_grad", "requires_grad_", "enable_grad", "set_grad_enabled", "inference_mode", "func", "vjp",
-            "jvp", "jacrev", "jacfwd", "functional_call")  # fmt: skip
+AUTOGRAD = ("autograd", "requires_grad", "requires_grad_", "enable_grad", "set_grad_enabled", "func", "vjp", "jvp",
+            "jacrev", "jacfwd", "functional_call")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _explained(problem: Problem, exercise: Exercise) -> Problem:
         "unwritten": lambda m: "backward is not written yet",
         "exception": lambda m: f"it raised {m}",
     }
-    text = texts.get(problem.kind, lambda m: m)(problem.message)
-    return Problem(problem.kind, text, problem.line)
+    in_words = texts.get(problem.kind)
+    return problem if in_words is None else Problem(problem.kind, in_words(problem.message), problem.line)
 
 
 def _line(code: str, number: int | None) -> str:
@@ -155,7 +155,9 @@ def _judge(case: Case, outputs: Sequence[Output], generator: torch.Generator) ->
         if not passed:
             found = _in_words(found, output, right, error)
         state = "right" if passed else "wrong"
-        yield Part(output.name, state, case.label, error, difference, None if passed else found, *_worst(output.value, right))
+        yield Part(
+            output.name, state, case.label, error, difference, None if passed else found, *_worst(output.value, right)
+        )
 
 
 def _in_words(found: Diagnosis, output: Output, right: Tensor, error: float) -> Diagnosis:
@@ -178,12 +180,14 @@ def _difference(
     sizes = [x.numel() for x in leaves.values()]
 
     def f(flat: Tensor) -> float:
-        moved = dict(zip(leaves, flat.split(sizes), strict=True))
+        moved = dict(zip(leaves, torch.split(flat, sizes), strict=True))
         inputs = [moved[name].view_as(x) if name in moved else x for name, x in case.leaves.items()]
         out = case.f(*inputs)
         return float((out if case.upstream is None else out * case.upstream).sum())
 
-    at, claimed = (torch.cat([x.reshape(-1) for x in group if x is not None]) for group in (leaves.values(), answers.values()))
+    at, claimed = (
+        torch.cat([x.reshape(-1) for x in group if x is not None]) for group in (leaves.values(), answers.values())
+    )
     with torch.no_grad():
         return directional_error(f, at, claimed, generator, floor)
 

@@ -1,21 +1,19 @@
 """Remember which exercises were solved: one small JSON file in the user's data folder.
 
-The page and the command line share it. Every change reads, changes and replaces the file while holding a lock, so that two of
-them at once lose nothing. A file that cannot be read is kept under another name, and a new one begun.
+The page and the command line share it. Every change reads, changes and replaces the file while holding a lock, so
+that two of them at once lose nothing. A file that cannot be read is kept under another name, and a new one begun.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import HandgradError, MissingError
-from ..files.atomic import write_text
+from ..files.atomic import locked, write_text
 from ..files.reading import read_json
 from .course import COURSE
 from .exercise import Exercise
@@ -76,7 +74,7 @@ class Progress:
 
     def _change(self, exercise: Exercise, change: Callable[[Entry], dict[str, Any]]) -> Entry:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path.parent):
+        with locked(self.path.parent):
             stored = self._stored()
             exercises = stored["exercises"]
             old = _entry(exercises.get(exercise.name))
@@ -115,13 +113,3 @@ def _entry(stored: Any) -> Entry:
         if f.name in known and type(known[f.name]) is type(getattr(defaults, f.name))
     }
     return Entry(**kept)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -53,7 +53,7 @@ def hypotheses(
     for name, guess in mistakes.items():
         if guess.shape == expected.shape and (residual := fits(guess.double())) is not None:
             yield Found("known mistake", f"is what it would be if {name}", residual, detail=name)
-    yield from _terms(computed, expected, bound, terms)
+    yield from _terms(computed, expected, bound, terms, scales)
     if unsummed is not None:
         yield from _unsummed(unsummed.double(), expected, fits)
     yield from _permuted(computed, expected, fits, relative)
@@ -76,16 +76,21 @@ def _scaled(
         yield Found("sign", "has the wrong sign", residual, -1.0)
         return
     size, sign = abs(factor), "has the wrong sign and " if factor < 0 else ""
-    named = {name: x for name, x in scales.items() if x > 0 and x != 1}
-    known = [(f"multiplied by {name}", x) for name, x in named.items()]
-    known += [(f"divided by {name}", 1 / x) for name, x in named.items()]
-    close = sorted((abs(size / x - 1), how) for how, x in known if abs(size / x - 1) <= margin)
-    near = [how for distance, how in close if distance <= 2 * close[0][0] + 1e-9]
+    near = _named(size, scales, margin)
     shown = _factor_text(size, margin)
     text = f"{sign}is {shown}"
     if near:
         text += f" ({' or '.join(near)})"
     yield Found("factor", text, residual, factor, " or ".join(near) or number(size))
+
+
+def _named(size: float, scales: Mapping[str, float], margin: float) -> list[str]:
+    """The named numbers that a factor of this size may be."""
+    named = {name: x for name, x in scales.items() if x > 0 and x != 1}
+    known = [(f"multiplied by {name}", x) for name, x in named.items()]
+    known += [(f"divided by {name}", 1 / x) for name, x in named.items()]
+    close = sorted((abs(size / x - 1), how) for how, x in known if abs(size / x - 1) <= margin)
+    return [how for distance, how in close if distance <= 2 * close[0][0] + 1e-9]
 
 
 def _factor_text(size: float, margin: float) -> str:
@@ -110,7 +115,9 @@ def _transposed(expected: Tensor, fits: Fits) -> Iterator[Found]:
         yield Found("transpose", "is transposed in memory: reshaped where it should be transposed", r)
 
 
-def _terms(computed: Tensor, expected: Tensor, bound: float, terms: Mapping[str, Tensor]) -> Iterator[Found]:
+def _terms(
+    computed: Tensor, expected: Tensor, bound: float, terms: Mapping[str, Tensor], scales: Mapping[str, float]
+) -> Iterator[Found]:
     """computed = expected + β · term: missing for β = −1"""
     difference = computed - expected
     for name, term in terms.items():
@@ -127,7 +134,8 @@ def _terms(computed: Tensor, expected: Tensor, bound: float, terms: Mapping[str,
             if (residual := norm(difference - known * term)) <= allowed:
                 yield Found("missing term", text, residual, 1 + known, name)
         if (residual := norm(difference - beta * term)) <= allowed:
-            text = f"has {name} multiplied by {number(1 + beta)}"
+            near = _named(1 + beta, scales, max(3 * bound / math.sqrt(square), 1e-9))
+            text = f"has {name}, {' or '.join(near) or f'multiplied by {number(1 + beta)}'}"
             yield Found("missing term", text, residual, 1 + beta, name, free=True)
 
 

@@ -1,16 +1,20 @@
-"""A child process that answers requests through its standard input and output.
+"""A child process that answers requests through its standard input and output, and `Service`, which keeps one running.
 
 A message is its length in four bytes, then its content. The child exits when a request exceeds its limits; `call` then
-raises ChildExited, and a new child has to be started.
+raises ChildExited, and the next request starts a new child. The child exits with this process; a forked process starts its
+own.
 """
 
+import atexit
 import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Collection
 
 from ..errors import HandgradError
 
@@ -72,3 +76,42 @@ class Child:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+class Service:
+    """One child, started at first use, that serves all threads of this process."""
+
+    def __init__(self, start: Callable[[], Child]):
+        self._start = start
+        self._lock = threading.RLock()
+        self.child: Child | None = None
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def call(self, request: bytes, timeout: float, final: Collection[int] = ()) -> bytes:
+        """Return the reply. If an old child has exited with a status that is not `final`, a new one gets the request."""
+        with self._lock:
+            for fresh in (False, True):
+                if self.child is None:
+                    fresh, self.child = True, self._start()
+                try:
+                    return self.child.call(request, timeout)
+                except ChildExited as reason:
+                    self.stop()
+                    if fresh or reason.args[0] in final:  # otherwise it may have exited before this request
+                        raise
+                except BaseException:
+                    self.stop()  # its reply must not be read as that of the next request
+                    raise
+        raise AssertionError
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.stop()
+            self.child = None
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+        if self.child is not None:
+            self.child.abandon()
+            self.child = None

@@ -5,11 +5,9 @@ Problem; nothing that the code does reaches this process. One child, started at 
 fork. It exits with this process, or when it has had nothing to do for some minutes.
 """
 
-import atexit
 import json
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,15 +17,12 @@ from torch import Tensor
 
 from ..errors import HandgradError, printable
 from . import tensor_worker
-from .child import Child, ChildExited
+from .child import Child, ChildExited, Service
 
 START_TIMEOUT = 300  # seconds for the child to import torch; generous, because the machine may be busy
 KINDS = ("syntax", "forbidden", "refused", "missing", "unwritten", "returned", "exception", "exit", "time", "memory",
          "crash", "long")  # fmt: skip
 Names = list[Any]  # names of outputs; a list in it is a tuple: its name, then the names of its fields
-
-_lock = threading.RLock()
-_child: Child | None = None
 
 
 class Limits(NamedTuple):
@@ -92,7 +87,11 @@ def run(
         },
         ensure_ascii=True,
     ).encode()  # fmt: skip
-    return _decode(_call(b"".join([len(head).to_bytes(4, "big"), head, *tensors]), limits), limits)
+    request = b"".join([len(head).to_bytes(4, "big"), head, *tensors])
+    try:
+        return _decode(_service.call(request, START_TIMEOUT + limits.wall), limits)
+    except ChildExited as reason:
+        raise HandgradError(f"the sandbox process ended (exit status {reason.args[0]})") from None
 
 
 def _encode(x: Any, tensors: list[bytes], described: list[dict[str, Any]]) -> dict[str, Any]:
@@ -109,30 +108,15 @@ def _encode(x: Any, tensors: list[bytes], described: list[dict[str, Any]]) -> di
     return {"kind": "plain", "value": x}
 
 
-def _call(request: bytes, limits: Limits) -> bytes:
-    global _child
-    with _lock:
-        for last in (False, True):
-            if _child is None:
-                _child = _start()
-            try:
-                return _child.call(request, START_TIMEOUT + limits.wall)
-            except ChildExited as reason:
-                _stop()
-                if last:  # otherwise it may have exited because it had nothing to do
-                    raise HandgradError(f"the sandbox process ended (exit status {reason.args[0]})") from None
-            except BaseException:
-                _stop()  # its reply must not be read as that of the next request
-                raise
-    raise AssertionError
-
-
 def _start() -> Child:
     folders = [folder for folder in sys.path if folder and os.path.isdir(folder)]
     environment = {"OMP_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]  # torch may need it
     return Child(tensor_worker.__file__, folders, environment)
+
+
+_service = Service(_start)
 
 
 def _decode(reply: bytes, limits: Limits) -> Run:
@@ -175,22 +159,3 @@ def _problem(given: Mapping[str, Any], limits: Limits) -> Problem:
     }
     message = texts.get(str(kind)) or printable(str(given.get("message", "")), 600)
     return Problem(str(kind), message, line if isinstance(line, int) else None)
-
-
-def _stop() -> None:
-    global _child
-    if _child is not None:
-        _child.stop()
-        _child = None
-
-
-def _after_fork() -> None:
-    global _child, _lock
-    _lock = threading.RLock()
-    if _child is not None:
-        _child.abandon()
-        _child = None
-
-
-atexit.register(_stop)
-os.register_at_fork(after_in_child=_after_fork)

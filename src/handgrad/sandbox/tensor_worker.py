@@ -26,7 +26,7 @@ IDLE = 600  # seconds without a request after which the child exits, and frees t
 MESSAGE = 600  # characters
 NO_MEMORY = 3  # exit status
 REFUSED = ("open", "os", "socket", "subprocess", "ctypes", "shutil", "resource", "mmap", "fcntl", "signal", "glob", "pty",
-           "tempfile", "urllib", "http", "ftplib", "smtplib", "sqlite3", "webbrowser", "setopencodehook", "pathlib")  # fmt: skip
+           "tempfile", "urllib", "http", "ftplib", "smtplib", "sqlite3", "webbrowser", "pathlib")  # fmt: skip
 ALWAYS = ("torch", "torch.nn", "torch.nn.functional", "math", "typing", "collections", "collections.abc", "functools",
           "itertools", "operator", "__future__")  # fmt: skip
 

@@ -15,7 +15,7 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 SECONDS = 1.0  # CPU time of a request

@@ -58,8 +58,8 @@ EXERCISE = Exercise(
     returns=(Line("delta_prev", "(n_T, f)", "Δ_{i−1} = ∂L/∂x"),),
     imports=("import math",),
     hints=(
-        "Each output depends on one input only, so Δ_{i−1} = Δ_i ∘ g'(x): the rest is the derivative of a function of one"
-        " number.",
+        "Each output depends on one input only, so Δ_{i−1} = Δ_i ∘ g'(x): the rest is the derivative of a function"
+        " of one number.",
         "x stands in g twice, outside and inside tanh. Product rule: g' = (1 + tanh u)/2 + x/2 · (tanh u)'.",
         "Chain rule: (tanh u)' = (1 − tanh² u) u', with u' = √(2/π) (1 + 3 · 0.044715 x²).",
     ),
@@ -69,5 +69,6 @@ t = torch.tanh(_inner(x))
 slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 return delta * ((1 + t) / 2 + x / 2 * (1 - t * t) * slope)""",
     page="activation",
+    case=case,
     random=_random,
 )

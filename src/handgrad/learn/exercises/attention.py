@@ -20,7 +20,7 @@ def case(label: str, a: Tensor, head: Head, delta: Tensor) -> Case:
     fields = [f"grads.{name}" for name in Head._fields]
     return Case(
         label, (delta, a, head, saved), lambda a, *weights: attention.forward(a, Head(*weights)).a,
-        {"delta_prev": a, **dict(zip(fields, head, strict=True))}, delta,
+        {"delta_prev": a, **{f"grads.{name}": x for name, x in head._asdict().items()}}, delta,
         terms={"delta_prev": {
             "the branch of the values, ρᵗ Δ w_vᵗ": right.delta_v,
             "the branch of the queries, Δ_raw k w_qᵗ": right.delta_q,
@@ -66,8 +66,9 @@ EXERCISE = Exercise(
         raw = q kᵗ      scaled = raw / √d_ρ      causal = scaled, −∞ above the diagonal
         ρ = softmax(causal)      a_i = ρ v
 
-    `saved` holds q, k, v and rho of the forward pass, `head` the parameters. The input is read three times, so three branches
-    send an error signal back. delta_causal is the answer of the first exercise, and scale(x, d_rho) divides by √d_ρ.
+    `saved` holds q, k, v and rho of the forward pass, `head` the parameters. The input is read three times, so three
+    branches send an error signal back. delta_causal is the answer of the first exercise, and scale(x, d_rho) divides
+    by √d_ρ.
     """,
     arguments=(
         Line("delta", "(n_T, d_h)", "Δ_i = ∂L/∂a_i"),
@@ -84,19 +85,20 @@ EXERCISE = Exercise(
         "from handgrad.paper.notation import sum_tokens",
     ),
     hints=(
-        "Begin with a_i = ρ v, a product of two matrices that both depend on the input: the error signal of v is ρᵗ Δ, that of"
-        " ρ is Δ vᵗ.",
-        "From Δ_ρ through the softmax (delta_causal), then the division by √d_ρ: that is Δ_raw. ρ is 0 above the diagonal, so"
-        " the mask needs nothing. raw = q kᵗ is a product again: q gets Δ_raw k, and k gets Δ_rawᵗ q.",
-        "Each of q, k, v is a fully connected layer of a: its error signal times wᵗ goes back, aᵗ times it is ∂w, and its sum"
-        " over the tokens is ∂b. ∂b_k is exactly 0: adding the same to all keys shifts whole rows of scores, which the softmax"
-        " ignores.",
+        "Begin with a_i = ρ v, a product of two matrices that both depend on the input: the error signal of v is ρᵗ"
+        " Δ, that of ρ is Δ vᵗ.",
+        "From Δ_ρ through the softmax (delta_causal), then the division by √d_ρ: that is Δ_raw. ρ is 0 above the"
+        " diagonal, so the mask needs nothing. raw = q kᵗ is a product again: q gets Δ_raw k, and k gets Δ_rawᵗ q.",
+        "Each of q, k, v is a fully connected layer of a: its error signal times wᵗ goes back, aᵗ times it is ∂w,"
+        " and its sum over the tokens is ∂b. ∂b_k is exactly 0: adding the same to all keys shifts whole rows of"
+        " scores, which the softmax ignores.",
     ),
     quoted=(attention.backward,),
     solution_body="""\
 made = attention_backward(delta, a, head, saved)
 return made.delta, made.grads""",
     page="attention",
+    case=case,
     random=_random,
     stub="""\
 q, k, v, rho = saved.q, saved.k, saved.v, saved.rho

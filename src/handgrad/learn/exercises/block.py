@@ -86,10 +86,10 @@ EXERCISE = Exercise(
         a_6 = norm(a_5; w_5, b_5)      a_7 = a_6 w_6 + b_6~         a_8 = g(a_7)
         a_9 = a_8 w_8 + b_8~           a_10 = a_5 + a_9
 
-    `p` holds the parameters, `f` all activations of the forward pass: f.a_1 … f.a_10, f.norm_1 and f.norm_5 (each with a_bar
-    and sigma), f.heads. The layers' backward functions are given: linear, layernorm and activation have delta_prev, and
-    grad_w and grad_b where there are parameters; attention.backward_heads returns the heads' results and Δ_2. `o.g` is the name
-    of the activation.
+    `p` holds the parameters, `f` all activations of the forward pass: f.a_1 … f.a_10, f.norm_1 and f.norm_5 (each
+    with a_bar and sigma), f.heads. The layers' backward functions are given: linear, layernorm and activation have
+    delta_prev, and grad_w and grad_b where there are parameters; attention.backward_heads returns the heads' results
+    and Δ_2. `o.g` is the name of the activation.
     """,
     arguments=(
         Line("delta_10", "(n_T, d)", "Δ_10 = ∂L/∂a_10"),
@@ -106,19 +106,20 @@ EXERCISE = Exercise(
         "from handgrad.paper.transformer import Block, BlockBackward, BlockForward, Options, add",
     ),
     hints=(
-        "Go from a_10 back to a_1, one line of the table at a time. A sum sends its error signal to both of its terms"
-        " unchanged; something that was read twice adds up what both readers send back.",
-        "Δ_9 = Δ_10. Then Δ_8, Δ_7, Δ_6 by the layers, and Δ_5 = Δ_10 + what comes back through the second norm, because a_5 is"
-        " read by the skip connection and by the norm. Δ_4 = Δ_5. Δ_1 is made like Δ_5.",
-        "heads, delta_2 = attention.backward_heads(delta_3, f.a_2, p.heads, attention.ManyForward(f.heads, f.a_3)); the"
-        " gradients of head h are heads[h].grads. The gradients of a layer need the Δ of its output and its input:"
-        " w_8 = linear.grad_w(delta_9, f.a_8).",
+        "Go from a_10 back to a_1, one line of the table at a time. A sum sends its error signal to both of its"
+        " terms unchanged; something that was read twice adds up what both readers send back.",
+        "Δ_9 = Δ_10. Then Δ_8, Δ_7, Δ_6 by the layers, and Δ_5 = Δ_10 + what comes back through the second norm,"
+        " because a_5 is read by the skip connection and by the norm. Δ_4 = Δ_5. Δ_1 is made like Δ_5.",
+        "heads, delta_2 = attention.backward_heads(delta_3, f.a_2, p.heads, attention.ManyForward(f.heads, f.a_3));"
+        " the gradients of head h are heads[h].grads. The gradients of a layer need the Δ of its output and its"
+        " input: w_8 = linear.grad_w(delta_9, f.a_8).",
     ),
     quoted=(transformer.backward_block,),
     solution_body="""\
 deltas, grads = backward_block(delta_10, p, f, o)
 return deltas.delta_1, grads""",
     page="transformer",
+    case=case,
     random=_random,
     stub="""\
 delta_9 = delta_10

@@ -38,8 +38,8 @@ EXERCISE = Exercise(
 
         a_i[t] = w_emb[ids[t]]
 
-    As a matrix product it is ohe(ids) w_emb, where row t of ohe(ids) is 1 at ids[t] and 0 elsewhere. Ids are no numbers to
-    differentiate, so the only gradient is that of the table.
+    As a matrix product it is ohe(ids) w_emb, where row t of ohe(ids) is 1 at ids[t] and 0 elsewhere. Ids are no
+    numbers to differentiate, so the only gradient is that of the table.
     """,
     arguments=(
         Line("delta", "(n_T, d)", "Δ_i = ∂L/∂a_i"),
@@ -49,8 +49,8 @@ EXERCISE = Exercise(
     returns=(Line("grad_w", "(n_rows, d)", "∂w_emb"),),
     imports=("from handgrad.paper.notation import ohe",),
     hints=(
-        "Row v of the table was copied to every place t with ids[t] = v. What happens to the gradient of something that was"
-        " used several times?",
+        "Row v of the table was copied to every place t with ids[t] = v. What happens to the gradient of something"
+        " that was used several times?",
         "Add row t of delta to row ids[t] of the answer, for every t; rows of ids that do not occur stay 0."
         " grad_w[ids] = delta would keep only the last of several.",
         "As a product: ohe(ids, n_rows)ᵗ delta. torch's index_add_ does the same without the matrix of ones and zeros.",
@@ -58,5 +58,6 @@ EXERCISE = Exercise(
     quoted=(embedding.grad_w,),
     solution_body="return grad_w(delta, ids, n_rows)",
     page="embedding",
+    case=case,
     random=_random,
 )

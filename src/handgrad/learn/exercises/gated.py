@@ -74,11 +74,11 @@ EXERCISE = Exercise(
     ),
     imports=("from handgrad.paper import linear", "from handgrad.paper.gated import g, g_prime"),
     hints=(
-        "A product of two factors: the error signal of each is Δ times the other. Then the chain rule through g, on one side"
-        " only.",
+        "A product of two factors: the error signal of each is Δ times the other. Then the chain rule through g, on"
+        " one side only.",
         "Δ_gate = Δ ∘ up ∘ g'(gate) and Δ_up = Δ ∘ g(gate). From there on, each branch is a fully connected layer.",
-        "a was read twice, so delta_prev is the sum of what both branches send back:"
-        " linear.delta_prev(Δ_gate, w_gate) + linear.delta_prev(Δ_up, w_up).",
+        "a was read twice, so delta_prev is the sum of what both branches send back: linear.delta_prev(Δ_gate,"
+        " w_gate) + linear.delta_prev(Δ_up, w_up).",
     ),
     quoted=(gated.delta_gate, gated.delta_up),
     solution_body="""\
@@ -86,5 +86,6 @@ d_gate, d_up = delta_gate(delta, gate, up, "silu"), delta_up(delta, gate, "silu"
 delta_prev = linear.delta_prev(d_gate, w_gate) + linear.delta_prev(d_up, w_up)
 return delta_prev, linear.grad_w(d_gate, a), linear.grad_w(d_up, a)""",
     page="gated",
+    case=case,
     random=_random,
 )

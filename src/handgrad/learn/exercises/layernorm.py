@@ -53,13 +53,15 @@ EXERCISE = Exercise(
     name="layernorm",
     title="layer normalization",
     text="""
-    Each token is shifted and scaled to mean 0 and mean square 1 over its d features, then gets a learned gain and offset:
+    Each token is shifted and scaled to mean 0 and mean square 1 over its d features, then gets a learned gain and
+    offset:
 
         ā   = (a_{i−1} − μ) / σ         μ, σ: mean and deviation of the row, one number per token
         a_i = ā diag(w) + b~            σ = √(mean of (a_{i−1} − μ)² + ε)
 
-    μ and σ depend on the input too: moving one feature moves all the others of its token. That is what makes this backward
-    pass the most interesting of the small ones. You are given ā and σ, as the forward pass saved them; no ε is needed.
+    μ and σ depend on the input too: moving one feature moves all the others of its token. That is what makes this
+    backward pass the most interesting of the small ones. You are given ā and σ, as the forward pass saved them; no ε
+    is needed.
     """,
     arguments=(
         Line("delta", "(n_T, d)", "Δ_i = ∂L/∂a_i"),
@@ -74,15 +76,16 @@ EXERCISE = Exercise(
     ),
     imports=("from handgrad.paper.notation import row_dot, sum_tokens, tilde_columns, tilde_rows",),
     hints=(
-        "Begin with the parameters: a_i = ā diag(w) + b~ is linear in both, and each was used once per token. Then let"
-        " G = Δ_i diag(w) be the error signal of ā.",
-        "If μ and σ were constants, the answer would be G / σ. Now take away what a common shift of the row (through μ) and a"
-        " common scaling (through σ) would contribute: ā does not notice either.",
-        "For each row: Δ_{i−1} = [G − mean(G) − ā · mean(ā ∘ G)] / σ, with means over the d features. Checks: every row of"
-        " the answer sums to 0, and so does its product with ā, nearly.",
+        "Begin with the parameters: a_i = ā diag(w) + b~ is linear in both, and each was used once per token. Then"
+        " let G = Δ_i diag(w) be the error signal of ā.",
+        "If μ and σ were constants, the answer would be G / σ. Now take away what a common shift of the row (through"
+        " μ) and a common scaling (through σ) would contribute: ā does not notice either.",
+        "For each row: Δ_{i−1} = [G − mean(G) − ā · mean(ā ∘ G)] / σ, with means over the d features. Checks: every"
+        " row of the answer sums to 0, and so does its product with ā, nearly.",
     ),
     quoted=(layernorm.delta_prev, layernorm.grad_w, layernorm.grad_b),
     solution_body="return delta_prev(delta, a_bar, sigma, w), grad_w(delta, a_bar), grad_b(delta)",
     page="layernorm",
+    case=case,
     random=_random,
 )

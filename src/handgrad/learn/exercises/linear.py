@@ -30,8 +30,8 @@ EXERCISE = Exercise(
 
         a_i = a_{i−1} w + b~            b~: the same row b for each token
 
-    Three things went in, so three gradients come out: of the input, which the layer below needs, and of both parameters,
-    which the optimizer needs.
+    Three things went in, so three gradients come out: of the input, which the layer below needs, and of both
+    parameters, which the optimizer needs.
     """,
     arguments=(
         Line("delta", "(n_T, f_out)", "Δ_i = ∂L/∂a_i"),
@@ -45,14 +45,16 @@ EXERCISE = Exercise(
     ),
     imports=("from handgrad.paper.notation import sum_tokens",),
     hints=(
-        "A gradient has the shape of what it belongs to. Only one product of delta and w has the shape of a, and only one"
-        " product of a and delta has the shape of w.",
+        "A gradient has the shape of what it belongs to. Only one product of delta and w has the shape of a, and"
+        " only one product of a and delta has the shape of w.",
         "The differential: Δ·da_i = Δ·(da w) + Δ·(a dw) + Δ·db~. Bring each to the form (…)·da, (…)·dw, (…)·db, with"
         " A·(B C) = (A Cᵗ)·B = (Bᵗ A)·C.",
-        "Δ_{i−1} = Δ_i wᵗ and ∂w = a_{i−1}ᵗ Δ_i. b was used once for every token, so its gradient is the sum over the tokens.",
+        "Δ_{i−1} = Δ_i wᵗ and ∂w = a_{i−1}ᵗ Δ_i. b was used once for every token, so its gradient is the sum over"
+        " the tokens.",
     ),
     quoted=(linear.delta_prev, linear.grad_w, linear.grad_b),
     solution_body="return delta_prev(delta, w), grad_w(delta, a), grad_b(delta)",
     page="linear",
+    case=case,
     random=_random,
 )

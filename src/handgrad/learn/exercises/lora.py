@@ -30,8 +30,8 @@ EXERCISE = Exercise(
 
         a_i = scale · a_{i−1} d u
 
-    Write the gradients of the branch. r is small, so the order of the products decides how much work it is: (d u) has the size
-    of the frozen matrix, a_{i−1} d has only r columns.
+    Write the gradients of the branch. r is small, so the order of the products decides how much work it is: (d u) has
+    the size of the frozen matrix, a_{i−1} d has only r columns.
     """,
     arguments=(
         Line("delta", "(n_T, f_out)", "Δ_i = ∂L/∂a_i"),
@@ -54,5 +54,6 @@ EXERCISE = Exercise(
     quoted=(lora.delta_prev, lora.grad_d, lora.grad_u),
     solution_body="return delta_prev(delta, d, u, scale), grad_d(delta, a, u, scale), grad_u(delta, a, d, scale)",
     page="lora",
+    case=case,
     random=_random,
 )

@@ -36,13 +36,13 @@ EXERCISE = Exercise(
     name="loss",
     title="softmax with cross-entropy",
     text="""
-    The logits a_12 give each token of the vocabulary a probability, and the loss is the sum of the surprises at the right
-    tokens:
+    The logits a_12 give each token of the vocabulary a probability, and the loss is the sum of the surprises at the
+    right tokens:
 
         y_pred = softmax(a_12)          L = − Σ_t log y_pred[t, targets[t]]
 
-    The sum runs over the rows that have a target. A row without one has targets[t] = NO_TARGET (−100) and adds nothing.
-    Here the backward pass begins: there is no Δ to start from.
+    The sum runs over the rows that have a target. A row without one has targets[t] = NO_TARGET (−100) and adds
+    nothing. Here the backward pass begins: there is no Δ to start from.
     """,
     arguments=(
         Line("y_pred", "(n_T, n_vocab)", "the probabilities"),
@@ -55,13 +55,14 @@ EXERCISE = Exercise(
     ),
     hints=(
         "For one row with target j: L = −a_j + log Σ_k exp(a_k). Differentiate both parts with respect to a_k.",
-        "The first part gives −1 at the target and 0 elsewhere, the second y_pred. Together: y_pred − y_gt, where y_gt is 1 at"
-        " the target.",
-        "ohe(ids, n_vocab) makes the one-hot rows, but it refuses −100: replace it by 0 first (targets.clamp(min=0)) and"
-        " multiply those rows by 0 afterwards. A check: every row of the answer sums to 0.",
+        "The first part gives −1 at the target and 0 elsewhere, the second y_pred. Together: y_pred − y_gt, where"
+        " y_gt is 1 at the target.",
+        "ohe(ids, n_vocab) makes the one-hot rows, but it refuses −100: replace it by 0 first (targets.clamp(min=0))"
+        " and multiply those rows by 0 afterwards. A check: every row of the answer sums to 0.",
     ),
     quoted=(loss.y_gt, loss.delta_logits),
     solution_body="return delta_logits(y_pred, targets)",
     page="loss",
+    case=case,
     random=_random,
 )

@@ -65,11 +65,13 @@ EXERCISE = Exercise(
     imports=("from handgrad.paper.notation import row_dot, sum_tokens, tilde_columns",),
     hints=(
         "It is LayerNorm without one of its two corrections. Which one belongs to the mean?",
-        "d(a/rms) = da/rms − a d(rms)/rms², and d(rms) = (a · da)/(d rms), with the product over the features of the token.",
+        "d(a/rms) = da/rms − a d(rms)/rms², and d(rms) = (a · da)/(d rms), with the product over the features of the"
+        " token.",
         "For each row: Δ_{i−1} = [G − ā · (G · ā)/d] / rms with G = Δ_i diag(w).",
     ),
     quoted=(rmsnorm.delta_prev, rmsnorm.grad_w),
     solution_body="return delta_prev(delta, a_bar, rms, w), grad_w(delta, a_bar)",
     page="rmsnorm",
+    case=case,
     random=_random,
 )

@@ -31,7 +31,8 @@ EXERCISE = Exercise(
     name="rotary",
     title="rotary positions",
     text="""
-    Llama tells positions apart by rotating queries and keys: plane i of the token at position t turns by the angle θ_i t.
+    Llama tells positions apart by rotating queries and keys: plane i of the token at position t turns by the angle
+    θ_i t.
 
         y_t = R(t) x_t                  in plane i, features (i, i + d/2):   [cos −sin; sin cos] of θ_i t
 
@@ -47,11 +48,12 @@ EXERCISE = Exercise(
     hints=(
         "For one token it is a product with a constant matrix, y = R x. What does Δ have to be multiplied with?",
         "With Rᵗ, and the transpose of a rotation is the rotation by the opposite angle.",
-        "Token by token: torch.stack([rotation(t, theta, False).t() @ row for t, row in zip(positions.tolist(), delta)])."
-        " A check: every row of the answer is as long as the row of delta.",
+        "Token by token: torch.stack([rotation(t, theta, False).t() @ row for t, row in zip(positions.tolist(),"
+        " delta)]). A check: every row of the answer is as long as the row of delta.",
     ),
     quoted=(rotary.delta_prev,),
     solution_body="return delta_prev(delta, positions, theta, False)",
     page="rotary",
+    case=case,
     random=_random,
 )

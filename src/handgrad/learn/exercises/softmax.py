@@ -38,8 +38,9 @@ EXERCISE = Exercise(
 
         ρ_tj = exp(s_tj) / Σ_k exp(s_tk)
 
-    In attention, row t of ρ says how much token t reads of every token j. You are given Δ_ρ, the error signal of ρ. Raising
-    one score raises its own weight and lowers all others of the row, so each entry of the answer needs its whole row.
+    In attention, row t of ρ says how much token t reads of every token j. You are given Δ_ρ, the error signal of ρ.
+    Raising one score raises its own weight and lowers all others of the row, so each entry of the answer needs its
+    whole row.
     """,
     arguments=(
         Line("delta_rho", "(n, m)", "Δ_ρ = ∂L/∂ρ"),
@@ -50,11 +51,12 @@ EXERCISE = Exercise(
     hints=(
         "Differentiate one entry: ∂ρ_tk/∂s_tj = ρ_tk (1 − ρ_tj) if k = j, and −ρ_tk ρ_tj otherwise.",
         "Sum over k: ∂L/∂s_tj = Σ_k Δ_tk ∂ρ_tk/∂s_tj = ρ_tj (Δ_tj − Σ_k Δ_tk ρ_tk). The sum is one number per row.",
-        "row_dot(delta_rho, rho) is that number for every row, (n,); tilde_columns(c, m) repeats it across the columns."
-        " A check without a formula: every row of the answer sums to 0.",
+        "row_dot(delta_rho, rho) is that number for every row, (n,); tilde_columns(c, m) repeats it across the"
+        " columns. A check without a formula: every row of the answer sums to 0.",
     ),
     quoted=(delta_causal,),
     solution_body="return delta_causal(delta_rho, rho)",
     page="attention",
+    case=case,
     random=_random,
 )
