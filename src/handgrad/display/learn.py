@@ -31,8 +31,8 @@ def course(progress: Mapping[str, Entry]) -> list[RenderableType]:
     left = [name for name, entry in progress.items() if not entry.solved]
     end = f"Next: handgrad learn {left[0]}" if left else "You have written every backward pass of a transformer."
     return [
-        Text("Write the backward pass yourself: twelve exercises, from a softmax to a whole block.\n"),
-        Padding(table, (0, 0, 0, 2)),
+        Text("Write the backward pass yourself, from a softmax to a whole block.\n"),
+        Padding(table, (0, 0, 0, 2), expand=False),
         Text(f"\n{solved} of {len(COURSE)} solved. {end}"),
     ]
 
@@ -55,7 +55,7 @@ def judged(exercise: Exercise, grade: Grade, where: str) -> list[RenderableType]
     else:
         lines += _parts(grade)
     if grade.printed:
-        lines += [Text("\nIt printed:", style="dim"), Padding(Text(grade.printed.rstrip("\n")), (0, 0, 0, 4))]
+        lines += [Text("\nIt printed:", style="dim"), Padding(Text(grade.printed.rstrip("\n")), (0, 0, 0, 4), expand=False)]
     lines += [Text(f"\nNote: {note}.", style="yellow") for note in grade.notes]
     return lines
 
@@ -66,7 +66,7 @@ def _parts(grade: Grade) -> Iterable[RenderableType]:
         table.add_column(name, justify="right" if "against" in name else "left", no_wrap=True)
     many = len(grade.parts) > FEW
     for part in grade.parts:
-        if not many or part.state != "right":
+        if not many or part.state == "wrong":
             mark, style = MARKS[part.state]
             cells = [part.name, _error(part.error), _error(part.difference)]
             if part.state == "unwritten":
@@ -75,13 +75,15 @@ def _parts(grade: Grade) -> Iterable[RenderableType]:
     yield Text()
     if table.row_count:
         yield table
-    right = sum(part.state == "right" for part in grade.parts)
-    if many and right:
-        yield Text(f"✔  {'all' if grade.passed else 'the other'} {plural(right, 'gradient')} right", style="green")
+    for state, words in (("right", "right"), ("unwritten", "not written yet")):
+        count = sum(part.state == state for part in grade.parts)
+        mark, style = MARKS[state]
+        if many and count:
+            yield Text(f"{mark}  {plural(count, 'gradient')} {words}", style=style)
     if (first := grade.first_wrong) is not None:
         yield from _wrong(grade, first)
-    tried = Text(f"\nJudged on {len(grade.cases)} sets of numbers: {'; '.join(grade.cases)}.", style="dim")
-    yield tried
+    if any(part.state != "unwritten" for part in grade.parts):
+        yield Text(f"\nJudged on {len(grade.cases)} sets of numbers: {'; '.join(grade.cases)}.", style="dim")
 
 
 def _wrong(grade: Grade, first: Part) -> Iterable[RenderableType]:
@@ -93,8 +95,8 @@ def _wrong(grade: Grade, first: Part) -> Iterable[RenderableType]:
     for part in explained[:FEW]:
         assert part.diagnosis is not None
         yield Text.assemble((part.name, "bold"), f" {part.diagnosis.sentence}.{_place(part)}")
-    if len(wrong) > 1:
-        yield Text(f"Begin with {first.name}: in the backward pass it comes before the others.", style="dim")
+    if len(wrong) > len(explained):
+        yield Text(f"Begin with {first.name}; the others may be wrong because of it.", style="dim")
 
 
 def _place(part: Part) -> str:

@@ -32,7 +32,7 @@ def _random(rng: RandomInputs) -> Case:
 
 EXERCISE = Exercise(
     name="softmax",
-    title="softmax",
+    title="softmax of the scores",
     text="""
     A softmax turns each row of scores s into positive weights that sum to 1:
 
