@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer test long lint browser bench llama-bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer test run-tests long lint style types browser bench llama-bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -27,8 +27,12 @@ finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transf
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
 	$(BIN)/python -m bench.demo --peer
 
+# mypy, which uses one core, runs beside the tests.
+test: style browser
+	@$(MAKE) --no-print-directory -j2 types run-tests
+
 # One process per core, one thread each; idle workers take over tests of others.
-test: lint browser
+run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
@@ -47,11 +51,15 @@ browser:
 long: $(VENV)/.ready-for-tests  # tests that take minutes each: corrupted files, and kills at system calls
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	for processes in 1 2; do for command in train finetune; do \
-	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 || exit 1; done; done
+	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
 
-lint: $(VENV)/.ready-for-tests
+lint: style types
+
+style: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
+
+types: $(VENV)/.ready-for-tests
 	$(BIN)/mypy
 
 images: $(VENV)/.ready-for-tests browser
@@ -76,13 +84,15 @@ clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "handgrad needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "setting up $(VENV) (once; torch is large)"
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.ready-for-tests: $(VENV)/.ready
+$(VENV)/.ready-for-tests: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[test]'
-	@touch $@
+	@touch $(VENV)/.ready $@

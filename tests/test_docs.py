@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 import tiny_gguf
+from conftest import use_empty_cache
 from handgrad.cli.app import app
 from handgrad.formats.models import FETCHED
 from handgrad.model import config
@@ -161,7 +162,7 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     tiny_gguf.put_in_cache(monkeypatch)

@@ -11,6 +11,7 @@ import handgrad as hg
 import tiny_gguf
 from conftest import handgrad, perturb
 from handgrad.errors import HandgradError
+from handgrad.inference import engine
 from handgrad.inference.lowbit import PASSAGE, measure_cost, quantize
 from handgrad.kernels import library
 from handgrad.model.layers import Linear
@@ -73,6 +74,10 @@ def test_generates_with_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     product = packed.product
     monkeypatch.setattr(packed, "product", lambda a, *rest: rows.append(len(a)) or product(a, *rest))
+    hg.generate(low, [[1] * 20], 4)
+    assert rows == [1] * 4  # the head; the blocks run in one call
+    rows.clear()
+    monkeypatch.setattr(engine, "describe", lambda _: None)
     hg.generate(low, [[1] * 20], 4)
     assert rows == [1] + [1] * 15 * 3  # the head after the prompt; then seven layers of both blocks, and the head
     rows.clear()

@@ -96,6 +96,9 @@ class LoRA(Affine):
     def plain(self) -> Linear:
         return self.base
 
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        return [(self.down, self.up, self.scale)] if self.magnitude is None else None
+
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return {"d": self.down, "u": self.up, "m": self.magnitude, **self.base.named_symbols()}
 

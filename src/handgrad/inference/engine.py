@@ -24,7 +24,9 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.passes import Pass
 from ..model.readout import row_groups
+from ..model.token_block import TokenBlocks, describe
 from ..ops import attention
+from ..ops.linear import FEW_ROWS
 from .kv_cache import Cache, copy
 from .sampling import Sampling, choose
 from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
@@ -60,6 +62,7 @@ class Engine:
         self.cached = cache
         self.sequences: list[Sequence] = []  # running and waiting, in the order of arrival
         self.kept: list[Sequence] = []  # finished, oldest first
+        self._blocks: TokenBlocks | None = None  # in one call, for steps of a few single tokens
 
     @property
     def busy(self) -> bool:
@@ -72,6 +75,8 @@ class Engine:
         ids = check_prompt(self.model, prompt, options)
         sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
         sequence.window = ids[-self.model.config.n_context :]
+        if not self.sequences:
+            self._blocks = describe(self.model)  # the model may have changed while nothing ran
         self.sequences.append(sequence)
         return sequence
 
@@ -187,9 +192,12 @@ class Engine:
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
-        for i, block in enumerate(model.blocks):
-            with model.unpacked(block, generating=True):
-                a, _ = block.forward(a, run._replace(cache=step.block(i)))
+        if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
+            self._blocks.forward(a, step.places, rotation)
+        else:
+            for i, block in enumerate(model.blocks):
+                with model.unpacked(block, generating=True):
+                    a, _ = block.forward(a, run._replace(cache=step.block(i)))
         step.finish()
         return a, _last_rows([count for _, count in work])
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError
 from ..machine import trim_heap
 from ..ops import attention, loss
-from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .block import Saved
-from .layers import Affine, freeze
+from .layers import Affine, Linear, freeze
 from .logits import Logits
 from .network import Network
 from .passes import Pass, Record, no_record
@@ -109,7 +109,8 @@ class GPT(Network):
                     about a third more time.
         seed        Seed of the adapters' dropout, if they have any (default: drawn from torch's random numbers). No
                     dropout after model.eval().
-        tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024).
+        tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024, or
+                    512 if the matrices are frozen).
         finished    Called with the parameters of a layer as soon as their gradients are final, from the head to the
                     embeddings, during the backward pass.
         record      Called with every intermediate under the paper's name, once per piece. It observes what this call
@@ -122,7 +123,7 @@ class GPT(Network):
         if not callable(record) or not callable(finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         dropout_seed = None if all_signals else self.dropout_seed(seed)
-        at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
+        at_once = math.inf if all_signals else tokens_at_once or self.tokens_at_once()
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
         n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
         parameters = list(self.parameters())
@@ -149,6 +150,12 @@ class GPT(Network):
                 p.grad = None  # discard partial gradients
             raise
         return value
+
+    def tokens_at_once(self) -> int:
+        """Tokens of a piece, unless a call gives another number."""
+        if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
+            return TOKENS_AT_ONCE
+        return FROZEN_AT_ONCE
 
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
         """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
@@ -237,7 +244,7 @@ class GPT(Network):
                         saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
                     deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
                     del saved
-            if recomputed and i % 8 == 0:
+            if recomputed:
                 trim_heap()  # the heap fragments from block to block
             finished(next(layers))
         if self.embeddings_train():
