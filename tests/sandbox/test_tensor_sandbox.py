@@ -30,7 +30,7 @@ def result(made: Run) -> torch.Tensor:
 def test_arguments_arrive_as_they_are() -> None:
     assert torch.equal(result(call("return x0 * x1", X, 2)), 2 * X)
     head = Head(*(torch.full((i,), float(i)) for i in range(6)))
-    assert result(call("return torch.tensor([len(x) for x in x0] + [x1[1][0].item()])", head, [1, [X[1]]])).tolist() == [
+    assert result(call("return torch.tensor([len(x) for x in x0] + [x1[1][0][0].item()])", head, [1, [X[1]]])).tolist() == [
         0, 1, 2, 3, 4, 5, 3,
     ]  # fmt: skip
     assert result(call("return x0[::2] + x1.sum()", X.t(), torch.tensor([True, False]))).tolist() == [[1, 4], [3, 6]]

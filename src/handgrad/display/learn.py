@@ -55,7 +55,10 @@ def judged(exercise: Exercise, grade: Grade, where: str) -> list[RenderableType]
     else:
         lines += _parts(grade)
     if grade.printed:
-        lines += [Text("\nIt printed:", style="dim"), Padding(Text(grade.printed.rstrip("\n")), (0, 0, 0, 4), expand=False)]
+        lines += [
+            Text("\nIt printed:", style="dim"),
+            Padding(Text(grade.printed.rstrip("\n")), (0, 0, 0, 4), expand=False),
+        ]
     lines += [Text(f"\nNote: {note}.", style="yellow") for note in grade.notes]
     return lines
 
