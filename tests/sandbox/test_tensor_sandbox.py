@@ -1,4 +1,4 @@
-"""The sandbox of Python functions on tensors: arguments and results, files that stay as they are, a child that is replaced."""
+"""The sandbox of Python functions on tensors: arguments, results, files that stay as they are, a replaced child."""
 
 import os
 import signal

@@ -61,7 +61,7 @@ def _warm_up() -> None:
     torch = importlib.import_module("torch")
     importlib.import_module("torch.nn.functional")
     torch.set_num_threads(1)
-    x = torch.eye(2, dtype=torch.float64)
+    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     repr(torch.einsum("ij,jk->ik", x, x))
     torch.vmap(torch.sum)(x)
     x.numpy().tobytes()
@@ -191,7 +191,8 @@ def _builtins(request: dict[str, Any], printed: list[str]) -> dict[str, Any]:
 
     def guarded(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         parts = {f"{name}.{part}" for part in fromlist or ()}
-        if level == 0 and (name in allowed or (parts and parts <= allowed)):
+        loaded = name.startswith("torch.") and name in sys.modules  # torch's own code imports through this function too
+        if level == 0 and (loaded or name in allowed or (parts and parts <= allowed)):
             return real(name, globals, locals, fromlist, level)
         known = ", ".join(["torch", "math", *request["modules"]])
         raise Refused(f"import {name} is refused: an answer can import {known} and Python's typing and iteration tools")
