@@ -71,7 +71,9 @@ class ExampleNorms(ExampleGradients):
         self.grads = grads
         self.squares = torch.zeros(0, dtype=torch.float64)
         self._input: tuple[Tensor, list[Tensor]] | None = None  # the Gram matrices of an input that layers share
-        self._head: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by example: a_11, and the columns of Δ_12 of its tokens
+        self._head: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # by example: a_11, and the columns of Δ_12 of its tokens
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
@@ -109,7 +111,7 @@ class ExampleNorms(ExampleGradients):
         self._input = None
         self.squares[rows.here] += per_example.table_squares(delta, ids, rows.lengths).cpu()
         if p is self.tied:  # ‖E + H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩
-            for i, delta_1 in enumerate(delta.split(rows.lengths), rows.first):
+            for i, delta_1 in enumerate(torch.split(delta, rows.lengths), rows.first):
                 for a_11, columns in self._head.pop(i, ()):
                     self.squares[i] += 2 * per_example.table_head(delta_1, a_11, columns)
         if self.grads:
@@ -117,7 +119,9 @@ class ExampleNorms(ExampleGradients):
 
     def _keep_columns(self, a: Tensor, delta: Tensor, rows: Segments) -> None:
         """Keep of a tied head's Δ_12 the columns that the embedding's gradient will meet."""
-        for i, (a_i, delta_i) in enumerate(zip(a.split(rows.lengths), delta.split(rows.lengths), strict=True)):
+        for i, (a_i, delta_i) in enumerate(
+            zip(torch.split(a, rows.lengths), torch.split(delta, rows.lengths), strict=True)
+        ):
             self._head.setdefault(rows.first + i, []).append((a_i, delta_i[:, rows.ids[i]]))
 
 
@@ -224,11 +228,38 @@ class ExamplesAgainst(ExampleGradients):
             self.inner[rows.here, k] += per_example.sums(along.double(), rows.lengths).cpu()
 
 
+class Several(ExampleGradients):
+    """Several measurements in one pass."""
+
+    def __init__(self, *parts: ExampleNorms | ExamplePairs | ExamplesAgainst):
+        self.parts = parts
+        self.together = any(part.together for part in parts)
+
+    def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
+        for part in self.parts:
+            part.begin(pieces, n_examples, n_targets, tied)
+
+    def results(self) -> list[Tensor]:
+        return [part.result() for part in self.parts]
+
+    def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, rows: Segments, in_out: bool) -> None:
+        for part in self.parts:
+            part.product(p, a, delta, rows, in_out)
+
+    def sums(self, p: nn.Parameter, x: Tensor, rows: Segments) -> None:
+        for part in self.parts:
+            part.sums(p, x, rows)
+
+    def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
+        for part in self.parts:
+            part.look_up(p, delta, ids, rows)
+
+
 class PieceExamples:
     """The examples of one piece, as layers see them: a call finds its examples' rows by their number."""
 
     def __init__(self, gradients: ExampleGradients, piece: Piece):
-        ids = piece.ids.split(piece.lengths)
+        ids = torch.split(piece.ids, piece.lengths)
         self.gradients = gradients
         self.every_row = Segments(piece.first, piece.lengths, ids)
         self.target_rows = Segments(piece.first, piece.counts(), ids)

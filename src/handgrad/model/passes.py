@@ -36,7 +36,9 @@ class Pass(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
     cache: BlockCache | None = None  # generation: earlier keys and values
     adapters: tuple[tuple[str, Rows], ...] = ()  # of several named adapters: the rows of each
-    examples: "PieceExamples | None" = None  # receives the factors of the gradients, if examples are measured one by one
+    examples: "PieceExamples | None" = (
+        None  # receives the factors of the gradients, if examples are measured one by one
+    )
 
     @property
     def recording(self) -> bool:

@@ -3,9 +3,9 @@
     a  (n, f_in)      Δ  (n, f_out)      the rows of all examples, end to end; `lengths` are the examples' numbers of rows
     ∂w_i = a_iᵗ Δ_i  (f_in, f_out)       of example i, from its rows
 
-Two ways lead to the same numbers, and `forming` says which is cheaper: Gram matrices, ⟨∂w_i, ∂w_j⟩ = (a_i a_jᵗ) · (Δ_i Δ_jᵗ),
-cost (n_i n_j)(f_in + f_out) products; forming every ∂w_i, of which only one exists at a time, costs as much as ∂w itself.
-Results are in float64, (B) or (B, B) for B examples.
+Two ways lead to the same numbers, and `forming` says which is cheaper. Gram matrices,
+⟨∂w_i, ∂w_j⟩ = (a_i a_jᵗ) · (Δ_i Δ_jᵗ), cost n_i n_j (f_in + f_out) multiply-adds; forming every ∂w_i, of which only one
+exists at a time, costs as much as ∂w itself. Results are in float64, (B) or (B, B) for B examples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ def forming(lengths: Sequence[int], f_in: int, f_out: int, with_grad: bool) -> b
 
 def formed(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
     """Yield ∂w_i = a_iᵗ Δ_i of each example."""
-    for a_i, delta_i in zip(a.split(list(lengths)), delta.split(list(lengths)), strict=True):
+    for a_i, delta_i in zip(torch.split(a, list(lengths)), torch.split(delta, list(lengths)), strict=True):
         yield linear.grad_w(delta_i, a_i, None)
 
 
 def grams(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """x_i x_iᵗ (n_i, n_i) of each example, in at least float32"""
-    return [torch.mm(x_i, x_i.t()) for x_i in _wide(x).split(list(lengths))]
+    return [torch.mm(x_i, x_i.t()) for x_i in torch.split(_wide(x), list(lengths))]
 
 
 def squares(grams_a: Sequence[Tensor], grams_delta: Sequence[Tensor]) -> Tensor:
@@ -56,7 +56,7 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
         return inner(flat, flat)
     a, delta = _wide(a), _wide(delta)
     rows = []
-    for a_i, delta_i in zip(a.split(list(lengths)), delta.split(list(lengths)), strict=True):
+    for a_i, delta_i in zip(torch.split(a, list(lengths)), torch.split(delta, list(lengths)), strict=True):
         along = torch.linalg.vecdot(torch.mm(a_i, a.t()), torch.mm(delta_i, delta.t()), dim=0)  # (n)
         rows.append(sums(along.double(), lengths))
     return torch.stack(rows)
@@ -64,7 +64,7 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
     """Σ_tok x_i of each example: (n, f) → (B, f), (n) → (B)"""
-    return torch.stack([x_i.sum(0) for x_i in x.split(list(lengths))])
+    return torch.stack([x_i.sum(0) for x_i in torch.split(x, list(lengths))])
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def products_with(a: Tensor, delta: Tensor, q: Tensor, lengths: Sequence[int]) -
 def table_squares(delta: Tensor, ids: Tensor, lengths: Sequence[int]) -> Tensor:
     """‖ohe(ids_i)ᵗ Δ_i‖²: rows of equal ids are added first   (B)"""
     found = []
-    for delta_i, ids_i in zip(delta.split(list(lengths)), ids.split(list(lengths)), strict=True):
+    for delta_i, ids_i in zip(torch.split(delta, list(lengths)), torch.split(ids, list(lengths)), strict=True):
         rows, where = torch.unique(ids_i, return_inverse=True)
         added = delta_i.new_zeros(len(rows), delta.shape[1]).index_add_(0, where, delta_i)
         found.append(dot(added, added))

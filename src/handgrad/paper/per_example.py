@@ -2,12 +2,25 @@
 
     a_i  (n_i, f_in)      Δ_i  (n_i, f_out)      the rows of example i; its gradient is ∂w_i = a_iᵗ Δ_i
 
-Each function returns ⟨∂w_i, ∂w_j⟩ of one parameter, one number; with j = i it is ‖∂w_i‖².
+A function `product_…` returns ⟨∂w_i, ∂w_j⟩ of one parameter, one number; with j = i it is ‖∂w_i‖².
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from .notation import frobenius, ohe, sum_tokens
+
+
+def batch_loss(losses: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """L = Σ_i (m_i/M) L_i, with the mean loss L_i of an example over its m_i targets, M of all"""
+    return torch.stack([m / sum(counts) * loss for m, loss in zip(counts, losses, strict=True)]).sum()
+
+
+def grad_w(a_i: Tensor, delta_i: Tensor, count: int, total: int) -> Tensor:
+    """∂L_i/∂w = (M/m_i) a_iᵗ Δ_i, from the rows of the batch's Δ = ∂L/∂a"""
+    return total / count * a_i.t() @ delta_i
 
 
 def product_w(a_i: Tensor, delta_i: Tensor, a_j: Tensor, delta_j: Tensor) -> Tensor:
