@@ -27,7 +27,8 @@ finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transf
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
 	$(BIN)/python -m bench.demo --peer
 
-example-norms-demo: $(VENV)/.ready  # wrong answers found by the norms of gradients, a planted fact by influence; on SmolLM2
+example-norms-demo: $(VENV)/.ready  # wrong labels found by the norms of gradients, a planted fact by influence; on SmolLM2
+	rm -rf build/example-norms-demo
 	$(BIN)/python -m bench.example_demo
 
 # mypy, which uses one core, runs beside the tests.

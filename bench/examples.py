@@ -42,7 +42,8 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
 def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
     batch = uneven_examples(size.model.n_vocab, size.examples, size.longest)
     contenders = {
-        name: attempts(name, partial(_make, maker, kind, size, batch)) for name, maker in ((NORMS, WithNorms), (PLAIN, Hand))
+        name: attempts(name, partial(_make, maker, kind, size, batch))
+        for name, maker in ((NORMS, WithNorms), (PLAIN, Hand))
     }
     ours, plain = contenders[NORMS], contenders[PLAIN]
     error = attempts(NORMS, lambda: _error(ours, plain, batch))

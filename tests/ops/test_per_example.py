@@ -60,9 +60,7 @@ def test_sums() -> None:
 def test_tables_and_a_tied_head() -> None:
     n_vocab, d = 6, 5
     ids, delta, a, signal = torch.randint(n_vocab, (sum(LENGTHS),)), rows(d), rows(d), rows(n_vocab)
-    table = by_paper(
-        lambda ids_i, ids_j, d_i, d_j: paper.product_table(ids_i, d_i, ids_j, d_j, n_vocab), ids, delta
-    )
+    table = by_paper(lambda ids_i, ids_j, d_i, d_j: paper.product_table(ids_i, d_i, ids_j, d_j, n_vocab), ids, delta)
     assert relative_error(per_example.table_products(delta, ids, LENGTHS), table) <= 1e-12
     assert relative_error(per_example.table_squares(delta, ids, LENGTHS), table.diagonal()) <= 1e-12
     cross = by_paper(
@@ -81,7 +79,10 @@ def test_tables_and_a_tied_head() -> None:
 def test_products_with_given_gradients(k: int) -> None:
     a, delta, q = rows(4), rows(3), torch.randn(k, 4, 3, dtype=torch.float64)
     expected = torch.stack(
-        [torch.stack([paper.product_with(x, y, z) for z in q]) for x, y in zip(a.split(LENGTHS), delta.split(LENGTHS))]
+        [
+            torch.stack([paper.product_with(x, y, z) for z in q])
+            for x, y in zip(a.split(LENGTHS), delta.split(LENGTHS), strict=True)
+        ]
     )
     assert relative_error(per_example.products_with(a, delta, q, LENGTHS), expected) <= 1e-12
 
@@ -90,9 +91,7 @@ def test_products_with_given_gradients(k: int) -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     a, delta = rounded(sum(LENGTHS), 8, dtype=dtype), rounded(sum(LENGTHS), 9, dtype=dtype)
     exact = per_example.squares(per_example.grams(a, LENGTHS), per_example.grams(delta, LENGTHS))
-    found = per_example.squares(
-        per_example.grams(a.to(dtype), LENGTHS), per_example.grams(delta.to(dtype), LENGTHS)
-    )
+    found = per_example.squares(per_example.grams(a.to(dtype), LENGTHS), per_example.grams(delta.to(dtype), LENGTHS))
     assert found.dtype == torch.float64 and relative_error(found, exact) <= ROUNDING[dtype]
 
 

@@ -31,6 +31,9 @@ def influence(
             " weights, exact and slower. [default: 16]",
         ),
     ] = None,
+    by: Annotated[
+        str, typer.Option(help="Rank by score, the product of the gradients, or by cosine, their direction alone.")
+    ] = "score",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the projection.")] = 0,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page on which answers open.")] = None,
     json: JsonOption = None,
@@ -47,6 +50,7 @@ def influence(
     from ..files.atomic import check_writable, write_text
     from ..formats.models import load
     from ..per_example import page
+    from ..per_example.ranking import check_by
     from ..per_example.ranking import influence as rank_examples
     from ..web.document import document
 
@@ -54,17 +58,18 @@ def influence(
         raise HandgradError("give --answer (with --prompt), or --queries with a file of examples")
     if queries is not None and prompt is not None:
         raise HandgradError("--prompt goes with --answer; --queries has its own prompts")
+    check_by(by)
     if html is not None:
         check_writable(html)
     console.check_json_target(json)
     network = load(model)
     query = queries if queries is not None else _record(network.text_source, prompt, answer)
     found = rank_examples(network, data, query, rank=rank, seed=seed)
-    shown = page.as_data(found, top)
+    shown = page.as_data(found, top, by)
     if html is not None:
         write_text(html, document("What pushed these answers", page.influence(shown), page.STYLE))
     if not console.write_json(dumps(shown, indent=1), json):
-        console.out.print(influence_tables(found, top))
+        console.out.print(influence_tables(found, top, by))
         if html is not None:
             console.say(f"\npage    {html}")
 

@@ -29,12 +29,12 @@ def outliers_table(rows: Sequence[tuple[Outlier, Shown]], total: int) -> Rendera
     return Group(Text(f"\n{title}"), table)
 
 
-def influence_tables(found: Influence, count: int) -> RenderableType:
+def influence_tables(found: Influence, count: int, by: str = "score") -> RenderableType:
     """For each query the examples that helped and hindered it."""
     parts: list[RenderableType] = []
     for k in range(found.scores.shape[1]):
         parts.append(Text("\n") + _text(found.query(k)))
-        for name, rows in (("helped", found.helped(k, count)), ("hindered", found.hindered(k, count))):
+        for name, rows in (("helped", found.helped(k, count, by)), ("hindered", found.hindered(k, count, by))):
             table = _table("record", "score", "cosine")
             for i, score in rows:
                 shown, cosine = found.example(i), float(found.cosines[i, k])

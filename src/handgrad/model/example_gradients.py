@@ -111,7 +111,7 @@ class ExampleNorms(ExampleGradients):
         self._input = None
         self.squares[rows.here] += per_example.table_squares(delta, ids, rows.lengths).cpu()
         if p is self.tied:  # ‖E + H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩
-            for i, delta_1 in enumerate(torch.split(delta, rows.lengths), rows.first):
+            for i, delta_1 in enumerate(torch.split(delta, [*rows.lengths]), rows.first):
                 for a_11, columns in self._head.pop(i, ()):
                     self.squares[i] += 2 * per_example.table_head(delta_1, a_11, columns)
         if self.grads:
@@ -120,7 +120,7 @@ class ExampleNorms(ExampleGradients):
     def _keep_columns(self, a: Tensor, delta: Tensor, rows: Segments) -> None:
         """Keep of a tied head's Δ_12 the columns that the embedding's gradient will meet."""
         for i, (a_i, delta_i) in enumerate(
-            zip(torch.split(a, rows.lengths), torch.split(delta, rows.lengths), strict=True)
+            zip(torch.split(a, [*rows.lengths]), torch.split(delta, [*rows.lengths]), strict=True)
         ):
             self._head.setdefault(rows.first + i, []).append((a_i, delta_i[:, rows.ids[i]]))
 
@@ -259,7 +259,7 @@ class PieceExamples:
     """The examples of one piece, as layers see them: a call finds its examples' rows by their number."""
 
     def __init__(self, gradients: ExampleGradients, piece: Piece):
-        ids = torch.split(piece.ids, piece.lengths)
+        ids = torch.split(piece.ids, [*piece.lengths])
         self.gradients = gradients
         self.every_row = Segments(piece.first, piece.lengths, ids)
         self.target_rows = Segments(piece.first, piece.counts(), ids)

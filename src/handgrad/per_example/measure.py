@@ -28,7 +28,7 @@ def example_norms(model: GPT, examples: Given, *, tokenizer: Tokenizer | None = 
     """The norm of each example's gradient, (N) in float64: that of the example's mean loss, over all parameters that
     train. An example of wrong or broken text stands out.
 
-    examples    records as in fine-tuning ({"prompt": …, "completion": …}, messages, text), paths of files, or a text.Examples
+    examples    records as in fine-tuning ({"prompt": …, "completion": …}), paths of files, or a text.Examples
     tokenizer   default: the model's
 
     hg.example_norms(model, "examples.jsonl").topk(10)

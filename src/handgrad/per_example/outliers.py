@@ -2,10 +2,11 @@
 
 A norm is compared with what is typical for its number of targets at that time of the run:
 
-    log ‖∂_i‖ = c + s · log(targets_i) + r_i        c and s by least squares over the measurements of an epoch
+    log ‖∂_i‖ = c(time) + s · log(targets_i) + r_i
 
-A mean over few targets averages less, so its gradient is longer; and all norms fall as the model learns. The residual r_i,
-averaged over the epochs in which the example was measured, is its score; exp(r_i) says how many times longer than typical.
+A mean over few targets averages less, so its gradient is longer: s, by least squares over an epoch. All norms fall as the
+model learns: c, the median over the examples measured just before and after. The residual r_i, averaged over the epochs in
+which the example was measured, is its score; exp(r_i) says how many times longer than typical.
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 
 FAR = 3.0  # standard deviations above the mean from which a score is outlying
 LISTED = 25  # most examples that are listed
+NEAR = 32  # examples before and after whose median is typical of the time
 
 
 class Measurement(NamedTuple):
@@ -37,7 +39,8 @@ class Outlier(NamedTuple):
 
 
 def ranked(measured: Iterable[Measurement]) -> list[Outlier]:
-    """All examples that were measured, those with the longest gradients for their number of targets first."""
+    """All examples that were measured, given in the order of the run; those with the longest gradients for their number of
+    targets first."""
     by_epoch: dict[int, list[Measurement]] = {}
     for m in measured:
         if m.norm > 0 and math.isfinite(m.norm):
@@ -61,10 +64,11 @@ def ranked(measured: Iterable[Measurement]) -> list[Outlier]:
 
 
 def _residuals(group: Sequence[Measurement]) -> list[float]:
-    """log ‖∂_i‖ without its dependence on the number of targets."""
+    """log ‖∂_i‖ without its dependence on the number of targets and on the time."""
     x = torch.tensor([math.log(m.targets) for m in group], dtype=torch.float64)
     y = torch.tensor([math.log(m.norm) for m in group], dtype=torch.float64)
     x = x - x.mean()
-    slope = (x @ (y - y.mean())) / (x @ x) if x @ x > 0 else 0.0
-    residuals: list[float] = (y - y.mean() - slope * x).tolist()
-    return residuals
+    slope = float((x @ (y - y.mean())) / (x @ x)) if x @ x > 0 else 0.0
+    slope = min(0.0, max(-1.0, slope))  # what averaging can explain; more would hide an outlier of unusual length
+    left = y - slope * x
+    return [float(left[i] - left[max(0, i - NEAR) : i + NEAR + 1].median()) for i in range(len(left))]

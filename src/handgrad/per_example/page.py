@@ -12,7 +12,8 @@ from .ranking import Influence
 
 SHORT = 280  # characters shown of a text before it has to be opened
 STYLE = """
-.examples th{font-weight:500;color:var(--soft);text-align:right;padding:2px 16px 6px 0}.examples td{border-top:1px solid var(--line)}
+.examples th{font-weight:500;color:var(--soft);text-align:right;padding:2px 16px 6px 0}
+.examples td{border-top:1px solid var(--line)}
 .examples td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;color:var(--ink);padding:6px 16px 6px 0}
 .examples td.text{padding:6px 0;width:100%;overflow-wrap:anywhere}.examples th:last-child{text-align:left}
 .prompt{color:var(--soft);white-space:pre-wrap}.answer{white-space:pre-wrap}.prompt:empty{display:none}
@@ -61,7 +62,7 @@ def influence(data: dict[str, Any]) -> str:
     )
 
 
-def as_data(found: Influence, count: int = 8) -> dict[str, Any]:
+def as_data(found: Influence, count: int = 8, by: str = "score") -> dict[str, Any]:
     """The part of an influence that a page shows, as JSON's types."""
 
     def listed(rows: list[tuple[int, float]]) -> list[dict[str, Any]]:
@@ -70,8 +71,8 @@ def as_data(found: Influence, count: int = 8) -> dict[str, Any]:
     queries = [
         {
             **found.query(k)._asdict(),
-            "helped": listed(found.helped(k, count)),
-            "hindered": listed(found.hindered(k, count)),
+            "helped": listed(found.helped(k, count, by)),
+            "hindered": listed(found.hindered(k, count, by)),
         }
         for k in range(found.scores.shape[1])
     ]

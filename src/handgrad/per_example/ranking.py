@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import adapters
-from ..errors import HandgradError
+from ..errors import HandgradError, shown
+from ..formatting import plural
 from ..inference.model_text import model_text
 from ..model.gpt import GPT
 from ..text.examples import Examples
@@ -19,6 +20,7 @@ from ..text.tokenizer import Tokenizer
 from .inputs import Given, Shown, as_examples, as_text
 from .measure import check_rank, products_with, projected
 
+BY = ("score", "cosine")
 RANK = 16  # of the projection of a model without an adapter
 
 
@@ -38,18 +40,19 @@ class Influence:
     queries: Examples = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
 
-    def helped(self, query: int = 0, count: int = 10) -> list[tuple[int, float]]:
-        """The numbers of the examples that push this query most, with their scores."""
-        return self._ranked(query, count, 1)
+    def helped(self, query: int = 0, count: int = 10, by: str = "score") -> list[tuple[int, float]]:
+        """The numbers of the examples that push this query most, with their scores; by="cosine" ranks by direction alone."""
+        return self._ranked(query, count, by, 1)
 
-    def hindered(self, query: int = 0, count: int = 10) -> list[tuple[int, float]]:
+    def hindered(self, query: int = 0, count: int = 10, by: str = "score") -> list[tuple[int, float]]:
         """The same for those that push against it."""
-        return self._ranked(query, count, -1)
+        return self._ranked(query, count, by, -1)
 
-    def _ranked(self, query: int, count: int, sign: int) -> list[tuple[int, float]]:
-        scores = self.scores[:, query]
-        order = torch.argsort(scores, descending=sign > 0, stable=True)[:count].tolist()
-        return [(i, float(scores[i])) for i in order if sign * float(scores[i]) > 0]
+    def _ranked(self, query: int, count: int, by: str, sign: int) -> list[tuple[int, float]]:
+        check_by(by)
+        values = (self.scores if by == "score" else self.cosines)[:, query]
+        order = torch.argsort(values, descending=sign > 0, stable=True)[:count].tolist()
+        return [(i, float(self.scores[i, query])) for i in order if sign * float(values[i]) > 0]
 
     def example(self, i: int) -> Shown:
         """Training example i as text."""
@@ -60,7 +63,14 @@ class Influence:
         return as_text(self.queries, self.tokenizer, k)
 
     def __repr__(self) -> str:
-        return f"Influence of {len(self.scores):,} examples on {self.scores.shape[1]:,} queries"
+        queries = self.scores.shape[1]
+        return f"Influence of {plural(len(self.scores), 'example')} on {queries:,} {'query' if queries == 1 else 'queries'}"
+
+
+def check_by(by: str) -> None:
+    """Raise unless examples can be ranked by this."""
+    if by not in BY:
+        raise HandgradError(f"examples are ranked by {' or '.join(BY)}, not {shown(by)}")
 
 
 def influence(

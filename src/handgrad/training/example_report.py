@@ -29,7 +29,16 @@ def record_of(step: int, norms: list[float]) -> dict[str, Any]:
 
 
 def outlying(job: Job, run: Run) -> Found:
-    """The examples with the longest gradients, from the run's metrics, as text; none if they were not measured."""
+    """The examples with the longest gradients, as text; none if they were not measured."""
+    found = ranking_of(job, run)
+    if not found or not isinstance(job.training, Examples):
+        return []
+    count = min(LISTED, max(SHOWN, sum(outlier.outlying for outlier in found)))
+    return [(outlier, as_text(job.training, job.tokenizer, outlier.example)) for outlier in found[:count]]
+
+
+def ranking_of(job: Job, run: Run) -> list[Outlier]:
+    """The examples by the norms of their gradients in the run's metrics."""
     if not job.options.example_norms or not isinstance(job.training, Examples):
         return []
     data = job.training
@@ -40,9 +49,7 @@ def outlying(job: Job, run: Run) -> Found:
         for i, norm in enumerate(record.get("example_norms", ()), first):
             example = data.index(i, True)
             measured.append(Measurement(example, i // data.per_epoch, targets[example], norm))
-    found = ranked(measured)
-    count = min(LISTED, max(SHOWN, sum(outlier.outlying for outlier in found)))
-    return [(outlier, as_text(data, job.tokenizer, outlier.example)) for outlier in found[:count]]
+    return ranked(measured)
 
 
 def check_influence(job: Job) -> None:

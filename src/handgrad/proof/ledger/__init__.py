@@ -32,6 +32,6 @@ from .check import CHECKS, Check, run, select
 
 __all__ = [
     "CHECKS", "Check", "beyond", "beyond_example", "beyond_gated", "beyond_grouped", "beyond_rotary", "embedding", "errata",
-    "head_backward", "head_forward", "head_properties", "identities", "invariants", "kv_cache", "layernorm", "lora", "loss", "multi_head",
-    "numbers", "run", "select", "softmax", "transformer",
+    "head_backward", "head_forward", "head_properties", "identities", "invariants", "kv_cache", "layernorm", "lora", "loss",
+    "multi_head", "numbers", "run", "select", "softmax", "transformer",
 ]  # fmt: skip

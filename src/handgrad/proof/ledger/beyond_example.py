@@ -12,7 +12,6 @@ from ...paper import per_example
 from ..oracles import differentiate, relative_error
 from .check import AUTOGRAD, BEYOND, IDENTITY, RandomInputs, check, gradient_error
 
-
 NO_TARGET = -100
 
 
@@ -30,9 +29,11 @@ def _inputs(rng: RandomInputs) -> _Examples:
     return _Examples(a, delta)  # type: ignore[arg-type]
 
 
-def _product_error(ours: Callable[[int, int], Tensor], f: Callable[[Tensor, int], Tensor], w: Tensor, x: _Examples) -> float:
+def _product_error(
+    ours: Callable[[int, int], Tensor], f: Callable[[Tensor, int], Tensor], w: Tensor, x: _Examples
+) -> float:
     """ours(i, j) against the products of the gradients of Δ_i · f(w, i) by autograd, for all pairs of the two examples"""
-    grads = [differentiate(lambda w, i=i: f(w, i), w, upstream=x.delta[i])[0] for i in (0, 1)]  # type: ignore[misc]
+    grads = [differentiate(lambda w, i=i: f(w, i), w, upstream=x.delta[i])[0] for i in (0, 1)]
     found = torch.stack([ours(i, j) for i in (0, 1) for j in (0, 1)])
     expected = torch.stack([(grads[i] * grads[j]).sum() for i in (0, 1) for j in (0, 1)])
     return relative_error(found, expected)
@@ -165,7 +166,8 @@ def product_of_tied_gradients(rng: RandomInputs) -> float:
 
 @check("L-example-lora", BEYOND, "", AUTOGRAD)
 def product_of_adapter_gradients(rng: RandomInputs) -> float:
-    """⟨∂d_i, ∂d_j⟩ = (a_i a_jᵗ) · (g_i g_jᵗ) and ⟨∂u_i, ∂u_j⟩ = scale² (h_i h_jᵗ) · (Δ_i Δ_jᵗ) with h = a d, g = scale Δ uᵗ"""
+    """⟨∂d_i, ∂d_j⟩ = (a_i a_jᵗ) · (g_i g_jᵗ) and ⟨∂u_i, ∂u_j⟩ = scale² (h_i h_jᵗ) · (Δ_i Δ_jᵗ) with h = a d and
+    g = scale Δ uᵗ"""
     x, scale = _inputs(rng), 0.7
     r = rng.size(1, 3)
     d, u = rng.matrix(x.a[0].shape[1], r), rng.matrix(r, x.delta[0].shape[1])
