@@ -21,6 +21,9 @@ from ..ops import linear, per_example
 from .batch import Piece
 
 
+CPU = torch.device("cpu")  # of the results
+
+
 class Segments(NamedTuple):
     """Which rows belong to which examples: those of example first + i are `lengths[i]` rows, end to end."""
 
@@ -46,9 +49,9 @@ class ExampleGradients(ABC):
         self.n_examples, self.tied = n_examples, tied
         self.expected = sum(len(piece.lengths) for piece in pieces)
         # The backward pass divides by the targets of the batch; an example alone is divided by its own.
-        self.scale = torch.zeros(n_examples, dtype=torch.float64)  # 0 without a target: its gradient is 0
+        self.scale = torch.zeros(n_examples, dtype=torch.float64, device=CPU)  # 0 without a target: its gradient is 0
         for piece in pieces:
-            counts = torch.tensor(piece.counts(), dtype=torch.float64)
+            counts = torch.tensor(piece.counts(), dtype=torch.float64, device=CPU)
             self.scale[piece.first : piece.first + len(counts)] = torch.where(counts > 0, n_targets / counts, 0.0)
 
     @abstractmethod
@@ -69,7 +72,7 @@ class ExampleNorms(ExampleGradients):
 
     def __init__(self, grads: bool = False):
         self.grads = grads
-        self.squares = torch.zeros(0, dtype=torch.float64)
+        self.squares = torch.zeros(0, dtype=torch.float64, device=CPU)
         self._input: tuple[Tensor, list[Tensor]] | None = None  # the Gram matrices of an input that layers share
         self._head: dict[
             int, list[tuple[Tensor, Tensor]]
@@ -77,7 +80,7 @@ class ExampleNorms(ExampleGradients):
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
-        self.squares = torch.zeros(n_examples, dtype=torch.float64)
+        self.squares = torch.zeros(n_examples, dtype=torch.float64, device=CPU)
 
     def result(self) -> Tensor:
         """(B) norms, float64"""
@@ -150,7 +153,7 @@ class ExamplePairs(ExampleGradients):
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
-        self.inner = torch.zeros(n_examples, n_examples, dtype=torch.float64)
+        self.inner = torch.zeros(n_examples, n_examples, dtype=torch.float64, device=CPU)
         self._products: dict[nn.Parameter, _Gathered] = {}
         self._sums: dict[nn.Parameter, _Gathered] = {}
         self._tables: dict[nn.Parameter, _Gathered] = {}
@@ -194,8 +197,8 @@ class ExamplePairs(ExampleGradients):
         return gathered if len(gathered.places) == self.expected else None
 
     def _add(self, value: Tensor, gathered: _Gathered) -> None:
-        places = torch.tensor(gathered.places, device=self.inner.device)
-        self.inner[places[:, None], places] += value.to(self.inner.device)
+        places = torch.tensor(gathered.places, device=CPU)
+        self.inner[places[:, None], places] += value.to(CPU)
 
 
 class ExamplesAgainst(ExampleGradients):
@@ -207,7 +210,7 @@ class ExamplesAgainst(ExampleGradients):
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
         (count,) = {len(q) for q in self.gradients.values()}
-        self.inner = torch.zeros(n_examples, count, dtype=torch.float64)
+        self.inner = torch.zeros(n_examples, count, dtype=torch.float64, device=CPU)
 
     def result(self) -> Tensor:
         """(B, K) inner products, float64"""

@@ -35,7 +35,7 @@ def as_examples(model: GPT, given: Given, tokenizer: Tokenizer | None = None) ->
                 f"an example is {shown(item)}: give records such as {{'prompt': …, 'completion': …}}, or paths of files"
             )
     entries = ((Location(Path("examples"), i), dict(item)) for i, item in enumerate(items, 1))
-    return examples.from_records(entries, tokenizer, model.config.n_context, template=template)[0]
+    return examples.read([], tokenizer, model.config.n_context, template=template, entries=entries)[0]
 
 
 def _listed(given: object) -> list[Any]:

@@ -154,6 +154,7 @@ def read(
     skip_bad: bool = False,
     seed: int = 0,
     progress: Callable[[int], None] = lambda count: None,
+    entries: Iterator[Entry] | None = None,
 ) -> tuple[Examples, Summary]:
     """Read the examples of fine-tuning files, none longer than the context, and statistics.
 
@@ -162,30 +163,11 @@ def read(
     fields      names of fields in the data, as "prompt=question"
     skip_bad    leave out and count records that cannot be used; otherwise they raise BadLinesError
     progress    called with the number of bytes read
+    entries     records to read instead of files
     """
     for name, value, choices in (("loss_on", loss_on, LossOn), ("too_long", too_long, TooLong)):
         if value not in get_args(choices):
             raise HandgradError(f"{name} is {value!r}; allowed: {' or '.join(get_args(choices))}")
-    entries = records(files, progress)
-    return from_records(
-        entries, tokenizer, n_context, template=template, loss_on=loss_on, too_long=too_long, fields=fields,
-        skip_bad=skip_bad, seed=seed,
-    )  # fmt: skip
-
-
-def from_records(
-    entries: Iterator[Entry],
-    tokenizer: Tokenizer,
-    n_context: int,
-    *,
-    template: ChatTemplate | None = None,
-    loss_on: LossOn = "answers",
-    too_long: TooLong = "cut",
-    fields: Iterable[str] = (),
-    skip_bad: bool = False,
-    seed: int = 0,
-) -> tuple[Examples, Summary]:
-    """`read` for records that have been read already."""
     names = field_names(fields)
     all_ids = array("H" if tokenizer.id_type.itemsize == 2 else "I")
     all_targets = bytearray()
@@ -197,7 +179,7 @@ def from_records(
         if len(summary.mistakes) < MAX_LISTED:
             summary.mistakes.append(printable(str(error)))
 
-    drafts = _drafts(entries, names, template, loss_on, report_bad)
+    drafts = _drafts(records(files, progress) if entries is None else entries, names, template, loss_on, report_bad)
     for drafted, ids, is_target in _encode(drafts, tokenizer, report_bad):
         summary.kinds[drafted.kind] += 1
         for window in _fit_to_context(drafted, ids, is_target, summary, too_long):
