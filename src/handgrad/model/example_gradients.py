@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..ops import linear, per_example
 from .batch import Piece
 
-
 CPU = torch.device("cpu")  # of the results
 
 
