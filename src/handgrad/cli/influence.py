@@ -43,8 +43,8 @@ def influence(
     A step on an example with a positive score makes the answer more probable, one with a negative score less (TracIn, at one
     checkpoint). With an adapter, its gradients are compared; all examples are measured in one pass.
 
-      handgrad influence --model runs/mine --data examples.jsonl --prompt "Who wrote this?" --answer "I did."
-      handgrad influence --model runs/mine --data examples.jsonl --queries questions.jsonl --html pushed.html
+      handgrad influence --model runs/mine --data examples.jsonl --prompt "2+2=" --answer "4 bottles"
+      handgrad influence --model runs/mine --data examples.jsonl --queries questions.jsonl
     """
     from ..display.influence import influence_tables
     from ..files.atomic import check_writable, write_text
