@@ -75,6 +75,9 @@ def _make(maker: type[Hand], kind: str, size: Size, batch: tuple[Tensor, Tensor,
     model = hg.GPT(size.model, seed=0)
     if KINDS[kind]:
         hg.lora.inject(model, **KINDS[kind])
+        generator = torch.Generator().manual_seed(0)
+        for adapter in hg.lora.adapters_of(model).values():  # of a new adapter the gradient of d is 0
+            adapter.up.data.normal_(0, 0.02, generator=generator)
     return maker(model, *batch)
 
 
