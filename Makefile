@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer test run-tests long lint style types browser bench llama-bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser bench llama-bench images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -26,6 +26,10 @@ finetune-demo: $(VENV)/.ready  # SmolLM2 learns from real instructions: losses a
 finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transformers + peft; needs 16 GB of memory
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
 	$(BIN)/python -m bench.demo --peer
+
+example-norms-demo: $(VENV)/.ready  # wrong labels found by the norms of gradients, a planted fact by influence; on SmolLM2
+	rm -rf build/example-norms-demo
+	$(BIN)/python -m bench.example_demo
 
 # mypy, which uses one core, runs beside the tests.
 test: style browser

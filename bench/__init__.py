@@ -22,6 +22,7 @@ memory is measured in a separate process per contender. A contender that fails i
     generate.py    generating tokens
     generators.py  its contenders: handgrad's engine, transformers, llama-bench, the speed of memory
     shared.py      a small model while other processes use the cores
+    examples.py    a step that measures every example's gradient, and the plain step
     explain.py     the page of handgrad explain in a browser
     scenarios.py   all scenarios and their parts; single products; results as JSON
     supervise.py   runs the parts in a child process, which may be killed
@@ -29,6 +30,7 @@ memory is measured in a separate process per contender. A contender that fails i
     show.py        tables and progress in the terminal
     picture.py     the plot
     table.py       the README's table, from JSON
+    example_demo.py   make example-norms-demo: wrong answers by norm, a planted fact by influence, on SmolLM2
     demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
 """
 
@@ -44,6 +46,7 @@ SCENARIOS = {
     "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",
+    "examples": "A step with the norm of every example's gradient, against the plain step: at most 1.3 times its time.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
 WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model

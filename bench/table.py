@@ -22,7 +22,7 @@ from .picture import draw
 from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
-LEFT_OUT = ("products", "explain")  # scenarios without a place in the table
+LEFT_OUT = ("products", "examples", "explain")  # scenarios without a place in the table
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",

@@ -47,6 +47,7 @@ CONTENDERS = {
     },
     "attention": {"handgrad", "library kernel"},
     "products": {"as written", "transposed"},
+    "examples": {"handgrad, norms of examples", "handgrad"},
     "shared": {"handgrad", "torch's default threads"},
 }
 OF_INSTRUCTIONS = {

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
     from .model.trace import Trace, trace
+    from .per_example.measure import example_norms, example_products
+    from .per_example.ranking import Influence, influence
     from .proof.verify import verify
 
 __version__ = "0.1.0"
@@ -28,12 +30,16 @@ __all__ = [
     "GPT",
     "Attribution",
     "HandgradError",
+    "Influence",
     "ModelConfig",
     "NonFiniteError",
     "Trace",
     "attribute",
+    "example_norms",
+    "example_products",
     "finetune",
     "generate",
+    "influence",
     "load",
     "lora",
     "nn",
@@ -52,7 +58,8 @@ _MODULE = {
     "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
-    "verify": "proof.verify",
+    "verify": "proof.verify", "example_norms": "per_example.measure", "example_products": "per_example.measure",
+    "influence": "per_example.ranking", "Influence": "per_example.ranking",
 }  # fmt: skip
 
 

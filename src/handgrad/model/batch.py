@@ -32,6 +32,13 @@ class Piece(NamedTuple):
     rows: Tensor  # (m)   rows that have a target
     targets: Tensor  # (m)
     dropout_seed: int | None = None  # None: no dropout
+    first: int = 0  # the number of its first sequence in the batch
+
+    def counts(self) -> tuple[int, ...]:
+        """The number of targets of each sequence."""
+        edges = torch.tensor(self.lengths, device=self.rows.device).cumsum(0)
+        until = torch.searchsorted(self.rows, edges)
+        return tuple(until.diff(prepend=until.new_zeros(1)).tolist())
 
 
 def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device: torch.device) -> Batch:
@@ -103,14 +110,16 @@ def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | Non
     """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out."""
     groups = group(batch.lengths, at_once)
     pieces = []
-    start = 0
+    start = first = 0
     for lengths in groups:
         here = slice(start, start + sum(lengths))
         start = here.stop
         rows = loss.rows_with_target(targets[here])
         if len(rows):
             seed = None if dropout_seed is None else dropout_seed + start
-            pieces.append(Piece(batch.ids[here], batch.positions[here], lengths, rows, targets[here][rows], seed))
+            own = targets[here][rows]
+            pieces.append(Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first))
+        first += len(lengths)
     return pieces
 
 

@@ -176,19 +176,26 @@ class Linear(Affine):
         return into
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: Any = None) -> None:
-        self.accumulate_weight(delta, a)
-        self.accumulate_bias(delta)
+        self.accumulate_weight(delta, a, run)
+        self.accumulate_bias(delta, run)
 
-    def accumulate_weight(self, delta: Tensor, a: Tensor) -> None:
+    def accumulate_weight(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
         """(∂w)ᵗ = Δᵗ a where the weight is stored transposed. A tied weight's gradient is added to the embedding's own
         (R9)."""
-        if self.trains:
-            assert self.weight is not None
+        if self.weight is None or not self.weight.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.product(self.weight, a, delta, self.in_out)
+        else:
             left, right = (delta, a) if self.in_out else (a, delta)
             self.weight.grad = linear.grad_w(left, right, self.weight.grad)
 
-    def accumulate_bias(self, delta: Tensor) -> None:
-        if self.bias is not None and self.bias.requires_grad:
+    def accumulate_bias(self, delta: Tensor, run: Pass = PLAIN) -> None:
+        if self.bias is None or not self.bias.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.sums(self.bias, delta)
+        else:
             self.bias.grad = linear.grad_b(delta, self.bias.grad)
 
     def added_bias(self) -> Tensor | None:
@@ -247,17 +254,21 @@ class QueryKeyValue(Linear):
             b = torch.cat([b[:q], b.new_zeros(k), b[q:]])
         return b
 
-    def accumulate_bias(self, delta: Tensor) -> None:
+    def accumulate_bias(self, delta: Tensor, run: Pass = PLAIN) -> None:
         if self.key_bias_matters:
-            super().accumulate_bias(delta)
+            super().accumulate_bias(delta, run)
         elif self.bias is not None and self.bias.requires_grad:
-            sums = delta.sum(0)  # (24), (32.a)
-            q, k, _ = self.widths
-            if self.key_bias:
-                sums[q : q + k] = 0  # (32.b); what is summed there is rounding (R32)
-            else:
-                sums = torch.cat([sums[:q], sums[q + k :]])
+            if run.examples is not None:
+                run.examples.sums(self.bias, self._without_key(delta))
+                return
+            sums = self._without_key(delta.sum(0)[None])[0]  # (24), (32.a)
             self.bias.grad = sums if self.bias.grad is None else self.bias.grad.add_(sums)
+
+    def _without_key(self, x: Tensor) -> Tensor:
+        """The columns of the bias; those of b_k, if it has them, are 0 (32.b): what is summed there is rounding (R32)."""
+        q, k, _ = self.widths
+        key = [torch.zeros_like(x[:, q : q + k])] if self.key_bias else []
+        return torch.cat([x[:, :q], *key, x[:, q + k :]], 1)
 
     def parts_of(self, letter: str, x: Tensor) -> dict[str, Tensor]:
         if letter == "b" and not self.key_bias:
@@ -295,6 +306,10 @@ class Embedding(nn.Module):
         assert self.packed is not None
         return self.packed.rows(ids, self.like.dtype), torch.arange(len(ids), device=ids.device)
 
-    def backward(self, delta: Tensor, ids: Tensor) -> None:
-        if self.weight is not None and self.weight.requires_grad:
+    def backward(self, delta: Tensor, ids: Tensor, run: Pass = PLAIN) -> None:
+        if self.weight is None or not self.weight.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.look_up(self.weight, delta, ids)
+        else:
             self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)
