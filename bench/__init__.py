@@ -20,6 +20,7 @@ memory is measured in a separate process per contender. A contender that fails i
     context.py     the command finetune on one example of increasing length
     generate.py    generating tokens
     generators.py  its contenders: handgrad's engine, transformers, llama-bench, the speed of memory
+    lowbit.py      its products with low-bit weights: handgrad's kernel and those of torch
     shared.py      a small model while other processes use the cores
     explain.py     the page of handgrad explain in a browser
     scenarios.py   all scenarios and their parts; single products; results as JSON
@@ -38,7 +39,7 @@ SCENARIOS = {
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
-    "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache.",
+    "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache; kernels.",
     "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",
