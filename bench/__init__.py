@@ -39,7 +39,7 @@ SCENARIOS = {
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
-    "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache; kernels.",
+    "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache.",
     "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",

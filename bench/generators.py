@@ -203,7 +203,8 @@ def copy_as(model: Path, kind: str) -> Path:
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         its_kind = "F32" if numbers.ndim < 2 else "Q8_0" if (kind, tensor.name) == ("Q4_1", head) else kind
         to = gguf.GGMLQuantizationType[its_kind]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, to), raw_dtype=to)
+        data = tensor.data if tensor.tensor_type == to else gguf.quants.quantize(numbers, to)
+        writer.add_tensor(tensor.name, data, raw_dtype=to)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return path

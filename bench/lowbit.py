@@ -5,6 +5,7 @@ All take and return float32; those that compute with bfloat16 activations conver
 that they come from memory, as in a network."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,9 +23,9 @@ from .sizes import Size
 
 REFERENCE = "torch, float32"
 GROUP = 32  # numbers that share a scale in torch's 4 bits, as in ours
-# The relative error of a product with normally distributed weights, times 1.5. A step of 8 bits is 1/127 of the largest of 32
-# or more numbers, at most 3.5 σ: an error of 3.5 / 127 / √12 = 0.8 %, and about as much for activations of 8 bits. A step of 4
-# bits is 1/15 of the range of 32 numbers, on average 4.1 σ: 4.1 / 15 / √12 = 7.9 %.
+# 1.5 times the relative error of a product with normally distributed weights. A step of 8 bits is 1/127 of the largest
+# number of a scale, at most 3.5 σ: an error of 3.5 / 127 / √12 = 0.8 %, and about as much for activations of 8 bits. A step
+# of 4 bits is 1/15 of the range of 32 numbers, on average 4.1 σ: 4.1 / 15 / √12 = 7.9 %.
 LARGEST_ERROR = {8: 0.017, 4: 0.12}
 Product = Callable[[Tensor], Tensor]
 NOTE = (
@@ -35,7 +36,9 @@ NOTE = (
 
 def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
     return {
-        case_name(bits, rows, size): partial(products, bits, rows, size) for bits in KERNELS for rows in size.low_bit_rows
+        case_name(bits, rows, size): partial(products, bits, rows, size)
+        for bits in KERNELS
+        for rows in size.low_bit_rows
     }
 
 
@@ -55,7 +58,9 @@ def products(bits: int, rows: int, size: Size, attempts: Attempts) -> list[Row]:
     timings = time_in_turns(made, size.generate_rounds, attempts)
     found = []
     for name in KERNELS[bits]:
-        row = Row("generate", case_name(bits, rows, size), name, rows, problem=attempts.problems.get(name, ""), note=NOTE)
+        row = Row(
+            "generate", case_name(bits, rows, size), name, rows, problem=attempts.problems.get(name, ""), note=NOTE
+        )
         if name in timings:
             row.seconds, row.median = timings[name].best, timings[name].median
             row.ratio = timings[REFERENCE].best / row.seconds if REFERENCE in timings else NAN
@@ -115,7 +120,9 @@ def ours(kind: str, w: Tensor) -> Product:
 def linear_dynamic(w: Tensor) -> Product:
     """Weights and activations of 8 bits; a scale for every output, and one for the activations."""
     scales = w.abs().amax(1).double() / 127
-    rounded = torch.quantize_per_channel(w, scales, torch.zeros(len(w), dtype=torch.int64), 0, torch.qint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch will remove such tensors
+        rounded = torch.quantize_per_channel(w, scales, torch.zeros(len(w), dtype=torch.int64), 0, torch.qint8)
     prepacked = torch.ops.quantized.linear_prepack(rounded, None)
     return lambda a: torch.ops.quantized.linear_dynamic(a, prepacked)  # type: ignore[no-any-return]
 

@@ -69,7 +69,7 @@ def test_llama_cpp_gets_the_same_model(kind: str) -> None:
     ids = torch.arange(20)[None]
     ours, theirs = hg.load(copy).logits(ids), hg.load(path).logits(ids)
     error = float((ours - theirs).std() / theirs.std())
-    assert error == 0 if kind == "F32" else 0 < error < {"Q8_0": 0.02, "Q4_1": 0.3}[kind]
+    assert 0 < error < 0.02 if kind == "Q8_0" else error == 0  # the file has Q4_1, with a head of Q8_0, and is copied
 
 
 def test_decoding_alone_gives_the_same_tokens_every_time() -> None:

@@ -5,11 +5,11 @@
 This is the order of `transformers`; each filter sees the probabilities that the ones before it left. At temperature 0 the
 most probable token after the penalty is taken.
 
-A sequence draws one number per token from its own generator. It gives every id i a time e_i, exponentially distributed, and
-the id with the largest p_i / e_i is chosen, which is i with probability p_i: of arrivals at the rates p_i, the first. A choice
-depends on seed and probabilities only. Batches of different sizes round probabilities differently, and that changes a choice
-about as rarely as the probabilities differ. (One number compared with the cumulative sum over the vocabulary would change it
-more often: rounding moves the limits of all ids, of which thousands are narrower than that.)
+A sequence draws one number per token from its own generator. It gives every id i a time e_i, exponentially distributed,
+and the id with the largest p_i / e_i is chosen, which is i with probability p_i: of arrivals at the rates p_i, the first.
+A choice depends on seed and probabilities only. Batches of different sizes round probabilities differently, and that
+changes a choice about as rarely as the probabilities differ. (One number compared with the cumulative sum over the
+vocabulary would change it more often: rounding moves the limits of all ids, of which thousands are narrower than that.)
 """
 
 import math
@@ -24,7 +24,11 @@ from ..checks import check_integer, is_number
 from ..errors import HandgradError
 
 COLDEST = 1e-6  # a lower temperature would overflow, and gives the same choices
-_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64, as signed numbers
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # of splitmix64, as signed numbers
 GROUP = 1024  # ids among which one is chosen at once
 FIRST_CANDIDATES = 1024  # most probable tokens that top-p sorts first; all of them only if these do not suffice
 

@@ -149,8 +149,8 @@ class Runner:
     def check_number(self, n: int, param: str) -> None:
         """Raise if a request has more sequences than can ever wait."""
         if n > self.capacity:
-            message = f"the request has {n:,} sequences, and the server takes {self.capacity} at a time: send several requests"
-            raise ApiError(400, message, param, "too_many")
+            most = f"and the server takes {self.capacity} at a time: send several requests"
+            raise ApiError(400, f"the request has {n:,} sequences, {most}", param, "too_many")
 
     def _take(self, n: int) -> None:
         """Count sequences that wait or run. The caller holds the lock, so that the thread does not end in between."""
