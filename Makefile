@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
+LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser bench llama-bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser bench llama-bench lm-eval-check \
+	images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -73,16 +75,29 @@ images: $(VENV)/.ready-for-tests browser
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/handgrad bench
 
-# A peer of bench generate: llama.cpp's own benchmark, from the source archive of llama-cpp-python. Takes ten minutes.
-llama-bench: $(VENV)/.ready-for-tests
+# A peer of bench generate: llama.cpp's own benchmark, from the source archive of llama-cpp-python. Takes ten minutes and a
+# C++ compiler; cmake and ninja go into build/llama, and only the program into the environment.
+llama-bench: $(VENV)/.ready
 	rm -rf build/llama && mkdir -p build/llama
-	$(PIP) cmake ninja
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama llama-cpp-python==$(LLAMA)
+	$(PYTHON) -m venv build/llama/tools
+	build/llama/tools/bin/python -m pip install --quiet --disable-pip-version-check cmake ninja
+	build/llama/tools/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest build/llama llama-cpp-python==$(LLAMA)
 	tar -xzf build/llama/llama_cpp_python-$(LLAMA).tar.gz --strip-components 1 -C build/llama
-	$(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -S build/llama/vendor/llama.cpp -B build/llama/made \
-		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
-	$(BIN)/cmake --build build/llama/made --target llama-bench
+	build/llama/tools/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/build/llama/tools/bin/ninja \
+		-S build/llama/vendor/llama.cpp -B build/llama/made -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+	build/llama/tools/bin/cmake --build build/llama/made --target llama-bench
 	cp build/llama/made/bin/llama-bench $(BIN)/
+
+# lm-eval, in an environment of its own, scores a task over HTTP; the scores must be those of transformers.
+lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready
+	$(BIN)/python tests/lm_eval_check.py --program build/lm-eval/bin/lm_eval --model smollm2
+
+build/lm-eval/.ready: Makefile
+	$(PYTHON) -m venv build/lm-eval
+	build/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==$(LM_EVAL)' 'transformers>=5,<6'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,7 @@ memory is measured in a separate process per contender. A contender that fails i
     context.py     the command finetune on one example of increasing length
     generate.py    generating tokens
     generators.py  its contenders: handgrad's engine, transformers, llama-bench, the speed of memory
+    lowbit.py      its products with low-bit weights: handgrad's kernel and those of torch
     shared.py      a small model while other processes use the cores
     examples.py    a step that measures every example's gradient, and the plain step
     explain.py     the page of handgrad explain in a browser

@@ -50,6 +50,8 @@ class Size:
     new_tokens: int  # that are decoded in a round
     uneven: tuple[int, int]  # prompts, tokens of the longest
     recomputed: tuple[int, ...]  # new tokens with and without a cache
+    low_bit_layers: tuple[int, int, int]  # number, outputs, inputs
+    low_bit_rows: tuple[int, ...]
     numbers_in_memory: int  # that are read to measure the speed of memory: more than caches hold
     generate_rounds: int
     peaks: tuple[str, ...]  # scenarios that measure memory
@@ -106,6 +108,8 @@ FULL = Size(
     new_tokens=16,
     uneven=(16, 512),
     recomputed=(16, 32, 64, 128, 256),
+    low_bit_layers=(48, 3072, 768),
+    low_bit_rows=(1, 8, 16),
     numbers_in_memory=1 << 27,
     generate_rounds=5,
     peaks=("train", "memory", "lora", "sft", "bridge"),
@@ -147,6 +151,8 @@ QUICK = Size(
     new_tokens=8,
     uneven=(4, 128),
     recomputed=(16, 64),
+    low_bit_layers=(16, 3072, 768),
+    low_bit_rows=(1, 8),
     numbers_in_memory=1 << 26,
     generate_rounds=2,
     peaks=("memory", "lora", "bridge"),  # train would take longer than everything else
@@ -188,6 +194,8 @@ TINY = Size(
     new_tokens=4,
     uneven=(3, 24),
     recomputed=(4, 8),
+    low_bit_layers=(2, 64, 96),
+    low_bit_rows=(1, 3),
     numbers_in_memory=1 << 16,
     generate_rounds=1,
     peaks=("memory", "lora", "bridge"),

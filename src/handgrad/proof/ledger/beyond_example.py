@@ -55,7 +55,8 @@ class _Batch(NamedTuple):
 
 
 def _batch(rng: RandomInputs) -> _Batch:
-    first, second, d, n_vocab = rng.size(2, 5), rng.size(2, 5), rng.size(2, 6), rng.size(3, 7)
+    first, d, n_vocab = rng.size(2, 5), rng.size(2, 6), rng.size(3, 7)
+    second = first + rng.size(0, 2)  # more targets than the first example, of which one is ignored
     targets = rng.ids(first + second, n_vocab)
     targets[0] = NO_TARGET
     rows = slice(0, first), slice(first, first + second)
