@@ -110,6 +110,7 @@ def uses_of_autograd(code: str) -> list[str]:
     return found
 
 
+<<<<<<< HEAD
 ORACLES = [SOURCE / "proof" / "oracles.py", SOURCE / "proof" / "reference.py"]
 # The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
 BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
@@ -122,6 +123,20 @@ def without_bridge(file: Path) -> str:
         return code
     kept = (line for line in code.splitlines(True) if line.rstrip() not in BRIDGE)
     return "".join(kept).replace("ctx.save_for_backward(", "ctx.save(")
+=======
+# The oracles, the passes of models and functions that are audited, and the reference with rounding or known mistakes.
+ORACLES = [
+    SOURCE / "proof" / name
+    for name in (
+        "oracles.py",
+        "reference.py",
+        "audit/observe.py",
+        "audit/expect.py",
+        "audit/heads.py",
+        "gradcheck/function.py",
+    )
+]
+>>>>>>> 5554e01 (hg.audit and hg.check: first working state)
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f not in ORACLES], ids=lambda f: str(f.relative_to(SOURCE)))

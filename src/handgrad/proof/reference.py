@@ -228,12 +228,13 @@ class ReferenceModel:
             total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook)
         return total / self.n_targets
 
-    def differentiate(self) -> Reference:
-        """Every value, Δ and gradient of the batch."""
+    def differentiate(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> Reference:
+        """Every value, Δ and gradient of the batch. `change` is applied to every intermediate: it may round."""
         seen: dict[str, list[Tensor]] = {}
 
         def visit(start: int, name: str, x: Tensor) -> Tensor:
             x = x if x.requires_grad else x.detach().requires_grad_()  # nothing below it is a parameter: packed weights
+            x = change(x)
             seen.setdefault(name, []).append(x)
             return x
 
