@@ -101,7 +101,7 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
         }  # fmt: skip
     else:
         shape = {
-            "vocab_size": vocabulary, "hidden_size": draw.choice([6, 16, 48]), "num_hidden_layers": blocks,
+            "vocab_size": vocabulary, "hidden_size": draw.choice([12, 24, 48]), "num_hidden_layers": blocks,
             "num_attention_heads": heads, "head_dim": width, "intermediate_size": draw.choice([5, 32, 96]),
             "num_key_value_heads": draw.choice([h for h in (1, 2, 3, heads) if heads % h == 0]),
         }  # fmt: skip

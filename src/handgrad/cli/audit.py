@@ -57,9 +57,4 @@ def audit(
     if html is not None:
         write_text(html, report.to_html())
         console.note(f"wrote {html}")
-    if not console.write_json(report.to_json(), json_file):
-        console.out.print(report)
-    elif not report.passed:
-        console.err.print(report.summary(), style="bold red", highlight=False)
-    if not report.passed:
-        raise typer.Exit(1)
+    console.conclude(report, json_file)

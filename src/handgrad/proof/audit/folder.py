@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -93,7 +94,9 @@ def _silent() -> Iterator[None]:
     logging.disable(logging.WARNING)
     utils.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about versions and orientations of weights; the audit judges the result
+            yield
     finally:
         logging.disable(before)
         if bars:

@@ -31,7 +31,7 @@ class Heads:
     turns: tuple[int, int] = (0, 0)  # how often queries and keys are rotated
     interleaved: bool = False
     grouped: bool = True  # neighbouring queries share a key; False: queries h, h + kv, h + 2 kv, …
-    bypassed: str = ""  # letters of the projections without their adapter
+    bypassed: tuple[str, ...] = ()  # projections without their adapter
     detached: str = ""  # letters of q, k and v without a gradient
     corrected: bool = True  # the softmax's backward pass subtracts Δ ⊖ a
     unnormed: str = ""  # letters of the heads without their norm
@@ -83,12 +83,11 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
         found["keys were shared by every n-th query, not by neighbours"] = replace(right, grouped=False)
     if config.qk_norm:
         found["queries and keys were not normalized"] = replace(right, unnormed="qk")
-    adapted = "".join(name for name in block.attn.inputs if getattr(block.attn, name).adapted)
-    if adapted:
-        letters = adapted if adapted != "qkv" else "*"
-        found["the adapters were bypassed"] = replace(right, bypassed=letters)
-        if len(adapted) > 1 and adapted != "qkv":
-            found |= {f"the adapter of {x} were bypassed": replace(right, bypassed=x) for x in adapted}
+    adapted = tuple(name for name in block.attn.inputs if getattr(block.attn, name).adapted)
+    if len(adapted) > 1:
+        found["the adapters were bypassed"] = replace(right, bypassed=adapted)
+    for name in adapted:
+        found[f"the adapter of {name} were bypassed"] = replace(right, bypassed=(name,))
     for letter, name in zip("qkv", ("queries", "keys", "values"), strict=True):
         found[f"the {name} were detached"] = replace(right, detached=letter)
     return found
@@ -120,9 +119,7 @@ def compute(
 
 def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, c: Heads) -> Tensor:
     attn, (sequences, n) = block.attn, batch.shape
-    projected = [
-        _project(getattr(attn, name), a_2, c.bypassed in (name, "*") or name in c.bypassed) for name in attn.inputs
-    ]
+    projected = [_project(getattr(attn, name), a_2, name in c.bypassed) for name in attn.inputs]
     if attn.inputs == ("qkv",):
         projected = list(torch.split(projected[0], list(config.qkv_widths().values()), 1))
     heads = [config.n_heads, config.kv_heads, config.kv_heads]

@@ -138,6 +138,11 @@ def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str
             p.grad = before[name]
 
 
+def kept_gradients(subject: Subject) -> contextlib.AbstractContextManager[Any]:
+    """Whatever happens, the audited parameters keep the gradients they have."""
+    return _without_gradients({t.name: t.parameter for t in subject.tracked})
+
+
 class _Tape:
     """What passes the points of a model: a value each time its module runs, and the signal that comes back for it."""
 

@@ -20,7 +20,7 @@ from ..diagnosis import diagnose
 from .batch import AuditBatch
 from .causes import Suspects
 from .expect import Bounds, Expected, bounds, expect
-from .observe import Loss, Observed, logits_of, observe, plain_loss, shared_loss, take_step
+from .observe import Loss, Observed, kept_gradients, logits_of, observe, plain_loss, shared_loss, take_step
 from .report import SetUp
 from .subject import Subject, gradient_of_ours
 
@@ -192,12 +192,15 @@ class _Context:
         device = next(self.subject.base.parameters()).device
         inputs = {name: x.to(device) for name, x in self.batch.inputs.items()}
         straight = copy.deepcopy(self.subject.model)
+        with kept_gradients(self.subject):  # a kernel patched into the copy may still use the model's own weights
+            return self._resumed(straight, inputs)
+
+    def _resumed(self, straight: nn.Module, inputs: dict[str, Tensor]) -> tuple[bool, str]:
         optimizer = _optimizer(straight)
         take_step(straight, inputs, optimizer, self.loss)
         state = copy.deepcopy(optimizer.state_dict())
-        resumed = self._reloaded(straight)
-        for (_, p), (_, q) in zip(straight.named_parameters(), resumed.named_parameters(), strict=True):
-            q.requires_grad_(p.requires_grad)
+        resumed = copy.deepcopy(straight)  # with the same kernels; a loaded model has its library's own
+        _load(resumed, self._reloaded(straight))
         again = _optimizer(resumed)
         again.load_state_dict(state)
         take_step(straight, inputs, optimizer, self.loss)
@@ -235,3 +238,12 @@ class _Context:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, saved: nn.Module) -> None:
+    """Copy the parameters of a saved model."""
+    values = dict(saved.named_parameters())
+    for name, p in model.named_parameters():
+        if name in values:
+            p.copy_(values[name])

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import HandgradError
 from .function import is_float
 
-SIZES = ([3, 2, 5, 4], [2, 3, 4, 5], [7, 5, 3, 2], [1, 3, 2, 4], [33, 17, 3, 2])  # for the dimensions in order
+SIZES = ([3, 5, 4, 2], [2, 3, 5, 4], [7, 4, 3, 5], [1, 3, 4, 2], [17, 33, 3, 2])  # for the dimensions in order
 LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
 
 
@@ -137,7 +137,7 @@ def smaller(case: Case, template: Template) -> Iterator[Case]:
     ):
         return
     options = []
-    for sizes in ([1] * 4, [2, 1, 1, 1], [1, 2, 1, 1], [2] * 4, [2, 3, 2, 3], [3, 2, 3, 2], [3, 3, 3, 3]):
+    for sizes in ([1] * 4, [1, 2, 1, 2], [2] * 4, [1, 3, 1, 3], [2, 3, 2, 3], [3, 2, 3, 2], [3, 3, 3, 3]):
         size = {name: sizes[i % 4] for i, name in enumerate(names)}
         shapes = tuple(None if d is None else tuple(size.get(x) or int(x) for x in d) for d in template.dims)
         options.append(replace(case, shapes=shapes, may_refuse=True))

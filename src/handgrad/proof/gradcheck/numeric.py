@@ -15,6 +15,9 @@ from torch import Tensor
 
 from .function import Function, is_float
 
+SAFETY = 5.0  # the change between two steps may be small by chance
+ELASTICITY = 8.0  # roundings of numbers as large as Δ y / x, which cancel where a derivative is small
+
 
 class Derivative(NamedTuple):
     """A derivative and the error it may have."""
@@ -62,7 +65,7 @@ class Judge:
             )
             noise = 1.5 * self.rounding / h + placed / math.sqrt(max(1, x.numel()))
             change = abs(value - before)
-            error = noise + (math.inf if math.isnan(change) else change)
+            error = SAFETY * (noise + (math.inf if math.isnan(change) else change))
             if math.isfinite(value) and error < best.error:
                 best = Derivative(value, error)
             before = value
@@ -88,10 +91,12 @@ def allowed_error(
     deltas: Sequence[Tensor],
     dtype: torch.dtype,
     terms: int,
+    outputs: Sequence[Tensor],
     samples: int = 4,
 ) -> list[float]:
     """The norm of the error that computing each gradient in this dtype allows: how far rounded inputs move it, measured in
-    float64, and the rounding of sums of so many terms."""
+    float64, the rounding of sums of so many terms, and that of numbers as large as Δ y/x, of which a small derivative is the
+    rest after cancellation."""
     size = 2 * torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(0)
 
@@ -102,7 +107,13 @@ def allowed_error(
 
     exact = gradients(inputs, deltas)
     adding = torch.finfo(dtype).eps * math.sqrt(terms)
-    bounds = [0.0 if g is None else (2 * torch.finfo(dtype).eps + adding) * g.double().norm().item() for g in exact]
+    floats = [x for x in inputs if is_float(x)]
+    products = sum(float((d.double() * y.double()).norm()) for d, y in zip(deltas, outputs, strict=True))
+    bounds = []
+    for x, g in zip(floats, exact, strict=True):
+        size_of_x = x.double().norm().item() or 1.0
+        floor = ELASTICITY * torch.finfo(dtype).eps * products / size_of_x
+        bounds.append(floor + (0.0 if g is None else (2 * torch.finfo(dtype).eps + adding) * g.double().norm().item()))
     for _ in range(samples):
         moved = gradients([rounded(x) for x in inputs], [rounded(d) for d in deltas])
         for i, (g, m) in enumerate(zip(exact, moved, strict=True)):

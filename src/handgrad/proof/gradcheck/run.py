@@ -18,6 +18,7 @@ from .report import Check, Failure
 
 DIRECTIONS = 3  # random directions for each output and input
 MAX_ENTRIES = 600  # of a gradient that is computed entry by entry for a diagnosis
+MAX_ROWS = 12  # of an output whose contributions to a gradient are computed one by one
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 Terms = Mapping[str, Callable[..., Tensor]]
 
@@ -137,7 +138,8 @@ class _Checked:
         wide = self.template.inputs(case, self.judge_dtype, "contiguous")
         deltas = [d.contiguous() for d in self.deltas(case, outputs, j, self.judge_dtype)]
         terms = max(1, *(x.numel() for x in (*filter(is_float, wide), *deltas)))
-        bounds = allowed_error(self.function.gradients, wide, deltas, case.dtype, terms)
+        wide_outputs = self.function.outputs(wide)
+        bounds = allowed_error(self.function.gradients, wide, deltas, case.dtype, terms, wide_outputs)
         return Judge(self.function, wide, deltas, self.judge_dtype), bounds
 
     def _along_directions(self, judge: Judge, i: int, x: Tensor, grad: Tensor | None, bound: float) -> Diagnosis | None:
@@ -184,13 +186,13 @@ class _Checked:
             terms={name: term(*judge.deltas, *wide) for name, term in self.terms.items()},
             mistakes=self._mistakes(judge, i),
             scales=_scales(inputs, outputs),
-            unsummed=self._unsummed(judge, i, outs),
+            unsummed=self._contributions(judge, i, j),
         )
         if result.kind == "other" and grad is not None:
-            hint = _missing_in_rows(grad.double() - right, bound, {
-                "1, a mean over the row": torch.ones_like(right), "the input": wide[i].double(),
-                "the output": outs[j].double(), "the incoming gradient": judge.deltas[j],
-            })  # fmt: skip
+            one, x, y, delta = torch.ones_like(right), wide[i].double(), outs[j].double(), judge.deltas[j]
+            bases = {"1": [one], "the input": [x], "the output": [y], "the incoming gradient": [delta],
+                     "1 and the input": [one, x]}  # fmt: skip
+            hint = _missing_in_rows(grad.double() - right, bound, bases)
             result = replace(result, kind="missing term", sentence=hint, detail="row") if hint else result
         return replace(failure, diagnosis=result)
 
@@ -199,19 +201,19 @@ class _Checked:
         plain = Judge(self.function, judge.inputs, ones, judge.dtype)
         return {"the incoming gradient were taken as 1": plain.gradient(i)[0]}
 
-    def _unsummed(self, judge: Judge, i: int, outputs: list[Tensor]) -> Tensor | None:
-        """The gradient before its sum over the axes along which the function broadcasts this input."""
-        x, shape = judge.inputs[i], outputs[0].shape
-        if x.shape == shape or x.ndim > len(shape) or math.prod(shape) > MAX_ENTRIES:
+    def _contributions(self, judge: Judge, i: int, j: int) -> Tensor | None:
+        """The gradient before its sum over the rows of the output; None where the rows do not share this input."""
+        delta = judge.deltas[j]
+        n = math.prod(delta.shape[:-1])
+        if judge.inputs[i].shape == delta.shape or not 2 <= n <= MAX_ROWS:
             return None
-        try:
-            inputs = [*judge.inputs[:i], x.expand(shape).clone(), *judge.inputs[i + 1 :]]
-            expanded = self.function.outputs(inputs)
-            if not all(torch.equal(y, z) for y, z in zip(expanded, outputs, strict=True)):
-                return None
-            return Judge(self.function, inputs, judge.deltas, judge.dtype).gradient(i)[0]
-        except Exception:
-            return None  # the function does not broadcast
+        rows = []
+        for r in range(n):
+            only = torch.zeros(n, delta.shape[-1], dtype=delta.dtype)
+            only[r] = delta.reshape(n, -1)[r]
+            deltas = [*judge.deltas[:j], only.view(delta.shape), *judge.deltas[j + 1 :]]
+            rows.append(Judge(self.function, judge.inputs, deltas, judge.dtype).gradient(i)[0])
+        return torch.stack(rows)
 
     def example(self, case: Case, failure: Failure) -> list[str]:
         """The smallest case that fails in the same place."""
@@ -256,15 +258,16 @@ def _scales(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> dict[str, float
     return found | {f"√{n}": math.sqrt(n) for n in sorted(sizes)}
 
 
-def _missing_in_rows(error: Tensor, bound: float, bases: Mapping[str, Tensor]) -> str:
-    """Whether the error is, in every row, a multiple of one tensor: then a term with a sum over the row is missing."""
-    if error.ndim == 0 or error.shape[-1] < 3:
-        return ""
+def _missing_in_rows(error: Tensor, bound: float, bases: Mapping[str, list[Tensor]]) -> str:
+    """Whether the error is, in every row, a combination of simple tensors: then a term with a sum over it is missing."""
     for name, basis in bases.items():
-        if basis.shape == error.shape:
-            factor = (error * basis).sum(-1, keepdim=True) / basis.square().sum(-1, keepdim=True).clamp_min(1e-300)
-            if (error - factor * basis).norm().item() <= bound:
-                return f"lacks a term: the error is, in every row, a multiple of {name}"
+        if error.ndim == 0 or error.shape[-1] < 2 + len(basis) or any(x.shape != error.shape for x in basis):
+            continue
+        columns = torch.stack(basis, -1)  # (…, row, basis)
+        solved = torch.linalg.lstsq(columns, error[..., None]).solution
+        if (error - (columns @ solved)[..., 0]).norm().item() <= bound:
+            kind = "a combination" if len(basis) > 1 else "a multiple"
+            return f"lacks a term: the error is, in every row, {kind} of {name}"
     return ""
 
 
