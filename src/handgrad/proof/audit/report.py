@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...formatting import number, plural
 from ..diagnosis import Diagnosis
+from ..report import as_text
 
 KINDS = {"activation": "activations", "loss": "loss", "error signal": "error signals", "gradient": "gradients"}
 SHOWN = 6  # wrong tensors listed in a report, besides the first
@@ -141,10 +142,7 @@ class Audit:
         return f"Wrong after it, perhaps because of it: {', '.join(others[:SHOWN])}{more}."
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self)
 
     def to_json(self) -> str:
         def finite(x: float | None) -> float | None:

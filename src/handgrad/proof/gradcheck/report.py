@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ...formatting import plural
 from ..diagnosis import Diagnosis
+from ..report import as_text
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,7 @@ class Check:
             yield Text(f"  note: {note}", style="dim")
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self)
 
     def to_json(self) -> str:
         first = None
