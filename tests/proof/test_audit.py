@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
+from typer.testing import CliRunner
 
 import handgrad as hg
+from handgrad.cli.app import app
+from handgrad.proof.audit import folder
 from handgrad.proof.audit.report import Audit
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers and about DoRA
@@ -364,6 +368,29 @@ def test_report_in_three_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["first"]["diagnosis"] == "missing term"
     page = report.to_html()
     assert page.startswith("<!doctype html>") and "transformer.h.1.ln_1" in page and "http" not in page
+
+
+def no_library(name: str) -> Any:
+    raise ImportError(name)
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of("gpt2").save_pretrained(tmp_path / "m")
+    files = [str(tmp_path / name) for name in ("a.json", "a.html")]
+    options = [str(tmp_path / "m"), "--no-setup", "--attention", "eager", "--tokens", "8"]
+    done = CliRunner().invoke(app, ["audit", *options, "--json", files[0], "--html", files[1]])
+    assert done.exit_code == 0, done.output
+    assert json.loads(Path(files[0]).read_text())["passed"] is True
+    assert "all gradients are right" in Path(files[1]).read_text()
+    in_block_1(monkeypatch, modeling_gpt2, lambda right, layer, q, k, v, mask, scale, more:
+               right(layer, q, k, v, mask, scaling=1.0, **more))  # fmt: skip
+    done = CliRunner().invoke(app, ["audit", *options])
+    assert done.exit_code == 1
+    assert "✘ transformer.h.1.attn is wrong" in done.output
+    monkeypatch.setattr(folder, "import_module", no_library)
+    done = CliRunner().invoke(app, ["audit", *options])
+    assert done.exit_code == 1
+    assert "pip install transformers" in str(done.exception)
 
 
 def test_mistakes_of_the_caller_are_explained() -> None:
