@@ -144,14 +144,7 @@ class Suspects:
             terms = self._tied_terms()
         path = name.rpartition(".")[0].removesuffix(".base")
         layer = layers_of(ours).get(path)
-        parts: dict[str, Part] = {}
-        if layer is not None and layer.plain().parts and name.endswith((".weight", ".bias", ".up", ".magnitude")):
-            shape = _turned(dict(ours.named_parameters())[name], tracked).shape
-            axis = list(shape).index(sum(layer.plain().widths))
-            start = 0
-            for letter, width in layer.plain().parts.items():
-                parts[letter] = (axis, start, width)
-                start += width
+        parts = self._parts(layer, tracked) if layer is not None else {}
         inside = path.removeprefix(f"{names['blocks']}.").partition(".")
         if inside[2].startswith(f"{names['attn']}.") and not inside[2].endswith(f".{names['attn.out']}"):
             own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
@@ -162,6 +155,18 @@ class Suspects:
             scale = getattr(layer, "scale", 1.0)
             return Causes(terms, mistakes, {**self.scales(), f"the adapter's scale {scale:g}": scale}, parts)
         return Causes(terms, mistakes, self.scales(), parts)
+
+    def _parts(self, layer: Affine, tracked: Tracked) -> dict[str, Part]:
+        """Where q, k and v, or gate and up, are in a gradient that holds them side by side."""
+        plain = layer.plain()
+        shape = list(_turned(dict(self.subject.ours.named_parameters())[tracked.ours], tracked).shape)
+        if not plain.parts or tracked.ours.endswith(".down") or sum(plain.widths) not in shape:
+            return {}
+        starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
+        axis = shape.index(sum(plain.widths))
+        return {
+            letter: (axis, start, width) for (letter, width), start in zip(plain.parts.items(), starts, strict=True)
+        }
 
     def _tied_terms(self) -> dict[str, Tensor]:
         """The head's and the embedding's part of a tied weight's gradient."""
