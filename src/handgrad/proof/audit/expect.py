@@ -106,6 +106,7 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
     def change(x: Tensor) -> Tensor:
         return _Rounding.apply(x, size, generator)  # type: ignore[no-any-return,no-untyped-call]
 
+    reference.inside = change
     errors: dict[tuple[str, str], float] = {("loss", ""): size * abs(right.loss)}
 
     def measure(kind: str, name: str, found: Tensor, exact: Tensor | None) -> None:
