@@ -34,8 +34,7 @@ def test_sound_models_pass(family: str, dtype: torch.dtype) -> None:
     assert report.worst < 0.6, "a sound model is nearly accused"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("llama", {"use_dora": True})], ids=["lora", "dora"])
 def test_sound_adapters_pass_with_their_set_up(family: str, options: dict[str, Any]) -> None:
     model = adapted(model_of(family, attention="sdpa"), family, **options)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -50,11 +49,12 @@ def test_sound_adapters_pass_with_their_set_up(family: str, options: dict[str, A
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("seed", [3, 11, 24, 40])
+@pytest.mark.parametrize("seed", [3, 11, 24, 127])
 def test_random_sound_models_pass(seed: int) -> None:
-    """A few of those that `python tests/proof/audited.py --models 200` audits."""
+    """A few of those that `python tests/proof/audited.py --models 200` audits; 127 has norms of two features, which
+    cancel."""
     name, model, made = random_model(seed)
-    report = hg.audit(model, made)
+    report = hg.audit(model, made, setup=False)
     assert report.passed, f"{name}\n{report}"
 
 
