@@ -110,20 +110,6 @@ def uses_of_autograd(code: str) -> list[str]:
     return found
 
 
-<<<<<<< HEAD
-ORACLES = [SOURCE / "proof" / "oracles.py", SOURCE / "proof" / "reference.py"]
-# The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
-BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
-
-
-def without_bridge(file: Path) -> str:
-    """The code of a file; of the bridge, without the names it needs: these two and what a function saves."""
-    code = file.read_text()
-    if room(file) != "nn":
-        return code
-    kept = (line for line in code.splitlines(True) if line.rstrip() not in BRIDGE)
-    return "".join(kept).replace("ctx.save_for_backward(", "ctx.save(")
-=======
 # The oracles, the passes of models and functions that are audited, and the reference with rounding or known mistakes.
 ORACLES = [
     SOURCE / "proof" / name
@@ -136,7 +122,17 @@ ORACLES = [
         "gradcheck/function.py",
     )
 ]
->>>>>>> 5554e01 (hg.audit and hg.check: first working state)
+# The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
+BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
+
+
+def without_bridge(file: Path) -> str:
+    """The code of a file; of the bridge, without the names it needs: these two and what a function saves."""
+    code = file.read_text()
+    if room(file) != "nn":
+        return code
+    kept = (line for line in code.splitlines(True) if line.rstrip() not in BRIDGE)
+    return "".join(kept).replace("ctx.save_for_backward(", "ctx.save(")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f not in ORACLES], ids=lambda f: str(f.relative_to(SOURCE)))
