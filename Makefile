@@ -62,8 +62,8 @@ long: $(VENV)/.ready-for-tests  # tests that take minutes each: corrupted files,
 lint: style types
 
 style: $(VENV)/.ready-for-tests
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs/site docs/notebooks docs/images
+	$(BIN)/ruff format --check src tests bench docs/site docs/notebooks docs/images
 
 types: $(VENV)/.ready-for-tests
 	$(BIN)/mypy

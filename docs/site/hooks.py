@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pages
-import quotes
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import pages
+import quotes
 from handgrad.explain.formulas import mathml
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)

@@ -1,7 +1,7 @@
 """The notebooks as pages. They are plain Python files in the percent format, which Jupyter (by jupytext) and editors open:
 
-    # %% [markdown]        a cell of text, in comments
-    # %%                   a cell of code
+# %% [markdown]        a cell of text, in comments
+# %%                   a cell of code
 """
 
 import ast
@@ -34,7 +34,7 @@ def page(file: Path) -> str:
     """A notebook as Markdown."""
     parts = [cell.text if cell.is_text else f"```python\n{cell.text}\n```" for cell in cells(file)]
     first, *rest = parts
-    origin = f"*[{file.name}](../../docs/notebooks/{file.name}): open it in Jupyter with jupytext, or in an editor.*"
+    origin = f"*This page is `docs/notebooks/{file.name}`: open it in Jupyter with jupytext, or in an editor.*"
     return "\n\n".join([first, *rest, origin]) + "\n"
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
-import notebooks
-import quotes
 import typer
 from bench import table
 from pygments import highlight
@@ -16,6 +14,8 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from typer.testing import CliRunner
 
 import handgrad
+import notebooks
+import quotes
 from handgrad.cli.app import app
 from handgrad.proof.ledger import CHECKS
 from handgrad.proof.ledger.check import SECTIONS
@@ -110,7 +110,13 @@ def checks() -> str:
     lines += ["`handgrad verify --only ID` runs one. How to read the ids: [checking](../layers/README.md#checking)."]
     for number, title in SECTIONS.items():
         chosen = [check for check in CHECKS.values() if check.section == number]
-        lines += ["", f"## {title}", "", "| id | equation | statement | compared with | limit |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| id | equation | statement | compared with | limit |",
+            "|---|---|---|---|---|",
+        ]
         for check in chosen:
             statement = " ".join(check.statement.split()).replace("|", "\\|")
             limit = "equal" if check.tolerance == 0 else f"{check.tolerance:.0e}"

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "src/handgrad/"
-DIRECTIVE = re.compile(r"(?:(?P<formula>^\$\$\n(?:(?!\$\$).)*\n\$\$)\n+)?^<!-- source: (?P<names>[^>]+?) -->", re.M | re.S)
+DIRECTIVE = re.compile(
+    r"(?:(?P<formula>^\$\$\n(?:(?!\$\$).)*\n\$\$)\n+)?^<!-- source: (?P<names>[^>]+?) -->", re.M | re.S
+)
 KINDS = {"paper": "as printed", "ops": "as computed", "model": "in the network", "kernels": "compiled"}
 FENCE = re.compile(r"(^ *```.*?^ *```\n?)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
@@ -70,7 +72,9 @@ def place_quotes(markdown: str, page: str) -> str:
         if found["formula"] is None:
             return f'<div class="quoted" markdown>\n\n{code}\n\n</div>'
         formula = f'<div class="formula" markdown>\n\n{found["formula"]}\n\n</div>'
-        return f'<div class="beside" markdown>\n\n{formula}\n\n<div class="quoted" markdown>\n\n{code}\n\n</div>\n\n</div>'
+        return (
+            f'<div class="beside" markdown>\n\n{formula}\n\n<div class="quoted" markdown>\n\n{code}\n\n</div>\n\n</div>'
+        )
 
     return DIRECTIVE.sub(beside, markdown)
 
@@ -112,12 +116,15 @@ def outside_links(markdown: str, origin: str) -> set[str]:
 
 
 def redirect_links(markdown: str, origin: str, page: str) -> str:
-    """Let links to files outside docs/ lead to the pages that show them, and links from outside into docs/ to its pages."""
+    """Let links to files lead to the pages that show them, and links from outside into docs/ to its pages."""
 
     def redirect(match: re.Match[str]) -> str:
         if (path := _outside(match[2], origin)) is not None:
             return f"{match[1]}{relative(source_page(path), page)}{match[3] or ''}{match[4]}"
         inside = posixpath.normpath(posixpath.join(posixpath.dirname(origin), match[2]))
+        if inside.startswith("docs/notebooks/") and inside.endswith(".py"):
+            shown = inside.removeprefix("docs/").removesuffix(".py") + ".md"
+            return f"{match[1]}{relative(shown, page)}{match[4]}"
         if inside.startswith("docs/") and not origin.startswith("docs/"):
             return f"{match[1]}{relative(inside.removeprefix('docs/'), page)}{match[3] or ''}{match[4]}"
         return match[0]
