@@ -20,6 +20,7 @@ import handgrad as hg
 
 
 def forward(a, c):
+    assert a.shape[1:] == c.shape, "c has one gain per feature"  # no broadcasting: backward does not sum for it
     return torch.nn.functional.softplus(a) * c
 
 
@@ -29,7 +30,8 @@ def backward(delta, a, c):
 
 # %% [markdown]
 # **Check.** The inputs are given by their dimensions. `hg.check` draws odd shapes, several dtypes, and memory that is not
-# contiguous, and compares with differences of the forward pass along random directions.
+# contiguous, and compares with differences of the forward pass along random directions. It also tries inputs that
+# broadcast. This layer refuses them: without the `assert` the check would say that a sum is missing.
 
 # %%
 report = hg.check(forward, "n d", "d", backward=backward)

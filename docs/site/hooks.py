@@ -38,12 +38,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             made[uri] = (quotes.ROOT / origin).read_text()
             _origins[uri] = origin
     needed: set[str] = set()
-    for uri, text in (written | made).items():
+    for uri, text in {**written, **made}.items():
         needed |= quotes.outside_links(text, _origins.get(uri, f"docs/{uri}"))
         needed |= {quotes.PACKAGE + name.split()[0] for name in quotes.names_in(text)}
     for path in needed - set(quotes.PROJECT):
         made[quotes.source_page(path)] = pages.show_source(path)
     for uri, text in sorted(made.items()):
+        if (stand_in := files.get_file_from_path(uri)) is not None:  # says in the repository what the site shows here
+            files.remove(stand_in)
         files.append(File.generated(config, uri, content=text))
     return files
 
