@@ -54,7 +54,8 @@ browser:
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: corrupted files, and kills at system calls
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, kills at system calls
+	$(BIN)/python tests/proof/audited.py --models 200
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done

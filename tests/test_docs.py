@@ -115,7 +115,7 @@ class Folder:
 
     def _small(self, words: list[str]) -> list[str]:
         name = words[0]
-        for used in (*self._after(words, "--model"), *(words[1:2] if name in ("merge", "convert") else [])):
+        for used in (*self._after(words, "--model"), *(words[1:2] if name in ("merge", "convert", "audit") else [])):
             self._make(used)
         if name in ("generate", "explain") and "--model" not in words:
             self._make("runs/newest")

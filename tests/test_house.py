@@ -110,7 +110,18 @@ def uses_of_autograd(code: str) -> list[str]:
     return found
 
 
-ORACLES = [SOURCE / "proof" / "oracles.py", SOURCE / "proof" / "reference.py"]
+# The oracles, the passes of models and functions that are audited, and the reference with rounding or known mistakes.
+ORACLES = [
+    SOURCE / "proof" / name
+    for name in (
+        "oracles.py",
+        "reference.py",
+        "audit/observe.py",
+        "audit/expect.py",
+        "audit/heads.py",
+        "gradcheck/function.py",
+    )
+]
 # The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
 BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
 

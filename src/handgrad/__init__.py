@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .model.trace import Trace, trace
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
+    from .proof.audit.run import audit
+    from .proof.gradcheck.run import check
     from .proof.verify import verify
 
 __version__ = "0.1.0"
@@ -35,6 +37,8 @@ __all__ = [
     "NonFiniteError",
     "Trace",
     "attribute",
+    "audit",
+    "check",
     "example_norms",
     "example_products",
     "finetune",
@@ -58,6 +62,7 @@ _MODULE = {
     "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
+    "audit": "proof.audit.run", "check": "proof.gradcheck.run",
     "verify": "proof.verify", "example_norms": "per_example.measure", "example_products": "per_example.measure",
     "influence": "per_example.ranking", "Influence": "per_example.ranking",
 }  # fmt: skip

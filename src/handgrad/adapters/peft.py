@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -174,6 +174,11 @@ def read_config(folder: Path) -> LoRAConfig:
         raw = read_json(file)
     except MissingError:
         raise HandgradError(f"{folder} has no {CONFIG}: it is not an adapter directory") from None
+    return config_of(raw, file)
+
+
+def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
+    """A parsed adapter_config.json → the adapter it describes. Messages name `file`."""
     if raw.get("peft_type") != "LORA":
         raise HandgradError(f"{file}: peft_type is {shown(raw.get('peft_type'))}; only LORA is supported")
     if raw.get("bias", "none") != "none":

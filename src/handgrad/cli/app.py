@@ -9,6 +9,7 @@ import typer
 from .. import __version__
 from ..errors import HandgradError
 from . import (
+    audit,
     bench,
     chat,
     console,
@@ -58,8 +59,8 @@ def common(
 
 
 for command in (
-    verify.verify, plan.plan, train.train, finetune.finetune, generate.generate, chat.chat, serve.serve, merge.merge,
-    convert.convert, get.get, explain.explain, learn.learn, influence.influence,
+    verify.verify, audit.audit, plan.plan, train.train, finetune.finetune, generate.generate, chat.chat, serve.serve,
+    merge.merge, convert.convert, get.get, explain.explain, learn.learn, influence.influence,
 ):  # fmt: skip
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)

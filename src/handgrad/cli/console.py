@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 from rich.console import Console
@@ -42,3 +42,24 @@ def write_json(text: str, target: str | None) -> bool:
         write_text(Path(target), text + "\n")
         err.print(f"wrote {target}", highlight=False)
     return True
+
+
+class Report(Protocol):
+    """What a command that checks something found; it prints itself."""
+
+    @property
+    def passed(self) -> bool: ...
+
+    def summary(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+def conclude(report: Report, json_target: str | None) -> None:
+    """Print a report, or write it as JSON, and exit with status 1 if anything failed."""
+    if not write_json(report.to_json(), json_target):
+        out.print(report)
+    elif not report.passed:
+        err.print(report.summary(), style="bold red", highlight=False)
+    if not report.passed:
+        raise typer.Exit(1)

@@ -39,12 +39,7 @@ def verify(
     if model is not None and only is not None:
         raise HandgradError("--only selects the paper's checks; with --model every check runs: leave out --only")
     report = _verify_paper(seed, only) if model is None else _verify_model(model, seed)
-    if not console.write_json(report.to_json(), json_file):
-        console.out.print(report)
-    elif not report.passed:
-        console.err.print(report.summary(), style="bold red", highlight=False)
-    if not report.passed:
-        raise typer.Exit(1)
+    console.conclude(report, json_file)
 
 
 def _verify_paper(seed: int, only: str | None) -> "Report":

@@ -99,6 +99,7 @@ def diagnose(
 
 
 def _simplest(found: list[Found]) -> Found:
+    found = [h for h in found if not h.loose] or found
     best = min(hypothesis.residual for hypothesis in found)
     fitting = [h for h in found if h.residual <= 2 * best + 1e-300]
     return min(fitting, key=lambda h: (h.free, KINDS.index(h.kind), h.residual))

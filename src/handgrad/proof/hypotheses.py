@@ -27,6 +27,7 @@ class Found(NamedTuple):
     factor: float | None = None
     detail: str = ""
     free: bool = False  # has a number fitted to the tensor, so it fits at least as well as one without
+    loose: bool = False  # has many such numbers: it counts only if nothing else fits
 
 
 def hypotheses(
@@ -81,7 +82,8 @@ def _scaled(
     text = f"{sign}is {shown}"
     if near:
         text += f" ({' or '.join(near)})"
-    yield Found("factor", text, residual, factor, " or ".join(near) or number(size))
+    of_one_number = expected.numel() == 1 and not near  # every number is a multiple of another
+    yield Found("factor", text, residual, factor, " or ".join(near) or number(size), loose=of_one_number)
 
 
 def _named(size: float, scales: Mapping[str, float], margin: float) -> list[str]:
@@ -173,7 +175,7 @@ def _permuted(computed: Tensor, expected: Tensor, fits: Fits, relative: float) -
         guess = torch.empty_like(values)
         guess[where] = expected.flatten().sort().values
         if (residual := fits(guess.view_as(expected))) is not None:
-            yield Found("permuted", "has the right entries in another order", residual, detail="entries", free=True)
+            yield Found("permuted", "has the right entries in another order", residual, detail="entries", loose=True)
 
 
 def _order_name(order: list[int]) -> str:
@@ -203,7 +205,7 @@ def _per_slice(computed: Tensor, expected: Tensor, fits: Fits) -> Iterator[Found
         if residual is not None:
             low, high = factors.min().item(), factors.max().item()
             text = f"is multiplied by a factor of its own in each slice of axis {axis}, from {number(low)} to {number(high)}"
-            yield Found("factor per slice", text, residual, detail=str(axis), free=True)
+            yield Found("factor per slice", text, residual, detail=str(axis), loose=True)
 
 
 def axes_to_sum(computed: Tensor, expected: Tensor) -> Iterator[tuple[int, ...]]:

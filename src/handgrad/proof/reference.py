@@ -103,10 +103,15 @@ def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
 
 
 def reference_loss(
-    weights: tuple[Weights, list[Weights]], c: Choices, ids: Tensor, targets: Tensor, hook: Hook
+    weights: tuple[Weights, list[Weights]],
+    c: Choices,
+    ids: Tensor,
+    targets: Tensor,
+    hook: Hook,
+    inside: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The loss of one sequence, summed over its targets, with torch's own functions. Every intermediate is replaced by
-    hook(name of its Δ, intermediate), which may record or change it."""
+    hook(name of its Δ, intermediate), which may record or change it; `inside` changes the centred input within a norm."""
     outside, blocks = weights
     n = len(ids)
 
@@ -116,6 +121,10 @@ def reference_loss(
 
     def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
         w, b = pair
+        if inside is not None:
+            centred = a - a.mean(-1, keepdim=True) if kind == "layer" else a
+            a_bar = inside(centred) * torch.rsqrt(centred.square().mean(-1, keepdim=True) + c.eps)
+            return a_bar * w if b is None else a_bar * w + b
         return F.layer_norm(a, w.shape, w, b, c.eps) if kind == "layer" else F.rms_norm(a, w.shape, w, c.eps)
 
     def rotate(x: Tensor) -> Tensor:
@@ -213,6 +222,7 @@ class ReferenceModel:
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.pause: Callable[[], None] = lambda: None
+        self.inside: Callable[[Tensor], Tensor] | None = None  # applied within norms, whose terms may cancel
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss. `visit(start, name, x)` replaces each intermediate of the sequence that begins in row `start`."""
@@ -225,15 +235,16 @@ class ReferenceModel:
                 self.pause()
                 return visit(start, name, x)
 
-            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook)
+            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook, self.inside)
         return total / self.n_targets
 
-    def differentiate(self) -> Reference:
-        """Every value, Δ and gradient of the batch."""
+    def differentiate(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> Reference:
+        """Every value, Δ and gradient of the batch. `change` is applied to every intermediate: it may round."""
         seen: dict[str, list[Tensor]] = {}
 
         def visit(start: int, name: str, x: Tensor) -> Tensor:
             x = x if x.requires_grad else x.detach().requires_grad_()  # nothing below it is a parameter: packed weights
+            x = change(x)
             seen.setdefault(name, []).append(x)
             return x
 

@@ -142,10 +142,7 @@ class Report:
         yield Text(f"\n{self.summary()}", style="bold green" if self.passed else "bold red")
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return as_text(self)
 
     def _repr_html_(self) -> str:
         def row(c: Result) -> str:
@@ -161,6 +158,14 @@ class Report:
             f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
         )
+
+
+def as_text(report: object) -> str:
+    """A report as plain text."""
+    console = Console(width=120, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(report)
+    return capture.get()
 
 
 def _names(ids: list[str]) -> str:

@@ -1,0 +1,334 @@
+"""What may be wrong at a point: the terms that a tensor is the sum of, and what known mistakes would have made of it.
+
+Everything is computed from what the audited model itself gave to the layer, so that the mistake of one layer is not blamed
+on another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...adapters.injection import layers_of
+from ...model.block import Block
+from ...model.layers import Affine
+from ...model.norms import Norm
+from ...ops import activation
+from ...ops import gated as gated_op
+from ..diagnosis import Part
+from . import heads
+from .batch import AuditBatch
+from .expect import Expected, expect
+from .observe import Observed
+from .subject import Subject, Tracked
+
+
+@dataclass(frozen=True)
+class Causes:
+    """The arguments of `diagnose` besides the two tensors."""
+
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    mistakes: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+
+class Suspects:
+    """The possible causes of a wrong tensor in one audit."""
+
+    def __init__(self, subject: Subject, batch: AuditBatch, seen: Observed, right: Expected):
+        self.subject, self.batch, self.seen, self.right = subject, batch, seen, right
+        self._averages: dict[str, Expected] | None = None
+
+    # ── activations ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_value(self, point: str) -> Causes:
+        """Causes of a wrong activation."""
+        block, number = self._block(point)
+        a = self._values(point)
+        if block is None:
+            return Causes(mistakes=_norm_mistakes(self.subject.ours.final_norm, a("10", last=True)))
+        i = int(point.split(".")[1])
+        if number in ("2", "6"):
+            norm, before = (block.norm_1, a("1")) if number == "2" else (block.norm_2, a("5"))
+            return Causes(mistakes=_norm_mistakes(norm, before))
+        if number == "3":
+            return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None))
+        layer, read = self._layer_into(block, number)
+        if layer is not None:
+            return Causes(mistakes=_layer_mistakes(layer, a(read), self._part(layer, number)))
+        if number == "5":
+            return Causes(terms={"the residual connection": a("1"), "the attention branch": a("4")})
+        if number == "10":
+            return Causes(terms={"the residual connection": a("5"), "the feed-forward branch": a("9")})
+        if number == "8":
+            return Causes(mistakes=self._activations(block, a))
+        return Causes(terms=self._embedding_terms(), mistakes=self._embedding_mistakes())
+
+    def _embedding_terms(self) -> dict[str, Tensor]:
+        ours = self.subject.ours
+        terms = {"the tokens' embeddings": ours.embed.w.detach()[self.batch.tokens]}
+        if ours.has("positions"):
+            at = torch.cat([torch.arange(n) for n in self.batch.lengths])
+            terms["the positions' embeddings"] = ours.positions.w.detach()[at]
+        return terms
+
+    def _embedding_mistakes(self) -> dict[str, Tensor]:
+        """Learned positions that count the padding before a sequence."""
+        ours, n = self.subject.ours, self.batch.shape[1]
+        if not ours.has("positions") or not self.batch.padded or n > len(ours.positions.w):
+            return {}
+        at = self._rows(torch.arange(n).repeat(self.batch.shape[0]))
+        shifted = ours.embed.w[self.batch.tokens] + ours.positions.w[at]
+        return {"positions counted the padding before a sequence: give position_ids": shifted.detach()}
+
+    def _activations(self, block: Block, a: Callable[..., Tensor]) -> dict[str, Tensor]:
+        mlp = block.mlp
+        if mlp.gated:
+            found = {
+                f"the gate were {g}": gated_op.forward(a("gate"), a("up"), g) for g in ("silu", "gelu", "gelu_tanh")
+            }
+            found["gate and up were exchanged"] = gated_op.forward(a("up"), a("gate"), mlp.g)
+            return {name: x for name, x in found.items() if name != f"the gate were {mlp.g}"}
+        kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
+        return {f"the activation were {g}": activation.forward(a("7"), g) for g in kinds}
+
+    def of_loss(self) -> Causes:
+        """Causes of a wrong loss with right activations."""
+        mistakes = self._averaged(lambda x: torch.tensor(x.loss, dtype=torch.float64))
+        return Causes(mistakes=mistakes, scales=self.scales())
+
+    # ── error signals ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_signal(self, point: str) -> Causes:
+        """Causes of a wrong error signal."""
+        block, number = self._block(point)
+        a, d = self._values(point), self._signals(point)
+        scales = self.scales()
+        if block is None:
+            return Causes(mistakes=self._averaged(lambda x: x.signals[point]), scales=scales)
+        i = int(point.split(".")[1])
+        if number in ("1", "5"):
+            norm, before, after, above = (
+                (block.norm_1, a("1"), d("2"), d("5")) if number == "1" else (block.norm_2, a("5"), d("6"), d("10"))
+            )
+            name = "attention" if number == "1" else "feed-forward"
+            return Causes({"the residual connection": above, **_norm_terms(norm, before, after, name)}, scales=scales)
+        if number == "10" and i == self.subject.config.n_blocks - 1:
+            terms = _norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
+            return Causes(terms, scales=scales)
+        if number == "2":
+            mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True))
+            return Causes(mistakes=mistakes, scales=scales)
+        if number in ("3", "8"):
+            layer = block.attn.out if number == "3" else block.mlp.contract
+            return Causes(_backward_terms({"": layer}, {"": d("5" if number == "3" else "10")}), scales=scales)
+        if number == "6":
+            layers = {x: getattr(block.mlp, x) for x in block.mlp.inputs}
+            names = {"gate": "gate", "expand": "up" if block.mlp.gated else "7"}
+            if "gate_expand" not in layers:
+                return Causes(_backward_terms(layers, {x: d(names[x]) for x in layers}), scales=scales)
+        return Causes(scales=scales)
+
+    # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_gradient(self, tracked: Tracked) -> Causes:
+        """Causes of a wrong parameter gradient, in the orientation of the audited parameter."""
+        ours, c = self.subject.ours, self.subject.config
+        name = tracked.ours
+        mistakes = self.averaged(tracked)
+        names = c.table.names
+        terms: dict[str, Tensor] = {}
+        if c.tied and name == f"{names['embed']}.weight":
+            terms = self._tied_terms()
+        path = name.rpartition(".")[0].removesuffix(".base")
+        layer = layers_of(ours).get(path)
+        parts = self._parts(layer, tracked) if layer is not None else {}
+        inside = path.removeprefix(f"{names['blocks']}.").partition(".")
+        if inside[2].startswith(f"{names['attn']}.") and not inside[2].endswith(f".{names['attn.out']}"):
+            own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
+            i = int(inside[0])
+            signal = self._signals(f"blocks.{i}.3")("3", padded=True)
+            mistakes |= self._heads(i, lambda found: _turned(found.grads[own], tracked), signal)
+        if layer is not None and layer.adapted:
+            scale = getattr(layer, "scale", 1.0)
+            return Causes(terms, mistakes, {**self.scales(), f"the adapter's scale {scale:g}": scale}, parts)
+        return Causes(terms, mistakes, self.scales(), parts)
+
+    def _parts(self, layer: Affine, tracked: Tracked) -> dict[str, Part]:
+        """Where q, k and v, or gate and up, are in a gradient that holds them side by side."""
+        plain = layer.plain()
+        shape = list(_turned(dict(self.subject.ours.named_parameters())[tracked.ours], tracked).shape)
+        if not plain.parts or tracked.ours.endswith(".down") or sum(plain.widths) not in shape:
+            return {}
+        starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
+        axis = shape.index(sum(plain.widths))
+        return {
+            letter: (axis, start, width) for (letter, width), start in zip(plain.parts.items(), starts, strict=True)
+        }
+
+    def _tied_terms(self) -> dict[str, Tensor]:
+        """The head's and the embedding's part of a tied weight's gradient."""
+        embed = self.subject.ours.embed
+        part = torch.zeros_like(embed.w).index_add_(0, self.batch.tokens, self.right.signals["blocks.0.1"])
+        return {"the embedding's part": part, "the head's part": self.right.grads[self._embed_name()] - part}
+
+    def _embed_name(self) -> str:
+        return f"{self.subject.config.table.names['embed']}.weight"
+
+    def scales(self) -> dict[str, float]:
+        """Numbers that are easily a factor too many or too few."""
+        c, batch = self.subject.config, self.batch
+        rows, width = batch.shape
+        found = {
+            "√d_head": c.query_width**0.5, "d_head": c.query_width, "the number of sequences": rows,
+            "the number of targets": batch.n_targets, "the number of tokens": rows * width,
+            "tokens per target": (rows * width) / batch.n_targets, "the number of heads": c.n_heads,
+            "√d_model": c.d_model**0.5, "queries per key": c.n_heads / c.kv_heads,
+        }  # fmt: skip
+        return {name: float(x) for name, x in found.items() if x != 1}
+
+    def averaged(self, tracked: Tracked) -> dict[str, Tensor]:
+        """A gradient with wrong averages over the sequences."""
+        return self._averaged(lambda x: _turned(x.grads[tracked.ours], tracked))
+
+    def _averaged(self, of: Callable[[Expected], Tensor]) -> dict[str, Tensor]:
+        """What wrong averages over the sequences would have given."""
+        each = self.batch.targets_of_each
+        if len(each) < 2:
+            return {}
+        if self._averages is None:
+            self._averages = {
+                "every sequence were averaged by itself, and then all sequences, instead of summed over all targets": expect(
+                    self.subject, self.batch, [n * len(each) for n in each]
+                ),
+                "the averages of the sequences were added, instead of all targets averaged": expect(
+                    self.subject, self.batch, each
+                ),
+            }
+        return {name: of(found) for name, found in self._averages.items()}
+
+    # ── what the audited model computed ─────────────────────────────────────────────────────────────────────────────
+
+    def _heads(self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None) -> dict[str, Tensor]:
+        """What every known mistake of attention would have given."""
+        block, c = self.subject.ours.blocks[i], self.subject.config
+        a_2 = self._values(f"blocks.{i}.2")("2", padded=True)
+        known = heads.known_mistakes(c, i, block, self.batch.padded)
+        return {name: of(heads.compute(block, c, self.batch, a_2, x, delta_3)) for name, x in known.items()}
+
+    def _block(self, point: str) -> tuple[Block | None, str]:
+        parts = point.split(".")
+        return (self.subject.ours.blocks[int(parts[1])], parts[2]) if len(parts) == 3 else (None, point)
+
+    def _layer_into(self, block: Block, number: str) -> tuple[Affine | None, str]:
+        """The linear layer that computes a point, and the point it reads."""
+        if number == "4":
+            return block.attn.out, "3"
+        if number == "9":
+            return block.mlp.contract, "8"
+        if number in ("7", "gate", "up"):
+            name = "gate_expand" if block.mlp.has("gate_expand") else "gate" if number == "gate" else "expand"
+            return getattr(block.mlp, name), "6"
+        return None, ""
+
+    @staticmethod
+    def _part(layer: Affine, number: str) -> slice:
+        """The columns of a layer that computes gate and up at once."""
+        if not layer.plain().parts:
+            return slice(None)
+        half = sum(layer.plain().widths) // 2
+        return slice(0, half) if number == "gate" else slice(half, None)
+
+    def _values(self, point: str) -> Callable[..., Tensor]:
+        return self._reader(point, self.seen.values, self.right.values)
+
+    def _signals(self, point: str) -> Callable[..., Tensor]:
+        return self._reader(point, self.seen.signals, self.right.signals)
+
+    def _reader(self, point: str, seen: dict[str, Tensor], right: dict[str, Tensor]) -> Callable[..., Tensor]:
+        """Tensors of the same block: as the audited model computed them, or ours where it showed none."""
+        block = point.rpartition(".")[0]
+
+        def read(number: str, *, padded: bool = False, last: bool = False) -> Tensor:
+            prefix = f"blocks.{self.subject.config.n_blocks - 1}" if last else block
+            name = f"{prefix}.{number}" if prefix else number
+            if name in seen:
+                return seen[name] if padded else self._rows(seen[name])
+            if not padded:
+                return right[name]
+            whole = right[name].new_zeros(len(self.batch.rows), right[name].shape[1])
+            whole[self.batch.rows] = right[name]
+            return whole
+
+        return read
+
+    def _rows(self, x: Tensor | None) -> Tensor:
+        assert x is not None
+        return x[self.batch.rows]
+
+
+def _turned(x: Tensor, tracked: Tracked) -> Tensor:
+    return x.detach().t() if tracked.transposed else x.detach()
+
+
+def _normalized(norm: Norm, a: Tensor) -> tuple[Tensor, Tensor]:
+    """ā and 1/σ of every row"""
+    mean = a.mean(-1, keepdim=True) if hasattr(norm, "bias") else 0.0
+    inverse = torch.rsqrt((a - mean).square().mean(-1, keepdim=True) + norm.eps)  # type: ignore[operator]
+    return (a - mean) * inverse, inverse
+
+
+@torch.no_grad()
+def _norm_mistakes(norm: Norm, a: Tensor) -> dict[str, Tensor]:
+    a_bar, _ = _normalized(norm, a)
+    w, b = norm.weight, getattr(norm, "bias", None)
+    bias = 0.0 if b is None else b
+    return {
+        "the gain were left out": a_bar + bias,
+        "1 were added to the gain": a_bar * (1 + w) + bias,
+        "the norm were left out": a,
+        **({"the bias were left out": a_bar * w} if b is not None else {}),
+    }
+
+
+@torch.no_grad()
+def _norm_terms(norm: Norm, a: Tensor, delta: Tensor, branch: str) -> dict[str, Tensor]:
+    """The terms of a norm's backward pass: 1/σ · (w ∘ Δ − mean(w ∘ Δ) − ā mean(w ∘ Δ ∘ ā)); RMSNorm has no second one."""
+    a_bar, inverse = _normalized(norm, a)
+    g = delta * norm.weight
+    direct, along = inverse * g, -inverse * a_bar * (g * a_bar).mean(-1, keepdim=True)
+    terms = {"the norm's direct term": direct, "the norm's term of the variance": along}
+    whole = direct + along
+    if hasattr(norm, "bias"):
+        terms["the norm's term of the mean"] = -inverse * g.mean(-1, keepdim=True).expand_as(g)
+        whole = whole + terms["the norm's term of the mean"]
+    return {f"the {branch} branch": whole, **terms}
+
+
+@torch.no_grad()
+def _layer_mistakes(layer: Affine, a: Tensor, columns: slice) -> dict[str, Tensor]:
+    plain = layer.plain()
+    w, b = layer.effective_weight()[:, columns], plain.added_bias()
+    found = {}
+    if layer.adapted:
+        base = a @ plain.effective_weight()[:, columns]
+        found["the adapter were bypassed"] = base if b is None else base + b[columns]
+    if b is not None:
+        found["the bias were left out"] = a @ w
+    return found
+
+
+@torch.no_grad()
+def _backward_terms(layers: dict[str, Affine], signals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What each layer, and within it the adapter, adds to the error signal of their common input."""
+    terms: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        whole = signals[name] @ layer.effective_weight().t()
+        if len(layers) > 1:
+            terms[f"the {name} branch"] = whole
+        if layer.adapted:
+            of = f" of {name}" if name else ""
+            terms[f"the adapter's part{of}"] = whole - signals[name] @ layer.plain().effective_weight().t()
+    return terms

@@ -1,0 +1,135 @@
+"""What is right: the hand-derived pass in float64, and how much rounding in a narrower dtype may change it.
+
+The error that a dtype allows is measured, not fixed: the reference model runs several times in float64 with a random
+rounding error of that dtype's size in every intermediate of both passes. A tensor in which much cancels is then allowed
+more error than one in which nothing does.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import Reference, ReferenceModel
+from .batch import AuditBatch
+from .points import points_of
+from .subject import Subject
+
+SAMPLES = 4  # perturbed passes
+STEPS = 4  # roundings between two intermediates of the reference: of a norm, a rotation, a softmax
+MARGIN = 3.0  # times the largest error of the samples
+
+
+class Expected(NamedTuple):
+    """What the audited model should compute: (n, d) rows without padding."""
+
+    loss: float
+    values: dict[str, Tensor]  # by the point's name
+    signals: dict[str, Tensor]
+    grads: dict[str, Tensor]  # by our parameter's name
+
+
+class Bounds(NamedTuple):
+    """The largest norm of an error that rounding explains."""
+
+    loss: float
+    values: dict[str, float]
+    signals: dict[str, float]
+    grads: dict[str, float]
+    dtype: torch.dtype
+
+
+def expect(subject: Subject, batch: AuditBatch, divisors: Sequence[int] | None = None) -> Expected:
+    """The hand-derived pass. `divisors` are the numbers by which the summed loss of each sequence is divided (default: the
+    number of targets of the batch), for what a wrong average would have given."""
+    model = subject.ours
+    wanted = {p.value: p.name for p in points_of(model.config)}
+    wanted_signals = {p.signal: p.name for p in points_of(model.config)}
+    values: dict[str, list[Tensor]] = {}
+    signals: dict[str, list[Tensor]] = {}
+
+    def record(name: str, x: Tensor) -> None:
+        if name in wanted:
+            values.setdefault(wanted[name], []).append(x.clone())
+        elif name in wanted_signals:
+            signals.setdefault(wanted_signals[name], []).append(x.clone())
+
+    model.zero_grad()
+    loss = 0.0
+    sequences = zip(*(torch.split(x, batch.lengths) for x in (batch.tokens, batch.targets)), strict=True)
+    for i, (tokens, targets) in enumerate(sequences):
+        divisor = batch.n_targets if divisors is None else divisors[i]
+        # one sequence at a time: the maps of attention are then no larger than a sequence
+        loss += model.loss_and_grads(tokens, targets, n_targets=divisor, record=record, all_signals=True)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    whole, whole_signals = ({name: torch.cat(parts) for name, parts in found.items()} for found in (values, signals))
+    return Expected(loss, whole, whole_signals, grads)
+
+
+class _Rounding(torch.autograd.Function):
+    """Multiply by 1 + a random error in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: float, generator: torch.Generator) -> Tensor:
+        ctx.size, ctx.generator = size, generator
+        return _perturbed(x, size, generator)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _perturbed(grad, ctx.size, ctx.generator), None, None
+
+
+def _perturbed(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    errors = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device).mul_(2).sub_(1)
+    return errors.mul_(size).add_(1).mul_(x)
+
+
+def rounding_size(subject: Subject, batch: AuditBatch, dtype: torch.dtype) -> float:
+    """The relative error of one intermediate: several roundings in the dtype, and the sums inside a product in float32 at
+    least."""
+    c = subject.config
+    longest = max(c.d_model, c.hidden_width, c.n_heads * c.value_width, len(batch.tokens))
+    adding = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return math.sqrt(STEPS) * torch.finfo(dtype).eps / 2 + math.sqrt(longest) * adding / 2
+
+
+def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expected, seed: int = 0) -> Bounds:
+    """The errors that computing in this dtype allows."""
+    size = rounding_size(subject, batch, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    reference = ReferenceModel(subject.ours, batch.tokens, batch.targets, batch.lengths)
+    signals = {p.signal: p.name for p in points_of(subject.config)}
+
+    def change(x: Tensor) -> Tensor:
+        return _Rounding.apply(x, size, generator)  # type: ignore[no-any-return,no-untyped-call]
+
+    reference.inside = change
+    errors: dict[tuple[str, str], float] = {("loss", ""): size * abs(right.loss)}
+
+    def measure(kind: str, name: str, found: Tensor, exact: Tensor | None) -> None:
+        if exact is not None:
+            error = torch.linalg.vector_norm(found - exact).item()
+            errors[kind, name] = max(errors.get((kind, name), 0.0), error)
+
+    for _ in range(SAMPLES):
+        sample: Reference = reference.differentiate(change)
+        errors["loss", ""] = max(errors["loss", ""], abs(sample.loss - right.loss))
+        for their_name, name in signals.items():
+            measure("values", name, sample.values[their_name], right.values.get(name))
+            measure("signals", name, sample.deltas[their_name], right.signals.get(name))
+        for name, grad in sample.grads.items():
+            measure("grads", name, _perturbed(grad, size, generator), right.grads.get(name))
+    found = {kind: _with_floor(kind, errors, getattr(right, kind)) for kind in ("values", "signals", "grads")}
+    return Bounds(MARGIN * errors["loss", ""], found["values"], found["signals"], found["grads"], dtype)
+
+
+def _with_floor(kind: str, errors: dict[tuple[str, str], float], right: dict[str, Tensor]) -> dict[str, float]:
+    """The allowed errors. A tensor of few entries may happen to be hit by small errors only: it is allowed at least the
+    relative error that is usual among its kind."""
+    sizes = {name: torch.linalg.vector_norm(x).item() for name, x in right.items()}
+    relative = sorted(errors[kind, name] / size for name, size in sizes.items() if size)
+    usual = relative[len(relative) // 2] if relative else 0.0
+    return {name: MARGIN * max(errors[kind, name], usual * size) for name, size in sizes.items()}

@@ -1,0 +1,216 @@
+"""The report of an audit: the first thing that is wrong, what else is, and the checks of the set-up."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from html import escape
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from ...formatting import number, plural
+from ..diagnosis import Diagnosis
+from ..report import as_text
+
+KINDS = {"activation": "activations", "loss": "loss", "error signal": "error signals", "gradient": "gradients"}
+SHOWN = 6  # wrong tensors listed in a report, besides the first
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor of the audited model, compared with the hand-derived one."""
+
+    name: str  # a parameter's name, or the module and what passes there
+    kind: str  # one of KINDS
+    layer: str  # the module that computes it
+    diagnosis: Diagnosis
+
+    @property
+    def right(self) -> bool:
+        return self.diagnosis.right
+
+    @property
+    def used(self) -> float:
+        """The error as a share of what rounding allows."""
+        d = self.diagnosis
+        return d.error / d.bound if d.bound else (0.0 if self.right else math.inf)
+
+    def sentence(self) -> str:
+        subject = {"gradient": f"the gradient of {self.name}", "error signal": f"the error signal of {self.name}"}
+        return f"{subject.get(self.kind, self.name)} {self.diagnosis.sentence}"
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One check of the set-up; `passed` is None if it does not apply."""
+
+    name: str
+    passed: bool | None
+    note: str = ""
+
+
+@dataclass
+class Audit:
+    """What an audit found. Prints as a short report, displays as HTML in a notebook, and converts to JSON."""
+
+    title: str
+    dtype: str
+    compared: list[Compared] = field(default_factory=list)  # in the order in which a fault spreads
+    setup: list[SetUp] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Compared]:
+        return [x for x in self.compared if not x.right]
+
+    @property
+    def first(self) -> Compared | None:
+        """The first tensor that is wrong: forward first, then in the order of the backward pass."""
+        return next(iter(self.wrong), None)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.compared) and not self.wrong and all(x.passed is not False for x in self.setup)
+
+    @property
+    def worst(self) -> float:
+        """The largest error, as a share of what rounding allows."""
+        return max((x.used for x in self.compared), default=math.inf)
+
+    def summary(self) -> str:
+        failed = [x.name for x in self.setup if x.passed is False]
+        if self.passed:
+            return (
+                f"all gradients are right: {self._counts()} agree; the largest error is {number(self.worst)} of what"
+                f" {self.dtype} allows"
+            )
+        if self.first is None:
+            return (
+                f"the gradients are right, but {plural(len(failed), 'check')} of the set-up failed: {', '.join(failed)}"
+            )
+        return f"{self.first.layer} is wrong: {self.first.sentence()}"
+
+    def _counts(self) -> str:
+        counts = {kind: sum(x.kind == kind for x in self.compared) for kind in KINDS}
+        named = [plural(n, kind) for kind, n in counts.items() if n and kind != "loss"]
+        return ", ".join(named[:-1]) + f" and {named[-1]}" if len(named) > 1 else "".join(named)
+
+    def __repr__(self) -> str:
+        return f"<Audit: {self.title}: {self.summary()}>"
+
+    # ── the three forms ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        if self.first is None:
+            yield Text(f"✔ {self.summary()}" if self.passed else f"✘ {self.summary()}",
+                       style="bold green" if self.passed else "bold red")  # fmt: skip
+        else:
+            yield Text(f"✘ {self.first.layer} is wrong", style="bold red")
+            yield Text(f"  {self.first.sentence()}")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        for row in self._rows():
+            table.add_row(*row)
+        yield Text("")
+        yield table
+        if self.first is not None and len(self.wrong) > 1:
+            yield Text("")
+            yield Text(self._others(), style="dim")
+        for note in self.notes:
+            yield Text(f"note: {note}", style="dim")
+
+    def _rows(self) -> list[tuple[Text, str, str]]:
+        rows = []
+        for kind, name in KINDS.items():
+            group = [x for x in self.compared if x.kind == kind]
+            wrong = [x for x in group if not x.right]
+            if not group:
+                continue
+            mark = Text("✘", style="bold red") if wrong else Text("✔", style="green")
+            share = max((x.used for x in group if x.right), default=0.0)
+            rest = f"largest error {number(share)} of what {self.dtype} allows" if not wrong else \
+                f"{len(wrong)} of {len(group)} wrong"  # fmt: skip
+            rows.append((mark, name if kind == "loss" else f"{len(group)} {name}", rest))
+        marks = {True: Text("✔", style="green"), False: Text("✘", style="bold red"), None: Text("–", style="dim")}
+        rows += [(marks[check.passed], check.name, check.note) for check in self.setup]
+        return rows
+
+    def _others(self) -> str:
+        others = [x.name for x in self.wrong[1:]]
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        return f"Wrong after it, perhaps because of it: {', '.join(others[:SHOWN])}{more}."
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def to_json(self) -> str:
+        def finite(x: float | None) -> float | None:
+            return x if x is None or math.isfinite(x) else None
+
+        def plain(x: Compared) -> dict[str, object]:
+            d = x.diagnosis
+            return {
+                "name": x.name, "kind": x.kind, "layer": x.layer, "right": x.right, "diagnosis": d.kind,
+                "sentence": x.sentence(), "error": finite(d.error), "allowed": d.bound, "factor": finite(d.factor),
+                "detail": d.detail, "part": d.part,
+            }  # fmt: skip
+
+        return json.dumps(
+            {
+                "title": self.title,
+                "passed": self.passed,
+                "summary": self.summary(),
+                "dtype": self.dtype,
+                "first": None if self.first is None else plain(self.first),
+                "compared": [plain(x) for x in self.compared],
+                "setup": [{"name": x.name, "passed": x.passed, "note": x.note} for x in self.setup],
+                "notes": self.notes,
+            },
+            indent=1,
+            ensure_ascii=False,
+        )
+
+    def _repr_html_(self) -> str:
+        good, bad = "#2a7a3f", "#b3261e"
+        colour = good if self.passed else bad
+        head = f'<p><b>{escape(self.title)}</b></p><p style="color:{colour}"><b>{escape(self.summary())}</b></p>'
+        marks = {True: ("✔", good), False: ("✘", bad), None: ("–", "#777")}
+        rows = "".join(
+            f'<tr><td style="color:{marks[x.passed][1]}">{marks[x.passed][0]}</td><td>{escape(x.name)}</td>'
+            f"<td>{escape(x.note)}</td></tr>"
+            for x in self.setup
+        )
+        body = "".join(self._html_row(x, good if x.right else bad) for x in self.compared)
+        notes = "".join(f"<p>note: {escape(note)}</p>" for note in self.notes)
+        columns = "".join(f"<th>{x}</th>" for x in ("", "tensor", "kind", "layer", "error / allowed", "finding"))
+        return (
+            f"{head}{notes}<table><tbody>{rows}</tbody></table>"
+            f"<details{'' if self.passed else ' open'}><summary>{len(self.compared)} tensors</summary>"
+            f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></details>"
+        )
+
+    @staticmethod
+    def _html_row(x: Compared, colour: str) -> str:
+        used = "∞" if math.isinf(x.used) else number(x.used)
+        cells = [x.name, x.kind, x.layer, used, "" if x.right else x.diagnosis.sentence]
+        mark = f'<td style="color:{colour}">{"✔" if x.right else "✘"}</td>'
+        return f"<tr>{mark}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+    def to_html(self) -> str:
+        """A complete page, without anything from elsewhere."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(self.title)}</title><style>{STYLE}</style></head>"
+            f"<body><main>{self._repr_html_()}</main></body></html>\n"
+        )
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:0;color:#1b1b1b;background:#fff}"
+    "main{max-width:75rem;margin:0 auto;padding:1.5rem}table{border-collapse:collapse;margin:.75rem 0}"
+    "td,th{text-align:left;vertical-align:top;padding:.2rem .75rem .2rem 0;border-bottom:1px solid #ddd}"
+    "td:nth-child(2){overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer}"
+    "@media (prefers-color-scheme:dark){body{color:#e8e8e8;background:#161616}td,th{border-color:#333}}"
+)
