@@ -6,7 +6,7 @@ LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser bench llama-bench lm-eval-check \
+.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser docs release-check bench llama-bench lm-eval-check \
 	images clean
 .DEFAULT_GOAL := demo
 
@@ -63,8 +63,8 @@ long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random
 lint: style types
 
 style: $(VENV)/.ready-for-tests
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs/site docs/notebooks docs/images
+	$(BIN)/ruff format --check src tests bench docs/site docs/notebooks docs/images
 
 types: $(VENV)/.ready-for-tests
 	$(BIN)/mypy
@@ -72,6 +72,18 @@ types: $(VENV)/.ready-for-tests
 images: $(VENV)/.ready-for-tests browser
 	$(BIN)/python docs/images/make.py
 	$(BIN)/python docs/images/screenshots.py
+
+docs: $(VENV)/.ready-for-tests  # the documentation as a site that opens from the disk
+	$(BIN)/python -m mkdocs build --quiet
+	@echo "open build/site/index.html"
+
+# Build wheel and source archive, install the wheel into a new environment, and check the gradients there.
+release-check: $(VENV)/.ready-for-tests
+	rm -rf build/release && mkdir -p build/release
+	$(BIN)/python -m build --outdir build/release
+	$(PYTHON) -m venv build/release/venv
+	build/release/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build/release/*.whl
+	cd build/release && venv/bin/handgrad verify && venv/bin/handgrad verify --model nano && venv/bin/handgrad verify --model nano-llama
 
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/handgrad bench

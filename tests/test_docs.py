@@ -194,6 +194,23 @@ def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
                 assert found == pytest.approx(expected, rel=1e-3, abs=1e-12), f"{page.name} example {i}"
 
 
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "notebooks").glob("*.py")), ids=lambda p: p.stem)
+def test_notebook_runs(notebook: Path, folder: Folder) -> None:
+    """Every cell of code, in order; SmolLM2 is a tiny model with its interface."""
+    _, *parts = re.split(r"^# %%( \[markdown\])?\n", notebook.read_text(), flags=re.M)
+    names: dict[str, object] = {}
+    cells = list(zip(parts[::2], parts[1::2], strict=True))
+    assert sum(kind is None for kind, _ in cells) >= 4 and cells[0][0], (
+        "a notebook begins with text and has several cells"
+    )
+    for i, (kind, code) in enumerate(cells):
+        if kind is None:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, f"{notebook.name} cell {i}", "exec"), names)
+        else:
+            assert all(line.startswith("#") for line in code.splitlines() if line.strip()), f"{notebook.name} cell {i}"
+
+
 def check_outline(code: str, module: str) -> None:
     """Compare the fields and parameters in an outline, with ... for bodies, with those of the module."""
     real = importlib.import_module(f"handgrad.{module.replace('/', '.')}")

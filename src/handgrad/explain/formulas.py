@@ -49,11 +49,15 @@ ERRATA = {
 
 @cache
 def mathml(latex: str) -> str:
-    """Convert LaTeX to MathML. An upright word becomes one identifier instead of single letters."""
+    """Convert LaTeX to MathML. An upright word becomes one identifier instead of single letters; a letter stays upright."""
     made = convert(latex, display="block")
     letters = r'<mrow>((?:<mi mathvariant="normal">[^<]*</mi>)+)</mrow>'
-    made = re.sub(letters, lambda m: f"<mi>{re.sub('<[^>]*>', '', m[1])}</mi>", made)
+    made = re.sub(letters, lambda m: _upright(re.sub("<[^>]*>", "", m[1])), made)
     return made.replace("<mo>&#x0007E;</mo>", '<mo stretchy="true">&#x002DC;</mo>')
+
+
+def _upright(word: str) -> str:
+    return f"<mi>{word}</mi>" if len(word) > 1 else f'<mi mathvariant="normal">{word}</mi>'
 
 
 # ── the layers ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,156 @@
+"""The pages that are generated at every build: the reference, the checks, the benchmarks, source files."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+
+import typer
+from bench import table
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from typer.testing import CliRunner
+
+import handgrad
+import notebooks
+import quotes
+from handgrad.cli.app import app
+from handgrad.proof.ledger import CHECKS
+from handgrad.proof.ledger.check import SECTIONS
+
+# The rooms of public names → headings of the Python reference, in this order.
+GROUPS = {
+    "api": "Training",
+    "model": "Models and gradients",
+    "nn": "Layers for PyTorch models",
+    "adapters": "Adapters (`hg.lora`)",
+    "inference": "Generation",
+    "formats": "Models on disk",
+    "proof": "Checks",
+    "errors": "Errors",
+}
+
+
+def generate() -> dict[str, str]:
+    """Every generated page by its name."""
+    return {
+        "reference/python.md": python_reference(),
+        "reference/paper.md": formulas("paper", "Formulas as printed", "On 2-D matrices, one head at a time."),
+        "reference/ops.md": formulas("ops", "Formulas as computed", "Batched, as training uses them."),
+        "reference/commands.md": commands(),
+        "reference/checks.md": checks(),
+        "reference/benchmarks.md": benchmarks(),
+        **notebooks.pages(),
+    }
+
+
+# ── the reference ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def public_names() -> Iterator[tuple[str, str]]:
+    """Each public name as users write it, and the path of its definition."""
+    for name in handgrad.__all__:
+        thing = getattr(handgrad, name)
+        if isinstance(thing, ModuleType):
+            for inner in thing.__all__:
+                found = getattr(thing, inner)
+                if not isinstance(found, ModuleType):
+                    yield f"hg.{name}.{inner}", f"{getattr(found, '__module__', thing.__name__)}.{inner}"
+        else:
+            yield f"hg.{name}", f"{thing.__module__}.{name}"
+
+
+def python_reference() -> str:
+    by_room: dict[str, list[tuple[str, str]]] = {}
+    for name, path in public_names():
+        by_room.setdefault(path.split(".")[1], []).append((name, path))
+    lines = ["# Python", "", "`import handgrad as hg` gives these names. The text is that of the docstrings."]
+    for room in (*GROUPS, *sorted(set(by_room) - set(GROUPS))):
+        if room in by_room:
+            lines += ["", f"## {GROUPS.get(room, room.capitalize())}"]
+            for name, path in by_room[room]:
+                lines += ["", f"::: {path}", "    options:", f"      heading: {name}", f"      toc_label: {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def formulas(room: str, title: str, intro: str) -> str:
+    lines = [f"# {title}", "", f"The functions of `handgrad.{room}`. {intro}"]
+    for file in sorted((quotes.ROOT / quotes.PACKAGE / room).glob("[a-z]*.py")):
+        module = import_module(f"handgrad.{room}.{file.stem}")
+        names = [
+            name
+            for name, found in inspect.getmembers(module, inspect.isfunction)
+            if found.__module__ == module.__name__ and not name.startswith("_")
+        ]
+        if names:
+            lines += ["", f"## {file.stem}", "", f"[{room}/{file.name}](../../{quotes.PACKAGE}{room}/{file.name})"]
+            lines += ["", "```text", inspect.getdoc(module) or "", "```"]
+        for name in names:
+            lines += ["", f"::: {module.__name__}.{name}", "    options:", f"      heading: {file.stem}.{name}"]
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """What --help prints, for every command."""
+    lines = ["# Commands", "", "What `handgrad COMMAND --help` prints."]
+    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100", "NO_COLOR": "1"}).stdout
+        lines += ["", f"## handgrad {name}", "", "```text", shown.rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+# ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checks() -> str:
+    """A table of every check of the ledger, by section of the paper."""
+    lines = ["# Every check", "", f"`handgrad verify` runs these {len(CHECKS)} checks on new random values."]
+    lines += ["`handgrad verify --only ID` runs one. How to read the ids: [checking](../layers/README.md#checking)."]
+    for number, title in SECTIONS.items():
+        chosen = [check for check in CHECKS.values() if check.section == number]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| id | equation | statement | compared with | limit |",
+            "|---|---|---|---|---|",
+        ]
+        for check in chosen:
+            statement = " ".join(check.statement.split()).replace("|", "\\|")
+            limit = "equal" if check.tolerance == 0 else f"{check.tolerance:.0e}"
+            lines.append(f"| `{check.id}` | {check.equation} | {statement} | {check.oracle} | {limit} |")
+    return "\n".join(lines) + "\n"
+
+
+def benchmarks() -> str:
+    """The published results of handgrad bench: the summary, then every row with its command."""
+    results = json.loads((quotes.ROOT / "docs" / "bench" / "results.json").read_text())["results"]
+    lines = ["# Benchmarks", "", "Contenders take turns in one run; the best round of each counts. Losses or gradients"]
+    lines += ["are compared before anything is timed. Run a command below to measure it on your machine.", ""]
+    lines += [table.render(results)]
+    for result in results:
+        lines += [f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
+        lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]
+        for row in table.rows_of(result):
+            figures = [f"{row.seconds:.3g}", f"{row.median:.3g}", f"{row.memory / 1e9:.2f} GB" if row.memory else ""]
+            ratio = "" if row.ratio != row.ratio else f"{row.ratio:.2f}×"
+            cells = [row.case, row.contender, *(figures if not row.problem else [row.problem, "", ""]), ratio]
+            lines.append("| " + " | ".join(cells).replace("nan", "") + " |")
+        lines += ["", "Seconds of the best round; the ratio is the reference's time ÷ this one's.", ""]
+    return "\n".join(lines)
+
+
+# ── source files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_source(path: str) -> str:
+    """A page with a file of the repository, its lines numbered, or with the names in a folder."""
+    file = quotes.ROOT / path
+    title = f"# {path.removeprefix(quotes.PACKAGE)}\n\n"
+    if file.is_dir():
+        return title + "\n".join(f"- `{inner.name}`" for inner in sorted(file.glob("[!_.]*"))) + "\n"
+    lexer = get_lexer_for_filename(file.name) if file.suffix else TextLexer()
+    shown = highlight(file.read_text(), lexer, HtmlFormatter(cssclass="highlight source", linespans="line"))
+    return title + shown
