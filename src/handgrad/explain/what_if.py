@@ -189,7 +189,7 @@ def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dic
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    return (x - y).norm().item()
+    return float((x - y).norm().item())
 
 
 def _written(i: object) -> str:
