@@ -74,7 +74,7 @@ class LayerwiseChecker:
         model: GPT,
         tokens: Tensor,
         targets: Tensor,
-        computed: Mapping[str, Tensor] | None = None,
+        computed: "Mapping[str, Tensor] | None" = None,  # a trace
         *,
         objective: Objective = MEAN_LOSS,
         seed: int = 0,
