@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
+LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer test long lint browser bench llama-bench images clean
+.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser bench llama-bench lm-eval-check \
+	images clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -27,8 +29,16 @@ finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transf
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
 	$(BIN)/python -m bench.demo --peer
 
+example-norms-demo: $(VENV)/.ready  # wrong labels found by the norms of gradients, a planted fact by influence; on SmolLM2
+	rm -rf build/example-norms-demo
+	$(BIN)/python -m bench.example_demo
+
+# mypy, which uses one core, runs beside the tests.
+test: style browser
+	@$(MAKE) --no-print-directory -j2 types run-tests
+
 # One process per core, one thread each; idle workers take over tests of others.
-test: lint browser
+run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
@@ -47,11 +57,15 @@ browser:
 long: $(VENV)/.ready-for-tests  # tests that take minutes each: corrupted files, and kills at system calls
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	for processes in 1 2; do for command in train finetune; do \
-	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 || exit 1; done; done
+	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
 
-lint: $(VENV)/.ready-for-tests
+lint: style types
+
+style: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
+
+types: $(VENV)/.ready-for-tests
 	$(BIN)/mypy
 
 images: $(VENV)/.ready-for-tests browser
@@ -61,28 +75,43 @@ images: $(VENV)/.ready-for-tests browser
 bench: $(VENV)/.ready-for-tests
 	$(BIN)/handgrad bench
 
-# A peer of bench generate: llama.cpp's own benchmark, from the source archive of llama-cpp-python. Takes ten minutes.
-llama-bench: $(VENV)/.ready-for-tests
+# A peer of bench generate: llama.cpp's own benchmark, from the source archive of llama-cpp-python. Takes ten minutes and a
+# C++ compiler; cmake and ninja go into build/llama, and only the program into the environment.
+llama-bench: $(VENV)/.ready
 	rm -rf build/llama && mkdir -p build/llama
-	$(PIP) cmake ninja
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama llama-cpp-python==$(LLAMA)
+	$(PYTHON) -m venv build/llama/tools
+	build/llama/tools/bin/python -m pip install --quiet --disable-pip-version-check cmake ninja
+	build/llama/tools/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest build/llama llama-cpp-python==$(LLAMA)
 	tar -xzf build/llama/llama_cpp_python-$(LLAMA).tar.gz --strip-components 1 -C build/llama
-	$(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -S build/llama/vendor/llama.cpp -B build/llama/made \
-		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
-	$(BIN)/cmake --build build/llama/made --target llama-bench
+	build/llama/tools/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/build/llama/tools/bin/ninja \
+		-S build/llama/vendor/llama.cpp -B build/llama/made -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+	build/llama/tools/bin/cmake --build build/llama/made --target llama-bench
 	cp build/llama/made/bin/llama-bench $(BIN)/
+
+# lm-eval, in an environment of its own, scores a task over HTTP; the scores must be those of transformers.
+lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready
+	$(BIN)/python tests/lm_eval_check.py --program build/lm-eval/bin/lm_eval --model smollm2
+
+build/lm-eval/.ready: Makefile
+	$(PYTHON) -m venv build/lm-eval
+	build/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==$(LM_EVAL)' 'transformers>=5,<6'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "handgrad needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "setting up $(VENV) (once; torch is large)"
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.ready-for-tests: $(VENV)/.ready
+$(VENV)/.ready-for-tests: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[test]'
-	@touch $@
+	@touch $(VENV)/.ready $@

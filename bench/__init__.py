@@ -13,6 +13,7 @@ memory is measured in a separate process per contender. A contender that fails i
     machine.py     the machine, its load, versions, commit
     cases.py       models and batches of train, memory, lora, sft
     compete.py     compares, times and measures the contenders of a case
+    bridge.py      contenders of bridge: a transformers model as it is, replaced, compiled; a model of handgrad, wrapped
     attention.py   attention alone, forward and backward
     bases.py       models and examples of finetune, context and generate
     finetune.py    the command finetune, and the same by transformers + peft
@@ -20,7 +21,9 @@ memory is measured in a separate process per contender. A contender that fails i
     context.py     the command finetune on one example of increasing length
     generate.py    generating tokens
     generators.py  its contenders: handgrad's engine, transformers, llama-bench, the speed of memory
+    lowbit.py      its products with low-bit weights: handgrad's kernel and those of torch
     shared.py      a small model while other processes use the cores
+    examples.py    a step that measures every example's gradient, and the plain step
     explain.py     the page of handgrad explain in a browser
     scenarios.py   all scenarios and their parts; single products; results as JSON
     supervise.py   runs the parts in a child process, which may be killed
@@ -28,6 +31,7 @@ memory is measured in a separate process per contender. A contender that fails i
     show.py        tables and progress in the terminal
     picture.py     the plot
     table.py       the README's table, from JSON
+    example_demo.py   make example-norms-demo: wrong answers by norm, a planted fact by influence, on SmolLM2
     demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
 """
 
@@ -36,12 +40,14 @@ SCENARIOS = {
     "memory": "Peak memory of a step, above weights and optimizer state.",
     "lora": "A step with LoRA adapters of rank 16 on every matrix of every block.",
     "sft": "LoRA on prompt-masked examples of different lengths: packed by handgrad, padded by the peer.",
+    "bridge": "loss.backward() of a transformers model: as it is, after hg.nn.replace, compiled; and of hg.nn.wrap.",
     "finetune": "The command finetune on examples of different lengths; time and memory of the process.",
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
     "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache.",
     "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",
+    "examples": "A step with the norm of every example's gradient, against the plain step: at most 1.3 times its time.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
 WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model

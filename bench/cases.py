@@ -15,6 +15,7 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.tolerances import TOLERANCE
 
+from . import bridge
 from .attempts import MissingError
 from .peers import RANK, Contender, Eager, Hand, HandInBackward, Loop, Peft, with_adapters
 from .products import MatmulsOnly
@@ -42,6 +43,7 @@ class Case:
     in_a_row: int = 1  # steps of a contender in a round
     tolerance: float = 1e-4  # relative, of losses and gradients
     exact: Callable[[], Contender] | None = None  # the same in float32, where the dtype itself rounds more than that
+    before: Callable[[], object] = lambda: None  # imports what contenders need, before memory is measured
 
 
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,4 +178,37 @@ def memory(size: Size) -> list[Case]:
     return [Case(f"{size.label}, {b}×{t}", b * t, make, 1 if size.name == "quick" else 2, plan=plan)]
 
 
-CASES: dict[str, Callable[[Size], list[Case]]] = {"train": train, "memory": memory, "lora": lora, "sft": sft}
+def bridged(size: Size) -> list[Case]:
+    """A transformers model, and the same with hand-derived backward passes: all weights, and LoRA."""
+    models = {size.label: size.model, **size.bridge_models}
+    return [_bridged(label, config, adapted, size) for label, config in models.items() for adapted in (False, True)]
+
+
+def _bridged(label: str, config: hg.ModelConfig, adapted: bool, size: Size) -> Case:
+    b, t = size.bridge
+    tokens, _ = batch_of(config.n_vocab, b, t)
+
+    def model() -> hg.GPT:
+        made = hg.GPT(config, seed=0)
+        return with_adapters(made) if adapted else made
+
+    make: dict[str, Callable[[], Contender]] = {
+        bridge.REPLACED: lambda: bridge.Replaced(model(), tokens),
+        bridge.TRANSFORMERS: lambda: bridge.Transformers(model(), tokens),
+        bridge.WRAPPED: lambda: bridge.Wrapped(model(), tokens),
+    }
+    if size.bridge_compiled:
+        make[COMPILED] = lambda: _compiled_bridge(model(), tokens)
+    name = f"{label}, {f'LoRA r={RANK}, ' * adapted}{b}×{t}"
+    return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=bridge.load_libraries)
+
+
+def _compiled_bridge(model: hg.GPT, tokens: Tensor) -> Contender:
+    if not can_compile():
+        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
+    return bridge.Compiled(model, tokens)
+
+
+CASES: dict[str, Callable[[Size], list[Case]]] = {
+    "train": train, "memory": memory, "lora": lora, "sft": sft, "bridge": bridged,
+}  # fmt: skip

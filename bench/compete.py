@@ -150,7 +150,7 @@ def _peaks(
 def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -> int:
     code = f"from bench.compete import show_peak; show_peak({scenario!r}, {case!r}, {contender!r}, {size.name!r})"
     # Peers run with the default memory settings of torch and the C library, not with handgrad's (handgrad/machine.py).
-    defaults = {} if contender in ("handgrad", LEAST_MEMORY) else {"MALLOC_PERTURB_": "0", "THP_MEM_ALLOC_ENABLE": "0"}
+    defaults = {} if contender.startswith("handgrad") else {"MALLOC_PERTURB_": "0", "THP_MEM_ALLOC_ENABLE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -176,6 +176,7 @@ def show_peak(scenario: str, case_name: str, contender: str, size: str) -> None:
     for warm in (Hand(hg.GPT(recipe), *small), Eager(hg.GPT(recipe), *small)):  # load libraries and their workspaces
         warm.gradients()
         warm.update()
+    case.before()
     baseline = resident()
     competitor = case.make[contender]()
 

@@ -1,5 +1,5 @@
 """Generating tokens, in float32 and with weights of 8 and 4 bits: the first token of a prompt (prefill), further tokens of a
-batch (decode), a batch of uneven prompts, and the same tokens with and without a cache.
+batch (decode), a batch of uneven prompts, and the same tokens with and without a cache. `lowbit.py` adds single products.
 
 A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496."""
 
@@ -16,11 +16,10 @@ import torch
 import handgrad as hg
 from handgrad.model.lowbit import quantize
 
-from . import generators
+from . import generators, lowbit
 from .attempts import Attempts
 from .bases import Base, base_of
-from .generators import Bound, Contender, Generator, Prompts, bytes_of_steps, check_same, llama
-from .measure import Timing
+from .generators import Bound, Contender, Generator, Prompts, bytes_of_steps, check_same, llama, time_in_turns
 from .row import BOUND, NAN, Row
 from .sizes import Size
 
@@ -45,7 +44,7 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
     found[f"{batch} uneven prompts of up to {longest} tokens"] = partial(uneven, size)
     for n in size.recomputed:
         found[f"{n} new tokens, {WITHOUT_CACHE}"] = partial(recomputed, n, size)
-    return found
+    return found | lowbit.cases(size)
 
 
 # ── models and prompts ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +160,7 @@ def compete(
         found, expected = attempts(first, mine.generate), attempts(second, other.generate)
         if found is not None and expected is not None:
             attempts(first, lambda: check_same(model_for(size), prompts, found, expected, second))
-    timings = take_turns(made, min(size.generate_rounds, most_rounds), attempts)
+    timings = time_in_turns(made, min(size.generate_rounds, most_rounds), attempts)
     rows = []
     for name in makers:
         row = Row("generate", case, name, tokens, problem=attempts.problems.get(name, ""), note=note_of(size))
@@ -181,15 +180,3 @@ def note_of(size: Size) -> str:
         " of the second contender ÷ that of this one; of bound: time in which memory delivers all weights, keys and values ÷"
         " best time"
     )
-
-
-def take_turns(made: dict[str, Contender], rounds: int, attempts: Attempts) -> dict[str, Timing]:
-    """Seconds of every contender in every round, after one run that does not count."""
-    timings = {name: Timing() for name in made}
-    for name, contender in made.items():
-        attempts(name, contender.seconds)
-    for _ in attempts.rounds(rounds):
-        for name, contender in made.items():
-            if (seconds := attempts(name, contender.seconds)) is not None:
-                timings[name].rounds.append(seconds)
-    return {name: timings[name] for name in attempts.competing(made)}

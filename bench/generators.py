@@ -17,7 +17,8 @@ import handgrad as hg
 from handgrad.inference.engine import Engine, Options, Sequence
 from handgrad.model.layers import Linear
 
-from .attempts import MissingError, WrongError
+from .attempts import Attempts, MissingError, WrongError
+from .measure import Timing
 from .process import reason_of
 
 TIE = 1e-3  # of log-probabilities: where the two most probable tokens are as near, rounding decides which one is chosen
@@ -39,6 +40,18 @@ class Generator:
         start = time.perf_counter()
         self.generate()
         return time.perf_counter() - start
+
+
+def time_in_turns(made: dict[str, Contender], rounds: int, attempts: Attempts) -> dict[str, Timing]:
+    """Seconds of every contender in every round, after one run that does not count."""
+    timings = {name: Timing() for name in made}
+    for name, contender in made.items():
+        attempts(name, contender.seconds)
+    for _ in attempts.rounds(rounds):
+        for name, contender in made.items():
+            if (seconds := attempts(name, contender.seconds)) is not None:
+                timings[name].rounds.append(seconds)
+    return {name: timings[name] for name in attempts.competing(made)}
 
 
 def check_same(model: hg.GPT, prompts: Prompts, ours: Prompts, theirs: Prompts, reference: str) -> None:
@@ -173,22 +186,25 @@ def llama(model: Path, kind: str, **numbers: int) -> Llama:
 
 @cache
 def copy_as(model: Path, kind: str) -> Path:
-    """A copy of a GGUF file whose matrices have another type, in a temporary folder."""
+    """A copy of a GGUF file whose matrices have another type, in a temporary folder. With Q4_1 the head is Q8_0, as in
+    handgrad's 4 bits and in the files of llama.cpp's own llama-quantize."""
     import tempfile
 
     import gguf
 
-    wanted = gguf.GGMLQuantizationType[kind]
     reader, path = gguf.GGUFReader(model), Path(tempfile.mkdtemp()) / f"{kind}.gguf"
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    head = "output.weight" if any(x.name == "output.weight" for x in reader.tensors) else "token_embd.weight"
     for tensor in reader.tensors:
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        to = wanted if numbers.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, to), raw_dtype=to)
+        its_kind = "F32" if numbers.ndim < 2 else "Q8_0" if (kind, tensor.name) == ("Q4_1", head) else kind
+        to = gguf.GGMLQuantizationType[its_kind]
+        data = tensor.data if tensor.tensor_type == to else gguf.quants.quantize(numbers, to)
+        writer.add_tensor(tensor.name, data, raw_dtype=to)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return path

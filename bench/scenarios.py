@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from . import SCENARIOS, attention, context, finetune, generate, shared
+from . import SCENARIOS, attention, context, examples, finetune, generate, shared
 from . import explain as page
 from .attempts import Attempts
 from .cases import CASES
@@ -108,6 +108,7 @@ OTHERS: dict[str, Callable[[Size], dict[str, Measure]]] = {
     "attention": attention.cases,
     "products": products,
     "shared": shared.cases,
+    "examples": examples.cases,
     "explain": explain,
 }
 assert set(SCENARIOS) == {*CASES, *OTHERS}

@@ -1,6 +1,6 @@
 """Sizes of every scenario: the published ones, --quick, and --tiny, which runs in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import handgrad as hg
@@ -50,12 +50,17 @@ class Size:
     new_tokens: int  # that are decoded in a round
     uneven: tuple[int, int]  # prompts, tokens of the longest
     recomputed: tuple[int, ...]  # new tokens with and without a cache
+    low_bit_layers: tuple[int, int, int]  # number, outputs, inputs
+    low_bit_rows: tuple[int, ...]
     numbers_in_memory: int  # that are read to measure the speed of memory: more than caches hold
     generate_rounds: int
     peaks: tuple[str, ...]  # scenarios that measure memory
     explain: tuple[str, int]  # model, words of the sentence
     rounds: int  # maximum
     measure_seconds: float  # budget of each time prediction
+    bridge: tuple[int, int] = (1, 512)  # sequences, tokens of each
+    bridge_models: dict[str, hg.ModelConfig] = field(default_factory=dict)  # besides `model`, by label
+    bridge_compiled: bool = False
     base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
 
     def attention_rounds(self, long: bool) -> int:
@@ -103,9 +108,13 @@ FULL = Size(
     new_tokens=16,
     uneven=(16, 512),
     recomputed=(16, 32, 64, 128, 256),
+    low_bit_layers=(48, 3072, 768),
+    low_bit_rows=(1, 8, 16),
     numbers_in_memory=1 << 27,
     generate_rounds=5,
-    peaks=("train", "memory", "lora", "sft"),
+    peaks=("train", "memory", "lora", "sft", "bridge"),
+    bridge_models={"SmolLM2 shape": hg.preset("smollm2-shape")},
+    bridge_compiled=True,
     explain=("gpt2", 64),
     rounds=40,
     measure_seconds=0.5,
@@ -142,9 +151,13 @@ QUICK = Size(
     new_tokens=8,
     uneven=(4, 128),
     recomputed=(16, 64),
+    low_bit_layers=(16, 3072, 768),
+    low_bit_rows=(1, 8),
     numbers_in_memory=1 << 26,
     generate_rounds=2,
-    peaks=("memory", "lora"),  # train would take longer than everything else
+    peaks=("memory", "lora", "bridge"),  # train would take longer than everything else
+    bridge=(1, 256),
+    bridge_models={"SmolLM2, 4 blocks, 8,192 ids": hg.preset("smollm2-shape", n_blocks=4, n_vocab=8192)},
     explain=("nano", 10),
     rounds=20,
     measure_seconds=0.2,
@@ -181,9 +194,15 @@ TINY = Size(
     new_tokens=4,
     uneven=(3, 24),
     recomputed=(4, 8),
+    low_bit_layers=(2, 64, 96),
+    low_bit_rows=(1, 3),
     numbers_in_memory=1 << 16,
     generate_rounds=1,
-    peaks=("memory", "lora"),
+    peaks=("memory", "lora", "bridge"),
+    bridge=(2, 128),
+    bridge_models={
+        "tiny Llama": hg.preset("nano-llama", n_vocab=512, n_context=128, d_model=32, d_hidden=64, n_blocks=2)
+    },
     explain=("nano", 3),
     rounds=1,
     measure_seconds=0.02,

@@ -22,12 +22,13 @@ from .picture import draw
 from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
-LEFT_OUT = ("products", "explain")  # scenarios without a place in the table
+LEFT_OUT = ("products", "examples", "explain")  # scenarios without a place in the table
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",
     "lora": "{}",
     "sft": "{}, prompt-masked",
+    "bridge": "`loss.backward()`, {}",
     "finetune": "`handgrad finetune`, {}",
     "shared": "nano recipe, {}",
 }
@@ -185,6 +186,8 @@ def lines_of(scenario: str, rows: list[Row]) -> Iterator[list[str]]:
 def case_lines(title: str, rows: list[Row]) -> Iterator[list[str]]:
     """A line for the case, and one for each further contender of ours."""
     first = rows[0]
+    if first.contender.startswith("…"):
+        title += f" with {of_ours(first)}"
     peers = [row for row in rows if not row.is_ours and row.contender != MATMULS] or rows[1:2]
     ratios = [f"{peer.seconds / first.seconds:.2f}×" for peer in peers if peer.seconds > 0]
     if peers and peers[0].memory and first.memory:
@@ -193,14 +196,17 @@ def case_lines(title: str, rows: list[Row]) -> Iterator[list[str]]:
     for row in rows[1:]:
         if row.is_ours and row not in peers:
             yield [
-                "the same, " + further(row),
+                "the same, " + of_ours(row),
                 figures(row),
-                f"{first.contender} {seconds(first.seconds)}",
+                f"{of_ours(first)} {seconds(first.seconds)}",
                 against(row, first),
             ]
 
 
-def further(row: Row) -> str:
+def of_ours(row: Row) -> str:
+    """A contender of ours in words: its options, if it has others than the first."""
+    if row.contender.startswith("… "):
+        return f"`{row.contender.removeprefix('… ')}`"
     return "by the loop of `handgrad train`" if row.contender == LOOP else row.contender.removeprefix("handgrad, ")
 
 
@@ -227,7 +233,8 @@ def figures(row: Row) -> str:
 def beside(row: Row) -> str:
     if row.problem:
         return f"{row.contender}: {row.problem}".replace("|", "/")
-    return f"{row.contender} {seconds(row.seconds)}" + (f", {gigabytes(row.memory)}" if row.memory else "")
+    name = "without" if row.is_ours else row.contender
+    return f"{name} {seconds(row.seconds)}" + (f", {gigabytes(row.memory)}" if row.memory else "")
 
 
 def attention_lines(rows: list[Row]) -> Iterator[list[str]]:

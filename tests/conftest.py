@@ -13,6 +13,7 @@ import torch
 import handgrad as hg
 from handgrad.cli.app import main
 from handgrad.files import manifest
+from handgrad.files.cache import cache_path
 from handgrad.kernels import library
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
@@ -21,6 +22,7 @@ torch.set_num_threads(1)  # the matrices are too small to gain from more threads
 # Relative tolerance of a single op, by dtype. It does not depend on the scale of the inputs.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ATTENTION_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # with large scores
+COMPILED = cache_path("kernels")  # before a test chooses another cache
 SCALES = [1e-8, 1e-4, 1.0, 1e3]
 
 
@@ -70,6 +72,18 @@ class SilentDisplay:
     def end(self) -> None: ...
 
 
+def link_kernels(cache: Path) -> None:
+    """Let a new cache folder have the kernels of this machine, so that processes that use it need not compile them again."""
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / COMPILED.name).symlink_to(COMPILED)
+
+
+def use_empty_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Set HANDGRAD_CACHE to a folder that is empty except for the kernels."""
+    link_kernels(folder)
+    monkeypatch.setenv("HANDGRAD_CACHE", str(folder))
+
+
 def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
     """Save a model without handgrad's manifest, as other tools do, so that a test may edit its files."""
     hg.save(model, folder, **options)  # type: ignore[arg-type]
@@ -110,6 +124,12 @@ def make_batch(
     targets[torch.rand(n, generator=generator) < ignored] = -100
     targets[n // 2] = tokens[0]
     return tokens, targets
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels once, before the workers start and before a test chooses another cache."""
+    for dtype in library.REAL:
+        library.load(dtype)
 
 
 @pytest.fixture(autouse=True)

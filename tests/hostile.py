@@ -104,7 +104,7 @@ def _measure(case: Case, folder: Path) -> Measured:
     except BaseException as reason:
         crash = f"{type(reason).__name__}: {str(reason)[:500]}"
     seconds = time.monotonic() - started
-    client._stop()
+    client._service.stop()
     return Measured(error, crash, seconds, _cpu_seconds() - used, _peak("self") - before + child[0])
 
 
@@ -114,7 +114,7 @@ def _watch(peak: list[float]) -> None:
 
     while True:
         with contextlib.suppress(OSError, AttributeError, StopIteration):
-            peak[0] = max(peak[0], _peak(str(client._child._process.pid)))  # type: ignore[union-attr]
+            peak[0] = max(peak[0], _peak(str(client._service.child._process.pid)))  # type: ignore[union-attr]
         time.sleep(0.005)
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 import forked
 import handgrad.files.atomic
 from forked import command
+from handgrad.kernels import library
 
 CALLS = ("rename", "replace", "fsync", "unlink", "remove", "rmdir", "mkdir", "chmod")
 TEXT = "".join(f"{n} green bottles hanging on the wall\n" for n in range(200))
@@ -140,8 +141,13 @@ def main() -> None:
     parser.add_argument("--command", choices=("train", "finetune"), default="train")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument(
+        "--compile", action="store_true", help="let every run compile its kernels, and be killed meanwhile"
+    )
     options = parser.parse_args()
     forked.warm_up()
+    if not options.compile:
+        library.load(torch.float64)  # once, for all forks
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["HANDGRAD_CACHE"] = f"{folder}/cache"
         print(json.dumps(check(options.command, options.processes, options.kills)))

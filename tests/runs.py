@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from conftest import handgrad
+from conftest import handgrad, link_kernels
 from handgrad.files.atomic import LEFTOVER
 
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
@@ -17,6 +17,7 @@ OFTEN = ["--eval-every", "2", "--eval-batches", "1", "--save-every", "2", "--sam
 
 def make_runs(folder: Path) -> Path:
     """Run train and finetune to their end in `folder`, which also gets their data and cache."""
+    link_kernels(folder / "cache")
     os.environ["HANDGRAD_CACHE"] = str(folder / "cache")
     try:
         (folder / "text.txt").write_text(TEXT)

@@ -36,6 +36,7 @@ CONTENDERS = {
     "memory": {"handgrad", "eager autograd", "handgrad, least memory"},
     "lora": {"handgrad", "transformers + peft", "matmuls only"},
     "sft": {"handgrad", "transformers + peft"},
+    "bridge": {"handgrad, replaced", "transformers", "handgrad, wrapped"},
     "finetune": {"handgrad finetune", "transformers + peft"},
     "generate": {
         "handgrad",
@@ -43,9 +44,16 @@ CONTENDERS = {
         "handgrad, float32",
         "handgrad, without a cache",
         "bandwidth bound",
+        "torch, float32",
+        "torch, linear_dynamic",
+        "torch, int8pack, bfloat16",
+        "torch, int8pack, float32",
+        "torch, int4pack, bfloat16",
+        "torch, int4pack, float32",
     },
     "attention": {"handgrad", "library kernel"},
     "products": {"as written", "transposed"},
+    "examples": {"handgrad, norms of examples", "handgrad"},
     "shared": {"handgrad", "torch's default threads"},
 }
 OF_INSTRUCTIONS = {
@@ -57,7 +65,7 @@ OF_INSTRUCTIONS = {
         "… --packed --recompute blocks",
     ],
 }
-WITH_MEMORY = {"memory", "lora", "finetune"}
+WITH_MEMORY = {"memory", "lora", "bridge", "finetune"}
 
 
 def bench(

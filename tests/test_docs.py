@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 import tiny_gguf
+from conftest import use_empty_cache
 from handgrad.cli.app import app
 from handgrad.formats.models import FETCHED
 from handgrad.model import config
@@ -90,7 +91,7 @@ class Folder:
         (path / "logs").mkdir()
         (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
-        for name in ("examples", "build/finetune-demo/train", "build/finetune-demo/validation"):
+        for name in ("examples", "questions", "build/finetune-demo/train", "build/finetune-demo/validation"):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
@@ -161,7 +162,8 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     tiny_gguf.put_in_cache(monkeypatch)
     return Folder(tmp_path)

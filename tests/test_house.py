@@ -12,8 +12,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A room (a package, or a module at the root) imports rooms further right only. docs/architecture.md shows the same rule.
 RULE = """
-__main__ → cli → api → display, explain, serve → training, proof → plan → formats, inference → adapters, optim
-→ text, model → ops → kernels → files, paper, families → sandbox, checks, web → errors, formatting, machine, tolerances
+__main__ → cli → api → display, explain, serve, nn → learn → training, proof → plan → per_example → formats, inference
+→ adapters, optim → text, model → ops → kernels → files, paper, families → sandbox, checks, web
+→ errors, formatting, machine, tolerances
 """
 LEVELS = [{name.strip() for name in rooms.split(",")} for rooms in reversed(RULE.split("→"))]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
@@ -110,11 +111,22 @@ def uses_of_autograd(code: str) -> list[str]:
 
 
 ORACLES = [SOURCE / "proof" / "oracles.py", SOURCE / "proof" / "reference.py"]
+# The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
+BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
+
+
+def without_bridge(file: Path) -> str:
+    """The code of a file; of the bridge, without the names it needs: these two and what a function saves."""
+    code = file.read_text()
+    if room(file) != "nn":
+        return code
+    kept = (line for line in code.splitlines(True) if line.rstrip() not in BRIDGE)
+    return "".join(kept).replace("ctx.save_for_backward(", "ctx.save(")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f not in ORACLES], ids=lambda f: str(f.relative_to(SOURCE)))
 def test_no_autograd_in_the_product(file: Path) -> None:
-    code = file.read_text()
+    code = without_bridge(file)
     found = uses_of_autograd(code)
     if "ledger" in file.parts:
         assert not re.search(r"torch\.autograd|requires_grad", code)
@@ -131,9 +143,28 @@ def test_uses_of_autograd_are_found() -> None:
     assert not uses_of_autograd("layer.backward(delta, a)")
 
 
-def test_only_explain_and_the_command_line_import_proof() -> None:
+def functions_of(code: str) -> list[ast.ClassDef]:
+    """The classes that autograd calls."""
+    classes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)]
+    return [node for node in classes if any(ast.unparse(base) == "Function" for base in node.bases)]
+
+
+def test_the_bridge_hands_gradients_over_and_never_asks_for_one() -> None:
+    """Functions of autograd are in `nn` alone, and each can be differentiated once: by hand."""
+    owners = {room(f) for f in FILES if functions_of(f.read_text())}
+    assert owners == {"nn"}
+    for function in (f for file in (SOURCE / "nn").glob("*.py") for f in functions_of(file.read_text())):
+        backward = next(x for x in function.body if isinstance(x, ast.FunctionDef) and x.name == "backward")
+        assert [ast.unparse(x) for x in backward.decorator_list] == ["staticmethod", "once_differentiable"], (
+            function.name
+        )
+    asked = "from torch.autograd import Function, grad\n", "import torch.autograd\n", "torch.autograd.grad(x, y)\n"
+    assert all(uses_of_autograd(line) and line.rstrip() not in BRIDGE for line in asked)
+
+
+def test_nothing_that_trains_or_runs_a_model_imports_proof() -> None:
     users = {room(f) for f in FILES if "proof" in imported_rooms(f)}
-    assert users <= {"proof", "explain", "cli", "__init__"}
+    assert users <= {"proof", "learn", "explain", "nn", "cli", "__init__"}
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if room(f) in ("ops", "model")], ids=lambda f: f.name)

@@ -11,6 +11,7 @@ from . import adapters as lora
 from .machine import configure_runtime
 
 if TYPE_CHECKING:
+    from . import nn
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
     from .explain.notebook import explain
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from .model.gpt import GPT
     from .model.objective import LogitDifference, PositionLoss
     from .model.trace import Trace, trace
+    from .per_example.measure import example_norms, example_products
+    from .per_example.ranking import Influence, influence
     from .proof.verify import verify
 
 __version__ = "0.1.0"
@@ -29,17 +32,22 @@ __all__ = [
     "GPT",
     "Attribution",
     "HandgradError",
+    "Influence",
     "LogitDifference",
     "ModelConfig",
     "NonFiniteError",
     "PositionLoss",
     "Trace",
     "attribute",
+    "example_norms",
+    "example_products",
     "explain",
     "finetune",
     "generate",
+    "influence",
     "load",
     "lora",
+    "nn",
     "preset",
     "save",
     "trace",
@@ -56,13 +64,14 @@ _MODULE = {
     "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
-    "verify": "proof.verify",
+    "verify": "proof.verify", "example_norms": "per_example.measure", "example_products": "per_example.measure",
+    "influence": "per_example.ranking", "Influence": "per_example.ranking",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "explain":  # a package that can be called
-        return import_module(".explain", __name__)
+    if name in ("explain", "nn"):  # packages; the first can be called
+        return import_module(f".{name}", __name__)
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import handgrad as hg
-from conftest import handgrad, make_model
+from conftest import handgrad, make_model, use_empty_cache
 from handgrad import formatting
 from handgrad.cli import app, console, explain
 from handgrad.plan import timing
@@ -262,7 +262,7 @@ def write_tiny_model(path: str, seed: int = 0) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with text, a model called nano, and an adapter of it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     Path("text.txt").write_text("ten green bottles hanging on the wall\n" * 100)
     write_tiny_model("nano")
     return tmp_path

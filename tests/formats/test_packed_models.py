@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import handgrad as hg
 from conftest import perturb
-from handgrad.model.packed import KINDS
+from handgrad.model import layers
+from handgrad.model.packed import KINDS, Packed
 from handgrad.optim import OptimizerInBackward
 from handgrad.training.config import FinetuneOptions
 
@@ -77,6 +78,30 @@ def test_kinds_of_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     path = gguf_file(tmp_path, "Q4_1")
     plain, packed = (adapted(hg.load(path, packed=p), **options) for p in (False, True))
     assert_same(gradients(packed, seed=7), gradients(plain, seed=7))
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["all-linear", "lm_head"]], ids=["plain head", "adapted head"])
+def test_a_large_head_is_never_unpacked_as_a_whole(
+    targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gguf_file(tmp_path, "Q8_0", vocab_size=203)
+    loss, whole = gradients(adapted(hg.load(path, dtype="float64"), targets=targets))
+    monkeypatch.setattr(layers, "ROWS_OF_PART", 100)  # more than any matrix of a block has
+    plain, packed = (adapted(hg.load(path, packed=p, dtype="float64"), targets=targets) for p in (False, True))
+    rows: list[int] = []
+    unpack = Packed.unpack
+
+    def counted(matrix: Packed, *rest: Any, **named: Any) -> torch.Tensor:
+        rows.append(matrix.shape[0])
+        return unpack(matrix, *rest, **named)
+
+    monkeypatch.setattr(Packed, "unpack", counted)
+    found = gradients(packed)
+    assert {100, 3} <= set(rows) and max(rows) == 100
+    assert packed.loss(*batch(), LENGTHS) == plain.loss(*batch(), LENGTHS) == pytest.approx(loss, rel=1e-12)
+    assert_same(found, gradients(plain))
+    for name, grad in whole.items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

@@ -145,6 +145,50 @@ def test_a_shared_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.cache.nbytes == 0
 
 
+def test_log_probabilities_of_a_shared_beginning_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an evaluation harness asks: one question, several answers. A prompt without log-probabilities has none to give."""
+    model = make_model(n_context=64, n_blocks=2)
+    rows: list[int] = []
+    embeddings = GPT.embeddings
+    monkeypatch.setattr(GPT, "embeddings", lambda self, ids, at: rows.append(len(ids)) or embeddings(self, ids, at))
+    question, *others = prompts_of(11, [30, 3, 4, 2, 3])
+    answers = [question + other for other in others] + [question[:20]]
+    engine = Engine(model, max_running=3)
+    plain = engine.add(question, Options(9))
+    engine.step()
+    rows.clear()
+    found = [engine.add(ids, Options(1, logprobs=2, prompt_logprobs=True)) for ids in answers]
+    unlike = engine.add(answers[0], Options(1, logprobs=3, prompt_logprobs=True))
+    run(engine)
+    assert sum(rows) == len(plain.new) - 1 + 33 + (1 + 4) + (1 + 2) + (1 + 3) + 1 + 33
+    for sequence in [*found, unlike]:
+        expected = torch.log_softmax(model.logits(torch.tensor(sequence.prompt)), 1)
+        top = sequence.options.logprobs
+        assert [x.id for x in sequence.prompt_logprobs] == sequence.prompt[1:]
+        for row, x in zip(expected, sequence.prompt_logprobs, strict=False):
+            assert x.logprob == pytest.approx(row[x.id].item(), abs=1e-10)
+            assert [p for _, p in x.top] == pytest.approx(row.topk(top).values.tolist(), abs=1e-10)
+        assert sequence.new == greedy(model, sequence.prompt, 1)
+    assert not engine.kept and engine.cache.nbytes == 0
+
+
+def test_a_queue_that_never_empties_holds_no_finished_sequences() -> None:
+    """All prompts begin alike, as chats do, and some always wait: only what they will copy is kept."""
+    model = make_model(n_context=64)
+    beginning = prompts_of(11, [20])[0]
+    engine = Engine(model, max_running=2)
+    kept = []
+    for i in range(30):
+        while len(engine.sequences) < 5:
+            engine.add([*beginning, i % 11, len(engine.sequences)], Options(2))
+        engine.step()
+        kept.append(len(engine.kept))
+    assert max(kept) <= 3
+    for sequence in list(engine.sequences)[::-1]:
+        engine.cancel(sequence)
+    assert not engine.kept and engine.cache.nbytes == 0
+
+
 @pytest.mark.parametrize("family", ["nano", "nano-llama"])
 def test_bytes_of_the_cache(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the plan says, for the tokens that have a place; a sequence never gets the whole context at once."""

@@ -189,7 +189,7 @@ def test_saved_numbers_match_the_blocks(config: ModelConfig) -> None:
         state = model.forward_pass(model.pieces(tokens, tokens, None))
     for i, (block,) in enumerate(state.blocks):
         assert sum(storages(block).values()) == 8 * 16 * saved_per_token(config, i)
-    assert sum(storages([state.blocks, state.rotations]).values()) == 8 * saved(config, 2, 8, "none")
+    assert sum(storages([state.blocks, state.rotations]).values()) == 8 * saved(config, 2, 8, 16, "none")
 
 
 def test_saved_numbers_by_name() -> None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import handgrad as hg
 import tiny_gguf
 from conftest import handgrad
-from handgrad.plan import timing
+from handgrad.plan import packing, timing
 from handgrad.plan.estimate import Plan, make_plan
 from handgrad.plan.memory import WORKSPACE
 from handgrad.plan.packing import kinds_of, two_bytes, uses
@@ -81,11 +81,13 @@ def test_seconds_include_unpacking(folder: Path, monkeypatch: pytest.MonkeyPatch
     model = hg.load(folder / "tied", base_dtype="bfloat16")
     hg.lora.inject(model, 4)
     plan = planned(model, 1, 8, "none")
-    assert uses(plan.config, plan.kinds)["BF16", (128, 128)] == 2 * 2 * 6, "q and out, both passes, six blocks"
-    assert uses(plan.config, plan.kinds)["BF16", (4096, 128)] == 1, "a tied head, once"
+    assert uses(plan.config, plan.kinds, 1)["BF16", (128, 128)] == 2 * 2 * 6, "q and out, both passes, six blocks"
+    assert uses(plan.config, plan.kinds, 3)["BF16", (4096, 128)] == 1, "a tied head, once"
+    monkeypatch.setattr(packing, "ROWS_OF_PART", 1000)
+    assert uses(plan.config, plan.kinds, 3)["BF16", (4096, 128)] == 6, "in parts: both passes of three groups of rows"
     assert 0 < timing.unpack_seconds("BF16", (8192, 128), "float32") < 10
     monkeypatch.setattr(timing, "unpack_seconds", lambda *_: 100.0)
-    assert timing.predict(plan, 0.0) > 100 * sum(uses(plan.config, plan.kinds).values())
+    assert timing.predict(plan, 0.0) > 100 * sum(uses(plan.config, plan.kinds, 1).values())
 
 
 def command(*arguments: object) -> dict[str, Any]:

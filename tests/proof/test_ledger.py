@@ -20,6 +20,7 @@ from handgrad.paper import (
     linear,
     lora,
     loss,
+    per_example,
     rmsnorm,
     rotary,
     transformer,
@@ -36,6 +37,8 @@ LAYERS_BEYOND = [
 LAYERS_BEYOND += [f"L-rope-{x}" for x in ("fwd", "bwd", "orthogonal", "relative", "forms", "scaling")]
 LAYERS_BEYOND += ["L-silu-fwd", "L-silu-bwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches"]
 LAYERS_BEYOND += ["L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd"]
+EXAMPLE = ("fwd", "bwd", "linear", "bias", "gain", "table", "tied", "lora", "magnitude", "with")
+LAYERS_BEYOND += [f"L-example-{x}" for x in EXAMPLE]
 ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
 
 
@@ -228,6 +231,7 @@ ROTATE, PERMUTATION, YARN_SHARE = (
 )  # a broken one is made from the right one
 
 WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
+PRODUCT_M, PRODUCT_U = per_example.product_m, per_example.product_u
 
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
@@ -334,6 +338,34 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd",
     }),
     "a window with one key more": (grouped_query, "mask", with_one_key_more, {"L-window-fwd", "L-window-bwd"}),
+    "a batch that averages examples": (
+        per_example, "batch_loss", lambda losses, counts: sum(losses) / len(losses), {"L-example-fwd"},
+    ),
+    "an example with the batch's number of targets": (
+        per_example, "grad_w", lambda a, delta, count, total: a.t() @ delta, {"L-example-bwd"},
+    ),
+    "products of examples without Δ": (
+        per_example, "product_w", lambda a_i, delta_i, a_j, delta_j: (a_i @ a_j.t()).sum(),
+        {"L-example-linear", "L-example-table", "L-example-tied", "L-example-lora"},
+    ),
+    "a bias of the mean over tokens": (
+        per_example, "product_b", lambda d_i, d_j: d_i.mean(0) @ d_j.mean(0), {"L-example-bias"},
+    ),
+    "a gain without ā": (per_example, "product_gain", lambda d_i, bar_i, d_j, bar_j: d_i.sum(0) @ d_j.sum(0), {
+        "L-example-gain",
+    }),
+    "a tied matrix without its cross terms": (per_example, "product_table_head", lambda *given: torch.zeros(()), {
+        "L-example-tied",
+    }),
+    "a magnitude without 1/c": (
+        per_example, "product_m", lambda delta, z, c: PRODUCT_M(delta, z, torch.ones_like(c)), {"L-example-magnitude"},
+    ),
+    "adapter products with one scale": (
+        per_example, "product_u", lambda a, delta, d, scale: PRODUCT_U(a, delta, d, 1.0) * scale, {"L-example-lora"},
+    ),
+    "a given gradient transposed": (
+        per_example, "product_with", lambda a, delta, q: (a @ q).sum(), {"L-example-with"},
+    ),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9"}),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ PATHS = (
     "gradients, one pass",
     "gradients, with a recorder",
     "gradients, recomputed blocks",
+    "gradients, with norms of examples",
     "gradients, optimizer in backward",
 )
 SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7, 6, 5, 4, 3, "causal", "raw", 2, 1))]

@@ -23,8 +23,8 @@ TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "B
 
 
 def child() -> int:
-    assert client._child is not None
-    return client._child._process.pid
+    assert client._service.child is not None
+    return client._service.child._process.pid
 
 
 def has_exited(pid: int) -> bool:
@@ -55,10 +55,10 @@ def test_patterns_match_complete_names_and_parts_after_a_dot() -> None:
 
 
 def test_plain_names_start_no_child() -> None:
-    client._stop()
+    client._service.stop()
     LoRAConfig(rank_pattern={"mlp.c_proj": 4, "transformer.h.0.attn.c_attn": 2}, targets=("c_attn", "all-linear"))
     assert matches("mlp.c_proj", NAMES[1])
-    assert client._child is None
+    assert client._service.child is None
 
 
 def test_matches_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_forked_process_starts_another_child() -> None:
     process = os.fork()
     if not process:
         os.write(writing, f"{template.render(TALK)} {child()}".encode())
-        client._stop()
+        client._service.stop()
         os._exit(0)
     os.waitpid(process, 0)
     text, other = os.read(reading, 100).decode().split()
@@ -125,7 +125,7 @@ def test_the_child_exits_with_its_parent(end: str) -> None:
     """Also if the parent is killed, or if a fork of it keeps the pipe open."""
     code = (
         "import os, time\nfrom handgrad.sandbox import client\nclient.match(['a+'], ['a'])\n"
-        f"print(client._child._process.pid, flush=True)\n{end}\n"
+        f"print(client._service.child._process.pid, flush=True)\n{end}\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None

@@ -153,6 +153,8 @@ def test_wrong_key(server: Server) -> None:
     for key in ("wrong", "secre", "secret2", "sécret"):
         status, found = post(server, "/v1/completions", {}, {"Authorization": f"Bearer {key}"})
         assert status == 401 and found["error"]["code"] == "invalid_api_key"
+    assert post(server, "/v1/completions", {}, {"Authorization": "Basic secret"})[0] == 401
+    assert post(server, "/v1/completions", {}, {"Authorization": "bearer secret"})[0] == 400  # a scheme has no case
 
 
 def test_loading_what_does_not_belong_together(folder: Path, tmp_path: Path) -> None:

@@ -118,6 +118,9 @@ def test_other_errors(server: Server) -> None:
     assert "20,000 bytes" in refused(server, "/v1/completions", {"user": "x" * 30_000}, 413, None)
     refused(server, "/v1/nothing", {}, 404, None)
     refused(server, "/v1/models", {}, 405, None)
+    refused(server, "/v1/completions/", COMPLETION, 404, None)
+    assert "7 sequences" in refused(server, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 7}, 400, "prompt")
+    assert "8 sequences" in refused(server, "/v1/completions", {**COMPLETION, "prompt": ["a"] * 4, "n": 2}, 400, "n")
     refused(server, "/v1/completions", COMPLETION, 415, None, **{"Content-Type": "text/plain"})
     refused(server, "/v1/completions", COMPLETION, 421, None, Host="example.org")
     refused(server, "/v1/attribution", {"model": "base", "prompt": "ab"}, 400, "completion")
@@ -141,3 +144,4 @@ def test_values_that_change_nothing_are_accepted(server: Server) -> None:
     }  # fmt: skip
     assert post(server, "/v1/completions", {**COMPLETION, **neutral})[0] == 200
     assert post(server, "/v1/chat/completions", {**CHAT, **neutral})[0] == 200
+    assert post(server, "/v1/chat/completions", CHAT, {"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200

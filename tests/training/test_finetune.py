@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import handgrad as hg
-from conftest import SilentDisplay, perturb, run_processes
+from conftest import SilentDisplay, perturb, run_processes, use_empty_cache
 from handgrad import adapters
 from handgrad.adapters import merge_record
 from handgrad.cli.app import app
@@ -40,7 +40,7 @@ def handgrad(*arguments: object) -> Result:
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a small model in base/ and data.jsonl."""
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     model = hg.GPT(hg.preset("nano", n_context=48, d_model=16, n_heads=2, n_blocks=2))
     hg.save(model, tmp_path / "base")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import SilentDisplay, handgrad
+from conftest import SilentDisplay, handgrad, use_empty_cache
 from handgrad import adapters, checks, machine, optim
 from handgrad.errors import HandgradError
 from handgrad.files import manifest
@@ -26,7 +26,7 @@ from runs import OFTEN, SMALL, TEXT, same_weights, weights
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "text.txt"

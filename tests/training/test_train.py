@@ -15,7 +15,7 @@ from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import SilentDisplay, handgrad, run_processes
+from conftest import SilentDisplay, handgrad, run_processes, use_empty_cache
 from handgrad import optim
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
@@ -33,7 +33,7 @@ SMALL += ["--eval-every", "10", "--eval-batches", "2", "--save-every", "5", "--s
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "text.txt"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.example_gradients import PieceExamples
 from ..model.layers import Affine, Linear
 from ..model.passes import PLAIN, Pass
 from ..ops import linear, lora
@@ -77,10 +78,13 @@ class LoRA(Affine):
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: "Signals | None" = None) -> None:
         signal, of_h = shared or self.share(delta)
-        self.base.accumulate_weight(signal, a)
-        self.base.accumulate_bias(delta)
+        self.base.accumulate_weight(signal, a, run)
+        self.base.accumulate_bias(delta, run)
         mask = self._mask(a, run)
         dropped = _masked(a, mask)
+        if run.examples is not None:
+            self._measure(run.examples, delta, a, dropped, mask, Signals(signal, of_h))
+            return
         if self.up.requires_grad:
             self.up.grad = lora.grad_u(signal, torch.mm(dropped, self.down), self.scale, self.up.grad)
         if self.down.requires_grad:
@@ -89,12 +93,26 @@ class LoRA(Affine):
             z, c = self._product(a, mask), self.column_norms()
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
 
+    def _measure(
+        self, examples: PieceExamples, delta: Tensor, a: Tensor, dropped: Tensor, mask: Tensor | None, signals: Signals
+    ) -> None:
+        """Hand over the factors of ∂u = scale · hᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
+        if self.up.requires_grad:
+            examples.product(self.up, torch.mm(dropped, self.down).mul_(self.scale), signals.z)
+        if self.down.requires_grad:
+            examples.product(self.down, dropped, signals.h)
+        if self.magnitude is not None and self.magnitude.requires_grad:
+            examples.sums(self.magnitude, delta * self._product(a, mask) / self.column_norms())
+
     def effective_weight(self) -> Tensor:
         w = self.base.effective_weight() + self.scale * self.down @ self.up
         return w if self.magnitude is None else w * self._ratio()
 
     def plain(self) -> Linear:
         return self.base
+
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        return [(self.down, self.up, self.scale)] if self.magnitude is None else None
 
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return {"d": self.down, "u": self.up, "m": self.magnitude, **self.base.named_symbols()}

@@ -65,6 +65,10 @@ class NamedAdapters(Affine):
     def plain(self) -> Linear:
         return self.base
 
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        """Those of a pass in which no row has an adapter."""
+        return []
+
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return self.base.named_symbols()
 

@@ -50,6 +50,10 @@ OPTIONS: Options = {
     },
     "Logging and checkpoints": COMMON_LOGGING
     | {
+        "example_norms": "Measure the gradient of every example while training, and list outlying ones: wrong answers,"
+        " broken templates.",
+        "influence": "Number of validation answers for which to rank the training examples that pushed them, in"
+        " report.html.",
         "log_every": "Steps between log lines. [default: a tenth of the run, at most 10]",
         "eval_every": "Steps between evaluations. [default: a tenth of the run]",
         "save_every": "Steps between checkpoints. [default: a tenth of the run]",

@@ -14,7 +14,7 @@ from . import console
 if TYPE_CHECKING:
     from ..inference.batch import Batch
     from ..inference.engine import TokenLogprob
-    from ..text.tokenizer import Tokenizer
+    from ..text.token_text import TokenText
 
 
 def _option(panel: str) -> Callable[..., Any]:
@@ -25,8 +25,8 @@ def _option(panel: str) -> Callable[..., Any]:
 text, sampling, output = _option("Text"), _option("Sampling"), _option("Output")
 
 MODEL = text(
-    "A model directory, an adapter, a run folder (its best checkpoint), or a name on the hub. [default: the newest run in"
-    " runs/]"
+    "A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), smollm2, or a name on the hub."
+    " [default: the newest run in runs/]"
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
 PROMPT = text("Text to continue, exactly as given; several times for several. [default: a line feed]")
@@ -91,6 +91,7 @@ def generate(
     from ..inference.engine import Engine, Options
     from ..inference.model_text import model_text
     from ..inference.sampling import Sampling
+    from ..text.token_text import TokenText
 
     given = [name for name, x in (("prompt", prompt), ("chat", chat), ("prompts-file", prompts_file)) if x]
     if len(given) > 1:
@@ -134,7 +135,7 @@ def generate(
     ]
     batch = Batch(Engine(network, cache=not no_cache), encoded, options, known, stop or ())
     if as_json:
-        _write_json(batch, prompts, known.tokenizer)
+        _write_json(batch, prompts, TokenText(known.tokenizer))
     else:
         _write(batch, [""] * len(prompts) if chat else prompts)
     if any(result.finish == "context" for result in batch.results()):
@@ -202,7 +203,7 @@ def _write(batch: "Batch", prompts: list[str]) -> None:
         sys.stdout.flush()
 
 
-def _write_json(batch: "Batch", prompts: list[str], tokenizer: "Tokenizer") -> None:
+def _write_json(batch: "Batch", prompts: list[str], tokens: "TokenText") -> None:
     """Print one object per prompt, in their order, as soon as those before it are complete."""
     ended = [False] * len(prompts)
     turn = 0
@@ -213,14 +214,14 @@ def _write_json(batch: "Batch", prompts: list[str], tokenizer: "Tokenizer") -> N
             line: dict[str, Any] = {"prompt": prompts[turn], "text": result.text, "finish": result.finish}
             line |= {"prompt_ids": result.prompt, "ids": result.ids}
             if result.prompt_logprobs or result.logprobs:
-                line["prompt_logprobs"] = [_named(x, tokenizer) for x in result.prompt_logprobs]
-                line["logprobs"] = [_named(x, tokenizer) for x in result.logprobs]
+                line["prompt_logprobs"] = [_named(x, tokens) for x in result.prompt_logprobs]
+                line["logprobs"] = [_named(x, tokens) for x in result.logprobs]
             sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
             sys.stdout.flush()
             turn += 1
 
 
-def _named(token: "TokenLogprob", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """A token's log-probability as JSON, with the text of the ids."""
-    top = [{"id": i, "token": tokenizer.decode([i]), "logprob": logprob} for i, logprob in token.top]
-    return {"id": token.id, "token": tokenizer.decode([token.id]), "logprob": token.logprob, "top": top}
+def _named(token: "TokenLogprob", tokens: "TokenText") -> dict[str, Any]:
+    """A token's log-probability as JSON, with the names of the ids."""
+    top = [{"id": i, "token": tokens.name(i), "logprob": logprob} for i, logprob in token.top]
+    return {"id": token.id, "token": tokens.name(token.id), "logprob": token.logprob, "top": top}

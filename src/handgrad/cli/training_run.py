@@ -3,6 +3,7 @@
 import math
 from typing import Any, TypeVar
 
+from ..display.influence import outliers_table
 from ..display.plan import step_table
 from ..display.progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
@@ -98,6 +99,8 @@ def _print_result(result: Result) -> None:
             f" {loss_text(job.best)}. The best trained step was saved; try a smaller --lr, fewer steps or more data.",
             style="bold yellow", highlight=False,
         )  # fmt: skip
+    if result.outlying:
+        console.out.print(outliers_table(result.outlying, job.training.per_epoch))
     what = "adapter" if job.model.adapter is not None else "model"
     written = [(what, result.path), ("gguf", result.folder / GGUF_ADAPTER), ("report", result.folder / "report.html")]
     for name, path in written if job.options.gguf else (written[0], written[2]):

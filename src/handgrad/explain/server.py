@@ -34,6 +34,7 @@ from . import (
     views,
     what_if,
 )
+from .learn_routes import add_routes
 from .objectives import objective_of, token_id
 from .proof import Prover
 from .session import ExpiredError, Session, TracedSentence
@@ -282,6 +283,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def step(body: StepRequest) -> Response:
         return await answer(take_step, body.id, body.lr, body.optimizer)
 
+    add_routes(app, session, compute, JSONAnswer)
     return app
 
 

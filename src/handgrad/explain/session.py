@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class TracedSentence:
     def tokens(self) -> Tensor:
         return torch.tensor([self.ids])
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.trace.values()}
         return sum(found.values())
@@ -69,7 +70,7 @@ class Version:
     optimizer: str = ""
     steps: int = 0
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         state = (self.optimizer_state or {}).get("state", {}).values()
         tensors = [*self.weights.values(), *(x for s in state for x in s.values() if isinstance(x, Tensor))]

@@ -107,7 +107,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], stale: Iterable[str
     sweep(folder.parent)
     partial = Path(tempfile.mkdtemp(prefix=f"{LEFTOVER}new.{os.getpid()}.", dir=folder.parent))
     try:
-        with _locked(partial):
+        with locked(partial):
             fill(partial)
             for path in partial.iterdir():
                 if path.is_file() and not path.is_symlink():
@@ -183,7 +183,8 @@ def _is_running(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, or wait for it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

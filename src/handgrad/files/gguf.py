@@ -134,7 +134,8 @@ def dequantise(stored: Stored) -> Tensor:
         raise HandgradError(
             f"tensors of type {stored.kind} cannot be unpacked: use a file with other types, such as Q8_0 or Q4_K"
         ) from None
-    return torch.from_numpy(unpacked).reshape(stored.shape)
+    # a copy: torch aligns its memory to cache lines, which numpy does not
+    return torch.empty(stored.shape).copy_(torch.from_numpy(unpacked).reshape(stored.shape))
 
 
 @cache

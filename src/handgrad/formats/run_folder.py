@@ -134,9 +134,12 @@ _METRICS = ("loss", "val_loss", "lr", "tokens_per_second", "tokens", "seconds", 
 
 
 def _is_record(record: Any) -> bool:
-    """Whether a line is an evaluation, or a logged step with everything the report shows."""
+    """Whether a line is an evaluation, the norms of a step's examples, or a logged step with everything the report shows."""
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return False
+    if "example_norms" in record:
+        found = record["example_norms"]
+        return isinstance(found, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in found)
     needed = ("val_loss",) if "val_loss" in record else tuple(name for name in _METRICS if name != "val_loss")
     norms = record.get("grad_norms", {})
     return (

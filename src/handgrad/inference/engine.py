@@ -9,7 +9,7 @@
 
 A step is one pass through the network's blocks, the same that training runs. It has about 1,024 tokens at most: one of each
 running sequence, then prompts, of which a long one takes several steps. A prompt that begins like one in the cache copies
-that part, and waits for it if it is being computed.
+that part, and waits for it if it is being computed. If its log-probabilities are wanted, it copies from prompts whose are.
 
 The engine works on ids and is not thread-safe: call it from one thread.
 """
@@ -24,7 +24,9 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.passes import Pass
 from ..model.readout import row_groups
+from ..model.token_block import TokenBlocks, describe
 from ..ops import attention
+from ..ops.linear import FEW_ROWS
 from .kv_cache import Cache, copy
 from .sampling import Sampling, choose
 from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
@@ -60,11 +62,16 @@ class Engine:
         self.cached = cache
         self.sequences: list[Sequence] = []  # running and waiting, in the order of arrival
         self.kept: list[Sequence] = []  # finished, oldest first
+        self._blocks: TokenBlocks | None = None  # in one call, for steps of a few single tokens
 
     @property
     def busy(self) -> bool:
         """Whether a sequence is running or waiting."""
         return bool(self.sequences)
+
+    @property
+    def _waiting(self) -> list[Sequence]:
+        return [x for x in self.sequences if not x.joined]
 
     def add(self, prompt: SequenceOf[int] | Tensor, options: Options | None = None) -> Sequence:
         """Let a sequence join; its first token comes with one of the next steps. Raises if the input is invalid."""
@@ -72,6 +79,8 @@ class Engine:
         ids = check_prompt(self.model, prompt, options)
         sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
         sequence.window = ids[-self.model.config.n_context :]
+        if not self.sequences:
+            self._blocks = describe(self.model)  # the model may have changed while nothing ran
         self.sequences.append(sequence)
         return sequence
 
@@ -92,8 +101,9 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Compute the next tokens: one for every sequence whose prompt is complete."""
+        waiting = self._waiting
         work = self._work()
-        if self.kept:
+        if len(self._waiting) < len(waiting):
             self._evict()
         if not work:
             return []
@@ -153,28 +163,27 @@ class Engine:
     def _share(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
         """Copy the longest beginning of the prompt that is cached. False if the sequence should wait, because more of it
         is computed in this pass."""
-        if sequence.options.prompt_logprobs:  # needs every row
-            sequence.joined = True
-            return True
-        window = sequence.window
-        shared = [(common(window, x.window[: x.slot.length]), i) for i, x in enumerate(self._candidates(sequence))]
-        best, where = max(shared, default=(0, -1))
-        best = min(best, len(window) - 1)  # the last token's row is needed
-        begun = [x for x in prompts if x.options.adapter == sequence.options.adapter]
-        soon = max((min(common(window, x.window), len(window) - 1) for x in begun), default=0)
+        best, source = self._source(sequence)
+        begun = [x for x in prompts if x.may_give_to(sequence)]
+        soon = max((x.shared_with(sequence, len(x.window)) for x in begun), default=0)
         if soon >= max(best + 1, SHORTEST_SHARED):
             return False
         sequence.joined = True
-        if best >= SHORTEST_SHARED:
+        if source is not None:
             self.cache.reserve(sequence.slot, best)
-            copy(self._candidates(sequence)[where].slot, sequence.slot, best)
+            copy(source.slot, sequence.slot, best)
             sequence.slot.length = best
+            if sequence.options.prompt_logprobs:
+                sequence.prompt_logprobs = source.prompt_logprobs[:best]
         return True
 
-    def _candidates(self, sequence: Sequence) -> list[Sequence]:
-        """The sequences of the same adapter that are in the cache, other than this one."""
-        cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.slot.length]
-        return [x for x in cached if x.options.adapter == sequence.options.adapter]
+    def _source(self, sequence: Sequence) -> tuple[int, Sequence | None]:
+        """The sequence in the cache with the longest beginning of this one's prompt, if that is long enough; a running one
+        if it has as much as one that is kept."""
+        cached = [x for x in [*self.sequences, *self.kept] if x is not sequence and x.may_give_to(sequence)]
+        shared = [x.shared_with(sequence, x.slot.length) for x in cached]
+        best = max(shared, default=0)
+        return (best, cached[shared.index(best)]) if best >= SHORTEST_SHARED else (0, None)
 
     # ── one pass ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,9 +196,12 @@ class Engine:
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
-        for i, block in enumerate(model.blocks):
-            with model.unpacked(block, generating=True):
-                a, _ = block.forward(a, run._replace(cache=step.block(i)))
+        if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
+            self._blocks.forward(a, step.places, rotation)
+        else:
+            for i, block in enumerate(model.blocks):
+                with model.unpacked(block, generating=True):
+                    a, _ = block.forward(a, run._replace(cache=step.block(i)))
         step.finish()
         return a, _last_rows([count for _, count in work])
 
@@ -259,27 +271,21 @@ class Engine:
         return Event(sequence, i, logprob, finish)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Free the slot, or keep it: the newest `keep`, and those that waiting prompts begin with."""
+        """Free the slot, or keep it: the newest `keep`, and those that waiting prompts will copy from."""
         if self.cached and sequence.slot.length:
             self.kept.append(sequence)
-            self._evict()
         else:
             self.cache.free(sequence.slot)
+        self._evict()
 
     def _evict(self) -> None:
-        waiting = {tuple(x.window[:SHORTEST_SHARED]) for x in self.sequences if not x.joined}
-        spare = [x for x in self.kept if tuple(x.window[:SHORTEST_SHARED]) not in waiting]
+        if not self.kept:
+            return
+        wanted = [self._source(x)[1] for x in self._waiting]
+        spare = [x for x in self.kept if x not in wanted]
         for sequence in spare[: len(spare) - self.keep] if len(spare) > self.keep else ():
             self.kept.remove(sequence)
             self.cache.free(sequence.slot)
-
-
-def common(a: list[int], b: list[int]) -> int:
-    """The length of the beginning that two lists share."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
 
 
 def _last_rows(lengths: list[int]) -> list[int]:

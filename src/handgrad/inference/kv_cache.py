@@ -198,6 +198,12 @@ class Step:
             self.parts.append(part)
             i = stop
 
+    @property
+    def places(self) -> Tensor | None:
+        """Where the keys and values of single new tokens belong (see decode.c); None if the pass has others."""
+        part = self.parts[0]
+        return part.places if len(self.parts) == 1 and isinstance(part, _Tokens) else None
+
     def block(self, i: int) -> "BlockCache":
         """The cache of block i, as the block sees it."""
         return BlockCache(self, i)

@@ -5,9 +5,11 @@
 This is the order of `transformers`; each filter sees the probabilities that the ones before it left. At temperature 0 the
 most probable token after the penalty is taken.
 
-A sequence draws one uniform number per token from its own generator, and takes the first id, in the order of the vocabulary,
-at which the cumulative probability (float64) exceeds it. Its choices therefore depend on its seed and its probabilities, not
-on the sequences beside it.
+A sequence draws one number per token from its own generator. It gives every id i a time e_i, exponentially distributed,
+and the id with the largest p_i / e_i is chosen, which is i with probability p_i: of arrivals at the rates p_i, the first.
+A choice depends on seed and probabilities only. Batches of different sizes round probabilities differently, and that
+changes a choice about as rarely as the probabilities differ. (One number compared with the cumulative sum over the
+vocabulary would change it more often: rounding moves the limits of all ids, of which thousands are narrower than that.)
 """
 
 import math
@@ -15,12 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_integer, is_number
 from ..errors import HandgradError
 
 COLDEST = 1e-6  # a lower temperature would overflow, and gives the same choices
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # of splitmix64, as signed numbers
+GROUP = 1024  # ids among which one is chosen at once
 FIRST_CANDIDATES = 1024  # most probable tokens that top-p sorts first; all of them only if these do not suffice
 
 
@@ -107,24 +116,46 @@ def choose(
         if sampling.greedy and candidates is not None:
             picked = candidates[:, 0]
         else:
-            drawn = [torch.rand((), generator=generators[row], dtype=torch.float64) for row in rows]
-            picked = _pick(candidates, p, torch.stack(drawn).to(p.device))
+            keys = [torch.empty((), dtype=torch.int64).random_(generator=generators[row]) for row in rows]
+            picked = _pick(candidates, p, torch.stack(keys).to(p.device))
         for row, i in zip(rows, picked.tolist(), strict=True):
             chosen[row] = i
     return chosen
 
 
-def _pick(candidates: Tensor | None, p: Tensor, drawn: Tensor) -> Tensor:
-    """(B) numbers in [0, 1) → (B) ids"""
-    cumulative = p.cumsum(1)
-    below = drawn[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding
-    columns = torch.searchsorted(cumulative, below, right=True)
-    columns = columns.clamp_(max=p.shape[1] - 1)
-    return (columns if candidates is None else candidates.gather(1, columns)).squeeze(1)
+def _pick(candidates: Tensor | None, p: Tensor, keys: Tensor) -> Tensor:
+    """The ids that can be chosen (B, k), or None for all, their probabilities, and (B) random integers → (B) ids"""
+    if candidates is not None:
+        return candidates.gather(1, _first(p, keys, candidates)).squeeze(1)
+    groups = F.pad(p, (0, -p.shape[1] % GROUP)).view(len(p), -1, GROUP)  # first a group of ids, then one of them
+    numbers = torch.arange(groups.shape[1], device=p.device).expand(len(p), -1)
+    group = _first(groups.sum(2), keys, -1 - numbers)
+    ids = group * GROUP + torch.arange(GROUP, device=p.device)
+    inside = groups.gather(1, group[:, :, None].expand(-1, 1, GROUP)).squeeze(1)
+    return ids.gather(1, _first(inside, keys, ids)).squeeze(1)
+
+
+def _first(p: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """(B, 1) columns of the first arrivals"""
+    return (p / -uniform(keys[:, None], ids).log_()).argmax(1, keepdim=True)
+
+
+def uniform(keys: Tensor, ids: Tensor) -> Tensor:
+    """Numbers between 0 and 1, in float64, that depend on key and id only: splitmix64's number `id` from `key` on"""
+    x = (ids + 1) * _GOLDEN + keys
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    x = x ^ _shifted(x, 31)
+    return (_shifted(x, 11).double() + 0.5) * 2.0**-53
+
+
+def _shifted(x: Tensor, n: int) -> Tensor:
+    """x >> n, of 64 bits without a sign"""
+    return (x >> n) & ((1 << 64 - n) - 1)
 
 
 def _candidates(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]]) -> tuple[Tensor | None, Tensor]:
-    """The ids that can be chosen, (B, k) in ascending order, or None for all, and their probabilities in float64."""
+    """The ids that can be chosen, (B, k), or None for all, and their probabilities in float64."""
     if sampling.repetition_penalty != 1:
         logits = penalized(logits, sampling.repetition_penalty, seen)
     if sampling.greedy:
@@ -140,9 +171,6 @@ def _candidates(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]
     if sampling.min_p:
         p = p.masked_fill(p < sampling.min_p * p.amax(1, keepdim=True), 0)
         p = p / p.sum(1, keepdim=True)
-    if ids is not None:
-        ids, order = ids.sort(1)
-        p = p.gather(1, order)
     return ids, p
 
 

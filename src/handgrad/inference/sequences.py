@@ -71,6 +71,30 @@ class Sequence:
         """Number of tokens that are not in the cache yet."""
         return len(self.window) - self.slot.length
 
+    def may_give_to(self, other: "Sequence") -> bool:
+        """Whether the other can copy keys and values from this one, and log-probabilities of its prompt if it needs them.
+        Those are unknown here if this one's were not wanted, or are of a text that has moved out of the window."""
+        if self.options.adapter != other.options.adapter:
+            return False
+        scored = self.options.prompt_logprobs and len(self.window) == len(self.ids)
+        return not other.options.prompt_logprobs or (scored and self.options.logprobs == other.options.logprobs)
+
+    def shared_with(self, other: "Sequence", n: int) -> int:
+        """The number of tokens that the other can copy of the first n here. It computes at least its last token's row, and
+        the one before its first new token, if it needs that token's log-probability."""
+        same = common(other.window, self.window[:n])
+        if other.options.prompt_logprobs:
+            same = min(same - 1, len(self.prompt) - 1)
+        return max(0, min(same, len(other.window) - 1))
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """The length of the beginning that two lists share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
 
 class Event(NamedTuple):
     """A new token of a sequence. `finish` is None unless it is the last. A sequence that ends without one has id None."""

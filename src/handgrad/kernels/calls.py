@@ -186,6 +186,7 @@ def backward_attention(
 # ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
+PACKED_DTYPE = torch.float32  # of their products
 
 
 def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
@@ -223,12 +224,20 @@ def _check(failed: int) -> None:
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-FEW_ROWS = 8  # up to here a product in C, which reads the weights at the speed of memory, beats that of torch
+FEW_ROWS = 16  # MANY of decode.c: up to here products read the weights at the speed of memory, faster than torch does
 
 
 def few_rows(a: Tensor, w: Tensor, out: Tensor) -> None:
-    """a (n, f_in), w (f_out, f_in) → a wᵗ"""
-    _call("few_rows", a.dtype, *a.shape, len(w), *_rows(a, w, out))
+    """a (n, f_in) w (f_in, f_out), contiguous by rows or by columns → out (n, f_out)"""
+    if w.stride(0) == 1:
+        _check(_call("few_rows", a.dtype, *a.shape, w.shape[1], *_rows(a, w.t(), out)))
+    else:
+        _call("few_rows_in_out", a.dtype, *a.shape, w.shape[1], *_rows(a, w, out))
+
+
+def call_with(name: str, dtype: torch.dtype, *arguments: int) -> None:
+    """Call a kernel that returns whether it found no memory."""
+    _check(_call(name, dtype, *arguments))
 
 
 def attend_tokens(places: Tensor, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

@@ -1,6 +1,7 @@
 /* What all kernels share: the type they are compiled for, rows in parallel, and exp. */
 
 #include <math.h>
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,6 +11,15 @@ typedef long size;
 #define PARALLEL_FROM 16384 /* numbers; below this, waking the other threads costs more than they save */
 #define PRAGMA(text) _Pragma(#text)
 #define ROWS(count, work) PRAGMA(omp parallel for schedule(static) if ((count) * (work) >= PARALLEL_FROM))
+
+/* The part of `count` items that belongs to the calling thread of a parallel region: consecutive ones, in multiples of `unit`,
+ * so that an item is computed in the same way for any number of threads */
+static inline void share_of(size count, size unit, size *first, size *end) {
+    size units = (count + unit - 1) / unit, threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = units * me / threads * unit;
+    *end = units * (me + 1) / threads * unit;
+    if (*end > count) *end = count;
+}
 
 /* exp: for float by 2^k · p(r), |r| ≤ ln 2 / 2, which the compiler turns into vector instructions. Error: 1 unit in the last
  * place. Outside −87 … 88 the result is that of the nearest end; NaN stays NaN. */

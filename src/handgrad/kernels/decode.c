@@ -3,7 +3,9 @@
  * Both are limited by memory: every weight, key and value is read once, in order. A row's result does not depend on the
  * rows beside it, nor on the number of threads. */
 
-#include "common.h"
+#include "decode.h"
+
+#include <stdlib.h>
 
 #ifdef __AVX512F__
 #define BYTES 64
@@ -11,9 +13,11 @@
 #define BYTES 32
 #endif
 #define LANES ((size)(BYTES / sizeof(real)))
-#define TILE 4   /* rows of the product that are computed at once */
-#define OUTPUTS 8
-#define KEYS 128 /* keys whose scores are computed at once */
+#define TILE 4    /* rows, and outputs or vectors of outputs, that are computed at once */
+#define OUTPUTS 8 /* that are computed at once for many rows */
+#define STRIP 8   /* vectors of outputs whose columns are read at once */
+#define AHEAD 8   /* rows of w that are requested before they are needed */
+#define KEYS 128  /* keys whose scores are computed at once */
 
 typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 typedef real half __attribute__((vector_size(BYTES / 2)));
@@ -29,62 +33,143 @@ static inline real sum_of(vec x) {
     return sum;
 }
 
-/* out[t] = Σ_i a[t][i] w[i] for `rows` rows t, a constant. Even and odd vectors are summed apart, in the same order for any
- * number of rows. */
+/* out[t] = Σ_i a[t][i] w[i] for `rows` rows t, a constant. A sum has one order, whatever the number of rows. */
 static inline __attribute__((always_inline)) void dot(const int rows, size f_in, const real *a, size as, const real *w,
                                                       real *out, size os) {
-    vec even[TILE], odd[TILE];
-    for (int t = 0; t < rows; t++) even[t] = odd[t] = (vec){0};
+    vec sum[TILE];
+    for (int t = 0; t < rows; t++) sum[t] = (vec){0};
     size i = 0;
-    for (; i + 2 * LANES <= f_in; i += 2 * LANES) {
-        vec w_0 = *(const vec *)(w + i), w_1 = *(const vec *)(w + i + LANES);
-        for (int t = 0; t < rows; t++) {
-            even[t] += *(const vec *)(a + t * as + i) * w_0;
-            odd[t] += *(const vec *)(a + t * as + i + LANES) * w_1;
-        }
+    for (; i + LANES <= f_in; i += LANES) {
+        vec w_i = *(const vec *)(w + i);
+        for (int t = 0; t < rows; t++) sum[t] += *(const vec *)(a + t * as + i) * w_i;
     }
     for (int t = 0; t < rows; t++) {
-        real sum = sum_of(even[t] + odd[t]);
-        for (size j = i; j < f_in; j++) sum += a[t * as + j] * w[j];
-        out[t * os] = sum;
+        real total = sum_of(sum[t]);
+        for (size j = i; j < f_in; j++) total += a[t * as + j] * w[j];
+        out[t * os] = total;
     }
 }
 
-/* a (n, f_in), w (f_out, f_in) → a wᵗ (n, f_out). Each thread reads its part of w once, from beginning to end; with more than
- * TILE rows it goes over OUTPUTS rows of w, which stay in the cache, for each group of TILE. */
-void few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
-    size blocks = (f_out + OUTPUTS - 1) / OUTPUTS;
-    ROWS(blocks, OUTPUTS * f_in) for (size b = 0; b < blocks; b++) {
-        size first = b * OUTPUTS, end = first + OUTPUTS < f_out ? first + OUTPUTS : f_out, t = 0;
-        for (; t + TILE <= n; t += TILE)
-            for (size o = first; o < end; o++) dot(TILE, f_in, a + t * as, as, w + o * ws, out + t * os + o, os);
-        for (; t < n; t++)
-            for (size o = first; o < end; o++) dot(1, f_in, a + t * as, as, w + o * ws, out + t * os + o, os);
+/* outputs `first` to `end`, of up to MANY / 2 rows. The weights are read from beginning to end: in this order memory delivers
+ * them fastest. */
+static void some_outputs(size first, size end, size n, size f_in, const real *a, size as, const real *w, size ws, real *out,
+                         size os) {
+    for (size o = first; o < end; o++) {
+        size t = 0;
+        for (; t + TILE <= n; t += TILE) dot(TILE, f_in, a + t * as, as, w + o * ws, out + t * os + o, os);
+        for (; t < n; t++) dot(1, f_in, a + t * as, as, w + o * ws, out + t * os + o, os);
     }
 }
 
-/* One new token of each of n sequences: store its key and value, and attend to all keys of the sequence so far.
- * places (n, 6): addresses of the keys and of the values of block 0, numbers between two blocks of each, capacity, and the
- * position of the new token. A head's keys follow each other. q, out (n, heads, …); k, v (n, heads / share, …), with the
- * strides of rows and heads. Softmax online, in groups of KEYS. */
-void attend_tokens(size n, size heads, size share, size d, size dv, size block, size window, double scale,
-                   const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v,
-                   size vs, size vh, real *out, size os, size oh) {
-    for (size t = 0; t < n; t++) {
-        const int64_t *place = places + 6 * t;
-        real *keys = (real *)place[0] + block * place[2], *values = (real *)place[1] + block * place[3];
-        for (size g = 0; g < heads / share; g++) {
-            real *key = keys + (g * place[4] + place[5]) * d, *value = values + (g * place[4] + place[5]) * dv;
-            for (size i = 0; i < d; i++) key[i] = k[t * ks + g * kh + i];
-            for (size i = 0; i < dv; i++) value[i] = v[t * vs + g * vh + i];
+/* The same of more rows: a lane for each row, so that no sum over lanes is needed. `turned` is aᵗ (f_in, MANY). */
+static void many_rows(size first, size end, size n, size f_in, const real *turned, const real *w, size ws, real *out, size os) {
+    for (; first < end; first += OUTPUTS) {
+        union { vec v[OUTPUTS][MANY / LANES]; real x[OUTPUTS][MANY]; } sum = {0};
+        size count = end - first < OUTPUTS ? end - first : OUTPUTS;
+        const real *w_b = w + first * ws;
+        if (count == OUTPUTS) {
+            vec total[OUTPUTS][MANY / LANES] = {0};
+            for (size i = 0; i < f_in; i++)
+                for (int v = 0; v < MANY / LANES; v++) {
+                    vec a_i = *(const vec *)(turned + i * MANY + v * LANES);
+                    for (int o = 0; o < OUTPUTS; o++) total[o][v] += w_b[o * ws + i] * a_i;
+                }
+            for (int o = 0; o < OUTPUTS; o++)
+                for (int v = 0; v < MANY / LANES; v++) sum.v[o][v] = total[o][v];
+        } else {
+            for (size o = 0; o < count; o++)
+                for (size i = 0; i < f_in; i++)
+                    for (int v = 0; v < MANY / LANES; v++)
+                        sum.v[o][v] += w_b[o * ws + i] * *(const vec *)(turned + i * MANY + v * LANES);
+        }
+        for (size t = 0; t < n; t++)
+            for (size o = 0; o < count; o++) out[t * os + first + o] = sum.x[o][t];
+    }
+}
+
+void turn_part(size n, size f_in, const real *a, size as, real *turned) {
+    size first, end;
+    share_of(f_in, OUTPUTS, &first, &end);
+    for (size i = first; i < end; i++)
+        for (size t = 0; t < MANY; t++) turned[i * MANY + t] = t < n ? a[t * as + i] : 0;
+}
+
+void few_rows_part(size n, size f_in, size f_out, const real *a, size as, const real *turned, const real *w, size ws, real *out,
+                   size os) {
+    size first, end;
+    share_of(f_out, OUTPUTS, &first, &end);
+    if (2 * n <= MANY) some_outputs(first, end, n, f_in, a, as, w, ws, out, os);
+    else many_rows(first, end, n, f_in, turned, w, ws, out, os);
+}
+
+int few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
+    real *turned = 2 * n > MANY ? aligned_alloc(64, f_in * MANY * sizeof(real)) : NULL;
+    if (2 * n > MANY && !turned) return 1;
+    PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM)) {
+        if (turned) turn_part(n, f_in, a, as, turned);
+        PRAGMA(omp barrier)
+        few_rows_part(n, f_in, f_out, a, as, turned, w, ws, out, os);
+    }
+    free(turned);
+    return 0;
+}
+
+/* out[t][o] = Σ_i a[t][i] w[i][o] for `rows` rows and `vectors` vectors of outputs, both constant */
+static inline __attribute__((always_inline)) void columns(const int rows, const int vectors, size f_in, const real *a, size as,
+                                                          const real *w, size ws, real *out, size os) {
+    vec sum[TILE][STRIP];
+    for (int t = 0; t < rows; t++)
+        for (int v = 0; v < vectors; v++) sum[t][v] = (vec){0};
+    for (size i = 0; i < f_in; i++) {
+        const real *w_i = w + i * ws;
+        for (int v = 0; v < vectors; v++) __builtin_prefetch(w_i + AHEAD * ws + v * LANES);
+        for (int t = 0; t < rows; t++)
+            for (int v = 0; v < vectors; v++) sum[t][v] += a[t * as + i] * *(const vec *)(w_i + v * LANES);
+    }
+    for (int t = 0; t < rows; t++)
+        for (int v = 0; v < vectors; v++) *(vec *)(out + t * os + v * LANES) = sum[t][v];
+}
+
+void few_rows_in_out_part(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
+    size first, end;
+    share_of(f_out, STRIP * LANES, &first, &end);
+    for (size stop; first < end; first = stop) {
+        size t = 0, o;
+        stop = first + STRIP * LANES < end ? first + STRIP * LANES : end;
+#define SOME(rows, vectors)                                                                                              \
+    for (; o + vectors * LANES <= stop; o += vectors * LANES)                                                            \
+        columns(rows, vectors, f_in, a + t * as, as, w + o, ws, out + t * os + o, os);
+#define REST(rows)                                                                                                       \
+    for (; o < stop; o++)                                                                                                \
+        for (size r = t; r < t + rows; r++) {                                                                            \
+            real sum = 0;                                                                                                \
+            for (size i = 0; i < f_in; i++) sum += a[r * as + i] * w[i * ws + o];                                        \
+            out[r * os + o] = sum;                                                                                       \
+        }
+        for (; t + TILE <= n; t += TILE) {
+            o = first;
+            SOME(TILE, TILE) SOME(TILE, 1) REST(TILE)
+        }
+        for (; t < n; t++) {
+            o = first;
+            SOME(1, STRIP) SOME(1, 1) REST(1)
         }
     }
-    size longest = 0;
-    for (size t = 0; t < n; t++) longest = places[6 * t + 5] > longest ? places[6 * t + 5] : longest;
-    ROWS(n * heads, longest * d) for (size item = 0; item < n * heads; item++) {
-        size t = item / heads, h = item % heads, g = h / share;
+}
+
+void few_rows_in_out(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
+    PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM))
+    few_rows_in_out_part(n, f_in, f_out, a, as, w, ws, out, os);
+}
+
+void attend_tokens_part(const heads *x, size n, size block, const int64_t *places, const real *q, size qs, size qh, real *out,
+                        size os, size oh) {
+    size item, last, d = x->d, dv = x->dv;
+    share_of(n * x->heads, 1, &item, &last);
+    for (; item < last; item++) {
+        size t = item / x->heads, h = item % x->heads, g = h / x->share;
         const int64_t *place = places + 6 * t;
-        size end = place[5] + 1, first = window && end > window ? end - window : 0;
+        size end = place[5] + 1, first = x->window && end > x->window ? end - x->window : 0;
         const real *keys = (const real *)place[0] + block * place[2] + g * place[4] * d;
         const real *values = (const real *)place[1] + block * place[3] + g * place[4] * dv;
         const real *q_t = q + t * qs + h * qh;
@@ -98,7 +183,7 @@ void attend_tokens(size n, size heads, size share, size d, size dv, size block, 
                 const real *key = keys + (start + j) * d;
                 real sum = 0;
                 _Pragma("omp simd reduction(+ : sum)") for (size i = 0; i < d; i++) sum += q_t[i] * key[i];
-                scores[j] = sum * (real)scale;
+                scores[j] = sum * (real)x->scale;
                 top = scores[j] > top ? scores[j] : top;
             }
             real shrink = highest == -INFINITY ? 0 : exp_(highest - top);
@@ -117,4 +202,28 @@ void attend_tokens(size n, size heads, size share, size d, size dv, size block, 
         }
         for (size i = 0; i < dv; i++) a[i] /= total;
     }
+}
+
+void store_tokens(const heads *x, size n, size block, const int64_t *places, const real *k, size ks, size kh, const real *v,
+                  size vs, size vh) {
+    for (size t = 0; t < n; t++) {
+        const int64_t *place = places + 6 * t;
+        real *keys = (real *)place[0] + block * place[2], *values = (real *)place[1] + block * place[3];
+        for (size g = 0; g < x->heads / x->share; g++) {
+            real *key = keys + (g * place[4] + place[5]) * x->d, *value = values + (g * place[4] + place[5]) * x->dv;
+            for (size i = 0; i < x->d; i++) key[i] = k[t * ks + g * kh + i];
+            for (size i = 0; i < x->dv; i++) value[i] = v[t * vs + g * vh + i];
+        }
+    }
+}
+
+void attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
+                   const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v,
+                   size vs, size vh, real *out, size os, size oh) {
+    heads x = {count, share, d, dv, window, scale};
+    store_tokens(&x, n, block, places, k, ks, kh, v, vs, vh);
+    size longest = 0;
+    for (size t = 0; t < n; t++) longest = places[6 * t + 5] > longest ? places[6 * t + 5] : longest;
+    PRAGMA(omp parallel if (n * count * longest * d >= PARALLEL_FROM))
+    attend_tokens_part(&x, n, block, places, q, qs, qh, out, os, oh);
 }

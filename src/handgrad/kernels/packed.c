@@ -8,7 +8,7 @@
  * the time of a float. A block becomes the same 32 floats as those that ops/packed.py unpacks, in registers; the sums are of
  * floats. Always float, whatever REAL is. */
 
-#include "common.h"
+#include "decode.h"
 
 #if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -95,7 +95,7 @@ INLINE float sum(floats x) {
 
 /* `rows` rows of a times one row of w: each block is unpacked once for all of them */
 INLINE void dots(int kind, int rows, size blocks, const float *a, size as, const uint8_t *w, float *out, size os) {
-    floats total[rows][2];
+    floats total[8][2]; /* registers: `rows` is constant, and at most 8 */
     for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (floats){0};
     for (size b = 0; b < blocks; b++) {
         floats x[VECTORS];
@@ -110,23 +110,28 @@ INLINE void dots(int kind, int rows, size blocks, const float *a, size as, const
 #define AT_ONCE 8 /* rows of w that meet some rows of a while those are in the cache */
 
 INLINE void product(int kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out, size os) {
-    size blocks = f_in / PER_BLOCK, width = blocks * block_bytes(kind);
-    size parts = (f_out + AT_ONCE - 1) / AT_ONCE;
-    ROWS(parts, AT_ONCE *f_in) for (size part = 0; part < parts; part++) {
-        size first = part * AT_ONCE, end = first + AT_ONCE < f_out ? first + AT_ONCE : f_out;
+    size blocks = f_in / PER_BLOCK, width = blocks * block_bytes(kind), first, end;
+    share_of(f_out, AT_ONCE, &first, &end);
+    for (size stop; first < end; first = stop) {
+        stop = first + AT_ONCE < end ? first + AT_ONCE : end;
 #define SOME(rows)                                                                                                       \
     for (; t + rows <= n; t += rows)                                                                                     \
-        for (size o = first; o < end; o++) dots(kind, rows, blocks, a + t * as, as, w + o * width, out + t * os + o, os);
+        for (size o = first; o < stop; o++) dots(kind, rows, blocks, a + t * as, as, w + o * width, out + t * os + o, os);
         size t = 0;
         SOME(8) SOME(4) SOME(2) SOME(1)
     }
 }
 
-/* a (n, f_in), w as bytes, out (n, f_out) */
-void packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out, size os) {
+void packed_product_part(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out,
+                         size os) {
     if (kind == 0) product(0, n, f_in, f_out, a, as, w, out, os);
     if (kind == 1) product(1, n, f_in, f_out, a, as, w, out, os);
     if (kind == 2) product(2, n, f_in, f_out, a, as, w, out, os);
+}
+
+void packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out, size os) {
+    PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM))
+    packed_product_part(kind, n, f_in, f_out, a, as, w, out, os);
 }
 
 /* out: 32 floats of each block */

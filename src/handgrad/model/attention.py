@@ -128,7 +128,7 @@ class Attention(Parts):
                 signal = rotary.backward(into[i], *rotation(), into=into[i]) if self.rotated else into[i]
                 if self.normed:
                     layer: Norm = getattr(self, norm)
-                    signal = layer.backward(signal, layer.rebuild_output(kept)[0], kept)
+                    signal = layer.backward(signal, layer.rebuild_output(kept)[0], kept, run)
                     signals.replace(i, signal)
         return signals.backward(a_2, run, needs_input)
 

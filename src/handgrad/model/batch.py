@@ -1,5 +1,6 @@
 """Batches: check tokens and targets, pack the sequences end to end, and split a large batch into pieces."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,9 @@ from ..errors import HandgradError
 from ..ops import loss
 from .config import ModelConfig
 
-TOKENS_AT_ONCE = 1024  # matrix products reach their full rate here; a larger batch is processed in pieces of this size
+# A larger batch is processed in pieces of this size, at which matrix products reach their full rate.
+TOKENS_AT_ONCE = 1024
+FROZEN_AT_ONCE = 512  # enough where the matrices are frozen: no product sums over the tokens
 
 
 class Batch(NamedTuple):
@@ -29,6 +32,13 @@ class Piece(NamedTuple):
     rows: Tensor  # (m)   rows that have a target
     targets: Tensor  # (m)
     dropout_seed: int | None = None  # None: no dropout
+    first: int = 0  # the number of its first sequence in the batch
+
+    def counts(self) -> tuple[int, ...]:
+        """The number of targets of each sequence."""
+        edges = torch.tensor(self.lengths, device=self.rows.device).cumsum(0)
+        until = torch.searchsorted(self.rows, edges)
+        return tuple(until.diff(prepend=until.new_zeros(1)).tolist())
 
 
 def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device: torch.device) -> Batch:
@@ -80,22 +90,36 @@ def check_targets(tokens: Tensor, targets: Tensor, config: ModelConfig, device: 
     return flat
 
 
-def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None) -> list[Piece]:
-    """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out."""
+def group(lengths: tuple[int, ...], at_once: float) -> list[tuple[int, ...]]:
+    """Divide sequences into consecutive groups of about equal size, at_once tokens or up to a quarter more: a small last
+    group would cost more than its share. A sequence is never divided."""
+    total = sum(lengths)
+    count = max(1, math.ceil(total / at_once - 0.25))
     groups: list[list[int]] = [[]]
-    for length in batch.lengths:
-        if groups[-1] and sum(groups[-1]) + length > at_once:
+    done = 0
+    for length in lengths:
+        full = len(groups) * total / count  # where the current group should end
+        if groups[-1] and len(groups) < count and done + length / 2 > full:
             groups.append([])
         groups[-1].append(length)
+        done += length
+    return [tuple(lengths) for lengths in groups]
+
+
+def split(batch: Batch, targets: Tensor, at_once: float, dropout_seed: int | None) -> list[Piece]:
+    """The batch in pieces of complete sequences, about `at_once` tokens each. Pieces without a target are left out."""
+    groups = group(batch.lengths, at_once)
     pieces = []
-    start = 0
-    for group in groups:
-        here = slice(start, start + sum(group))
+    start = first = 0
+    for lengths in groups:
+        here = slice(start, start + sum(lengths))
         start = here.stop
         rows = loss.rows_with_target(targets[here])
         if len(rows):
             seed = None if dropout_seed is None else dropout_seed + start
-            pieces.append(Piece(batch.ids[here], batch.positions[here], tuple(group), rows, targets[here][rows], seed))
+            own = targets[here][rows]
+            pieces.append(Piece(batch.ids[here], batch.positions[here], lengths, rows, own, seed, first))
+        first += len(lengths)
     return pieces
 
 

@@ -94,7 +94,7 @@ class Block(Parts):
         assert delta_6 is not None
         del signals, a_6
         run.record("delta_6", delta_6)
-        delta_5 = self.norm_2.backward(delta_6, a_bar_5, norm_5).add_(delta_10)
+        delta_5 = self.norm_2.backward(delta_6, a_bar_5, norm_5, run).add_(delta_10)
         run.record("delta_5", delta_5)
         run.record("delta_4", delta_5)  # Δ_4 = Δ_5
         shared = attn.out.share(delta_5)
@@ -109,7 +109,7 @@ class Block(Parts):
         if delta_2 is None:
             return delta_5
         run.record("delta_2", delta_2)
-        delta_1 = self.norm_1.backward(delta_2, a_bar_1, norm_1)
+        delta_1 = self.norm_1.backward(delta_2, a_bar_1, norm_1, run)
         rows = run.query_rows
         delta_1 = delta_1.add_(delta_5) if rows is None else delta_1.index_add_(0, rows, delta_5)
         run.record("delta_1", delta_1)

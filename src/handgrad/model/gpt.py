@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError
 from ..machine import trim_heap
 from ..ops import attention
-from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
+from .batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .block import Saved
-from .layers import Affine, freeze
+from .example_gradients import ExampleGradients, PieceExamples
+from .layers import Affine, Linear, freeze
 from .logits import Logits
 from .network import Network
 from .objective import MEAN_LOSS, Objective
-from .passes import Pass, Record, no_record
+from .passes import PLAIN, Pass, Record, no_record
 from .readout import readout, row_groups
 
 Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
@@ -43,6 +44,7 @@ class ForwardState(NamedTuple):
     lowest: int  # the first block that the backward pass visits
     all_signals: bool
     record: Record
+    examples: ExampleGradients | None = None  # measures the gradients of single examples
 
 
 class GPT(Network):
@@ -102,6 +104,7 @@ class GPT(Network):
         record: Record = no_record,
         all_signals: bool = False,
         objective: Objective = MEAN_LOSS,
+        examples: ExampleGradients | None = None,
     ) -> float:
         """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`. A frozen
         parameter gets none; one it had is discarded, because an optimizer would apply it.
@@ -113,7 +116,8 @@ class GPT(Network):
                     about a third more time.
         seed        Seed of the adapters' dropout, if they have any (default: drawn from torch's random numbers). No
                     dropout after model.eval().
-        tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024).
+        tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024, or
+                    512 if the matrices are frozen).
         finished    Called with the parameters of a layer as soon as their gradients are final, from the head to the
                     embeddings, during the backward pass.
         record      Called with every intermediate under the paper's name, once per piece. It observes what this call
@@ -121,13 +125,15 @@ class GPT(Network):
         all_signals Compute every signal of every row, needed or not: in one piece, down to Δ_1 of the first block,
                     without dropout. `hg.trace` uses it.
         objective   What to differentiate instead of the mean loss: one target's loss, or a difference of logits.
+        examples    Measures the gradient of each sequence (see `example_gradients`). Only ExampleNorms(grads=True) fills
+                    `.grad` as well.
         """
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
         if not callable(record) or not callable(finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         dropout_seed = None if all_signals else self.dropout_seed(seed)
-        at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
+        at_once = math.inf if all_signals else tokens_at_once or self.tokens_at_once()
         targets = objective.select(targets, self.config.n_vocab)
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
         n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
@@ -136,10 +142,15 @@ class GPT(Network):
         # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
         # all gradients of a block are final at once.
         # Packed weights are then unpacked once for all pieces.
-        together = recompute == "blocks" or self.packed or not pieces
+        together = recompute == "blocks" or self.packed or not pieces or (examples is not None and examples.together)
         windows = [pieces] if together else [[piece] for piece in pieces]
         fresh = [p for p in parameters if p.grad is None]
-        if len(windows) > 1:  # gradients allocated between the activations of two pieces would fragment memory
+        if examples is not None:
+            self.begin_examples(examples, pieces, n_targets, tokens, lengths)
+        fills = examples is None or examples.grads
+        if (
+            len(windows) > 1 and fills
+        ):  # gradients allocated between the activations of two pieces would fragment memory
             for p in fresh:
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         value = 0.0
@@ -147,7 +158,7 @@ class GPT(Network):
             for window in windows:
                 hook = finished if window is windows[-1] else no_hook
                 state = self.forward_pass(
-                    window, recompute=recompute == "blocks", record=record, all_signals=all_signals
+                    window, recompute=recompute == "blocks", record=record, all_signals=all_signals, examples=examples
                 )
                 value += self.backward_pass(state, n_targets, finished=hook, objective=objective)
         except NonFiniteError:
@@ -155,6 +166,20 @@ class GPT(Network):
                 p.grad = None  # discard partial gradients
             raise
         return value
+
+    def tokens_at_once(self) -> int:
+        """Tokens of a piece, unless a call gives another number."""
+        if self.adapter is None or any(isinstance(x, Linear) and x.trains for x in self.modules()):
+            return TOKENS_AT_ONCE
+        return FROZEN_AT_ONCE
+
+    def begin_examples(
+        self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, tokens: Tensor, lengths: list[int] | None
+    ) -> None:
+        """Prepare the measurement of a batch's examples."""
+        count = len(tokens) if tokens.ndim == 2 else len(lengths or [1])
+        shared = self.head.plain().weight is self.embed.weight
+        examples.begin(pieces, count, n_targets, self.embed.weight if shared and self.embed.trains else None)
 
     def pack(self, tokens: Tensor, lengths: list[int] | None = None) -> Batch:
         """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
@@ -187,6 +212,7 @@ class GPT(Network):
         lowest: int | None = None,
         record: Record = no_record,
         all_signals: bool = False,
+        examples: ExampleGradients | None = None,
     ) -> ForwardState:
         """a_0 → a_10 of every piece. Saves each block's activations, or with `recompute` only its input."""
         if lowest is None:
@@ -194,7 +220,7 @@ class GPT(Network):
         if recompute:
             trim_heap()  # what the last step, or the optimizer, has left free
         rotations = [self.rotation(piece.positions) for piece in pieces]
-        state = ForwardState(pieces, rotations, [], [], lowest, all_signals, record)
+        state = ForwardState(pieces, rotations, [], [], lowest, all_signals, record, examples)
         for piece in pieces:
             record("a_0", piece.ids)
         state.a_10.extend(self.embeddings(p.ids, p.positions) for p in pieces)
@@ -233,8 +259,9 @@ class GPT(Network):
         with self.unpacked(self.head):
             for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
                 total, delta_10 = readout(
-                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record, objective
-                )
+                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record,
+                    _examples_of(piece, state), objective,
+                )  # fmt: skip
                 value += total / n_targets
                 deltas.append(delta_10)
         if not self.config.tied:
@@ -249,14 +276,15 @@ class GPT(Network):
                         saved = self.blocks[i].forward(saved, run._replace(record=no_record))[1]
                     deltas[j] = self.blocks[i].backward(deltas[j], saved, run)
                     del saved
-            if recomputed and i % 8 == 0:
+            if recomputed and i % 4 == 0:
                 trim_heap()  # the heap fragments from block to block
             finished(next(layers))
         if self.embeddings_train():
             for piece, delta_1 in zip(state.pieces, deltas, strict=True):
-                self.embed.backward(delta_1, piece.ids)
+                run = PLAIN._replace(examples=_examples_of(piece, state))
+                self.embed.backward(delta_1, piece.ids, run)
                 if self.has("positions"):
-                    self.positions.backward(delta_1, piece.positions)
+                    self.positions.backward(delta_1, piece.positions, run)
         finished(every_layer[-1])
         return value
 
@@ -273,6 +301,7 @@ class GPT(Network):
             piece.dropout_seed,
             no_record if record is no_record else lambda name, value: record(f"blocks.{i}.{name}", value),
             state.rotations[j],
+            examples=_examples_of(piece, state),
         )
 
     def _lowest(self) -> int:
@@ -300,6 +329,10 @@ class GPT(Network):
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
         raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
+
+
+def _examples_of(piece: Piece, state: ForwardState) -> PieceExamples | None:
+    return None if state.examples is None else PieceExamples(state.examples, piece)
 
 
 def _with_zeros(finished: Finished) -> Finished:

@@ -5,7 +5,7 @@ passes what a backward pass needs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ..errors import HandgradError
 from ..ops import embedding, linear
 from .packed import Packed
 from .passes import PLAIN, Pass
+
+ROWS_OF_PART = 4096  # a frozen matrix with more rows, such as a head, is multiplied in parts: see Linear
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
@@ -74,6 +76,10 @@ class Affine(nn.Module, ABC):
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by the letter the paper gives them: w and b, and an adapter's d, u and m."""
 
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        """d, u and scale of the low-rank branches that the layer adds to `plain()`; None if it computes something else."""
+        return None
+
     @property
     def adapted(self) -> bool:
         """Whether the layer has an adapter."""
@@ -88,6 +94,9 @@ class Linear(Affine):
     weight   a Parameter to share instead of one of its own: a tied head has the embedding's
 
     `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
+
+    A frozen (f_out, f_in) matrix with many rows is multiplied in parts, so that a packed head is never unpacked as a whole.
+    Unpacked it is multiplied in the same parts: sums have the same order, and gradients are equal to the last bit.
     """
 
     packed: Packed | None = None
@@ -117,6 +126,29 @@ class Linear(Affine):
         w = self.like.unpacked(self.packed) if self.weight is None else self.weight
         return w if self.in_out else w.t()
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether products are computed part by part."""
+        return not (self.in_out or self.trains or self.parts) and self.widths[0] > ROWS_OF_PART
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weight gets a gradient."""
+        return self.weight is not None and self.weight.requires_grad
+
+    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of the output, and their part of w, (f_in, part): a view, or unpacked into one buffer for all parts."""
+        buffer = None
+        for start in range(0, self.widths[0], ROWS_OF_PART):
+            rows = slice(start, min(start + ROWS_OF_PART, self.widths[0]))
+            if self.weight is not None:
+                yield rows, self.weight[rows].t()
+                continue
+            assert self.packed is not None
+            part = self.packed.between(rows.start, rows.stop)
+            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], self.like.dtype)
+            yield rows, buffer.t()
+
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
         """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
@@ -127,24 +159,43 @@ class Linear(Affine):
             if product is not None:
                 b = self.added_bias()
                 return product if b is None else product.add_(b)
-        return linear.forward(a, self.w, self.added_bias(), out)
+        b = self.added_bias()
+        if not self.in_parts or len(a) <= linear.FEW_ROWS:
+            return linear.forward(a, self.w, b, out)
+        out = a.new_empty(len(a), self.widths[0]) if out is None else out
+        for part, w in self._parts():
+            linear.forward(a, w, None if b is None else b[part], out[:, part])
+        return out
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, shared: Any = None) -> Tensor:
-        return linear.backward(delta, self.w, into)
+        if not self.in_parts:
+            return linear.backward(delta, self.w, into)
+        for part, w in self._parts():
+            into = linear.backward(delta[:, part], w, into)
+        assert into is not None
+        return into
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, shared: Any = None) -> None:
-        self.accumulate_weight(delta, a)
-        self.accumulate_bias(delta)
+        self.accumulate_weight(delta, a, run)
+        self.accumulate_bias(delta, run)
 
-    def accumulate_weight(self, delta: Tensor, a: Tensor) -> None:
+    def accumulate_weight(self, delta: Tensor, a: Tensor, run: Pass = PLAIN) -> None:
         """(∂w)ᵗ = Δᵗ a where the weight is stored transposed. A tied weight's gradient is added to the embedding's own
         (R9)."""
-        if self.weight is not None and self.weight.requires_grad:
+        if self.weight is None or not self.weight.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.product(self.weight, a, delta, self.in_out)
+        else:
             left, right = (delta, a) if self.in_out else (a, delta)
             self.weight.grad = linear.grad_w(left, right, self.weight.grad)
 
-    def accumulate_bias(self, delta: Tensor) -> None:
-        if self.bias is not None and self.bias.requires_grad:
+    def accumulate_bias(self, delta: Tensor, run: Pass = PLAIN) -> None:
+        if self.bias is None or not self.bias.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.sums(self.bias, delta)
+        else:
             self.bias.grad = linear.grad_b(delta, self.bias.grad)
 
     def added_bias(self) -> Tensor | None:
@@ -162,6 +213,9 @@ class Linear(Affine):
 
     def plain(self) -> "Linear":
         return self
+
+    def low_rank(self) -> list[tuple[Tensor, Tensor, float]] | None:
+        return []
 
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         return {"w": self.weight, "b": self.bias}
@@ -200,17 +254,21 @@ class QueryKeyValue(Linear):
             b = torch.cat([b[:q], b.new_zeros(k), b[q:]])
         return b
 
-    def accumulate_bias(self, delta: Tensor) -> None:
+    def accumulate_bias(self, delta: Tensor, run: Pass = PLAIN) -> None:
         if self.key_bias_matters:
-            super().accumulate_bias(delta)
+            super().accumulate_bias(delta, run)
         elif self.bias is not None and self.bias.requires_grad:
-            sums = delta.sum(0)  # (24), (32.a)
-            q, k, _ = self.widths
-            if self.key_bias:
-                sums[q : q + k] = 0  # (32.b); what is summed there is rounding (R32)
-            else:
-                sums = torch.cat([sums[:q], sums[q + k :]])
+            if run.examples is not None:
+                run.examples.sums(self.bias, self._without_key(delta))
+                return
+            sums = self._without_key(delta.sum(0)[None])[0]  # (24), (32.a)
             self.bias.grad = sums if self.bias.grad is None else self.bias.grad.add_(sums)
+
+    def _without_key(self, x: Tensor) -> Tensor:
+        """The columns of the bias; those of b_k, if it has them, are 0 (32.b): what is summed there is rounding (R32)."""
+        q, k, _ = self.widths
+        key = [torch.zeros_like(x[:, q : q + k])] if self.key_bias else []
+        return torch.cat([x[:, :q], *key, x[:, q + k :]], 1)
 
     def parts_of(self, letter: str, x: Tensor) -> dict[str, Tensor]:
         if letter == "b" and not self.key_bias:
@@ -248,6 +306,10 @@ class Embedding(nn.Module):
         assert self.packed is not None
         return self.packed.rows(ids, self.like.dtype), torch.arange(len(ids), device=ids.device)
 
-    def backward(self, delta: Tensor, ids: Tensor) -> None:
-        if self.weight is not None and self.weight.requires_grad:
+    def backward(self, delta: Tensor, ids: Tensor, run: Pass = PLAIN) -> None:
+        if self.weight is None or not self.weight.requires_grad:
+            return
+        if run.examples is not None:
+            run.examples.look_up(self.weight, delta, ids)
+        else:
             self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)

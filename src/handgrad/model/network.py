@@ -146,9 +146,8 @@ class Network(Parts):
 
     @contextmanager
     def unpacked(self, *modules: nn.Module, generating: bool = False) -> Iterator[None]:
-        """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers. That
-        of the head, as large as ten blocks, and theirs do not exist at the same time. When `generating`, products of a
-        few rows use packed weights directly."""
+        """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers, which
+        are freed before the head needs its own. When `generating`, products of a few rows use packed weights directly."""
         if self.scratch is None:
             yield
             return

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import layernorm, rmsnorm
+from .example_gradients import PieceExamples
+from .passes import PLAIN, Pass
 
 
 class Norm(nn.Module, ABC):
@@ -23,7 +25,7 @@ class Norm(nn.Module, ABC):
         """ā and the output, from the saved statistics"""
 
     @abstractmethod
-    def backward(self, delta: Tensor, a_bar: Tensor, saved: Any) -> Tensor:
+    def backward(self, delta: Tensor, a_bar: Tensor, saved: Any, run: Pass = PLAIN) -> Tensor:
         """Δ_i → Δ_{i−1}; the parameters' gradients are added into `.grad`"""
 
     @abstractmethod
@@ -36,6 +38,13 @@ class Norm(nn.Module, ABC):
 
     def trains(self) -> bool:
         return any(p is not None and p.requires_grad for p in self._parameters.values())
+
+    def _measure(self, examples: PieceExamples, delta: Tensor, a_bar: Tensor) -> None:
+        """Hand over the gradients of the parameters, token by token; those of several heads are added."""
+        for name, p in self.named_symbols().items():
+            if p is not None and p.requires_grad:
+                x = delta if name == "b" else delta * a_bar
+                examples.sums(p, x if x.ndim == 2 else x.sum(1))
 
 
 class LayerNorm(Norm):
@@ -53,7 +62,10 @@ class LayerNorm(Norm):
     def rebuild_output(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:
         return layernorm.rebuild(saved, self.weight, self.bias)
 
-    def backward(self, delta: Tensor, a_bar: Tensor, saved: layernorm.Saved) -> Tensor:
+    def backward(self, delta: Tensor, a_bar: Tensor, saved: layernorm.Saved, run: Pass = PLAIN) -> Tensor:
+        if run.examples is not None:
+            self._measure(run.examples, delta, a_bar)
+            return layernorm.backward(delta, a_bar, saved.inv_sigma, self.weight)
         if self.weight.requires_grad:
             self.weight.grad = layernorm.grad_w(delta, a_bar, self.weight.grad)
         if self.bias.requires_grad:
@@ -81,7 +93,10 @@ class RMSNorm(Norm):
     def rebuild_output(self, saved: rmsnorm.Saved) -> tuple[Tensor, Tensor]:
         return rmsnorm.rebuild(saved, self.weight)
 
-    def backward(self, delta: Tensor, a_bar: Tensor, saved: rmsnorm.Saved) -> Tensor:
+    def backward(self, delta: Tensor, a_bar: Tensor, saved: rmsnorm.Saved, run: Pass = PLAIN) -> Tensor:
+        if run.examples is not None:
+            self._measure(run.examples, delta, a_bar)
+            return rmsnorm.backward(delta, a_bar, saved.inv_rms, self.weight)
         if self.weight.requires_grad:
             self.weight.grad = rmsnorm.grad_w(delta, a_bar, self.weight.grad)
         return rmsnorm.backward(delta, a_bar, saved.inv_rms, self.weight)

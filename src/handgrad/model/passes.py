@@ -1,11 +1,14 @@
 """`Pass`: the arguments of a block besides its input, the same in the forward and in the backward pass."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..ops.attention import Saved, Spans
+
+if TYPE_CHECKING:
+    from .example_gradients import PieceExamples
 
 Rows = slice | Tensor  # rows of the stream
 Record = Callable[[str, Tensor], None]  # called with the paper's name of a tensor and the tensor
@@ -33,6 +36,9 @@ class Pass(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
     cache: BlockCache | None = None  # generation: earlier keys and values
     adapters: tuple[tuple[str, Rows], ...] = ()  # of several named adapters: the rows of each
+    examples: "PieceExamples | None" = (
+        None  # receives the factors of the gradients, if examples are measured one by one
+    )
 
     @property
     def recording(self) -> bool:

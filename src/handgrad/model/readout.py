@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch import Piece
+from .example_gradients import PieceExamples
 from .layers import Affine
 from .norms import Norm
 from .objective import MEAN_LOSS, Objective
@@ -29,9 +30,13 @@ def rows_at_once(n_vocab: int, head_trains: bool) -> int:
 def row_groups(n: int, head: Affine) -> list[slice]:
     """n rows in groups of equal size, at most `rows_at_once` each."""
     n_vocab = sum(head.plain().widths)
-    most = rows_at_once(n_vocab, any(p.requires_grad for p in head.parameters()))
+    most = rows_at_once(n_vocab, _trains(head))
     size = math.ceil(n / math.ceil(n / most))
     return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _trains(head: Affine) -> bool:
+    return any(p.requires_grad for p in head.parameters())
 
 
 def readout(
@@ -42,10 +47,11 @@ def readout(
     weight: float,
     check_finite: Callable[[Tensor], Tensor],
     record: Record = no_record,
+    examples: PieceExamples | None = None,
     objective: Objective = MEAN_LOSS,
 ) -> tuple[float, Tensor]:
     """a_10 → the summed loss of the piece and Δ_10; gradients are added into `.grad`. Δ_12 is multiplied by `weight`,
-    1/(number of targets)."""
+    1/(number of targets). If `examples` are measured, the groups of rows are complete examples."""
     recording = record is not no_record
     a_11, norm_10 = norm.forward(a_10)
     every_row = len(a_10) == len(piece.rows)  # rows without a target come here only if all signals are wanted
@@ -53,13 +59,18 @@ def readout(
     delta_11 = torch.empty_like(with_target)
     total = 0.0
     logits, deltas = [], []
-    groups = row_groups(len(piece.targets), head)
+    groups: list[tuple[slice, PieceExamples | None]]
+    if examples is not None and _trains(head):
+        groups = [*examples.groups(rows_at_once(sum(head.plain().widths), True))]
+    else:
+        groups = [(rows, None) for rows in row_groups(len(piece.targets), head)]
     # one buffer for all groups: freed and allocated for each, it would fragment memory
-    buffer = a_11.new_empty(groups[0].stop, sum(head.plain().widths))
-    for rows in groups:
+    largest = max(rows.stop - rows.start for rows, _ in groups)
+    buffer = a_11.new_empty(largest, sum(head.plain().widths))
+    for rows, its_examples in groups:
         a = with_target[rows]
         seed = None if piece.dropout_seed is None else piece.dropout_seed + rows.start
-        run = PLAIN._replace(dropout_seed=seed)
+        run = PLAIN._replace(dropout_seed=seed, examples=its_examples)
         a_12 = head.forward(a, run, buffer[: len(a)])
         if recording:
             logits.append(a_12.clone())
@@ -84,4 +95,4 @@ def readout(
         named |= {"y_pred": torch.softmax(a_12, 1), "delta_12": delta_12, "delta_11": delta_11}
         for name, x in named.items():
             record(name, x)
-    return total, norm.backward(delta_11, a_bar_10, norm_10)
+    return total, norm.backward(delta_11, a_bar_10, norm_10, PLAIN._replace(examples=examples))

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from ..kernels import calls
 
+FEW_ROWS = calls.FEW_ROWS  # products of so few rows have a kernel of their own, which is limited by reading the weights
+
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
-    if a.shape[0] <= calls.FEW_ROWS and out is None and calls.fits(a, transposed := w.t()):
+    if a.shape[0] <= FEW_ROWS and out is None and calls.fits(a, w if w.stride(1) == 1 else w.t()):
         out = a.new_empty(len(a), w.shape[1])
-        calls.few_rows(a, transposed, out)
+        calls.few_rows(a, w, out)
         return out if b is None else out.add_(b)
     if calls.multiplies(a, w):
         return calls.product(a, w, out, bias=b)

@@ -7,6 +7,7 @@ that only results are rounded.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 ENTRIES_AT_ONCE = 1 << 17  # so that the elementwise steps below work in the CPU cache
 
 
+@lru_cache(maxsize=16)
 def frequencies(
     d_rho: int,
     base: float,

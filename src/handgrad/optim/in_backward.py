@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import NonFiniteError
 from ..model.batch import count_targets
+from ..model.example_gradients import ExampleNorms
 from ..model.gpt import GPT, Finished, ForwardState, no_hook
 from .optimizers import clip_factor, length, norm, step
 
@@ -54,9 +55,10 @@ class OptimizerInBackward:
         lengths: list[int] | None = None,
         n_targets: int | None = None,
         seed: int | None = None,
+        examples: ExampleNorms | None = None,
     ) -> float:
         """One step on the batch, which may be large: it is processed in pieces. `n_targets` is the number of targets of all
-        processes together; `seed` as in `GPT.loss_and_grads`."""
+        processes together; `seed` and `examples` as in `GPT.loss_and_grads`."""
         model = self.model
         pieces = model.pieces(tokens, targets, lengths, dropout_seed=model.dropout_seed(seed))
         n_targets = count_targets(pieces, n_targets)
@@ -83,7 +85,9 @@ class OptimizerInBackward:
                 step(optimizer, factor)
             _free_gradients(layer)
 
-        return self._backward_pass(state, n_targets, update)
+        if examples is not None:
+            model.begin_examples(examples, pieces, n_targets, tokens, lengths)
+        return self._backward_pass(state._replace(examples=examples), n_targets, update)
 
     def _backward_pass(self, state: ForwardState, n_targets: int, finished: Finished, once: bool = True) -> float:
         try:

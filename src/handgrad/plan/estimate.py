@@ -15,7 +15,7 @@ from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
-from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary
+from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary, tokens_per_piece
 from .packing import TWO_BYTES, Kinds, buffers, packed_bytes, packed_count, two_bytes
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
@@ -53,8 +53,14 @@ class Plan:
     bytes_temporary: int  # buffers of the logits, or of a block's backward pass
     bytes_cache_per_token: int
 
+    rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
+
+    @property
+    def piece(self) -> int:
+        """Tokens that are processed at once."""
+        return tokens_per_piece(self.batch, self.tokens, adapted=bool(self.ranks))
 
     @property
     def bytes_peak(self) -> int:
@@ -76,6 +82,7 @@ def make_plan(
     ranks: Ranks | None = None,
     extra: int = 0,
     kinds: Kinds | None = None,
+    rows: int | None = None,
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -84,6 +91,7 @@ def make_plan(
     ranks           rank by layer of an existing adapter, instead of rank and targets
     extra           its trainable parameters besides the factors: magnitudes, modules_to_save
     kinds           types of the matrices that stay packed, by name
+    rows            how many tokens of a sequence have a target (default: all)
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -112,7 +120,8 @@ def make_plan(
     trainable = n_adapters if ranks else total
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
-    forward, backward = flop(config, Work.of(tokens, config).times(batch), ranks, recompute)
+    piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
+    forward, backward = flop(config, Work.of(tokens, config, rows).times(batch), ranks, recompute)
 
     return Plan(
         config, batch, tokens, dtype, max(ranks.values(), default=0), short_names(config, ranks), recompute,
@@ -128,10 +137,11 @@ def make_plan(
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
         bytes_optimizer=2 * size * trainable,
-        bytes_saved=size * saved(config, batch, tokens, recompute, together=bool(kinds)),
-        bytes_temporary=size * temporary(config, batch, tokens, head_trains, recompute, buffers(config, kinds))
+        bytes_saved=size * saved(config, batch, tokens, piece, recompute, together=bool(kinds)),
+        bytes_temporary=size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
         + min(WORKSPACE, size * config.n_vocab * config.d_model),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
+        rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
+from ..ops.loss import NO_TARGET
 from .outline import LinearLayer, linear_layers
 from .parameters import Ranks
 
@@ -24,9 +25,11 @@ class Work:
     row_pairs: Pairs  # whose query has a target
 
     @staticmethod
-    def of(length: int, config: ModelConfig) -> "Work":
-        """The work of a sequence in which every token has a target."""
-        return Work.of_batch(torch.zeros(1, length), None, config)
+    def of(length: int, config: ModelConfig, rows: int | None = None) -> "Work":
+        """The work of a sequence of which every token has a target, or the last `rows`."""
+        targets = torch.zeros(1, length)
+        targets[:, : length - (length if rows is None else rows)] = NO_TARGET
+        return Work.of_batch(targets, None, config)
 
     def times(self, n: int) -> "Work":
         """The work of n such batches."""
@@ -40,7 +43,7 @@ class Work:
         ends = sizes.cumsum(0).repeat_interleave(sizes)
         length = sizes.repeat_interleave(sizes)
         keys = torch.arange(len(length)) - ends + length + 1 if config.causal else length
-        has_target = targets.reshape(-1).cpu() != -100
+        has_target = targets.reshape(-1).cpu() != NO_TARGET
         pairs, row_pairs = {}, {}
         for window in {config.window_of(i) for i in range(config.n_blocks)}:
             seen = keys if window is None else keys.clamp(max=window)

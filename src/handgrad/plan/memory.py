@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.batch import TOKENS_AT_ONCE
+from ..model.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, group
 from ..model.config import ModelConfig
 from ..model.passes import Pass
 from ..model.readout import rows_at_once
@@ -38,16 +38,16 @@ def _tensors(saved: Any) -> list[Tensor]:
     return [x for part in saved or () for x in _tensors(part)]
 
 
-def tokens_per_piece(batch: int, tokens: int) -> int:
-    """Tokens of a piece: complete sequences, about TOKENS_AT_ONCE tokens."""
-    return min(batch, max(1, TOKENS_AT_ONCE // tokens)) * tokens
+def tokens_per_piece(batch: int, tokens: int, adapted: bool) -> int:
+    """Tokens of the largest piece: complete sequences, as `GPT.loss_and_grads` groups them."""
+    return max(map(sum, group((tokens,) * batch, FROZEN_AT_ONCE if adapted else TOKENS_AT_ONCE)))
 
 
-def saved(config: ModelConfig, batch: int, tokens: int, recompute: str, together: bool = False) -> int:
+def saved(config: ModelConfig, batch: int, tokens: int, piece: int, recompute: str, together: bool = False) -> int:
     """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
     for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position. Pieces that
     are processed `together`, because weights are packed, are all saved, and so are their a_10 and Δ_10."""
-    c, piece = config, tokens_per_piece(batch, tokens)
+    c = config
     angles = c.query_width if c.positions == "rotary" else 0
     per_token = {i: saved_per_token(c, i) for i in kinds_of_blocks(c)}
     if recompute == "blocks":
@@ -58,17 +58,15 @@ def saved(config: ModelConfig, batch: int, tokens: int, recompute: str, together
 
 def temporary(
     config: ModelConfig,
-    batch: int,
-    tokens: int,
+    piece: int,
     head_trains: bool,
     recompute: str = "none",
     unpacked: tuple[int, int] = (0, 0),
 ) -> int:
-    """Numbers in temporary buffers at the peak: the logits of some rows, or a block's feed-forward in the backward pass
-    (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by side), whichever is more, and a few
-    copies of the residual stream. `unpacked` are the numbers of a block and of the head that are unpacked meanwhile. What a
-    recomputed block saves does not exist while the logits do."""
-    piece = tokens_per_piece(batch, tokens)
+    """Numbers in temporary buffers at the peak, for pieces of `piece` tokens: the logits of some rows, or a block's
+    feed-forward in the backward pass (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by
+    side), whichever is more, and a few copies of the residual stream. `unpacked` are the numbers of a block and of the
+    head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do."""
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     mlp = outline(config).blocks[0].mlp
     signals = len(mlp.letters())

@@ -8,7 +8,7 @@ from math import prod
 from ..adapters import layers_of
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.layers import Embedding, Linear
+from ..model.layers import ROWS_OF_PART, Embedding, Linear
 from ..model.names import block_of
 from ..ops.packed import bytes_per_row
 
@@ -57,15 +57,17 @@ def buffers(config: ModelConfig, kinds: Kinds) -> tuple[int, int]:
     for name in kinds:
         if (i := block_of(name)) is not None:
             in_block[i] += prod(matrices(config)[name])
-    return max(in_block.values(), default=0), config.n_vocab * config.d_model if _head(config) in kinds else 0
+    rows = min(config.n_vocab, ROWS_OF_PART)
+    return max(in_block.values(), default=0), rows * config.d_model if _head(config) in kinds else 0
 
 
-def uses(config: ModelConfig, kinds: Kinds) -> dict[tuple[str, Shape], int]:
-    """How often a step unpacks matrices of each type and shape: those of a block once in each pass, that of the head
-    once."""
+def uses(config: ModelConfig, kinds: Kinds, groups: int) -> dict[tuple[str, Shape], int]:
+    """How often a step unpacks matrices of each type and shape: those of a block once in each pass, that of the head twice
+    for each of the `groups` of rows; a head that is not divided into parts once."""
     found: Counter[tuple[str, Shape]] = Counter()
+    of_head = 2 * groups if config.n_vocab > ROWS_OF_PART else 1
     for name, kind in kinds.items():
-        found[kind, matrices(config)[name]] += 2 if block_of(name) is not None else int(name == _head(config))
+        found[kind, matrices(config)[name]] += 2 if block_of(name) is not None else of_head * (name == _head(config))
     return {key: count for key, count in found.items() if count}
 
 

@@ -18,9 +18,11 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.names import without_block
 from ..model.packed import Packed
+from ..model.readout import rows_at_once
+from ..ops.loss import NO_TARGET
 from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
-from .memory import BYTES, tokens_per_piece
+from .memory import BYTES
 from .outline import kinds_of_blocks, linear_layers, with_blocks
 from .packing import uses
 
@@ -54,9 +56,12 @@ def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
 def predict(plan: Plan, budget: float = 1.5) -> float:
     """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
     run for about `budget` seconds."""
+    rows = rows_at_once(plan.config.n_vocab, head_trains=False)
+    pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
+    groups = pieces * -(-with_target // rows)
     return _computing(plan, budget) + sum(
         count * unpack_seconds(kind, shape, plan.dtype)
-        for (kind, shape), count in uses(plan.config, plan.kinds).items()
+        for (kind, shape), count in uses(plan.config, plan.kinds, groups).items()
     )
 
 
@@ -74,7 +79,7 @@ def _computing(plan: Plan, budget: float) -> float:
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
     more = {((0, i), few): count - (i == 0) for i, count in kinds_of_blocks(c).items() if count > (i == 0)}
-    piece = tokens_per_piece(plan.batch, plan.tokens)
+    piece = plan.piece
     largest = replace(with_blocks(c, (0, 0)), n_vocab=many)
     trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
     if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
@@ -108,14 +113,15 @@ class _Trial:
         if ranks:
             lora = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
             adapters.apply(self.model, lora, any_rank=True)
-        piece = tokens_per_piece(plan.batch, plan.tokens)
-        self.tokens = torch.randint(n_vocab, (piece // plan.tokens, plan.tokens))
+        self.tokens = torch.randint(n_vocab, (plan.piece // plan.tokens, plan.tokens))
+        self.targets = self.tokens.clone()
+        self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
         self.recompute = plan.recompute
         self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
 
     def run(self) -> Times:
         start = time.perf_counter()
-        self.model.loss_and_grads(self.tokens, self.tokens, recompute=self.recompute)
+        self.model.loss_and_grads(self.tokens, self.targets, recompute=self.recompute)
         between = time.perf_counter()
         norms = torch.stack([optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None])
         optim.step(self.optimizer, optim.clip_factor(norms.double().norm().item(), 1.0))

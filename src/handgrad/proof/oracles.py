@@ -6,9 +6,10 @@ Autograd appears here and in `reference.py`, nowhere else in the package.
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..tolerances import FINITE_DIFFERENCE_TOLERANCE
@@ -36,6 +37,16 @@ def differentiate(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | 
         total = out.sum() if upstream is None else (out * upstream).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))
+
+
+def loss_gradients(network: nn.Module, batch: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """The loss that a PyTorch model computes of a batch, and by its own backward pass the gradient of every trainable
+    parameter. `.grad` is left as it was."""
+    named = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        loss = network(**batch).loss
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return loss.item(), {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
 
 
 def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor:

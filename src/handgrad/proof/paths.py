@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.example_gradients import ExampleNorms
 from ..model.gpt import GPT
 from ..optim import OptimizerInBackward
 
@@ -36,6 +37,7 @@ def training_paths(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[in
         "gradients, one pass": path(),
         "gradients, with a recorder": path(record=_discard),
         "gradients, recomputed blocks": path(recompute="blocks"),
+        "gradients, with norms of examples": path(examples=ExampleNorms(grads=True)),
     }
     if len(model.pack(tokens, lengths).lengths) > 1:
         paths |= {

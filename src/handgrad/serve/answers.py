@@ -7,6 +7,7 @@ the end-of-sequence token, if it came: clients that ask for one token find one. 
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,21 +75,21 @@ class Choice:
         return [Entry(*entry) for entry in zip(self.prompt, known, offsets, strict=True)]
 
 
-class Form:
-    """The JSON of one request's answer. `kind` is "text_completion" or "chat.completion"."""
+class Form(ABC):
+    """The JSON of one request's answer."""
 
-    kind = ""
-    streamed = ""
-    prefix = ""
-    list_end = False
+    kind: str  # of the whole answer's object
+    streamed: str  # of an event's object
+    prefix: str  # of the id
+    list_end = False  # whether log-probabilities end with that of the end-of-sequence token
 
     def __init__(self, model: str, tokens: TokenText, logprobs: int | None, usage_wanted: bool = False):
         self.tokens, self.logprobs, self.usage_wanted = tokens, logprobs, usage_wanted
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
+    @abstractmethod
     def choice(self, index: int, text: str, entries: list[Entry], finish: str | None) -> dict[str, Any]:
         """A choice of the whole answer."""
-        raise NotImplementedError
 
     def delta(self, index: int, text: str, entries: list[Entry], finish: str | None, first: bool) -> dict[str, Any]:
         """A choice of one event."""

@@ -106,20 +106,20 @@ class Runner:
     def submit(self, prompts: list[list[int]], options: list[Options], stop: Sequence[str]) -> Job:
         """Let a request wait for its turn. From the event loop."""
         n = len(prompts)
-        self._take(n)
         deadline = time.monotonic() + self.timeout
         job = Job(self, prompts, options, stop, deadline, asyncio.get_running_loop(), left=n)
         with self._changed:
+            self._take(n)
             self._new.append(job)
             self._changed.notify()
         return job
 
     async def call(self, compute: Callable[[], Any]) -> Any:
         """Run a function of the model between two steps."""
-        self._take(1)
         future: Future[Any] = Future()
-        future.add_done_callback(lambda _: self._release(1))
         with self._changed:
+            self._take(1)
+            future.add_done_callback(lambda _: self._release(1))
             self._calls.append((compute, future))
             self._changed.notify()
         try:
@@ -146,15 +146,19 @@ class Runner:
         self.stop()
         self._thread.join()
 
+    def check_number(self, n: int, param: str) -> None:
+        """Raise if a request has more sequences than can ever wait."""
+        if n > self.capacity:
+            most = f"and the server takes {self.capacity} at a time: send several requests"
+            raise ApiError(400, f"the request has {n:,} sequences, {most}", param, "too_many")
+
     def _take(self, n: int) -> None:
-        with self._changed:
-            if self._closed:
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-            if n > self.capacity:
-                raise ApiError(400, f"the request has {n} sequences; at most {self.capacity} may wait", "n", "too_many")
-            if self.count + n > self.capacity:
-                raise ApiError(429, "the server is busy: too many requests wait; try again later", code="queue_full")
-            self.count += n
+        """Count sequences that wait or run. The caller holds the lock, so that the thread does not end in between."""
+        if self._closed:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self.count + n > self.capacity:
+            raise ApiError(429, "the server is busy: too many requests wait; try again later", code="queue_full")
+        self.count += n
 
     def _release(self, n: int) -> None:
         with self._changed:

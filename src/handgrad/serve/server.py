@@ -74,7 +74,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None, loopback: bool, body: int):
         self.app, self.loopback, self.body = app, loopback, body
-        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+        self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,18 +93,23 @@ class Guard:
     def _error(self, method: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if self.loopback and not OUR_HOST.fullmatch(headers.get(b"host", b"")):
             return ApiError(421, "wrong Host: connect to 127.0.0.1 or localhost", code="wrong_host")
-        if self.key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if self.key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key)):
             return ApiError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self.body:
             return ApiError(413, f"the body may have {self.body:,} bytes at most", code="body_too_large")
-        if method == "POST" and headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
+        if method == "POST" and _media_type(headers) != b"application/json":
             return ApiError(415, "the body must be JSON (Content-Type: application/json)", code="wrong_content_type")
         return None
 
 
+def _media_type(headers: dict[bytes, bytes]) -> bytes:
+    return headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+
+
 def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None, loopback: bool) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Guard, api_key=api_key, loopback=loopback, body=limits.body)
     texts = ThreadPoolExecutor(1, "text")  # tokenizing a long prompt must not hold up the others
     started = int(time.time())
@@ -143,6 +148,8 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
     async def respond(request: Request, table: Any, prepare: Callable[..., Plan]) -> Response:
         """Parse, let the sequences join, and answer at once or as a stream."""
         asked = parse(await body_of(request), table)
+        given, n = len(asked.get("prompt", [0])), asked.get("n", 1)
+        runner.check_number(given * n, "n" if n > 1 else "prompt")
         plan = await in_text_thread(prepare, models, limits.max_tokens, asked)
         job = runner.submit(plan.prompts, plan.options, plan.stop)
         if asked.get("stream"):

@@ -51,17 +51,29 @@ class Examples:
         rows = slice(self.offsets[i], self.offsets[i + 1])
         return self.ids[rows], self.is_target[rows]
 
+    def part(self, chosen: Iterable[int]) -> "Examples":
+        """Some of the examples, by their numbers."""
+        numbers = list(chosen)
+        found = [self.example(i) for i in numbers]
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in found)]).astype(np.int64)
+        ids, is_target = (np.concatenate(x) for x in zip(*found, strict=True))
+        return Examples(ids, is_target, offsets, self.record_numbers[numbers], self.seed)
+
     def batch(self, first: int, count: int, shuffle: bool = True) -> tuple[Tensor, Tensor, list[int]]:
         """`count` examples from number `first` on, counted over all epochs, packed end to end without padding: (n) ids,
         (n) targets, −100 where there is none, and the length of each example."""
-        parts = [self.example(self._index(i, shuffle)) for i in range(first, first + count)]
+        return self.select([self.index(i, shuffle) for i in range(first, first + count)])
+
+    def select(self, chosen: Iterable[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """These examples, numbered in the order of the files, as a batch."""
+        parts = [self.example(i) for i in chosen]
         ids = np.concatenate([ids[:-1] for ids, _ in parts]).astype(np.int64)
         targets = np.concatenate([np.where(is_target[1:], ids[1:].astype(np.int64), -100) for ids, is_target in parts])
         return torch.from_numpy(ids), torch.from_numpy(targets), [len(ids) - 1 for ids, _ in parts]
 
     def size(self, first: int, count: int, shuffle: bool = True) -> tuple[int, int]:
         """The number of tokens and of targets in that batch."""
-        parts = [self.example(self._index(i, shuffle)) for i in range(first, first + count)]
+        parts = [self.example(self.index(i, shuffle)) for i in range(first, first + count)]
         return sum(len(ids) - 1 for ids, _ in parts), sum(int(np.count_nonzero(is_target)) for _, is_target in parts)
 
     def sample_prompt(self) -> Tensor:
@@ -72,7 +84,7 @@ class Examples:
     def describe_size(self, count: int) -> str:
         return plural(count, "example")
 
-    def _index(self, i: int, shuffle: bool) -> int:
+    def index(self, i: int, shuffle: bool) -> int:
         """The example at position i, counted over all epochs."""
         epoch, i = divmod(i, self.per_epoch)
         return shuffled_index(i, self.per_epoch, self.seed, epoch) if shuffle else i
@@ -142,6 +154,7 @@ def read(
     skip_bad: bool = False,
     seed: int = 0,
     progress: Callable[[int], None] = lambda count: None,
+    entries: Iterator[Entry] | None = None,
 ) -> tuple[Examples, Summary]:
     """Read the examples of fine-tuning files, none longer than the context, and statistics.
 
@@ -150,6 +163,7 @@ def read(
     fields      names of fields in the data, as "prompt=question"
     skip_bad    leave out and count records that cannot be used; otherwise they raise BadLinesError
     progress    called with the number of bytes read
+    entries     records to read instead of files
     """
     for name, value, choices in (("loss_on", loss_on, LossOn), ("too_long", too_long, TooLong)):
         if value not in get_args(choices):
@@ -165,7 +179,7 @@ def read(
         if len(summary.mistakes) < MAX_LISTED:
             summary.mistakes.append(printable(str(error)))
 
-    drafts = _drafts(records(files, progress), names, template, loss_on, report_bad)
+    drafts = _drafts(records(files, progress) if entries is None else entries, names, template, loss_on, report_bad)
     for drafted, ids, is_target in _encode(drafts, tokenizer, report_bad):
         summary.kinds[drafted.kind] += 1
         for window in _fit_to_context(drafted, ids, is_target, summary, too_long):

@@ -29,6 +29,8 @@ class TrainOptions:
     command: ClassVar[str] = "train"
     exports_result: ClassVar[bool] = False  # whether the best checkpoint is copied to a fixed name in the end
     gguf: ClassVar[bool] = False  # whether the adapter is also written as a GGUF file
+    example_norms: ClassVar[bool] = False  # whether the norm of every example's gradient is measured
+    influence: ClassVar[int] = 0  # validation answers whose training examples are ranked in the end
 
     # data and model
     data: tuple[str, ...] = ()  # files, folders, patterns, "-"; none: the default corpus
@@ -147,6 +149,8 @@ class FinetuneOptions(TrainOptions):
     packed: bool = False  # keep the matrices of a GGUF file packed
     base_dtype: str | None = None  # keep the matrices of a directory in two bytes: "bfloat16" or "float16"
     gguf: bool = False  # type: ignore[misc]  # also write the adapter as a GGUF file
+    example_norms: bool = False  # type: ignore[misc]  # measure the norm of every example's gradient
+    influence: int = 0  # type: ignore[misc]  # validation answers whose training examples are ranked in the end
     clock: str | None = None  # time that chat templates see; recorded for resuming
     adapter: LoRAConfig | None = DEFAULT_ADAPTER  # None: train all weights
     # defaults that differ from pre-training

@@ -17,6 +17,7 @@ from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
+from ..ops.loss import NO_TARGET
 from ..optim import OptimizerInBackward
 from ..plan.flop import Work, flop
 from ..plan.timing import Peak
@@ -63,6 +64,9 @@ class Job:
     threads: list[tuple[int, int]] = field(default_factory=list)  # (step, number of threads from then on)
     peak: Peak | None = None  # rate of matrix products on this machine
     names: dict[nn.Parameter, str] = field(init=False, repr=False)
+    _flop: dict[torch.Size, int] = field(
+        default_factory=dict, repr=False
+    )  # of batches without ignored targets, by shape
 
     def __post_init__(self) -> None:
         self.names = {p: name for name, p in self.model.named_parameters()}
@@ -95,8 +99,14 @@ class Job:
 
     def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
         """FLOP of a batch's matrix products, counted from its real tokens and targets."""
+        even = lengths is None and bool((targets != NO_TARGET).all())
+        if even and targets.shape in self._flop:
+            return self._flop[targets.shape]
         work = Work.of_batch(targets, lengths, self.model.config)
-        return sum(flop(self.model.config, work, self.adapter_ranks, self.options.recompute))
+        found = sum(flop(self.model.config, work, self.adapter_ranks, self.options.recompute))
+        if even:
+            self._flop[targets.shape] = found  # pre-training asks for the same at every step
+        return found
 
     @property
     def learning_rate(self) -> float:

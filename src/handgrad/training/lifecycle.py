@@ -24,7 +24,7 @@ from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..kernels import library
 from ..model.gpt import GPT
 from . import checkpoint as checkpoint_files
-from . import tensorboard
+from . import example_report, tensorboard
 from .config import TrainOptions
 from .distributed import Ranks
 from .job import Display, Job, settings_of
@@ -72,6 +72,7 @@ class Result:
     outcome: Outcome
     path: Path  # of the model or the adapter
     text: str  # a sample of the model, or ""
+    outlying: example_report.Found = field(default_factory=list)  # examples with the longest gradients, if measured
 
     @property
     def val_loss(self) -> float | None:
@@ -128,6 +129,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         job = request.prepare(options, ranks, display, checkpoint)
         if options.patience is not None and job.validation is None:
             raise HandgradError("--patience needs examples to validate on: give --val-share or --val-data")
+        example_report.check_influence(job)
         settings = {**start.settings, **settings_of(job)}
         _check_same_data(start.settings, settings, run.folder)
         _check_not_shorter(request, job, start)
@@ -148,9 +150,12 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                 if threads.watcher is not None:
                     display.say(threads.describe())
                 outcome = train(job, run, ranks, display, threads)
+            if outcome.finished:
+                ranks.run_on_first(lambda: example_report.write_influence(job, run, display.say))
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
             job.model.text_source = str(path.absolute())
-            return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "")
+            outlying = example_report.outlying(job, run) if ranks.first else []
+            return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "", outlying)
     finally:
         display.end()
         if ranks.first:
@@ -314,7 +319,7 @@ def _begin(run: Run, job: Job, settings: dict[str, Any]) -> None:
 def conclude(job: Job, run: Run) -> Path:
     """Write report.html and, for fine-tuning, copy the best result to adapter/ or model/. Returns the folder of the result.
     Safe to repeat."""
-    write_text(run.folder / "report.html", report(run), follow=False)
+    write_text(run.folder / "report.html", report(run, example_report.sections(job, run)), follow=False)
     checkpoint_files.prune(run, job.options.keep)
     best = run.best().folder
     if not job.options.exports_result:

@@ -14,10 +14,11 @@ from ..errors import NonFiniteError
 from ..formatting import number
 from ..inference.generate import generate
 from ..machine import peak_memory
+from ..model.example_gradients import ExampleNorms
 from ..model.names import part_of
 from ..optim import OptimizerInBackward
 from ..text.batches import Batches, hash64
-from . import checkpoint
+from . import checkpoint, example_report
 from .diagnose import diagnose
 from .distributed import Ranks
 from .interrupt import Stop
@@ -106,6 +107,10 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
             job.step += 1
             job.seconds += seconds
             interval.add(loss, lr, step)
+            if step.examples is not None:
+                norms = ranks.total(*step.examples)
+                if ranks.first:
+                    run.log(example_report.record_of(job.step, norms))
             if threads is not None:
                 threads.after_step(seconds, step.flop)
 
@@ -115,6 +120,7 @@ class Step(NamedTuple):
     norm: float | None  # of the gradient, before clipping
     norms: Norms
     flop: int  # of this process
+    examples: list[float] | None = None  # norms of the batch's examples; 0 for those of other processes
 
 
 def take_step(job: Job, ranks: Ranks) -> Step:
@@ -123,14 +129,24 @@ def take_step(job: Job, ranks: Ranks) -> Step:
     tokens, targets, lengths = job.training.batch(first, count)
     n_targets = job.training.size(job.step * job.batch, job.batch)[1]
     seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: a repeated step repeats it
+    examples = ExampleNorms(grads=True) if job.options.example_norms else None
+
+    def norms_of_examples() -> list[float] | None:
+        if examples is None:
+            return None
+        before = first - job.step * job.batch
+        return [0.0] * before + examples.result().tolist() + [0.0] * (job.batch - before - count)
+
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
-            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed)
-            return Step(loss, job.optimizer.norm if job.options.clip else None, dict, job.flop(targets, lengths))
+            loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed, examples)
+            norm = job.optimizer.norm if job.options.clip else None
+            return Step(loss, norm, dict, job.flop(targets, lengths), norms_of_examples())
         job.model.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
             n_targets=n_targets, recompute=job.options.recompute, seed=seed, finished=ranks.all_reduce_async,
+            examples=examples,
         )  # fmt: skip
         ranks.wait()
         grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
@@ -146,7 +162,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
     norms = lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))  # noqa: E731
-    return Step(loss, norm, norms, job.flop(targets, lengths))
+    return Step(loss, norm, norms, job.flop(targets, lengths), norms_of_examples())
 
 
 @torch.no_grad()

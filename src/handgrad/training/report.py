@@ -5,31 +5,17 @@ from math import log10
 from typing import Any
 
 from ..formatting import count, loss, number, percent, plural, seconds, size
+from ..per_example import page
+from ..web.document import document
 from .run import Run
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
 COLOURS = ("#c2570c", "#2563a8", "#4d7c3a", "#7a4fa3", "#a8324a", "#0f766e", "#8a6d1d", "#475569")
 Curve = list[tuple[float, float]]
 
-STYLE = """
-:root{color-scheme:light dark;--ink:#1c1917;--soft:#57534e;--page:#fdfcfa;--line:#d6d3d1;--card:#f5f3ef}
-@media(prefers-color-scheme:dark){:root{--ink:#f0eeea;--soft:#b6b0a8;--page:#1a1918;--line:#454240;--card:#262422}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;max-width:820px;padding:24px}
-h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1.1rem;margin:32px 0 8px}
-p.lead{color:var(--soft);margin:0 0 16px}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
-.axis{stroke:var(--line)}.key{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:.85rem;color:var(--soft)}
-.key i{display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:middle}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:12px;margin:16px 0}
-.facts div{background:var(--card);border-radius:8px;padding:10px 14px}.facts b{display:block;font-size:1.15rem}
-.facts span{color:var(--soft);font-size:.85rem}
-pre{background:var(--card);border-radius:8px;padding:12px;overflow-x:auto;white-space:pre-wrap;font-size:.85rem}
-table{border-collapse:collapse;font-size:.9rem}td{padding:2px 16px 2px 0;vertical-align:top}td:first-child{color:var(--soft)}
-"""
 
-
-def report(run: Run) -> str:
-    """The HTML page."""
+def report(run: Run, examples: str = "") -> str:
+    """The HTML page; `examples` is its part about examples."""
     records = run.records()
     steps = [r for r in records if "loss" in r]
     evaluations = [r for r in records if "val_loss" in r]
@@ -49,6 +35,7 @@ def report(run: Run) -> str:
         drawn = {name: curve for name, curve in curves.items() if curve}
         if drawn:
             body.append(f"<h2>{escape(title)}</h2>{chart(drawn, log)}")
+    body.append(examples)
     samples = [r for r in evaluations if r.get("sample")]
     if samples:
         body.append("<h2>Samples</h2>")
@@ -63,11 +50,7 @@ def report(run: Run) -> str:
             f"<tr><td>{escape(k)}</td><td>{escape(_value(v))}</td></tr>" for k, v in part.items() if v is not None
         )
         body.append(f"<h2>{title}</h2><table>{rows}</table>")
-    title = escape(run.folder.name)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return (
-        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
-    )
+    return document(run.folder.name, "".join(body), page.STYLE if examples else "")
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> Curve:

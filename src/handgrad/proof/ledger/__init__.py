@@ -8,6 +8,7 @@ autograd through `oracles` and `reference` only, and knows nothing of training o
 
 from . import (
     beyond,
+    beyond_example,
     beyond_gated,
     beyond_grouped,
     beyond_rotary,
@@ -30,7 +31,7 @@ from . import (
 from .check import CHECKS, Check, run, select
 
 __all__ = [
-    "CHECKS", "Check", "beyond", "beyond_gated", "beyond_grouped", "beyond_rotary", "embedding", "errata", "head_backward",
-    "head_forward", "head_properties", "identities", "invariants", "kv_cache", "layernorm", "lora", "loss", "multi_head",
-    "numbers", "run", "select", "softmax", "transformer",
+    "CHECKS", "Check", "beyond", "beyond_example", "beyond_gated", "beyond_grouped", "beyond_rotary", "embedding", "errata",
+    "head_backward", "head_forward", "head_properties", "identities", "invariants", "kv_cache", "layernorm", "lora", "loss",
+    "multi_head", "numbers", "run", "select", "softmax", "transformer",
 ]  # fmt: skip

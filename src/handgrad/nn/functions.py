@@ -1,0 +1,302 @@
+"""Norms, linear layers, activations and gates as autograd functions. The mathematics is in `ops`.
+
+Inputs are (…, d): leading dimensions are rows. Gradients are computed for the inputs that ask for one (`needs_input_grad`).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ..ops import activation as activations
+
+from ..ops import gated, layernorm, linear as affine, lora, rmsnorm  # isort: skip
+from .rebuild import Rebuild, Shared, Source, mark, source_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def opaque(function: F) -> F:
+    """Kernels are called by address: torch.compile leaves a gap at this function."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """The functions choose their dtypes themselves."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def rows(x: Tensor) -> Tensor:
+    """(…, d) → (n, d), contiguous"""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """(n, d) → (…, d). Autograd does not take it for a view, which it would not let anyone change in place."""
+    return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
+
+
+# ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LayerNormFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, b: Tensor, eps: float, shared: Shared) -> tuple[Tensor, ...]:
+        out, saved = layernorm.forward(rows(a), w, b, eps)
+        ctx.save_for_backward(*saved, w, b)
+        ctx.shared = shared
+        ctx.mark_non_differentiable(saved.mu, saved.inv_sigma)
+        return shaped(out, *a.shape), saved.mu, saved.inv_sigma
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)
+        signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_layer, tensors)
+        needs = ctx.needs_input_grad
+        before = layernorm.backward(signal, a_bar, tensors[2], tensors[3]).view(delta.shape) if needs[0] else None
+        grad_w = layernorm.grad_w(signal, a_bar, None) if needs[1] else None
+        return before, grad_w, layernorm.grad_b(signal, None) if needs[2] else None, None, None
+
+
+class RMSNormFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, w: Tensor, eps: float, shared: Shared) -> tuple[Tensor, Tensor]:
+        out, saved = rmsnorm.forward(rows(a), w, eps)
+        ctx.save_for_backward(*saved, w)
+        ctx.shared = shared
+        ctx.mark_non_differentiable(saved.inv_rms)
+        return shaped(out, *a.shape), saved.inv_rms
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)
+        signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_rms, tensors)
+        needs = ctx.needs_input_grad
+        before = rmsnorm.backward(signal, a_bar, tensors[1], tensors[2]).view(delta.shape) if needs[0] else None
+        return before, rmsnorm.grad_w(signal, a_bar, None) if needs[1] else None, None, None
+
+
+def _rebuild_layer(a: Tensor, mu: Tensor, inv_sigma: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
+
+
+def _rebuild_rms(a: Tensor, inv_rms: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
+
+
+@opaque
+def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
+    """ā diag(w) + b with ā = (a − μ)/σ, over the last dimension"""
+    shared = _read_by_itself()
+    out, mu, inv_sigma = LayerNormFunction.apply(a, w, b, eps, shared)  # type: ignore[no-untyped-call]
+    return mark(out, _rebuild_layer, shared, _kept(rows(a), mu, inv_sigma, w, b))
+
+
+@opaque
+def rms_norm(a: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    """ā diag(w) with ā = a/√(mean(a²) + ε), over the last dimension"""
+    shared = _read_by_itself()
+    out, inv_rms = RMSNormFunction.apply(a, w, eps, shared)  # type: ignore[no-untyped-call]
+    return mark(out, _rebuild_rms, shared, _kept(rows(a), inv_rms, w))
+
+
+def _read_by_itself() -> Shared:
+    shared = Shared()
+    shared.readers = 1  # the norm's own backward pass needs ā
+    return shared
+
+
+def _kept(*tensors: Tensor) -> list[Tensor]:
+    """Without their graph; torch still notices if they are changed in place."""
+    return [x.detach() for x in tensors]
+
+
+# ── linear layers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class How(NamedTuple):
+    """What a linear layer is, besides its tensors."""
+
+    in_out: bool  # whether the weight is stored as (f_in, f_out)
+    scale: float  # of the low-rank branch
+    dropout: float
+    seed: int
+    source: Source | None  # of the input
+
+    def dropped(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
+        """ã and the mask that makes it, or a itself."""
+        if not self.dropout:
+            return a, None
+        mask = lora.mask(a, self.dropout, self.seed)
+        return a * mask, mask
+
+
+class LinearFunction(Function):
+    """y = a w + b + scale · ã d u, or with a magnitude (DoRA) y = (a w + scale · ã d u) ∘ m/c + b. The low-rank factors are
+    stored as PEFT has them: down (r, f_in), up (f_out, r)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        magnitude: Tensor | None,
+        how: How,
+    ) -> Tensor:
+        flat, w = rows(a), weight if how.in_out else weight.t()
+        out = affine.forward(flat, w, bias if magnitude is None else None)
+        h = c = None
+        if down is not None and up is not None:
+            wide = out.to(down.dtype)  # PEFT's factors may be float32 where the layer is bfloat16
+            h = lora.forward(how.dropped(flat.to(down.dtype))[0], down.t(), up.t(), how.scale, into=wide)
+            if magnitude is not None:
+                c = lora.column_norms(w.to(down.dtype), down.t(), up.t(), how.scale)
+                wide = wide * (magnitude / c)
+                wide = wide if bias is None else wide.add_(bias)
+            out = wide.to(out.dtype)
+        ctx.shape, ctx.how, kept = a.shape, how._replace(source=None), [flat]
+        ctx.rebuild, ctx.shared = None, None
+        if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):
+            kept = []  # the input is needed for gradients of matrices and magnitudes only
+        elif how.source is not None:
+            ctx.rebuild, ctx.shared, kept = how.source.rebuild, how.source.shared, how.source.tensors
+            how.source.shared.readers += 1
+        ctx.save_for_backward(weight, down, up, magnitude, h, c, *kept)
+        return shaped(out, *a.shape[:-1], out.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        weight, down, up, magnitude, h, c, *kept = ctx.saved_tensors
+        how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
+        signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
+        w = weight if how.in_out else weight.t()
+        before = affine.backward(signal, w) if needs[0] else None
+        grad_b = affine.grad_b(given, None) if needs[2] else None
+        grad_w = grad_d = grad_u = grad_m = None
+        if kept:
+            a = kept[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, kept)[1]
+        if needs[1]:
+            left, right = (signal, a) if how.in_out else (a, signal)
+            grad_w = affine.grad_w(left, right, None)
+        if down is not None:
+            wide = signal.to(down.dtype)
+            g = lora.upstream(wide, up.t(), how.scale) if needs[0] or needs[3] else wide
+            if before is not None:
+                into = before.to(down.dtype)
+                lora.backward(g, down.t(), into, how.dropped(into)[1])
+                before = into.to(before.dtype)
+            if needs[3]:
+                grad_d = lora.grad_d(how.dropped(a.to(down.dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
+            if needs[4]:
+                grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+            if needs[5]:
+                z = affine.forward(a, w, None).to(down.dtype).addmm_(h, up.t(), alpha=how.scale)
+                grad_m = lora.grad_m(given.to(down.dtype), z, c, None)
+        return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, grad_m, None
+
+
+@opaque
+def linear(
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    down: Tensor | None = None,
+    up: Tensor | None = None,
+    magnitude: Tensor | None = None,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    in_out: bool = False,
+) -> Tensor:
+    """a w + b, with the weight stored as (f_out, f_in), or as (f_in, f_out) if `in_out`; plus scale · ã d u, with down
+    (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped. A `magnitude` (f_out)
+    rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
+    kind, source = a.device.type, source_of(a)
+    tensors = a, weight, bias, down, up, magnitude
+    if torch.is_autocast_enabled(kind):
+        dtype, source = torch.get_autocast_dtype(kind), None
+        tensors = tuple(None if x is None else x.to(dtype) for x in tensors)  # type: ignore[assignment]
+    seed = int(torch.randint(1 << 31, ())) if dropout else 0
+    with without_autocast(kind):
+        return LinearFunction.apply(*tensors, How(in_out, scale, dropout, seed, source))  # type: ignore
+
+
+# ── activations and gates ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ActivationFunction(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name = name
+        return shaped(activations.forward(rows(x), name), *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activations.backward(rows(delta), rows(x), ctx.name)[0].view(x.shape), None
+
+
+class GateFunction(Function):
+    """gate and up are two tensors, or the halves of one."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, name: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.name = name
+        halves = _halves(gate, up)
+        return shaped(gated.forward(*halves, name), *gate.shape[:-1], halves[0].shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), None
+        if up is not None:
+            d_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+        gated.backward(rows(delta), *_halves(gate, up), ctx.name, into=_halves(d_gate, d_up))
+        return d_gate, d_up, None
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(n, f) each, views if the tensors are contiguous"""
+    if up is not None:
+        return rows(gate), rows(up)
+    both = rows(gate)
+    half = both.shape[1] // 2
+    return both[:, :half], both[:, half:]
+
+
+def _again_activation(x: Tensor, name: str) -> tuple[None, Tensor]:
+    return None, activations.forward(rows(x), name)
+
+
+def _again_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[None, Tensor]:
+    return None, gated.forward(*_halves(gate, up), name)
+
+
+@opaque
+def activation(x: Tensor, name: str) -> Tensor:
+    """g(x) for the g of that name: relu, gelu, gelu_tanh or relu2"""
+    out: Tensor = ActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]
+    rebuild: Rebuild = partial(_again_activation, name=name)
+    return mark(out, rebuild, Shared(), _kept(x))
+
+
+@opaque
+def gate(gate: Tensor, up: Tensor | None, name: str = "silu") -> Tensor:
+    """g(gate) ∘ up; without `up`, gate holds both side by side. g is silu, gelu or gelu_tanh."""
+    out: Tensor = GateFunction.apply(gate, up, name)  # type: ignore[no-untyped-call]
+    return mark(out, partial(_again_gate, name=name), Shared(), _kept(gate) if up is None else _kept(gate, up))

@@ -1,0 +1,222 @@
+"""`hg.nn.replace`: swap the parts of a transformers model in place, list what was swapped and what was left, and undo it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HandgradError
+from ..families.family import ACTIVATIONS
+from ..model.config import ACTIVATIONS as PLAIN
+from ..model.config import GATES
+from . import parts
+from .parts import Part
+
+MODEL_TYPES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+KINDS = {
+    parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
+    parts.HeadPart: "linear", parts.AdapterPart: "LoRA", parts.GatedPart: "feed-forward",
+    parts.FeedForwardPart: "feed-forward", parts.AttentionPart: "attention", parts.CausalLMPart: "loss",
+}  # fmt: skip
+
+
+class Replacement:
+    """What `replace` did to a model.
+
+    replaced    name of a module → its kind: attention, feed-forward, norm, linear, LoRA or loss
+    left        name of a module → why it was left as it was
+    fallbacks   calls that a replaced module left to the original code while gradients were wanted, by reason
+    undo()      restore every module; parameters and their names never change
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.replaced: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self.fallbacks: dict[str, int] = {}
+        self.audit: Any = None  # what the audit found, if one was asked for
+
+    def undo(self) -> None:
+        """Restore the original modules. A second call does nothing."""
+        modules = {name: self.model.get_submodule(name) for name in self.replaced}
+        for name, module in modules.items():
+            if "forward" in module.__dict__:
+                raise HandgradError(
+                    f"another library has wrapped the forward of {name or 'the model'}, and would call what is undone:"
+                    " unwrap it first, as with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+                )
+        for module in modules.values():
+            if isinstance(module, Part):
+                parts.swap_back(module)
+            for setting in ("_handgrad_activation", "_handgrad_fallbacks"):
+                module.__dict__.pop(setting, None)
+        self.replaced = {}
+
+    def __str__(self) -> str:
+        counts = Counter(self.replaced.values())
+        lines = ["replaced   " + (", ".join(f"{n} × {kind}" for kind, n in counts.items()) or "nothing")]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"left       {names[0] or 'the model'}{more}: {reason}")
+        lines += [f"fell back  {n} calls: {reason}" for reason, n in self.fallbacks.items()]
+        if self.audit is not None:
+            lines.append(f"audit      {self.audit}")
+        return "\n".join(lines)
+
+
+def replace(
+    model: nn.Module, *, loss: bool = True, audit: Mapping[str, Tensor] | None = None, tolerance: float | None = None
+) -> Replacement:
+    """Swap the parts of a transformers causal language model that have hand-derived backward passes, in place: attention,
+    feed-forward layers, norms, linear layers, PEFT's LoRA layers, and the logits layer with its loss.
+
+    Families: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3. Of any other model the linear layers and LayerNorms.
+
+    loss        fuse the logits layer and the loss: in training with labels the model's output then has no logits
+    audit       a batch with labels: gradients of every parameter are compared with those of the original modules; a
+                difference larger than `tolerance` (default: by dtype) undoes the replacement and raises
+    """
+    if not isinstance(model, nn.Module) or hasattr(model, "loss_and_grads"):
+        raise HandgradError(
+            f"replace takes a transformers model, not a {type(model).__name__}: for a model of handgrad use hg.nn.wrap"
+        )
+    if any(isinstance(module, Part) for module in model.modules()):
+        raise HandgradError("parts of this model are replaced already: call undo() of that replacement first")
+    if any(p.dtype == torch.float16 for p in model.parameters()):
+        raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
+    if audit is not None and "labels" not in audit:
+        raise HandgradError("audit takes a batch as the model does, with labels: {'input_ids': …, 'labels': …}")
+    if audit is not None:
+        from ..proof import bridge
+
+        before = bridge.gradients_of(model, audit)
+    result = _swap_all(model, loss)
+    if audit is not None:
+        try:
+            result.audit = bridge.compare(before, bridge.gradients_of(model, audit), tolerance)
+        except BaseException:
+            result.undo()
+            raise
+    return result
+
+
+def _swap_all(model: nn.Module, loss: bool) -> Replacement:
+    result = Replacement(model)
+    for name, module in list(_candidates(model)):
+        if isinstance(module, Part):  # a logits layer, with its model
+            continue
+        part, reason = _part_for(module, loss)
+        if part is not None and "forward" in module.__dict__:
+            part, reason = None, "its forward was replaced by another library"
+        if part is None:
+            if reason:
+                result.left[name] = reason
+            continue
+        parts.swap(module, part)
+        result.replaced[name] = KINDS[part]
+        if part is parts.CausalLMPart:
+            head = model.get_submodule(f"{name}.lm_head" if name else "lm_head")
+            parts.swap(head, parts.HeadPart)
+            result.replaced[f"{name}.lm_head" if name else "lm_head"] = "linear"
+        if part is parts.AttentionPart:
+            module.__dict__["_handgrad_fallbacks"] = result.fallbacks
+            if parts.dropout_of(module):
+                result.left[name] = (
+                    f"attention dropout {parts.dropout_of(module):g}: its heads are torch's in training; set it to 0"
+                )
+    return result
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module, a model before its logits layer, but not those that a LoRA layer calls itself."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if _is_adapter(module):
+            for held in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
+                inside |= set(getattr(module, held).modules())
+        if module not in inside:
+            yield name, module
+
+
+def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
+    """The part for a module, or None and the reason; "" for a module without parameters of its own."""
+    kind, me = type(module).__name__, module
+    known = getattr(getattr(me, "config", None), "model_type", None) in MODEL_TYPES
+    if type(me) is nn.Linear:
+        return parts.LinearPart, ""
+    if kind == "Conv1D" and type(me).__module__ == "transformers.pytorch_utils":
+        return parts.Conv1DPart, ""
+    if _is_adapter(me):
+        reasons = [r for r in (parts.why_not_adapter(me, name) for name in me.lora_A) if r]  # type: ignore[union-attr]
+        return (None, f"left to PEFT: {reasons[0]}") if reasons else (parts.AdapterPart, "")
+    if type(me) is nn.LayerNorm:
+        fits = len(me.normalized_shape) == 1 and me.bias is not None
+        return (parts.LayerNormPart, "") if fits else (None, "not a norm over one dimension with weight and bias")
+    if _of_a_family(me) and kind.endswith("RMSNorm"):
+        return parts.RMSNormPart, ""
+    if _of_a_family(me) and kind.endswith("MLP"):
+        return _feed_forward(me)
+    if known and kind.endswith("Attention"):
+        return _attention(me)
+    if known and "lm_head" in me._modules:  # a PEFT model passes on the attributes of its model
+        return _language_model(me, loss)
+    if isinstance(me, nn.Embedding):
+        return None, "an embedding is a look-up, which torch does as fast"
+    return None, f"no hand-derived {kind}" if any(True for _ in me.parameters(recurse=False)) else ""
+
+
+def _of_a_family(module: nn.Module) -> bool:
+    return type(module).__module__ in [f"transformers.models.{name}.modeling_{name}" for name in MODEL_TYPES]
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
+
+
+def _feed_forward(module: Any) -> tuple[type[Part] | None, str]:
+    gated = hasattr(module, "down_proj")
+    if gated:
+        chosen = module.config.hidden_act
+    else:
+        chosen = _NAMES.get(type(module.act).__name__, type(module.act).__name__)
+    name = ACTIVATIONS.get(chosen, "") if isinstance(chosen, str) else ""
+    if name not in (GATES if gated else PLAIN):
+        return None, f"no hand-derived activation {chosen!r}"
+    module.__dict__["_handgrad_activation"] = name
+    return (parts.GatedPart if gated else parts.FeedForwardPart), ""
+
+
+# GPT-2's feed-forward module does not keep its configuration: the class of its activation tells which it is
+_NAMES = {
+    "NewGELUActivation": "gelu_new", "GELUTanh": "gelu_pytorch_tanh", "GELUActivation": "gelu", "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}  # fmt: skip
+
+
+def _attention(module: Any) -> tuple[type[Part] | None, str]:
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if getattr(module, "is_cross_attention", False) or not getattr(config, "is_causal", True):
+        return None, "attention that is not causal"
+    if config._attn_implementation != "sdpa":
+        return None, f"attn_implementation is {config._attn_implementation!r}: load the model with 'sdpa'"
+    if abs(module.scaling * module.head_dim**0.5 - 1) > 1e-9:
+        return None, "scores are not divided by the root of the head's width"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None, "only a part of each head is rotated"
+    return parts.AttentionPart, ""
+
+
+def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
+    if not loss:
+        return None, "loss=False: logits and loss are separate"
+    if type(model.lm_head) is not nn.Linear:
+        return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return None, "the model has a loss function of its own"
+    return parts.CausalLMPart, ""

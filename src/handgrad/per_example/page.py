@@ -1,0 +1,115 @@
+"""Parts of HTML pages: examples with outlying gradients, and the examples that pushed each answer. No scripts: an answer
+opens by <details>."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from ..formatting import number, plural
+from .inputs import Shown
+from .outliers import Outlier
+from .ranking import Influence
+
+SHORT = 280  # characters shown of a text before it has to be opened
+STYLE = """
+.examples th{font-weight:500;color:var(--soft);text-align:right;padding:2px 16px 6px 0}
+.examples td{border-top:1px solid var(--line)}
+.examples td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;color:var(--ink);padding:6px 16px 6px 0}
+.examples td.text{padding:6px 0;width:100%;overflow-wrap:anywhere}.examples th:last-child{text-align:left}
+.prompt{color:var(--soft);white-space:pre-wrap}.answer{white-space:pre-wrap}.prompt:empty{display:none}
+.answer.pick{font-weight:500}tr.far td.n{font-weight:700}
+details.query{background:var(--card);border-radius:8px;padding:8px 14px;margin:8px 0}
+details.query>summary{cursor:pointer;overflow-wrap:anywhere}details.query[open]>summary{margin-bottom:8px}
+details.query h3{font-size:.95rem;margin:14px 0 4px}summary:focus-visible{outline:2px solid currentColor;outline-offset:2px}
+.bar{display:inline-block;height:8px;border-radius:2px;background:#2563a8;vertical-align:middle}.bar.against{background:#c2570c}
+.none{color:var(--soft)}
+"""
+
+
+def outliers(rows: Sequence[tuple[Outlier, Shown]], total: int) -> str:
+    """A table of the examples with the longest gradients."""
+    far = sum(outlier.outlying for outlier, _ in rows)
+    cells = "".join(
+        f'<tr{" class=far" if outlier.outlying else ""}><td class="n">{shown.record:,}</td>'
+        f'<td class="n">{number(outlier.norm)}</td><td class="n">{outlier.times:.1f} ×</td>'
+        f'<td class="n">{shown.targets:,}</td><td class="text">{_texts(shown)}</td></tr>'
+        for outlier, shown in rows
+    )
+    return (
+        "<h2>Examples with outlying gradients</h2>"
+        f"<p class=lead>{_judgement(far, total)} Norm is that of the gradient of the example’s mean loss, over the"
+        " weights that train; × compares it with what is typical for its number of targets.</p>"
+        '<table class="examples"><tr><th>record<th>norm<th>×<th>targets<th>example</tr>'
+        f"{cells}</table>"
+    )
+
+
+def _judgement(far: int, total: int) -> str:
+    if not far:
+        return f"None of {plural(total, 'example')} is far from the others; the first of them:"
+    return (
+        f"{far} of {plural(total, 'example')} {'is' if far == 1 else 'are'} far from the others: look at their texts."
+    )
+
+
+def influence(data: dict[str, Any]) -> str:
+    """Answers that open to the examples that pushed them, from `as_data`."""
+    answers = "".join(_query(query) for query in data["queries"])
+    return (
+        "<h2>What pushed these answers</h2>"
+        f"<p class=lead>Open an answer to see which of {plural(data['examples'], 'training example')} pushed it: the product"
+        " of their gradients, by which a small step on the example changes the answer’s loss.</p>" + answers
+    )
+
+
+def as_data(found: Influence, count: int = 8, by: str = "score") -> dict[str, Any]:
+    """The part of an influence that a page shows, as JSON's types."""
+
+    def listed(rows: list[tuple[int, float]]) -> list[dict[str, Any]]:
+        return [{"score": score, **found.example(i)._asdict()} for i, score in rows]
+
+    queries = [
+        {
+            **found.query(k)._asdict(),
+            "helped": listed(found.helped(k, count, by)),
+            "hindered": listed(found.hindered(k, count, by)),
+        }
+        for k in range(found.scores.shape[1])
+    ]
+    return {"examples": len(found.scores), "queries": queries}
+
+
+def _query(query: dict[str, Any]) -> str:
+    most = max((abs(row["score"]) for row in query["helped"] + query["hindered"]), default=1.0)
+    parts = [
+        f"<h3>{title}</h3>{_listed(query[which], most, which == 'hindered')}"
+        for which, title in (("helped", "helped"), ("hindered", "hindered"))
+    ]
+    return (
+        f'<details class="query" name="answer"><summary><span class="prompt">{_short(query["prompt"])}</span> '
+        f'<span class="answer pick">{_short(query["answer"])}</span></summary>{"".join(parts)}</details>'
+    )
+
+
+def _listed(rows: list[dict[str, Any]], most: float, against: bool) -> str:
+    if not rows:
+        return '<p class="none">none</p>'
+    cells = "".join(
+        f'<tr><td class="n">{row["record"]:,}</td><td class="n"><span class="bar{" against" if against else ""}"'
+        f' style="width:{max(2, round(80 * abs(row["score"]) / most))}px"></span></td>'
+        f'<td class="n">{number(row["score"])}</td>'
+        f'<td class="text">{_texts(Shown(row["record"], row["prompt"], row["answer"], row["targets"]))}</td></tr>'
+        for row in rows
+    )
+    return f'<table class="examples"><tr><th>record<th><th>score<th>example</tr>{cells}</table>'
+
+
+def _texts(shown: Shown) -> str:
+    return f'<div class="prompt">{_short(shown.prompt)}</div><div class="answer">{_short(shown.answer)}</div>'
+
+
+def _short(text: str) -> str:
+    """Escaped; of a long text the beginning, the end and nothing in between."""
+    if len(text) > SHORT:
+        text = f"{text[: SHORT - 80].rstrip()} … {text[-70:].lstrip()}"
+    return escape(text)

@@ -1,0 +1,77 @@
+"""Compare the gradients of a PyTorch model before and after parts of it were replaced (`hg.nn.replace`)."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HandgradError
+from ..tolerances import ENTRY_FLOOR, TOLERANCE
+from .oracles import loss_gradients, relative_error
+
+
+class Gradients(NamedTuple):
+    """The loss of a batch and the gradient of every trainable parameter."""
+
+    loss: float
+    grads: dict[str, Tensor]
+
+
+class Comparison(NamedTuple):
+    """The largest error of a gradient, relative to its largest entry, and where it is."""
+
+    error: float
+    parameter: str
+    tolerance: float
+    compared: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.compared} gradients equal to the original's: largest relative error {self.error:.1e} in {self.parameter}"
+            f" (allowed {self.tolerance:.0e})"
+        )
+
+
+def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
+    """Of the network without dropout, by its own backward pass. Its `.grad`, its modes and its random numbers are
+    restored."""
+    modes = {module: module.training for module in network.modules()}
+    state = torch.get_rng_state()
+    network.eval()
+    for module in modes:
+        if "lm_head" in module._modules:
+            module.training = True  # of this module alone: it then computes its loss as in training
+    try:
+        loss, grads = loss_gradients(network, dict(batch))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        torch.set_rng_state(state)
+    return Gradients(loss, grads)
+
+
+def compare(before: Gradients, after: Gradients, tolerance: float | None = None) -> Comparison:
+    """Compare every gradient; raises if one differs by more than the tolerance, or if one is missing."""
+    missing = sorted(set(before.grads) ^ set(after.grads))
+    if missing:
+        raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in before.grads else 'after'}")
+    if not before.grads:
+        raise HandgradError("no parameter has a gradient: is anything trainable, and does the batch have labels?")
+    largest = max(grad.abs().max().item() for grad in before.grads.values())
+    errors = {
+        name: relative_error(after.grads[name], grad, floor=ENTRY_FLOOR * largest)
+        for name, grad in before.grads.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    # transformers computes norms, rotations and the loss in float32 even in a float64 model
+    dtype = max((grad.dtype for grad in before.grads.values()), key=lambda d: torch.finfo(d).eps)
+    allowed = TOLERANCE[torch.float32 if dtype == torch.float64 else dtype] if tolerance is None else tolerance
+    if not errors[worst] <= allowed:
+        raise HandgradError(
+            f"the gradient of {worst} differs from the original's by {errors[worst]:.1e} (allowed {allowed:.0e}):"
+            " the replacement was undone"
+        )
+    if not abs(after.loss - before.loss) <= allowed * max(1.0, abs(before.loss)):
+        raise HandgradError(f"the loss is {after.loss} instead of {before.loss}: the replacement was undone")
+    return Comparison(errors[worst], worst, allowed, len(errors))

@@ -1,0 +1,85 @@
+"""What a run has found out about its examples: outlying gradients, and which examples pushed validation answers."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import HandgradError
+from ..files.atomic import write_text
+from ..files.reading import read_json
+from ..formatting import plural
+from ..per_example import page, ranking
+from ..per_example.inputs import Shown, as_text
+from ..per_example.outliers import LISTED, Measurement, Outlier, ranked
+from ..text.examples import Examples
+from .job import Job
+from .run import Run
+
+INFLUENCE = "influence.json"
+SHOWN = 5  # examples that are listed if fewer are outlying
+
+Found = list[tuple[Outlier, Shown]]
+
+
+def record_of(step: int, norms: list[float]) -> dict[str, Any]:
+    """The line of metrics.jsonl with the norms of a step's examples, in the order of the batch."""
+    return {"step": step, "example_norms": [float(f"{norm:.6g}") for norm in norms]}
+
+
+def outlying(job: Job, run: Run) -> Found:
+    """The examples with the longest gradients, as text; none if they were not measured."""
+    found = ranking_of(job, run)
+    if not found or not isinstance(job.training, Examples):
+        return []
+    count = min(LISTED, max(SHOWN, sum(outlier.outlying for outlier in found)))
+    return [(outlier, as_text(job.training, job.tokenizer, outlier.example)) for outlier in found[:count]]
+
+
+def ranking_of(job: Job, run: Run) -> list[Outlier]:
+    """The examples by the norms of their gradients in the run's metrics."""
+    if not job.options.example_norms or not isinstance(job.training, Examples):
+        return []
+    data = job.training
+    targets = [int(np.count_nonzero(data.example(i)[1])) for i in range(data.per_epoch)]
+    measured = []
+    for record in run.records():
+        first = (record["step"] - 1) * job.batch
+        for i, norm in enumerate(record.get("example_norms", ()), first):
+            example = data.index(i, True)
+            measured.append(Measurement(example, i // data.per_epoch, targets[example], norm))
+    return ranked(measured)
+
+
+def check_influence(job: Job) -> None:
+    """Raise before training if there are no answers whose examples could be ranked."""
+    if job.options.influence and job.validation is None:
+        raise HandgradError("--influence needs examples to validate on: give --val-share or --val-data")
+
+
+def write_influence(job: Job, run: Run, say: Callable[[str], None]) -> None:
+    """Rank the training examples by how much they push the first validation answers, with the weights of the last step.
+    Safe to repeat: what this step's weights have given is kept."""
+    training, validation = job.training, job.validation
+    if not job.options.influence or not isinstance(training, Examples) or not isinstance(validation, Examples):
+        return
+    file = run.folder / INFLUENCE
+    if file.exists() and read_json(file).get("step") == job.step:
+        return
+    count = min(job.options.influence, validation.per_epoch)
+    say(f"ranking {plural(training.per_epoch, 'training example')} by their influence on {plural(count, 'answer')}")
+    queries = validation.part(range(count))
+    found = ranking.influence(job.model, training, queries, tokenizer=job.tokenizer)
+    write_text(file, json.dumps({"step": job.step, **page.as_data(found)}) + "\n", follow=False)
+
+
+def sections(job: Job, run: Run) -> str:
+    """The parts of report.html about examples, or nothing."""
+    parts = []
+    if found := outlying(job, run):
+        parts.append(page.outliers(found, job.training.per_epoch))
+    file = run.folder / INFLUENCE
+    if job.options.influence and file.exists():
+        parts.append(page.influence(read_json(file)))
+    return "".join(parts)

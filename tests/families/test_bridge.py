@@ -1,0 +1,321 @@
+"""hg.nn.replace on a transformers model of every family: gradients equal to the original's, alone and under the tools that
+train it; what it leaves, and how it is undone."""
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from members import LIMIT, MEMBERS, TYPICAL, assert_equal_gradients, transformers_model
+from peft import LoraConfig, get_peft_model
+from test_family_adapters import layers_of
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+import handgrad as hg
+from conftest import perturb
+from handgrad.errors import HandgradError
+from handgrad.nn.heads import layout_of_mask
+from handgrad.ops import gated, linear
+
+LLAMA = "llama, 3 queries to a key"
+Batch = dict[str, Tensor]
+
+
+def without_dropout(network: Any) -> Any:
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return network.train()
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """The model twice, in float64: for transformers to judge by, and as it is before anything is replaced."""
+    judge, model = transformers_model(name), transformers_model(name)
+    model.load_state_dict(judge.state_dict())
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            del module.forward  # the judge's runs in float64 instead of float32; ours does so by itself
+    return without_dropout(judge), without_dropout(model)
+
+
+def padded(side: str) -> Batch:
+    """Three sequences of 12, 7 and 3 tokens, with padding on one side or, for "", none."""
+    ids = torch.randint(29, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if side:
+        mask[1, 7:] = mask[2, 3:] = 0
+        mask = mask if side == "right" else mask.flip(1)
+    found = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    return {**found, "attention_mask": mask} if side else found
+
+
+def wide_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The loss of transformers in float64: its own turns logits to float32."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def gradients(network: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+def assert_equal_steps(judge: Any, model: Any, batch: Batch) -> None:
+    """Equal losses and gradients of one batch."""
+    judge.zero_grad()
+    model.zero_grad()
+    given = {name: x for name, x in batch.items() if name != "labels"}
+    expected = wide_loss(judge(**given, use_cache=False), batch["labels"])
+    expected.backward()
+    outputs = model(**batch)
+    assert "logits" not in outputs
+    outputs.loss.backward()
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=LIMIT)
+    assert_equal_gradients(gradients(model), gradients(judge))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
+    judge, model = pair(name)
+    names = list(model.state_dict())
+    result = hg.nn.replace(model)
+    blocks = model.config.num_hidden_layers
+    kinds = list(result.replaced.values())
+    assert [kinds.count(kind) for kind in ("attention", "feed-forward", "loss")] == [blocks, blocks, 1]
+    assert [type(model.get_submodule(name)).__name__ for name in result.left] == ["Embedding"] * len(result.left)
+    assert_equal_steps(judge, model, padded(""))
+    assert result.fallbacks == {} and list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name: str, side: str) -> None:
+    judge, model = pair(name)
+    result = hg.nn.replace(model)
+    if side == "right" and "window" in name:  # padding sees a part of the window: no layout of ours has that
+        with pytest.warns(UserWarning, match="leaves .*Attention to transformers: a mask that is not causal"):
+            assert_equal_steps(judge, model, padded(side))
+        assert sum(result.fallbacks.values()) > 0 and "fell back" in str(result)
+    else:
+        assert_equal_steps(judge, model, padded(side))
+        assert result.fallbacks == {}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers
+@pytest.mark.parametrize("name", TYPICAL)
+def test_adapters_of_peft(name: str) -> None:
+    dora = name.startswith(("gpt2", "qwen2"))
+    options = LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=layers_of(name), use_dora=dora)
+    judge, model = (get_peft_model(network, options).double() for network in pair(name))
+    perturb(judge, seed=5)
+    model.load_state_dict(judge.state_dict())
+    result = hg.nn.replace(model)
+    assert list(result.replaced.values()).count("LoRA") == 2 * len(layers_of(name))
+    assert_equal_steps(judge, model, padded(""))
+    assert all("lora" in name for name in gradients(model))
+    with model.disable_adapter(), judge.disable_adapter(), torch.no_grad():
+        ids = padded("")["input_ids"]
+        torch.testing.assert_close(model(ids).logits, judge(ids).logits)
+
+
+def trainer_of(network: Any, folder: Path, **options: Any) -> Trainer:
+    batch = padded("right")
+    data = [{key: x[i] for key, x in batch.items()} for i in range(3)] * 4
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=0.1,
+        optim="sgd", lr_scheduler_type="constant", report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        logging_strategy="no", seed=7,
+    )  # fmt: skip
+    return Trainer(network, arguments, train_dataset=data, **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize(
+    "name", ["gpt2, tied", LLAMA, "phi3, 1 queries to a key", "qwen3, 9 queries to a key", "adapters"]
+)
+def test_trainer_takes_the_same_steps(name: str, tmp_path: Path) -> None:
+    judge, model = pair(LLAMA if name == "adapters" else name)
+    if name == "adapters":
+        options = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=layers_of(LLAMA))
+        judge, model = (get_peft_model(network, options).double() for network in (judge, model))
+        perturb(judge, seed=5)
+        model.load_state_dict(judge.state_dict())
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    hg.nn.replace(model)
+    trainer_of(judge, tmp_path / "judge", compute_loss_func=wide_loss).train()
+    trainer_of(model, tmp_path / "ours").train()
+    after, expected = model.state_dict(), judge.state_dict()
+    assert_equal_gradients(*({n: x[n] - before[n] for n in before} for x in (after, expected)))  # equal updates
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_saves_and_trains(tmp_path: Path) -> None:
+    judge, model = pair(LLAMA)
+    hg.nn.replace(model)
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = padded("")
+    accelerator.backward(prepared(**batch).loss)
+    wide_loss(judge(input_ids=batch["input_ids"], use_cache=False), batch["labels"]).backward()
+    assert_equal_gradients(gradients(model), gradients(judge))
+    optimizer.step()
+    accelerator.unwrap_model(prepared).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.architectures == ["LlamaForCausalLM"] and type(loaded).__name__ == "LlamaForCausalLM"
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def small(**options: Any) -> Any:
+    """A Llama in float32 without the judge's changes, which pickle cannot copy."""
+    fields: dict[str, Any] = {
+        "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields), **options).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_audit_compares_with_the_original(dtype: torch.dtype) -> None:
+    model = small().to(dtype)
+    result = hg.nn.replace(model, audit=padded("right"))
+    assert result.audit.compared == 21 and 0 < result.audit.error <= result.audit.tolerance
+    assert "21 gradients equal to the original's" in str(result) and model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_audit_finds_a_wrong_backward_pass_and_undoes_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    right = gated.backward
+
+    def wrong(delta: Tensor, *rest: Any, **options: Any) -> Any:
+        return right(-delta, *rest, **options)
+
+    monkeypatch.setattr(gated, "backward", wrong)
+    with pytest.raises(HandgradError, match=r"gradient of model\.layers.* differs from the original's"):
+        hg.nn.replace(model, audit=padded(""))
+    assert "handgrad" not in str(model)
+
+
+def test_undo_restores_every_module_and_copies_keep_theirs() -> None:
+    model = small()
+    classes = [type(module) for module in model.modules()]
+    attributes = [set(module.__dict__) for module in model.modules()]
+    result = hg.nn.replace(model)
+    assert "LlamaAttention [handgrad]" in str(model)
+    with pytest.raises(HandgradError, match="call undo"):
+        hg.nn.replace(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    result.undo()
+    result.undo()
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    expected = model(**padded(""))
+    expected.loss.backward()
+    for found in copies:
+        loss = found(**padded("")).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6) and "handgrad" in str(found)
+        assert_equal_gradients(gradients(found), gradients(model), 1e-4)
+
+
+def test_recomputed_blocks_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, model = pair(LLAMA)
+    for network in (judge, model):
+        network.requires_grad_(False)
+        network.model.layers[1].mlp.down_proj.requires_grad_(True)
+        network.model.layers[1].input_layernorm.requires_grad_(True)
+    hg.nn.replace(model)
+    products, plain = [], linear.grad_w
+    monkeypatch.setattr(linear, "grad_w", lambda *given: products.append(1) or plain(*given))
+    assert_equal_steps(judge, model, padded(""))
+    assert len(products) == 1 and set(gradients(model)) == {
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    }
+    for network in (judge, model):
+        network.requires_grad_(True)
+        network.gradient_checkpointing_enable()
+    assert_equal_steps(judge, model, padded("left"))
+
+
+def test_calls_that_are_left_to_transformers() -> None:
+    judge, model = pair(LLAMA)
+    result = hg.nn.replace(model)
+    ids = padded("")["input_ids"]
+    assert torch.equal(
+        model.eval().generate(ids[:1], max_new_tokens=6), judge.eval().generate(ids[:1], max_new_tokens=6)
+    )
+    logits = model(ids, labels=ids).logits  # evaluation has logits
+    torch.testing.assert_close(logits, judge(ids).logits)
+    assert result.fallbacks == {}  # nothing was differentiated
+    mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask |= torch.eye(12, dtype=torch.bool)
+    for given, reason in ((mask, "gaps between the keys"), (mask.double() * -0.3, "changes scores")):
+        model.zero_grad()
+        judge.zero_grad()
+        with pytest.warns(UserWarning, match=reason):
+            loss = wide_loss(model(ids, attention_mask=given), ids)
+        loss.backward()
+        wide_loss(judge(ids, attention_mask=given, use_cache=False), ids).backward()
+        assert_equal_gradients(gradients(model), gradients(judge))
+    assert list(result.fallbacks.values()) == [2, 2]
+    with pytest.warns(UserWarning, match="keys and values are cached"):
+        model(ids, use_cache=True)
+
+
+def test_what_is_left_and_why() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=29, n_positions=16, n_embd=8, n_head=2, n_layer=1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    left = hg.nn.replace(model, loss=False).left
+    assert "'eager'" in left["transformer.h.0.attn"] and "loss=False" in left[""] and "transformer.wte" in left
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    result = hg.nn.replace(model)
+    assert "attention dropout 0.1" in result.left["transformer.h.0.attn"]
+    with pytest.warns(UserWarning, match="attention dropout"):
+        model(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
+    assert "replaced   1 × loss" in str(result) and "left       transformer.wte" in str(result)
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Conv1d(4, 4, 1), torch.nn.LayerNorm(4))
+    result = hg.nn.replace(other)
+    assert result.replaced == {"0": "linear", "2": "norm"} and result.left == {"1": "no hand-derived Conv1d"}
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(HandgradError, match=r"use hg\.nn\.wrap"):
+        hg.nn.replace(hg.GPT(hg.preset("nano", n_blocks=1)))
+    with pytest.raises(HandgradError, match="with labels"):
+        hg.nn.replace(small(), audit={"input_ids": torch.zeros(1, 2, dtype=torch.long)})
+
+
+def test_layouts_of_masks() -> None:
+    causal = torch.ones(6, 6).tril().bool()
+    sequence = torch.tensor([0, 0, 1, 1, 1, 2])
+    packed = layout_of_mask((causal & (sequence[:, None] == sequence))[None, None], 2, None)
+    assert not isinstance(packed, str) and [span.length for span in packed.spans] == [2, 3, 1] * 2
+    hidden = causal.clone()
+    hidden[:, :2] = False
+    found = layout_of_mask(hidden[None, None], 1, None)
+    assert not isinstance(found, str) and found.blind is not None and found.blind.tolist() == [0, 1]
+    assert layout_of_mask(torch.zeros(1, 1, 3, 3).bool(), 1, None) == "a mask that hides every key"
+    assert "of shape" in str(layout_of_mask(torch.ones(1, 2, 3, 3).bool(), 1, None))
+
+
+def test_compiled_around_it() -> None:
+    """torch.compile leaves a gap where the bridge computes."""
+    judge, model = pair(LLAMA)
+    hg.nn.replace(model)
+    part = torch.compile(model.model.layers[0].mlp, backend="eager")
+    x = torch.randn(2, 3, 18, dtype=torch.float64, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        part(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    judge.model.layers[0].mlp(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad)

@@ -1,0 +1,145 @@
+"""hg.nn.wrap: a model of handgrad under tools that call loss.backward()."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import handgrad as hg
+from conftest import make_model
+from handgrad.errors import HandgradError
+from handgrad.model.config import FAMILIES
+
+LLAMA: dict[str, Any] = {
+    "family": "llama", **FAMILIES["llama"].fixed, "activation": "silu", "qkv_bias": False, "out_bias": False,
+    "mlp_bias": False, "d_hidden": 10,
+}  # fmt: skip
+
+
+def batch() -> dict[str, Tensor]:
+    """Two sequences of 7 and 4 tokens, padded on the right."""
+    ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def packed() -> tuple[Tensor, Tensor, list[int]]:
+    """The same as handgrad takes it."""
+    given = batch()
+    rows = given["attention_mask"].bool()
+    targets = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    return given["input_ids"][rows], targets[rows], [7, 4]
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_loss_backward_is_loss_and_grads(shape: dict[str, Any]) -> None:
+    model = make_model(**shape)
+    plain, wrapped = copy.deepcopy(model), hg.nn.wrap(model)
+    loss = wrapped(**batch()).loss
+    assert all(p.grad is None for p in model.parameters()), "gradients arrive with backward()"
+    (loss / 2).backward()
+    (wrapped(**batch()).loss / 2).backward()
+    assert loss.item() == pytest.approx(plain.loss_and_grads(*packed()), rel=1e-12)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    wrapped.zero_grad()
+    wrapped.gradient_checkpointing_enable()
+    out = wrapped(**batch(), num_items_in_batch=torch.tensor(18))
+    out.loss.backward()
+    assert "logits" not in out and out[0] is out.loss is out["loss"]
+    torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad / 2)
+    with torch.no_grad():
+        out = wrapped.eval()(**batch())
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert out.logits.shape == (2, 7, 11) and out.logits[1, 4:].abs().max() == 0
+    torch.testing.assert_close(wrapped(batch()["input_ids"][:1]).logits, model.logits(batch()["input_ids"][:1]))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("tied", [True, False])
+def test_trainer_and_saving(tied: bool, tmp_path: Path) -> None:
+    model = make_model(tied=tied)
+    plain, wrapped = copy.deepcopy(model), hg.nn.wrap(model)
+    data = [{key: x[i] for key, x in batch().items()} for i in range(2)] * 2
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=2, optim="sgd",
+        learning_rate=0.1, lr_scheduler_type="constant", report_to=[], save_steps=3, use_cpu=True, disable_tqdm=True,
+        max_grad_norm=0.0, logging_strategy="no", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = Trainer(wrapped, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain.loss_and_grads(*packed())
+        optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert trainer.evaluate()["eval_loss"] > 0
+    wrapped.save_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    torch.testing.assert_close(
+        theirs(batch()["input_ids"]).logits, model.logits(batch()["input_ids"]).as_subclass(Tensor)
+    )
+    assert set(wrapped.state_dict()) == set(theirs.state_dict()) - ({"lm_head.weight"} if tied else set())
+    other = hg.nn.wrap(make_model(seed=5, tied=tied))
+    other.load_state_dict(wrapped.state_dict())
+    assert torch.equal(other(batch()["input_ids"]).logits, wrapped(batch()["input_ids"]).logits)
+    assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+
+
+def test_adapters_and_accelerate(tmp_path: Path) -> None:
+    model = make_model()
+    base = copy.deepcopy(model)
+    hg.lora.inject(model, rank=2)
+    wrapped = hg.nn.wrap(model)
+    accelerator = Accelerator(cpu=True)
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    prepared, optimizer = accelerator.prepare(wrapped, torch.optim.SGD(trained, lr=0.1))
+    before = prepared(**batch()).loss
+    accelerator.backward(before)
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    optimizer.step()
+    assert prepared(**batch()).loss < before
+    wrapped.save_pretrained(tmp_path / "adapter")
+    hg.save(base, tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(theirs(ids).logits, model.logits(ids).as_subclass(Tensor))
+
+
+def test_copies_and_modes() -> None:
+    wrapped = hg.nn.wrap(make_model())
+    for found in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        found(**batch()).loss.backward()
+        assert found.handgrad_model.embed.weight is dict(found.named_parameters())["transformer.wte.weight"]
+        assert found.handgrad_model.embed.weight.grad is not None
+    assert not wrapped.eval().handgrad_model.training and wrapped.train().handgrad_model.training
+    assert wrapped.float().handgrad_model.dtype == torch.float32
+
+
+def test_wrong_arguments() -> None:
+    wrapped, given = hg.nn.wrap(make_model()), batch()
+    gaps, left = given["attention_mask"].clone(), given["attention_mask"].flip(1)
+    gaps[1, 1] = 0
+    for change, reason in (
+        ({"attention_mask": gaps}, "one range of ones"),
+        ({"attention_mask": left, "labels": None}, "padding on the right"),
+        ({"labels": given["input_ids"]}, "labels at padding"),
+        ({"labels": given["labels"][:1]}, "the shape of input_ids"),
+        ({"input_ids": given["input_ids"][0]}, r"must be \(B, T\)"),
+        ({"inputs_embeds": given["input_ids"]}, "not inputs_embeds"),
+    ):
+        with pytest.raises(HandgradError, match=reason):
+            wrapped(**{**given, **change})
+    with pytest.raises(HandgradError, match=r"use\s+hg\.nn\.replace"):
+        hg.nn.wrap(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""The sandbox of Python functions on tensors: arguments, results, files that stay as they are, a replaced child."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+
+from handgrad.paper.attention import Head
+from handgrad.sandbox import tensor_client
+from handgrad.sandbox.tensor_client import Run, run
+
+X = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+
+
+def call(body: str, *arguments: object) -> Run:
+    names = [f"x{i}" for i in range(len(arguments))]
+    code = f"import torch\ndef f({', '.join(names)}):\n    {body}\n"
+    return run(code, "f", names, [arguments], [["y"]])
+
+
+def result(made: Run) -> torch.Tensor:
+    assert made.problem is None, made.problem
+    value = made.cases[0][0].value
+    assert value is not None
+    return value
+
+
+def test_arguments_arrive_as_they_are() -> None:
+    assert torch.equal(result(call("return x0 * x1", X, 2)), 2 * X)
+    head = Head(*(torch.full((i,), float(i)) for i in range(6)))
+    assert result(call("return torch.tensor([len(x) for x in x0] + [x1[1][0][0].item()])", head, [1, [X[1]]])).tolist() == [
+        0, 1, 2, 3, 4, 5, 3,
+    ]  # fmt: skip
+    assert result(call("return x0[::2] + x1.sum()", X.t(), torch.tensor([True, False]))).tolist() == [[1, 4], [3, 6]]
+    assert call("return x0", X[:, :0]).cases[0][0].value.shape == (2, 0)  # type: ignore[union-attr]
+
+
+def test_no_library_can_open_a_file(tmp_path: Path) -> None:
+    """torch opens files in its own code, past Python's hooks."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(bytes(80))
+    for body in (
+        f"return torch.from_file({str(precious)!r}, shared=True, size=10, dtype=torch.float64).fill_(7)",
+        f"torch._C.PyTorchFileWriter({str(precious)!r})",
+        f"torch.from_file({str(tmp_path / 'new')!r}, shared=True, size=10)",
+    ):
+        assert call(body, X).problem is not None, body
+    assert precious.read_bytes() == bytes(80) and [p.name for p in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_killed_child_is_replaced_and_threads_share_it() -> None:
+    result(call("return x0", X))
+    assert tensor_client._service.child is not None
+    os.kill(tensor_client._service.child._process.pid, signal.SIGKILL)
+    found: dict[int, float] = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: result(call("return x0 * x1", X, i)).sum().item()}))
+               for i in range(4)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: 15.0 * i for i in range(4)}
+
+
+def test_a_reply_that_cannot_be_read_is_a_crash() -> None:
+    """The reply comes from a process in which the answer ran."""
+    limits = tensor_client.Limits()
+    for reply in (b"", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\xff\xff\xff\xff", b"\0\0\0\x10" + b'{"outputs": [7]}'):
+        made = tensor_client._decode(reply, limits)
+        assert made.problem is not None and made.problem.kind == "crash"
