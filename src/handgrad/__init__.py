@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from . import nn
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
+    from .explain.notebook import explain
     from .formats.huggingface import save
     from .formats.models import load
     from .inference.attribution import Attribution, attribute
     from .inference.generate import generate
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
+    from .model.objective import LogitDifference, PositionLoss
     from .model.trace import Trace, trace
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
@@ -33,14 +35,17 @@ __all__ = [
     "Attribution",
     "HandgradError",
     "Influence",
+    "LogitDifference",
     "ModelConfig",
     "NonFiniteError",
+    "PositionLoss",
     "Trace",
     "attribute",
     "audit",
     "check",
     "example_norms",
     "example_products",
+    "explain",
     "finetune",
     "generate",
     "influence",
@@ -59,6 +64,7 @@ sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inj
 
 _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
+    "LogitDifference": "model.objective", "PositionLoss": "model.objective",
     "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
@@ -69,8 +75,8 @@ _MODULE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module(".nn", __name__)
+    if name in ("explain", "nn"):  # packages; the first can be called
+        return import_module(f".{name}", __name__)
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -10,6 +10,7 @@ from ..formatting import number
 from ..optim import maker
 from .session import Session, TracedSentence, Version
 
+ENTRIES_AT_ONCE = 1 << 22  # of a parameter, in float64
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
 
 
@@ -27,7 +28,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         try:
             for p in trained.values():
                 p.data = p.data.clone()
-            loss = model.loss_and_grads(sentence.tokens, sentence.targets)
+            loss = model.loss_and_grads(sentence.tokens, sentence.targets, objective=sentence.objective)
             stepper = maker(optimizer, lr, 0.0, (0.9, 0.99))(list(trained.values()))
             if old.optimizer_state is not None and old.optimizer == optimizer:
                 stepper.load_state_dict(old.optimizer_state)
@@ -37,10 +38,12 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
             expected = 0.0
             for name, p in trained.items():
                 assert p.grad is not None
-                expected += torch.sum(p.grad.double() * (p.data.double() - before[name].double())).item()
+                parts = (torch.split(x.flatten(), ENTRIES_AT_ONCE) for x in (p.grad, p.data, before[name]))
+                for grad, new, was in zip(*parts, strict=True):
+                    expected += torch.sum(grad.double() * (new.double() - was.double())).item()
             after = {name: p.data for name, p in trained.items()}
             try:
-                measured = model.loss(sentence.tokens, sentence.targets)
+                measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
             except NonFiniteError:
                 raise HandgradError(
                     f"a step with learning rate {number(lr)} made the weights overflow: choose a smaller one"
@@ -53,7 +56,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
             for name, p in trained.items():
                 p.data, p.grad = before[name], None
         version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
-    new = session.sentence(sentence.text, version)
+    new = session.sentence(sentence.text, version, sentence.objective)
     return {
         "id": new.id, "steps": old.steps + 1, "loss": loss, "predicted": loss + expected, "measured": measured,
         "moves": _moves(session, sentence, new),

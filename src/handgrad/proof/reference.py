@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters.injection import adapters_of
 from ..adapters.lora import LoRA
+from ..model.block import Block
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers import Affine
 from ..model.norms import Norm
+from ..model.objective import MEAN_LOSS, LogitDifference, Objective
 from ..ops import rotary
 from ..paper.transformer import Network, Options
 
 Hook = Callable[[str, Tensor], Tensor]
+Inside = Callable[[Tensor], Tensor]
 Pair = tuple[Tensor, Tensor | None]  # weight (f_in, f_out) and bias
 Weights = dict[str, Any]  # pairs by the paper's number or letter; for q, k and v a list of pairs, one per head
 
@@ -62,24 +65,26 @@ def weights_of(model: GPT) -> tuple[Weights, list[Weights]]:
     """The model's parameters outside the blocks and of every block: views and sums of the model's tensors."""
     outside: Weights = {name: (table.w, None) for name, table in model.tables().items()}
     outside |= {"10": _pair(model.final_norm), "11": _pair(model.head)}
-    blocks = []
-    for block in model.blocks:
-        pairs: Weights = {}
-        for number, layer in block.numbered().items():
-            w, b = _pair(layer)
-            parts = layer.plain().parts if isinstance(layer, Affine) else {}
-            if parts:
-                widths = list(parts.values())
-                biases = [None] * len(widths) if b is None else torch.split(b, widths)
-                pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
-            else:
-                pairs[number] = (w, b)
-        for letter, heads in (("q", model.config.n_heads), ("k", model.config.kv_heads), ("v", model.config.kv_heads)):
-            w, b = pairs[letter]
-            biases = [None] * heads if b is None else b.chunk(heads)
-            pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
-        blocks.append(pairs)
-    return outside, blocks
+    return outside, [block_weights(block, model.config) for block in model.blocks]
+
+
+def block_weights(block: Block, config: ModelConfig) -> Weights:
+    """The parameters of one block."""
+    pairs: Weights = {}
+    for number, layer in block.numbered().items():
+        w, b = _pair(layer)
+        parts = layer.plain().parts if isinstance(layer, Affine) else {}
+        if parts:
+            widths = list(parts.values())
+            biases = [None] * len(widths) if b is None else torch.split(b, widths)
+            pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
+        else:
+            pairs[number] = (w, b)
+    for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        w, b = pairs[letter]
+        biases = [None] * heads if b is None else b.chunk(heads)
+        pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
+    return pairs
 
 
 def _pair(layer: Affine | Norm) -> Pair:
@@ -108,68 +113,88 @@ def reference_loss(
     ids: Tensor,
     targets: Tensor,
     hook: Hook,
-    inside: Callable[[Tensor], Tensor] | None = None,
+    objective: Objective = MEAN_LOSS,
+    inside: Inside | None = None,
 ) -> Tensor:
-    """The loss of one sequence, summed over its targets, with torch's own functions. Every intermediate is replaced by
-    hook(name of its Δ, intermediate), which may record or change it; `inside` changes the centred input within a norm."""
+    """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
+    intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it; `inside` changes the
+    centred input within a norm."""
     outside, blocks = weights
-    n = len(ids)
-
-    def affine(a: Tensor, pair: Pair) -> Tensor:
-        w, b = pair
-        return a @ w if b is None else a @ w + b
-
-    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
-        w, b = pair
-        if inside is not None:
-            centred = a - a.mean(-1, keepdim=True) if kind == "layer" else a
-            a_bar = inside(centred) * torch.rsqrt(centred.square().mean(-1, keepdim=True) + c.eps)
-            return a_bar * w if b is None else a_bar * w + b
-        return F.layer_norm(a, w.shape, w, b, c.eps) if kind == "layer" else F.rms_norm(a, w.shape, w, c.eps)
-
-    def rotate(x: Tensor) -> Tensor:
-        """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
-        assert c.theta is not None
-        angle = torch.arange(n, dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
-        turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
-        return torch.cat([turned.real, turned.imag], 1)
-
     a = F.embedding(ids, outside["w_tok"][0])
     if "w_pos" in outside:
-        a = a + outside["w_pos"][0][:n]
+        a = a + outside["w_pos"][0][: len(ids)]
     for i, block in enumerate(blocks):
-
-        def at(name: str, x: Tensor, i: int = i) -> Tensor:
-            return hook(f"blocks.{i}.delta_{name}", x)
-
-        a_1 = at("1", a)
-        a_2 = at("2", norm(a_1, block["1"]))
-        q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
-        if "q_norm" in block:
-            q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
-        if c.rotated and c.rotated[i]:
-            q, k = ([rotate(x) for x in heads] for heads in (q, k))
-        group = len(q) // len(k)  # queries that share a key and a value
-        raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-        scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-        rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, ids.device), -math.inf), -1)
-        a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
-        a_4 = at("4", affine(a_3, block["3"]))
-        a_5 = at("5", a_1 + a_4)
-        a_6 = at("6", norm(a_5, block["5"]))
-        if c.gated:
-            gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
-            a_8 = at("8", GATES[c.g](gate) * up)
-        else:
-            a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
-        a_9 = at("9", affine(a_8, block["8"]))
-        a = at("10", a_5 + a_9)
-    a_11 = hook("delta_11", norm(a, outside["10"]))
-    logits = affine(a_11, outside["11"])
+        a = reference_block(block, c, i, a, hook, inside)
+    a_11 = hook("delta_11", reference_norm(a, outside["10"], c.norm, c.eps, inside))
+    logits = _affine(a_11, outside["11"])
     if outside.get("adapter") is not None:
         d_11, u_11, scale = outside["adapter"]
         logits = logits + scale * (a_11 @ d_11 @ u_11)
-    return F.cross_entropy(hook("delta_12", logits), targets, reduction="sum")  # torch ignores −100 too
+    return reference_objective(hook("delta_12", logits), targets, objective)
+
+
+def reference_objective(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """The loss summed over the targets, or another objective."""
+    if isinstance(objective, LogitDifference):
+        chosen = logits[targets >= 0]
+        return (chosen[:, objective.token] - chosen[:, objective.against]).sum()
+    return F.cross_entropy(logits, targets, reduction="sum")  # torch ignores −100 too
+
+
+def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Inside | None = None) -> Tensor:
+    """a_1 → a_10 of block i for one sequence."""
+    n = len(a)
+
+    def at(name: str, x: Tensor) -> Tensor:
+        return hook(f"blocks.{i}.delta_{name}", x)
+
+    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
+        return reference_norm(a, pair, kind, c.eps, inside)
+
+    a_1 = at("1", a)
+    a_2 = at("2", norm(a_1, block["1"]))
+    q, k, v = ([_affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
+    if "q_norm" in block:
+        q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
+    if c.rotated and c.rotated[i]:
+        q, k = ([_rotate(x, c) for x in heads] for heads in (q, k))
+    group = len(q) // len(k)  # queries that share a key and a value
+    raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
+    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
+    rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, a.device), -math.inf), -1)
+    a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
+    a_4 = at("4", _affine(a_3, block["3"]))
+    a_5 = at("5", a_1 + a_4)
+    a_6 = at("6", norm(a_5, block["5"]))
+    if c.gated:
+        gate, up = (at(name, _affine(a_6, block[name])) for name in ("gate", "up"))
+        a_8 = at("8", GATES[c.g](gate) * up)
+    else:
+        a_8 = at("8", ACTIVATIONS[c.g](at("7", _affine(a_6, block["6"]))))
+    a_9 = at("9", _affine(a_8, block["8"]))
+    return at("10", a_5 + a_9)
+
+
+def _affine(a: Tensor, pair: Pair) -> Tensor:
+    w, b = pair
+    return a @ w if b is None else a @ w + b
+
+
+def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float, inside: Inside | None = None) -> Tensor:
+    w, b = pair
+    if inside is not None:
+        centred = a - a.mean(-1, keepdim=True) if kind == "layer" else a
+        a_bar = inside(centred) * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        return a_bar * w if b is None else a_bar * w + b
+    return F.layer_norm(a, w.shape, w, b, eps) if kind == "layer" else F.rms_norm(a, w.shape, w, eps)
+
+
+def _rotate(x: Tensor, c: Choices) -> Tensor:
+    """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
+    assert c.theta is not None
+    angle = torch.arange(len(x), dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
+    turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
+    return torch.cat([turned.real, turned.imag], 1)
 
 
 def _hidden(n: int, c: Choices, i: int, device: torch.device) -> Tensor:
@@ -211,21 +236,67 @@ def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> t
     return reference, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
 
 
+class Part(NamedTuple):
+    """What autograd computes of one part of a network, given the error signal of its output."""
+
+    out: Tensor
+    values: dict[str, Tensor]  # intermediates, by the name of their Δ
+    deltas: dict[str, Tensor]
+    delta: Tensor  # of the input
+    grads: list[Tensor]
+
+
+def differentiate_part(
+    f: Callable[[Tensor, Hook], Tensor],
+    a: Tensor,
+    parameters: Sequence[Tensor] = (),
+    upstream: Tensor | None = None,
+) -> Part:
+    """Autograd through f(a, hook) and its parameters, from the Δ of its output; None for a scalar."""
+    seen: dict[str, Tensor] = {}
+
+    def visit(name: str, x: Tensor) -> Tensor:
+        seen[name] = x
+        return x
+
+    for p in parameters:
+        p.requires_grad_(True)
+    with torch.enable_grad():
+        leaf = a.detach().clone().requires_grad_()
+        out = f(leaf, visit)
+        total = out if upstream is None else (out * upstream).sum()
+        wanted = [*seen.values(), leaf, *parameters]
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+    values = {name: x.detach() for name, x in seen.items()}
+    n = len(seen)
+    return Part(out.detach(), values, dict(zip(seen, found, strict=False)), found[n], found[n + 1 :])
+
+
 class ReferenceModel:
     """The reference for a model on a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
 
-    def __init__(self, model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None):
-        self.model = model
+    def __init__(
+        self,
+        model: GPT,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None,
+        objective: Objective = MEAN_LOSS,
+    ):
+        self.model, self.objective = model, objective
+        targets = objective.select(targets, model.config.n_vocab)
         batch = model.pack(tokens, lengths)
         self.lengths, self.ids = batch.lengths, batch.ids
         self.targets = targets.reshape(-1).to(self.ids)
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.pause: Callable[[], None] = lambda: None
-        self.inside: Callable[[Tensor], Tensor] | None = None  # applied within norms, whose terms may cancel
+        self.inside: Inside | None = None  # applied within norms, whose terms may cancel
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
-        """The mean loss. `visit(start, name, x)` replaces each intermediate of the sequence that begins in row `start`."""
+        """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins
+        in row `start`."""
         weights, choices = weights_of(self.model), choices_of(self.model.config)
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
@@ -235,7 +306,8 @@ class ReferenceModel:
                 self.pause()
                 return visit(start, name, x)
 
-            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook, self.inside)
+            ids, wanted = self.ids[rows], self.targets[rows]
+            total = total + reference_loss(weights, choices, ids, wanted, hook, self.objective, self.inside)
         return total / self.n_targets
 
     def differentiate(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> Reference:
@@ -302,11 +374,11 @@ def in_float64(model: GPT) -> GPT:
     model = model.double().eval()
     for adapter in adapters_of(model).values():
         if adapter.magnitude is not None:
-            _hold_norms(adapter)
+            hold_norms(adapter)
     return model
 
 
-def _hold_norms(layer: LoRA) -> None:
+def hold_norms(layer: LoRA, norms: Tensor | None = None) -> None:
     """DoRA treats its column norms as constants: keep them fixed while finite differences change a factor."""
-    norms = layer.column_norms()
-    layer.column_norms = lambda: norms  # type: ignore[method-assign]
+    held = layer.column_norms() if norms is None else norms
+    layer.column_norms = lambda: held  # type: ignore[method-assign]
