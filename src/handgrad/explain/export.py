@@ -12,7 +12,8 @@ from ..errors import HandgradError
 from ..formatting import size
 from . import attention_view, lens_view, views
 from .proof import CheckResults, Prover
-from .server import ASSETS, asset, nonfinite_to_null
+from .page_files import asset, modules
+from .server import nonfinite_to_null
 from .session import Session, TracedSentence
 from .steps import take_step
 
@@ -93,14 +94,18 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, Any]:
 def bundle() -> str:
     """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
     parts = []
-    for name in ASSETS:
-        if name.endswith(".js"):
-            code = asset(name)
-            exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
-            code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', r"const \1 = \2Module;", code, flags=re.M)
-            code = re.sub(r"^export ", "", code, flags=re.M)
-            parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
+    for name in modules():
+        code = asset(name)
+        exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
+        code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', _destructured, code, flags=re.M)
+        code = re.sub(r"^export ", "", code, flags=re.M)
+        parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
+
+
+def _destructured(found: re.Match[str]) -> str:
+    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;"""
+    return f"const {found[1].replace(' as ', ': ')} = {found[2]}Module;"
 
 
 def _digest(text: str) -> str:

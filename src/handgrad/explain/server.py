@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -23,37 +22,15 @@ from starlette.exceptions import HTTPException
 from ..errors import HandgradError
 from ..web.connection import BackgroundServer
 from . import attention_view, lens_view, values, views
+from .page_files import asset, served
 from .proof import Prover
 from .session import ExpiredError, Session
 from .stations import Station
 from .steps import take_step
 
-ASSETS = {  # a module comes after those it imports, as export.bundle() needs them
-    "style.css": "text/css",
-    "api.js": "text/javascript",
-    "format.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "colours.js": "text/javascript",
-    "heatmap.js": "text/javascript",
-    "network_map.js": "text/javascript",
-    "proof.js": "text/javascript",
-    "attention.js": "text/javascript",
-    "bars.js": "text/javascript",
-    "lens.js": "text/javascript",
-    "loss.js": "text/javascript",
-    "station.js": "text/javascript",
-    "gradient_flow.js": "text/javascript",
-    "step.js": "text/javascript",
-    "tour.js": "text/javascript",
-    "page.js": "text/javascript",
-}
 MAX_BODY_BYTES = 64_000  # a sentence of 4,000 bytes needs at most six times that in JSON
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
-
-
-def asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 class SentenceRequest(BaseModel):
@@ -152,9 +129,9 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.get("/assets/{name}")
     async def page_asset(name: str) -> Response:
-        if name not in ASSETS:
+        if name not in served():
             raise HTTPException(404, "the page has no such asset")
-        return Response(asset(name), media_type=ASSETS[name])
+        return Response(asset(name), media_type=served()[name])
 
     @app.get("/api/table")
     async def table() -> Response:

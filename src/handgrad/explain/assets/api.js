@@ -1,11 +1,13 @@
+// @ts-check
 // Requests to the server. In an exported file the answers are embedded in the page, and nothing is requested.
 
 const embedded = document.getElementById("embedded-answers");
-const answers = embedded ? JSON.parse(embedded.textContent) : null;
+const answers = embedded ? JSON.parse(embedded.textContent ?? "") : null;
 export const offline = answers !== null;
 
 export class RequestError extends Error {}
 
+/** @param {string} path @param {RequestInit} [options] */
 async function request(path, options) {
   let response;
   try {
@@ -23,13 +25,13 @@ async function request(path, options) {
   return body;
 }
 
-// Recent answers that cannot change. Overviews and proofs are not cached.
-const CACHED = ["station", "head", "lens"];
-const CACHE_SIZE = 40;
+const CHANGING = ["table", "overview", "proof", "proofs", "progress"]; // answers that are not cached
+const CACHE_SIZE = 80;
 const cache = new Map();
 
-// GET: `name` of the request, `id` of the traced sentence, and further parameters.
-export async function get(name, id, parameters = {}) {
+/** GET: `name` of the request, `id` of the traced sentence, and further parameters.
+ * @param {string} name @param {string | null} id @param {Record<string, any>} parameters */
+export async function get(name, id = null, parameters = {}) {
   if (offline) {
     const rest = new URLSearchParams(parameters).toString();
     const key = rest ? `${name}?${decodeURIComponent(rest)}` : name;
@@ -37,7 +39,7 @@ export async function get(name, id, parameters = {}) {
     return answers[key];
   }
   const path = `${name}?${new URLSearchParams({ ...(id ? { id } : {}), ...parameters })}`;
-  if (!CACHED.includes(name)) return request(path);
+  if (CHANGING.includes(name)) return request(path);
   if (!cache.has(path)) {
     const answer = request(path);
     cache.set(path, answer);
@@ -47,12 +49,14 @@ export async function get(name, id, parameters = {}) {
   return cache.get(path);
 }
 
+/** @param {string} name @param {object} body */
 export async function post(name, body) {
   if (offline) throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
   return request(name, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 }
 
-// Precomputed steps of an exported file: for each learning rate, the list of answers.
-export function embeddedSteps() {
-  return answers.steps;
-}
+/** Whether the exported file has an answer; a server has all. @param {string} key */
+export const has = (key) => !offline || key in answers;
+
+/** Precomputed steps of an exported file: for each learning rate, the list of answers. */
+export const embeddedSteps = () => answers.steps;

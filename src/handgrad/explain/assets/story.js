@@ -1,0 +1,130 @@
+// @ts-check
+// The first view: a story about one word of this sentence, the worst predicted one unless the reader chooses another.
+
+import { filled } from "./colours.js";
+import { number, percent, quote, visible } from "./format.js";
+import { bar, chips } from "./parts.js";
+import { h } from "./render.js";
+
+let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
+
+/** The position whose next token the model found least probable. @param {number[]} losses */
+export const worst = (losses) => losses.indexOf(Math.max(...losses));
+
+export const storyView = {
+  id: "start",
+  title: "Start",
+  needs: () => ({ view: ["station", { station: "loss" }] }),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, { view }, actions) {
+    const { text, losses, tokens } = state.overview;
+    const position = chosen.text === text ? Math.min(chosen.position, losses.length - 1) : worst(losses);
+    const row = view.positions[position];
+    const choose = (/** @type {number} */ i) => {
+      chosen = { text, position: Math.max(0, i - 1) };
+      actions.redraw();
+    };
+    return [
+      headline(row, position === worst(losses)),
+      words(tokens, losses, position, choose),
+      guesses(row, losses[position]),
+      blame(position, row, actions),
+    ];
+  },
+};
+
+function headline(row, isWorst) {
+  return h(
+    "div",
+    { class: "story-head", key: "headline" },
+    h("p", { class: "where" }, isWorst ? "the word that this model predicted worst" : "the word that you chose"),
+    h(
+      "h2",
+      { id: "story" },
+      `After ${quote(row.token)} the model gave ${quote(row.target)} `,
+      h("b", { "data-value": row.probability }, percent(row.probability)),
+      ".",
+    ),
+  );
+}
+
+/** The sentence, each word with the probability that it had. */
+function words(tokens, losses, position, choose) {
+  const most = Math.max(...losses);
+  const items = tokens.map((token, i) => {
+    const p = i ? Math.exp(-losses[i - 1]) : null;
+    return {
+      content: [h("b", {}, visible(token.label)), h("small", {}, p === null ? "–" : percent(p))],
+      label:
+        p === null
+          ? `${visible(token.label)}, the first token, not predicted`
+          : `${visible(token.label)} was predicted with ${percent(p)}`,
+      style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
+    };
+  });
+  return h(
+    "section",
+    { class: "card", "aria-label": "The sentence", key: "words" },
+    h(
+      "p",
+      { class: "caption" },
+      "Change the sentence above and watch: below each word is the probability that the model gave it, from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
+    ),
+    chips({ label: "Words and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
+  );
+}
+
+function guesses(row, loss) {
+  const target = row.top.some((x) => x.word === row.target)
+    ? []
+    : [bar(row.target, row.probability, "a", percent(row.probability), true)];
+  return h(
+    "section",
+    { class: "card", "aria-label": "What the model expected", key: "guesses" },
+    h("h3", {}, `What the model expected after ${quote(row.token)}`),
+    h(
+      "ul",
+      { class: "bars a" },
+      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      target,
+    ),
+    h(
+      "p",
+      { class: "caption" },
+      `${quote(row.target)} had rank ${row.rank.toLocaleString("en")}. The loss of this word is −log ${number(row.probability)} = ${number(loss)}: the less probable, the larger.`,
+    ),
+  );
+}
+
+function blame(position, row, actions) {
+  return h(
+    "section",
+    { class: "card doors", "aria-label": "Where to go from here", key: "doors" },
+    h("h3", {}, "Which weights are to blame?"),
+    h(
+      "p",
+      { class: "caption" },
+      `Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. Every layer on the way shows its formula with your numbers, and checks it.`,
+    ),
+    h(
+      "div",
+      { class: "walk" },
+      h(
+        "button",
+        { type: "button", class: "primary", id: "follow-up", onclick: () => actions.followError(position) },
+        "Follow the error up ↑",
+      ),
+      h(
+        "button",
+        { type: "button", id: "story-tour", onclick: () => document.getElementById("tour-button")?.click() },
+        "Take the tour",
+      ),
+      h(
+        "button",
+        { type: "button", id: "story-map", onclick: () => actions.go("a_1", "forward") },
+        "Walk forward from the first layer",
+      ),
+    ),
+  );
+}
