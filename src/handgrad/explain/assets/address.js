@@ -18,7 +18,8 @@ export function parseAddress(hash) {
   };
 }
 
-/** @param {{ view: string, station: string, direction: string, token: number, head: number, text: string | null, objective: string | null }} here */
+/** @param {{ view: string, station: string, direction: string, token: number, head: number, text: string | null,
+ * objective: string | null }} here */
 export function formatAddress({ view, station, direction, token, head, text, objective }) {
   const parameters = new URLSearchParams();
   if (token) parameters.set("token", String(token));
@@ -30,7 +31,9 @@ export function formatAddress({ view, station, direction, token, head, text, obj
   return `#/${path}${query ? `?${query}` : ""}`;
 }
 
-/** All stops in order: every station forward, then every station backward. @param {string[]} ids @returns {[string, string][]} */
+/** All stops in order: every station forward, then every station backward.
+ * @param {string[]} ids
+ * @returns {[string, string][]} */
 export const allStops = (ids) => [
   ...ids.map((id) => /** @type {[string, string]} */ ([id, "forward"])),
   ...[...ids].reverse().map((id) => /** @type {[string, string]} */ ([id, "backward"])),

@@ -25,7 +25,7 @@ async function request(path, options) {
   return body;
 }
 
-const CHANGING = ["table", "overview", "proof", "proofs", "progress"]; // answers that are not cached
+const CHANGING = ["table", "overview", "proof", "proofs", "learn"]; // answers that are not cached
 const CACHE_SIZE = 80;
 const cache = new Map();
 
@@ -49,10 +49,14 @@ export async function get(name, id = null, parameters = {}) {
   return cache.get(path);
 }
 
-/** @param {string} name @param {object} body */
-export async function post(name, body) {
+/** @param {string} name @param {object} body @param {Record<string, string>} headers */
+export async function post(name, body, headers = {}) {
   if (offline) throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
-  return request(name, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  return request(name, {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers },
+    body: JSON.stringify(body),
+  });
 }
 
 /** Whether the exported file has an answer; a server has all. @param {string} key */

@@ -1,7 +1,10 @@
 // @ts-check
-// The colours of the pictures, in both themes. Three kinds: activations ("a"), error signals ("delta") and lengths ("size").
-// An entry of Δ below 0 is blue: raising it lowers the loss. Above 0 it is red: lowering it does. A push −Δ has the colour of
-// its entry of Δ, so that blue means “more of this” wherever it is shown. Each half of a scale differs in lightness, and the
+// The colours of the pictures, in both themes. Three kinds: activations ("a"), error signals ("delta") and lengths
+// ("size").
+// An entry of Δ below 0 is blue: raising it lowers the loss. Above 0 it is red: lowering it does. A push −Δ has the
+// colour of
+// its entry of Δ, so that blue means “more of this” wherever it is shown. Each half of a scale differs in lightness,
+// and the
 // halves differ with any colour vision.
 
 /** @typedef {[number, number, number]} RGB */
@@ -79,7 +82,11 @@ const STOPS = {
 
 const theme = () => (document.documentElement.dataset.theme === "dark" ? "dark" : "light");
 
-/** x from −1 to 1 → red, green, blue @param {Kind} kind @param {number} x @param {"light" | "dark"} shown @returns {RGB} */
+/** x from −1 to 1 → red, green, blue
+ * @param {Kind} kind
+ * @param {number} x
+ * @param {"light" | "dark"} shown
+ * @returns {RGB} */
 export function colour(kind, x, shown = theme()) {
   const { zero, [kind]: scales } = STOPS[shown];
   const [middle, end] = scales[x < 0 ? 0 : 1];

@@ -69,7 +69,9 @@ function shapeText(way, station, shape) {
   return `${is(station.delta_symbol)} ${shapeOf(incoming)}${rest}`;
 }
 
-/** The code of a station: first as the paper writes it, and beside it what the model runs. @param {any} station @param {any} state */
+/** The code of a station: first as the paper writes it, and beside it what the model runs.
+ * @param {any} station
+ * @param {any} state */
 export function code(station, state) {
   const names = (way, readable) =>
     station.sources.filter(([w, name]) => w === way && name.startsWith("paper/") === readable).map(([, name]) => name);

@@ -20,9 +20,11 @@ const TITLES = {
 };
 const CAPTIONS = {
   delta:
-    "Rows are not comparable by length alone: where ‖a‖ is small, the same relative change is a smaller one, and ‖Δ‖ is larger.",
+    "Rows are not comparable by length alone: where ‖a‖ is small, the same relative change is a " +
+    "smaller one, and ‖Δ‖ is larger.",
   product:
-    "How much the loss would change, at most and to first order, if a vector changed by its own length: comparable between layers.",
+    "How much the loss would change, at most and to first order, if a vector changed by its own " +
+    "length: comparable between layers.",
   a: "The length of each token's vector in the forward pass. The stream grows as each block adds to it.",
 };
 const PYTHON = {
@@ -48,7 +50,8 @@ export const flowView = {
       h(
         "p",
         { class: "summary" },
-        "Each row is the error signal at one station, each column a token. The error starts at the loss, below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
+        "Each row is the error signal at one station, each column a token. The error starts at the loss, " +
+          "below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
       ),
       h("section", { class: "card flow-card", "aria-label": "Stations by tokens" }, picture(state, actions)),
       groups(state.overview, actions),

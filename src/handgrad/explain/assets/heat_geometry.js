@@ -28,7 +28,9 @@ function encode(cells) {
   return btoa(text);
 }
 
-/** A picture of values that the page itself has computed, in [0, 1] or [−1, 1]. @param {number[][]} values @returns {Picture} */
+/** A picture of values that the page itself has computed, in [0, 1] or [−1, 1].
+ * @param {number[][]} values
+ * @returns {Picture} */
 export function pictureOf(values, scale = 1) {
   const shape = [values.length, values[0].length];
   const cells = Int8Array.from(values.flat(), (x) => Math.round(127 * Math.max(-1, Math.min(1, x))));
@@ -44,7 +46,9 @@ export function pictureOf(values, scale = 1) {
   };
 }
 
-/** Some columns of a picture, for when the server cannot be asked for them. @param {Picture} picture @param {number[]} columns */
+/** Some columns of a picture, for when the server cannot be asked for them.
+ * @param {Picture} picture
+ * @param {number[]} columns */
 export function crop(picture, columns) {
   const [first, pool] = [picture.columns[0], picture.pool[1]];
   const from = Math.floor((columns[0] - first) / pool),
@@ -67,7 +71,10 @@ export function range(picture, i, axis) {
 /** @param {string[]} labels @param {number} most */
 const longest = (labels, most) => Math.min(most, Math.max(1, ...labels.map((label) => [...visible(label)].length)));
 
-/** Where the cells are in a frame `width` pixels wide. @param {Picture} picture @param {Labels} labels @returns {Layout} */
+/** Where the cells are in a frame `width` pixels wide.
+ * @param {Picture} picture
+ * @param {Labels} labels
+ * @returns {Layout} */
 export function layout(picture, { rowLabels, columnLabels, square }, width) {
   const [rows, columns] = picture.cells;
   const letters = columnLabels ? longest(columnLabels, COLUMN_LABEL) : 0;
@@ -99,7 +106,10 @@ export function cellAt(picture, at, x, y) {
   return i >= 0 && j >= 0 && i < picture.cells[0] && j < picture.cells[1] ? [i, j] : null;
 }
 
-/** The labels to write and where: every label that has room. @param {Picture} picture @param {Layout} at @param {Labels} labels */
+/** The labels to write and where: every label that has room.
+ * @param {Picture} picture
+ * @param {Layout} at
+ * @param {Labels} labels */
 export function labelsAt(picture, at, { rowLabels, columnLabels, square }) {
   const texts = [];
   const [rows, columns] = picture.cells;

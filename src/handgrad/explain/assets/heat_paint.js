@@ -21,7 +21,9 @@ export function pixelsOf(picture, kind) {
 }
 
 /** The rows that are marked, as rectangles: the selected row, the cell under the cursor, the columns being dragged over.
- * @param {Picture} picture @param {Layout} at @param {{ selected: number, cursor: number[] | null, drag: number[] | null }} marks */
+ * @param {Picture} picture
+ * @param {Layout} at
+ * @param {{ selected: number, cursor: number[] | null, drag: number[] | null }} marks */
 export function marksAt(picture, at, { selected, cursor, drag }) {
   const [rows, columns] = picture.cells;
   const found = [];
@@ -44,7 +46,12 @@ export function marksAt(picture, at, { selected, cursor, drag }) {
   return found;
 }
 
-/** @param {HTMLCanvasElement} canvas @param {HTMLCanvasElement} pixels @param {Picture} picture @param {Layout} at @param {any} labels @param {any} marks */
+/** @param {HTMLCanvasElement} canvas
+ * @param {HTMLCanvasElement} pixels
+ * @param {Picture} picture
+ * @param {Layout} at
+ * @param {any} labels
+ * @param {any} marks */
 export function paintCanvas(canvas, pixels, picture, at, labels, marks, ratio = window.devicePixelRatio || 1) {
   const [rows, columns] = picture.cells;
   Object.assign(canvas, { width: at.wide * ratio, height: at.high * ratio });
@@ -88,7 +95,8 @@ export function svgText(pixels, picture, at, labels) {
   });
   const box = `x="${at.left}" y="${at.top}" width="${columns * at.cw}" height="${rows * at.ch}"`;
   return [
-    `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${at.wide} ${at.high}" width="${at.wide}" height="${at.high}">`,
+    `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${at.wide} ${at.high}" width="${at.wide}" ` +
+      `height="${at.high}">`,
     `<style>text { font: ${labelFont(at)}; fill: #555; }</style>`,
     `<image ${box} preserveAspectRatio="none" style="image-rendering: pixelated" href="${pixels.toDataURL()}"/>`,
     ...texts,
@@ -97,7 +105,10 @@ export function svgText(pixels, picture, at, labels) {
   ].join("\n");
 }
 
-/** The colour scale, from −1 or from 0 to 1. @param {HTMLCanvasElement} bar @param {import("./colours.js").Kind} kind @param {boolean} positive */
+/** The colour scale, from −1 or from 0 to 1.
+ * @param {HTMLCanvasElement} bar
+ * @param {import("./colours.js").Kind} kind
+ * @param {boolean} positive */
 export function paintScale(bar, kind, positive) {
   const context = bar.getContext("2d");
   for (let x = 0; context && x < bar.width; x++) {

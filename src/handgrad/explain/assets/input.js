@@ -14,7 +14,9 @@ export function fitSentence() {
   box.style.height = `${Math.min(160, box.scrollHeight + 2)}px`;
 }
 
-/** @param {any} state @param {any} actions @param {{ readAddress: () => any, setTheme: (dark: boolean) => void, tour: () => void }} page */
+/** @param {any} state
+ * @param {any} actions
+ * @param {{ readAddress: () => any, setTheme: (dark: boolean) => void, tour: () => void }} page */
 export function listen(state, actions, page) {
   listenToSentence(state, actions);
   listenToKeys(state, actions);
@@ -47,6 +49,7 @@ function listenToSentence(state, actions) {
     if (box.value === state.overview?.text) return;
     const push = !typing;
     typing = true;
+    state.objective = null; // its position belongs to the sentence before
     await actions.trace(box.value, { push });
   };
   const finish = () => {
@@ -66,8 +69,8 @@ function listenToSentence(state, actions) {
   box.oninput = () => {
     fitSentence();
     clearTimeout(waiting);
+    waiting = setTimeout(state.table.large ? actions.preview : submit, state.table.large ? 150 : 350);
     if (state.table.large) actions.setStatus("Press Enter to trace this sentence.");
-    else waiting = setTimeout(submit, 350);
   };
 }
 

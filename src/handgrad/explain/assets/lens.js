@@ -6,7 +6,8 @@ import { bar, chips, pushBar } from "./parts.js";
 import { h } from "./render.js";
 
 const ABOUT =
-  "The stream is read through the last norm and the head, as if this were the last layer. A push is −Δ, as a change of the" +
+  "The stream is read through the last norm and the head, as if this were the last layer. A push " +
+  "is −Δ, as a change of the" +
   " logits to first order: what the error asks for here. To the right and blue: more likely.";
 
 /** `lens` has one row for each token: what would be predicted here, and what −Δ makes more or less likely.

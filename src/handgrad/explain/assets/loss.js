@@ -31,7 +31,8 @@ export function lossCard(view, state, actions) {
     h(
       "p",
       { class: "soft" },
-      "Small: a token. Below it: the token that follows, the target. The stronger the blue, the less probable the target was.",
+      "Small: a token. Below it: the token that follows, the target. The stronger the blue, the less " +
+        "probable the target was.",
     ),
     h("p", { class: "caption", id: "push-caption" }, row.caption),
     row.target === null
@@ -71,6 +72,8 @@ function detail(row, positions) {
 }
 
 const about = (targets) =>
-  "Right and blue: the probability was too low, so the logit is pushed up. Left and red: too high, so it is pushed down." +
-  ` The loss is a mean, so Δ₁₂ is the predicted probabilities minus the truth, divided by the ${count(targets, "target")}:` +
+  "Right and blue: the probability was too low, so the logit is pushed up. Left and red: too high, " +
+  "so it is pushed down." +
+  ` The loss is a mean, so Δ₁₂ is the predicted probabilities minus the truth, divided by the ` +
+  `${count(targets, "target")}:` +
   ` no push is larger than ${number(1 / targets)}.`;

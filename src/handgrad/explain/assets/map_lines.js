@@ -5,7 +5,8 @@ const LINE = 26; // distance of the main line from the edge, in pixels
 const BEND = 9; // distance of a skip connection from the edge
 
 /**
- * @typedef {{ y: number, id: string, block: number | null, top?: boolean }} Row  a row of the map; `top` is the heading of an open block
+ * @typedef {{ y: number, id: string, block: number | null, top?: boolean }} Row  a row of the map; `top` is the
+ * heading of an open block
  * @typedef {{ d: string, kind: "forward" | "backward", width: number, part: "flow" | "skip" | "tip" }} Line
  */
 
@@ -74,10 +75,17 @@ export function mapLines(rows, wide, a, delta, shown) {
   return lines.filter((line) => line.part === "tip" || line.width);
 }
 
-/** From (inner, from) out to the edge and back to (inner, to). @param {number} edge @param {number} inner @param {number} from @param {number} to */
+/** From (inner, from) out to the edge and back to (inner, to).
+ * @param {number} edge
+ * @param {number} inner
+ * @param {number} from
+ * @param {number} to */
 function arc(edge, inner, from, to) {
   const way = 16 * Math.sign(to - from);
-  return `M${inner} ${from}C${edge} ${from} ${edge} ${from} ${edge} ${from + way}V${to - way}C${edge} ${to} ${edge} ${to} ${inner} ${to}`;
+  return (
+    `M${inner} ${from}C${edge} ${from} ${edge} ${from} ${edge} ${from + way}V${to - way}C${edge} ` +
+    `${to} ${edge} ${to} ${inner} ${to}`
+  );
 }
 
 /** Where the dots of a row are. @param {Row[]} rows @param {number} wide @param {string} shown */

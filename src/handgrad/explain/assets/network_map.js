@@ -63,7 +63,8 @@ export function drawMap(nav, state, actions) {
     h(
       "p",
       { class: "map-note" },
-      "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths (logarithmic scale). ✔ means verified.",
+      "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths " +
+        "(logarithmic scale). ✔ means verified.",
     ),
   ]);
   drawLines(nav, lengths);
@@ -145,7 +146,9 @@ function block(b, state, actions, lengths, redraw) {
   );
 }
 
-/** Connect the rows with lines, which depend on where the browser has put them. @param {HTMLElement} nav @param {any} lengths */
+/** Connect the rows with lines, which depend on where the browser has put them.
+ * @param {HTMLElement} nav
+ * @param {any} lengths */
 function drawLines(nav, lengths) {
   const list = /** @type {HTMLElement} */ (nav.querySelector("ol.stations")),
     svg = /** @type {SVGElement} */ (nav.querySelector("svg.lines"));

@@ -7,6 +7,7 @@ import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
+import { decodeObjective, encodeObjective } from "./objective.js";
 import { follow as followProofs } from "./proofs.js";
 import { h, render } from "./render.js";
 import { state } from "./state.js";
@@ -176,17 +177,42 @@ async function showTraced(request, { push = false, discard = false } = {}) {
   if (mine !== newest) return;
   if (discard) discardSteps();
   setStatus("");
-  Object.assign(state, { overview, proofs: null, proof: null, followed: [] });
+  Object.assign(state, {
+    overview,
+    preview: null,
+    proofs: null,
+    proof: null,
+    followed: [],
+    objective: encodeObjective(overview.objective),
+  });
   state.token = Math.min(state.token, overview.tokens.length - 1);
   await show({ push });
 }
 
+/** The version of the weights that the reader sees: those after the last step. */
+const weights = () => lastStep()?.version ?? state.overview?.version ?? 0;
+
+/** Show the predictions for the text in the box, without a trace. */
+async function preview() {
+  const text = find("sentence").value;
+  try {
+    const found = await post("predict", { text, version: weights() });
+    if (text !== find("sentence").value || text === state.overview?.text) return;
+    state.preview = found;
+    redraw();
+  } catch (reason) {
+    if (!(reason instanceof RequestError)) throw reason; // the trace will report what is wrong with the sentence
+  }
+}
+
 /** Trace a sentence on the current weights. Returns an error message or "".
- * @param {string} text @param {{ push?: boolean, version?: number }} options */
-async function trace(text, { push = false, version = state.overview?.version ?? 0 } = {}) {
+ * @param {string} text
+ * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
+async function trace(text, { push = false, version = weights(), wanted = null } = {}) {
   discardSteps();
   if (state.table.large) setStatus("Computing forward and backward pass…");
-  const body = { text, version, ...(state.objective ? { objective: state.objective } : {}) };
+  const objective = wanted ?? decodeObjective(state.objective);
+  const body = { text, version, ...(objective ? { objective } : {}) };
   try {
     await showTraced(() => (offline ? get("overview") : post("sentence", body)), { push, discard: true });
     return "";
@@ -206,6 +232,7 @@ export const actions = {
   setStatus,
   trace,
   show,
+  preview,
 
   /** Open a view. @param {string} view */
   open(view) {
@@ -249,16 +276,23 @@ export const actions = {
     return show({ push: false });
   },
 
-  /** Change what is differentiated. @param {string | null} objective */
-  async explain(objective) {
-    state.objective = objective;
-    await trace(state.overview.text, { push: true });
+  /** Change what is differentiated; null means the loss of the whole sentence. @param {any} wanted */
+  async explain(wanted) {
+    state.objective = null;
+    return trace(state.overview.text, { push: true, wanted });
   },
 
   /** From the story: to the loss, with the error of one position. @param {number} position */
   async followError(position) {
     Object.assign(state, { view: "station", station: "loss", direction: "backward", token: position });
-    await show();
+    if (offline) await show();
+    else await actions.explainWord(position);
+  },
+
+  /** Explain the loss of one word of the sentence in the box. @param {number} position */
+  explainWord(position) {
+    state.objective = null;
+    return trace(find("sentence").value, { push: true, wanted: { kind: "position", position } });
   },
 
   /** Show a traced sentence by its id. @param {string} id */

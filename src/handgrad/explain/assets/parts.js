@@ -6,7 +6,8 @@ import { h } from "./render.js";
 
 /**
  * A row of chips, of which one is chosen. The Tab key reaches the row once; the arrow keys move within it.
- * @param {{ label: string, items: { content: any, label: string, style?: any, title?: string, class?: string, data?: Record<string, any> }[],
+ * @param {{ label: string, items: { content: any, label: string, style?: any, title?: string, class?: string, data?:
+ * Record<string, any> }[],
  *   chosen: number, choose: (index: number) => void, class?: string, id?: string }} about */
 export function chips({ label, items, chosen, choose, class: style = "strip", id }) {
   const tabbable = chosen >= 0 && chosen < items.length ? chosen : 0;
@@ -51,7 +52,11 @@ export function chips({ label, items, chosen, choose, class: style = "strip", id
   );
 }
 
-/** Buttons of which one is pressed. @param {string} label @param {Record<string, string>} choices @param {string} chosen @param {(key: string) => void} choose */
+/** Buttons of which one is pressed.
+ * @param {string} label
+ * @param {Record<string, string>} choices
+ * @param {string} chosen
+ * @param {(key: string) => void} choose */
 export const choice = (label, choices, chosen, choose, style = "walk") =>
   chips({
     label,
@@ -66,7 +71,11 @@ export const choice = (label, choices, chosen, choose, style = "walk") =>
     })),
   });
 
-/** A word, a bar from the left, a number. @param {string} word @param {number} share @param {string} kind @param {string} text */
+/** A word, a bar from the left, a number.
+ * @param {string} word
+ * @param {number} share
+ * @param {string} kind
+ * @param {string} text */
 export const bar = (word, share, kind, text, target = false) =>
   h(
     "li",
@@ -98,7 +107,11 @@ export const pushBar = (word, push, most, target = false) =>
     h("span", { class: "figure", "data-value": push }, `${push > 0 ? "+" : ""}${number(push)}`),
   );
 
-/** A table in a region that scrolls. @param {string} label @param {any[]} head @param {any[]} rows @param {{ class?: string, tall?: boolean }} [options] */
+/** A table in a region that scrolls.
+ * @param {string} label
+ * @param {any[]} head
+ * @param {any[]} rows
+ * @param {{ class?: string, tall?: boolean }} [options] */
 export const table = (label, head, rows, { class: style, tall } = {}) =>
   h(
     "div",

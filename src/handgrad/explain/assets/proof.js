@@ -14,7 +14,8 @@ const KINDS = {
 };
 const WAITING = "… checking on this sentence";
 const ABOUT =
-  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and with finite differences of the loss." +
+  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and " +
+  "with finite differences of the loss." +
   " “Model's precision” compares what the model itself computed with the float64 result.";
 
 /** @param {number | null} x */

@@ -1,5 +1,6 @@
 // @ts-check
-// Follows the checks while the server makes them: those of all stations in brief, and those of the open station in full.
+// Follows the checks while the server makes them: those of all stations in brief, and those of the open station in
+// full.
 
 import { get, offline } from "./api.js";
 import { state } from "./state.js";

@@ -1,5 +1,6 @@
 // @ts-check
-// The renderer. A view describes its elements with h(); render() makes the page equal to that description and changes only
+// The renderer. A view describes its elements with h(); render() makes the page equal to that description and changes
+// only
 // what differs, so an element that stays keeps its focus, its scroll position and its open sections.
 
 const SVG_TAGS = new Set(["svg", "g", "path", "circle", "line", "polyline", "rect", "text"]);

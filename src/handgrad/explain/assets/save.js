@@ -11,9 +11,9 @@ export const pictureFiles = new WeakMap();
 /**
  * The menu of a picture; it is inside the picture's figure.
  * @param {{ title: string, python?: string, name?: string | null, head?: number | null, sentence?: string,
- *   values?: () => any[][], rowLabels?: string[] | null, columnLabels?: string[] | null }} about */
+ *   values?: () => any[][], text?: boolean, rowLabels?: string[] | null, columnLabels?: string[] | null }} about */
 export function saveMenu(about) {
-  const { title, python, values, name } = about;
+  const { title, python, values, name, text } = about; // a text has no picture
   const file = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "picture";
   const item = (text, act) =>
     h("button", { type: "button", class: "small", onclick: (event) => run(event, act) }, text);
@@ -27,8 +27,8 @@ export function saveMenu(about) {
       { class: "save-menu" },
       python ? item("copy as Python", () => navigator.clipboard.writeText(python)) : null,
       python ? h("code", { class: "python" }, python) : null,
-      item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
-      item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
+      text ? null : item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
+      text ? null : item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
       numbers ? item("CSV", async () => download(`${file}.csv`, address(await csvOf(about), "text/csv"))) : null,
       h("output", { class: "saved", "aria-live": "polite" }),
     ),

@@ -6,6 +6,7 @@ export const state = {
   /** @type {any} */ overview: null, // the traced sentence
   /** @type {any} */ proofs: null, // short results of the checks, by station
   /** @type {any} */ proof: null, // all checks of the station that is open
+  /** @type {any} */ preview: null, // predictions for a sentence that is being typed and not traced yet
   view: "start",
   station: "a_1",
   direction: "forward",

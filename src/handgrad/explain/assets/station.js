@@ -182,7 +182,8 @@ function parameters(view, state, actions) {
       ? h(
           "p",
           { class: "caption", id: "zero-down" },
-          "∂d is exactly 0 at the first step: it is computed through u, and u starts at 0. After one step u has moved, and d is trained too.",
+          "∂d is exactly 0 at the first step: it is computed through u, and u starts at 0. After one step " +
+            "u has moved, and d is trained too.",
         )
       : null,
     h("div", { class: "parameters" }, trained.map(one)),

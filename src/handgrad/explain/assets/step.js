@@ -1,5 +1,6 @@
 // @ts-check
-// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how the predictions change.
+// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how the predictions
+// change.
 
 import { embeddedSteps, offline, post } from "./api.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
@@ -57,10 +58,12 @@ export const stepView = {
 };
 
 const about = (model) =>
-  "The gradient says how the loss changes if the weights change a little. So it predicts the loss after a step, and here you can test" +
+  "The gradient says how the loss changes if the weights change a little. So it predicts the loss " +
+  "after a step, and here you can test" +
   " the prediction. It is accurate for small steps and fails for large ones, because the loss is curved." +
   (model.lora
-    ? ` The model is frozen: of ${count(model.parameters)} parameters, only the ${count(model.trains)} of the adapters are trained.`
+    ? ` The model is frozen: of ${count(model.parameters)} parameters, only the ${count(model.trains)} ` +
+      `of the adapters are trained.`
     : "");
 
 function controls(state, actions) {
@@ -184,7 +187,9 @@ function outcome(last) {
   }[kind];
   const fact = (id, label, value) =>
     h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
-  const change = `The step changed the loss by ${signed(last.measured - last.loss)}; the gradient predicted ${signed(last.predicted - last.loss)}.`;
+  const change =
+    `The step changed the loss by ${signed(last.measured - last.loss)}; the gradient predicted ` +
+    `${signed(last.predicted - last.loss)}.`;
   return h(
     "section",
     { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
@@ -274,7 +279,8 @@ function changes() {
     h(
       "p",
       { class: "caption" },
-      `The largest change: ${quote(most.target)} after ${quote(most.token)}, from ${percent(most.before)} to ${percent(most.after)}.`,
+      `The largest change: ${quote(most.target)} after ${quote(most.token)}, from ` +
+        `${percent(most.before)} to ${percent(most.after)}.`,
     ),
     table("Probabilities", ["after token", "target", "probability", "before", "now"], rows, {
       class: "moves",

@@ -1,5 +1,6 @@
 // @ts-check
-// The plot of the steps: its axis, and where its points are. The axis follows what was measured; a prediction outside it is
+// The plot of the steps: its axis, and where its points are. The axis follows what was measured; a prediction outside
+// it is
 // drawn at the edge, so that one bad prediction does not flatten the curve.
 
 const LEFT = 90,
@@ -49,7 +50,8 @@ export function resultOf({ loss, predicted, measured }) {
   const share = expected ? got / expected : 0;
   const impossible =
     predicted < 0
-      ? "The prediction is below 0, which no loss can reach: so long a step leaves the region that the gradient describes. "
+      ? "The prediction is below 0, which no loss can reach: so long a step leaves the region that the " +
+        "gradient describes. "
       : "";
   if (share > 0.9 && share < 1.1) return { impossible, kind: "as predicted", share };
   return { impossible, kind: got > 0 ? "too large" : "curved", share: Math.max(0, share) };

@@ -1,6 +1,7 @@
 // @ts-check
 // The first view: a story about one word of this sentence, the worst predicted one unless the reader chooses another.
 
+import { offline } from "./api.js";
 import { filled } from "./colours.js";
 import { number, percent, quote, visible } from "./format.js";
 import { bar, chips } from "./parts.js";
@@ -18,9 +19,10 @@ export const storyView = {
 
   /** @param {any} state @param {any} data @param {any} actions */
   draw(state, { view }, actions) {
-    const { text, losses, tokens } = state.overview;
+    // while the reader types, the predictions come before the trace
+    const { text, losses, tokens, positions } = state.preview ?? { ...state.overview, positions: view.positions };
     const position = chosen.text === text ? Math.min(chosen.position, losses.length - 1) : worst(losses);
-    const row = view.positions[position];
+    const row = positions[position];
     const choose = (/** @type {number} */ i) => {
       chosen = { text, position: Math.max(0, i - 1) };
       actions.redraw();
@@ -29,7 +31,8 @@ export const storyView = {
       headline(row, position === worst(losses)),
       words(tokens, losses, position, choose),
       guesses(row, losses[position]),
-      blame(position, row, actions),
+      nextWord(positions.at(-1)),
+      blame(position, state, actions),
     ];
   },
 };
@@ -69,7 +72,8 @@ function words(tokens, losses, position, choose) {
     h(
       "p",
       { class: "caption" },
-      "Change the sentence above and watch: below each word is the probability that the model gave it, from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
+      "Change the sentence above and watch: below each word is the probability that the model gave it, " +
+        "from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
     ),
     chips({ label: "Words and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
   );
@@ -92,21 +96,36 @@ function guesses(row, loss) {
     h(
       "p",
       { class: "caption" },
-      `${quote(row.target)} had rank ${row.rank.toLocaleString("en")}. The loss of this word is −log ${number(row.probability)} = ${number(loss)}: the less probable, the larger.`,
+      `${quote(row.target)} had rank ${row.rank.toLocaleString("en")}. The loss of this word is −log ` +
+        `${number(row.probability)} = ${number(loss)}: the less probable, the larger.`,
     ),
   );
 }
 
-function blame(position, row, actions) {
+/** What the model would write after the whole sentence. */
+const nextWord = (last) =>
+  h(
+    "p",
+    { class: "caption", key: "next", id: "next-word" },
+    `After the whole sentence the model would go on with ${quote(last.top[0].word)} ` +
+      `(${percent(last.top[0].p)}), ${quote(last.top[1].word)} (${percent(last.top[1].p)}) or ` +
+      `${quote(last.top[2].word)} (${percent(last.top[2].p)}).`,
+  );
+
+function blame(position, state, actions) {
+  const { objective, groups } = state.overview;
+  const known = !state.preview && objective.kind === "position" && objective.position === position;
   return h(
     "section",
-    { class: "card doors", "aria-label": "Where to go from here", key: "doors" },
+    { class: "card doors", "aria-label": "Which weights are to blame?", key: "doors" },
     h("h3", {}, "Which weights are to blame?"),
     h(
       "p",
       { class: "caption" },
-      `Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. Every layer on the way shows its formula with your numbers, and checks it.`,
+      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share.",
+      " Every layer on the way shows its formula with your numbers, and checks it.",
     ),
+    known ? shares(groups, actions) : null,
     h(
       "div",
       { class: "walk" },
@@ -115,6 +134,13 @@ function blame(position, row, actions) {
         { type: "button", class: "primary", id: "follow-up", onclick: () => actions.followError(position) },
         "Follow the error up ↑",
       ),
+      known || offline
+        ? null
+        : h(
+            "button",
+            { type: "button", id: "blame", onclick: () => actions.explainWord(position) },
+            "Show their shares",
+          ),
       h(
         "button",
         { type: "button", id: "story-tour", onclick: () => document.getElementById("tour-button")?.click() },
@@ -127,4 +153,35 @@ function blame(position, row, actions) {
       ),
     ),
   );
+}
+
+/** The gradients of this word's loss with the largest share of the squared length of all. */
+function shares(groups, actions) {
+  const total = groups.reduce((sum, g) => sum + g.norm ** 2, 0) || 1;
+  const largest = [...groups].sort((a, b) => b.norm - a.norm).slice(0, 6);
+  const most = largest[0].norm ** 2 / total;
+  const row = (g) =>
+    h(
+      "li",
+      { key: `${g.layer} ${g.symbol}` },
+      h(
+        "button",
+        { type: "button", class: "word", onclick: () => actions.go(g.station, "backward") },
+        `${g.symbol} in ${g.layer}`,
+      ),
+      h(
+        "span",
+        { class: "track" },
+        h("i", { class: "fill size", style: { width: `${(100 * g.norm ** 2) / total / most}%` } }),
+      ),
+      h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
+    );
+  return [
+    h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
+    h(
+      "p",
+      { class: "soft" },
+      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient " + "comes from.",
+    ),
+  ];
 }

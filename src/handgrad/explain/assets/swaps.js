@@ -33,7 +33,8 @@ export function swapTable(view, state) {
     h(
       "p",
       { class: "soft" },
-      "A replacement moves the embedding from one token to another. That is far: the gradient describes only small moves, so its estimate is often wrong, even in sign.",
+      "A replacement moves the embedding from one token to another. That is far: the gradient " +
+        "describes only small moves, so its estimate is often wrong, even in sign.",
     ),
     table(
       "Tokens and possible replacements",

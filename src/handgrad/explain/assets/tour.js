@@ -1,5 +1,6 @@
 // @ts-check
-// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover the subject.
+// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover the
+// subject.
 
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
@@ -9,61 +10,86 @@ const STOPS = [
   {
     title: "A model reads your sentence",
     subject: "#tokens",
-    text: "The model has read the sentence above and has predicted the next token at every position. This page shows what happened inside the model while it did so.",
+    text:
+      "The model has read the sentence above and has predicted the next token at every position. This " +
+      "page shows what happened inside the model while it did so.",
     where: { view: "station", station: "a_0", direction: "forward" },
   },
   {
     title: "The forward pass",
     subject: "#map",
-    text: "Orange is the forward pass, from top to bottom on the left side of the map. Tokens become rows of numbers, and each layer transforms them. The wider an arrow, the larger the numbers that flow there.",
+    text:
+      "Orange is the forward pass, from top to bottom on the left side of the map. Tokens become rows " +
+      "of numbers, and each layer transforms them. The wider an arrow, the larger the numbers that " +
+      "flow there.",
     where: { view: "station", station: "a_1", direction: "forward" },
   },
   {
     title: "Attention",
     subject: ".attention .squares figure",
-    text: "Attention is the only layer in which tokens exchange information. The triangle shows how much each token (row) takes from each other token (column). Choose another head: each head looks for something different.",
+    text:
+      "Attention is the only layer in which tokens exchange information. The triangle shows how much " +
+      "each token (row) takes from each other token (column). Choose another head: each head looks for " +
+      "something different.",
     where: { view: "station", station: "blocks.0.a_3", direction: "forward" },
   },
   {
     title: "The residual stream",
     subject: ".lens",
-    text: "The output of every branch is added to the residual stream, which runs straight through the network. The lens shows what the model would predict if this were its last layer.",
+    text:
+      "The output of every branch is added to the residual stream, which runs straight through the " +
+      "network. The lens shows what the model would predict if this were its last layer.",
     where: { view: "station", station: "blocks.0.a_5", direction: "forward" },
   },
   {
     title: "The loss",
     subject: ".loss-card .strip",
-    text: "At every position the model gave the true next token some probability. The lower this probability, the higher the loss. Choose the position with the strongest colour.",
+    text:
+      "At every position the model gave the true next token some probability. The lower this " +
+      "probability, the higher the loss. Choose the position with the strongest colour.",
     where: { view: "station", station: "loss", direction: "backward" },
   },
   {
     title: "The first error signal",
     subject: ".loss-card .bars.push",
-    text: "Δ₁₂ is the predicted probabilities minus the truth, divided by the number of targets. The bars show the push −Δ₁₂: right and blue means this token should have been more probable. Everything in the backward pass is computed from this signal.",
+    text:
+      "Δ₁₂ is the predicted probabilities minus the truth, divided by the number of targets. The bars " +
+      "show the push −Δ₁₂: right and blue means this token should have been more probable. Everything " +
+      "in the backward pass is computed from this signal.",
     where: { view: "station", station: "loss", direction: "backward" },
   },
   {
     title: "The backward pass",
     subject: ".formula.backward",
-    text: "Blue is the backward pass, from bottom to top on the right side of the map. Each layer takes the error at its output and computes the error at its input, by the formula shown here. It also computes the gradients of its parameters.",
+    text:
+      "Blue is the backward pass, from bottom to top on the right side of the map. Each layer takes " +
+      "the error at its output and computes the error at its input, by the formula shown here. It also " +
+      "computes the gradients of its parameters.",
     where: { view: "station", station: "a_11", direction: "backward" },
   },
   {
     title: "Every formula is checked",
     subject: ".proof",
-    text: "The green badge is a measurement: on this sentence, the formula was compared with automatic differentiation and with finite differences, which use no formula at all. Open “Show all checks” to see each comparison.",
+    text:
+      "The green badge is a measurement: on this sentence, the formula was compared with automatic " +
+      "differentiation and with finite differences, which use no formula at all. Open “Show all " +
+      "checks” to see each comparison.",
     where: { view: "station", station: "last block a_6", direction: "backward" },
   },
   {
     title: "Which tokens does the error reach?",
     subject: ".flow-card",
-    text: "The whole backward pass at once: each row is a layer, each column a token. The stronger the colour, the more of the error of this layer arrives at this token.",
+    text:
+      "The whole backward pass at once: each row is a layer, each column a token. The stronger the " +
+      "colour, the more of the error of this layer arrives at this token.",
     where: { view: "flow" },
   },
   {
     title: "Now change the model",
     subject: ".controls",
-    text: "The gradient predicts what a small step does to the loss. Take a step and compare. Then increase the learning rate until the prediction fails.",
+    text:
+      "The gradient predicts what a small step does to the loss. Take a step and compare. Then " +
+      "increase the learning rate until the prediction fails.",
     where: { view: "step" },
   },
 ];
@@ -135,6 +161,7 @@ function pointAt(aside, subject) {
   const room = narrow ? innerHeight - aside.offsetHeight : innerHeight;
   const top = box.height < room - 40 ? (room - box.height) / 2 : 20; // what does not fit is shown from its beginning
   scrollTo({ top: scrollY + box.top - top, behavior: "instant" });
+  aside.dataset.pointed = String(at + 1);
   aside.dataset.corner = narrow
     ? "bottom"
     : freeCorner(marked.getBoundingClientRect(), aside.getBoundingClientRect(), innerWidth, innerHeight);

@@ -12,7 +12,10 @@ export function overlap(a, b) {
   return Math.max(0, wide) * Math.max(0, high);
 }
 
-/** @param {Box} subject @param {{ width: number, height: number }} box @param {number} wide @param {number} high  of the window */
+/** @param {Box} subject
+ * @param {{ width: number, height: number }} box
+ * @param {number} wide
+ * @param {number} high  of the window */
 export function freeCorner(subject, { width, height }, wide, high) {
   const corners = ["bottom-right", "bottom-left", "top-right", "top-left"].map((name) => {
     const left = name.endsWith("right") ? wide - width - EDGE : EDGE;
