@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .inference.generate import generate
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
+    from .model.objective import LogitDifference, PositionLoss
     from .model.trace import Trace, trace
     from .proof.verify import verify
 
@@ -27,8 +28,10 @@ __all__ = [
     "GPT",
     "Attribution",
     "HandgradError",
+    "LogitDifference",
     "ModelConfig",
     "NonFiniteError",
+    "PositionLoss",
     "Trace",
     "attribute",
     "finetune",
@@ -47,6 +50,7 @@ sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inj
 
 _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
+    "LogitDifference": "model.objective", "PositionLoss": "model.objective",
     "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
     "finetune": "api", "generate": "inference.generate", "load": "formats.models",
     "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",

@@ -26,6 +26,16 @@ class Saved(NamedTuple):
     k_norm: rmsnorm.Saved | None = None
 
 
+class Projected(NamedTuple):
+    """Queries, keys and values as the heads read them: normalized and rotated, if the model does that."""
+
+    q: Tensor  # (m, h, d_ρ)
+    k: Tensor  # (n, h_kv, d_ρ)
+    v: Tensor  # (n, h_kv, d_h)
+    q_norm: rmsnorm.Saved | None = None
+    k_norm: rmsnorm.Saved | None = None
+
+
 class Attention(Parts):
     """Heads of queries, and as many or fewer of keys and values. q, k and v are separate layers or one, as the family
     has them."""
@@ -73,7 +83,8 @@ class Attention(Parts):
             v.view(len(v), self.n_kv_heads, -1),
         )
 
-    def forward(self, a_2: Tensor, run: Pass) -> Saved:
+    def project(self, a_2: Tensor, run: Pass) -> Projected:
+        """a_2 → q, k and v"""
         q, k, v = self.by_head(*branches.forward(self.projections(), a_2, run, run.query_rows))
         q_norm = k_norm = None
         if self.normed:
@@ -82,6 +93,10 @@ class Attention(Parts):
         if self.rotated:
             q = rotary.forward(q, *run.query_rotation(), into=q)  # over what the projections computed for this alone
             k = rotary.forward(k, *run.key_rotation(), into=k)
+        return Projected(q, k, v, q_norm, k_norm)
+
+    def forward(self, a_2: Tensor, run: Pass) -> Saved:
+        q, k, v, q_norm, k_norm = self.project(a_2, run)
         if run.cache is not None:
             return Saved(run.cache.attend(q, k, v, self.window))
         heads = attention.forward(q, k, v, run.spans, self.causal, self.window)[1]
@@ -93,9 +108,22 @@ class Attention(Parts):
         signals = branches.ErrorSignals.buffers(self.projections(), len(heads.k), delta_3, run.query_rows)
         into = self.by_head(*signals.parts)
         attention.backward(delta_3.view_as(heads.a), heads, run.spans, self.causal, into, self.window)
+        return self.backward_projections(signals, saved.q_norm, saved.k_norm, a_2, run, needs_input)
+
+    def backward_projections(
+        self,
+        signals: branches.ErrorSignals,
+        q_norm: rmsnorm.Saved | None,
+        k_norm: rmsnorm.Saved | None,
+        a_2: Tensor,
+        run: Pass,
+        needs_input: bool = True,
+    ) -> Tensor | None:
+        """The error signals of q, k and v → Δ_2: back through rotation and norms, then the three branches."""
+        into = self.by_head(*signals.parts)
         if self.rotated or self.normed:
             for i, norm, kept, rotation in (
-                (0, "q_norm", saved.q_norm, run.query_rotation), (1, "k_norm", saved.k_norm, run.key_rotation)
+                (0, "q_norm", q_norm, run.query_rotation), (1, "k_norm", k_norm, run.key_rotation)
             ):  # fmt: skip
                 signal = rotary.backward(into[i], *rotation(), into=into[i]) if self.rotated else into[i]
                 if self.normed:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError, NonFiniteError
 from ..machine import trim_heap
-from ..ops import attention, loss
+from ..ops import attention
 from .batch import TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .block import Saved
 from .layers import Affine, freeze
 from .logits import Logits
 from .network import Network
+from .objective import MEAN_LOSS, Objective
 from .passes import Pass, Record, no_record
 from .readout import readout, row_groups
 
@@ -70,9 +71,11 @@ class GPT(Network):
         return self.logits(tokens)
 
     @torch.no_grad()
-    def loss(self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> float:
-        """The mean loss over the targets ≠ −100, without gradients."""
-        pieces = self.pieces(tokens, targets, lengths)
+    def loss(
+        self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, objective: Objective = MEAN_LOSS
+    ) -> float:
+        """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
+        pieces = self.pieces(tokens, objective.select(targets, self.config.n_vocab), lengths)
         n_targets = count_targets(pieces)
         state = self.forward_pass(pieces, lowest=len(self.blocks))
         total = 0.0
@@ -80,7 +83,7 @@ class GPT(Network):
             for piece, a_10 in zip(pieces, state.a_10, strict=True):
                 a_11 = self.final_norm.forward(a_10)[0]
                 for rows in row_groups(len(piece.targets), self.head):
-                    summed = loss.forward(self.head.forward(a_11[rows]), piece.targets[rows])
+                    summed = objective.forward(self.head.forward(a_11[rows]), piece.targets[rows])
                     total += self.check_finite(summed).item()
         return total / n_targets
 
@@ -98,6 +101,7 @@ class GPT(Network):
         finished: Finished = no_hook,
         record: Record = no_record,
         all_signals: bool = False,
+        objective: Objective = MEAN_LOSS,
     ) -> float:
         """The mean loss over the targets ≠ −100; its gradient is added into every trainable parameter's `.grad`. A frozen
         parameter gets none; one it had is discarded, because an optimizer would apply it.
@@ -116,6 +120,7 @@ class GPT(Network):
                     computes and changes nothing.
         all_signals Compute every signal of every row, needed or not: in one piece, down to Δ_1 of the first block,
                     without dropout. `hg.trace` uses it.
+        objective   What to differentiate instead of the mean loss: one target's loss, or a difference of logits.
         """
         if recompute not in ("none", "blocks"):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
@@ -123,6 +128,7 @@ class GPT(Network):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         dropout_seed = None if all_signals else self.dropout_seed(seed)
         at_once = math.inf if all_signals else tokens_at_once or TOKENS_AT_ONCE
+        targets = objective.select(targets, self.config.n_vocab)
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
         n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
         parameters = list(self.parameters())
@@ -143,7 +149,7 @@ class GPT(Network):
                 state = self.forward_pass(
                     window, recompute=recompute == "blocks", record=record, all_signals=all_signals
                 )
-                value += self.backward_pass(state, n_targets, finished=hook)
+                value += self.backward_pass(state, n_targets, finished=hook, objective=objective)
         except NonFiniteError:
             for p in fresh:
                 p.grad = None  # discard partial gradients
@@ -205,7 +211,13 @@ class GPT(Network):
         return state
 
     def backward_pass(
-        self, state: ForwardState, n_targets: int, *, finished: Finished = no_hook, once: bool = True
+        self,
+        state: ForwardState,
+        n_targets: int,
+        *,
+        finished: Finished = no_hook,
+        once: bool = True,
+        objective: Objective = MEAN_LOSS,
     ) -> float:
         """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that trains.
         Frees activations as it goes unless `once` is False."""
@@ -221,7 +233,7 @@ class GPT(Network):
         with self.unpacked(self.head):
             for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
                 total, delta_10 = readout(
-                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record
+                    self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record, objective
                 )
                 value += total / n_targets
                 deltas.append(delta_10)

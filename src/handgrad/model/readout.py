@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops import loss
 from .batch import Piece
 from .layers import Affine
 from .norms import Norm
+from .objective import MEAN_LOSS, Objective
 from .passes import PLAIN, Record, no_record
 
 LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
@@ -42,6 +42,7 @@ def readout(
     weight: float,
     check_finite: Callable[[Tensor], Tensor],
     record: Record = no_record,
+    objective: Objective = MEAN_LOSS,
 ) -> tuple[float, Tensor]:
     """a_10 → the summed loss of the piece and Δ_10; gradients are added into `.grad`. Δ_12 is multiplied by `weight`,
     1/(number of targets)."""
@@ -62,7 +63,7 @@ def readout(
         a_12 = head.forward(a, run, buffer[: len(a)])
         if recording:
             logits.append(a_12.clone())
-        summed, delta_12 = loss.forward_and_delta(a_12, piece.targets[rows], weight)
+        summed, delta_12 = objective.forward_and_delta(a_12, piece.targets[rows], weight)
         total += check_finite(summed).item()
         shared = head.share(delta_12)
         delta_11[rows] = head.backward(delta_12, run, None, shared)

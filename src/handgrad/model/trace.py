@@ -6,24 +6,38 @@
 Rows are tokens, all sequences end to end; maps between tokens are (heads, n, n), zero between sequences.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
+import torch
 from torch import Tensor
 
+from ..errors import HandgradError
+from .edited import EditedPass, Edits
 from .gpt import GPT
 from .layers import Affine
 from .norms import Norm
+from .objective import MEAN_LOSS, Objective
+from .passes import no_record
 from .trace_html import trace_html
 
 
 class Trace(Mapping[str, Tensor]):
-    """The tensors of one pass by name. `loss` is the mean over the targets."""
+    """The tensors of one pass by name. `loss` is what was differentiated: the mean over the targets, or the value of
+    another `objective`."""
 
-    def __init__(self, values: dict[str, Tensor], loss: float, lengths: tuple[int, ...]):
+    def __init__(
+        self,
+        values: dict[str, Tensor],
+        loss: float,
+        lengths: tuple[int, ...],
+        objective: Objective = MEAN_LOSS,
+    ):
         self._values = values
         self.loss = loss
         self.lengths = lengths
+        self.objective = objective
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._values:
@@ -45,19 +59,65 @@ class Trace(Mapping[str, Tensor]):
         return trace_html(self._values, self.loss)
 
 
-def trace(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> Trace:
-    """Run the model forward and backward once and record everything. Parameters keep the `.grad` they had."""
+def trace(
+    model: GPT,
+    tokens: Tensor,
+    targets: Tensor,
+    lengths: list[int] | None = None,
+    *,
+    objective: Objective = MEAN_LOSS,
+    edit: Edits | None = None,
+) -> Trace:
+    """Run the model forward and backward once and record everything. Parameters keep the `.grad` they had.
+
+    objective   What to differentiate: hg.PositionLoss(t), hg.LogitDifference(t, token, against); default: the mean loss.
+    edit        Functions by name that replace tensors on their way, {"blocks.3.a_3": lambda a: 0 * a}. An edited
+                activation changes everything after it, and Δ passes it unchanged; an edited Δ ("blocks.3.delta_3")
+                changes everything below it. With an edit, an empty one included, skip connections and the signals
+                inside attention are recorded as well.
+    """
+    if not isinstance(objective, Objective):
+        raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
     values: dict[str, Tensor] = {}
     before = {p: p.grad for p in model.parameters()}
     try:
         for p in before:
             p.grad = None
-        loss = model.loss_and_grads(tokens, targets, lengths, record=values.__setitem__, all_signals=True)
+        if edit is None:
+            loss = model.loss_and_grads(
+                tokens, targets, lengths, record=values.__setitem__, all_signals=True, objective=objective
+            )
+        else:
+            loss = _edited(edited_pass(model, tokens, targets, lengths, objective, edit, values), objective)
         values |= gradients(model)
     finally:
         for p, grad in before.items():
             p.grad = grad
-    return Trace(values, loss, model.pack(tokens, lengths).lengths)
+    return Trace(values, loss, model.pack(tokens, lengths).lengths, objective)
+
+
+def edited_pass(
+    model: GPT,
+    tokens: Tensor,
+    targets: Tensor,
+    lengths: list[int] | None,
+    objective: Objective,
+    edit: Edits,
+    into: dict[str, Tensor] | None = None,
+) -> EditedPass:
+    """Prepare a pass with edits, recorded into this dict."""
+    pieces = model.pieces(tokens, objective.select(targets, model.config.n_vocab), lengths, math.inf)
+    if not pieces:
+        raise HandgradError("every target is ignored (−100): there is nothing to trace in this batch")
+    return EditedPass(model, pieces[0], edit, no_record if into is None else into.__setitem__)
+
+
+@torch.no_grad()
+def _edited(run: EditedPass, objective: Objective) -> float:
+    value, delta_12 = run.forward(objective)
+    run.backward(delta_12)
+    run.check_names()
+    return value
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers import Affine
 from ..model.norms import Norm
+from ..model.objective import MEAN_LOSS, LogitDifference, Objective
 from ..ops import rotary
 from ..paper.transformer import Network, Options
 
@@ -103,10 +104,15 @@ def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
 
 
 def reference_loss(
-    weights: tuple[Weights, list[Weights]], c: Choices, ids: Tensor, targets: Tensor, hook: Hook
+    weights: tuple[Weights, list[Weights]],
+    c: Choices,
+    ids: Tensor,
+    targets: Tensor,
+    hook: Hook,
+    objective: Objective = MEAN_LOSS,
 ) -> Tensor:
-    """The loss of one sequence, summed over its targets, with torch's own functions. Every intermediate is replaced by
-    hook(name of its Δ, intermediate), which may record or change it."""
+    """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
+    intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it."""
     outside, blocks = weights
     n = len(ids)
 
@@ -160,7 +166,11 @@ def reference_loss(
     if outside.get("adapter") is not None:
         d_11, u_11, scale = outside["adapter"]
         logits = logits + scale * (a_11 @ d_11 @ u_11)
-    return F.cross_entropy(hook("delta_12", logits), targets, reduction="sum")  # torch ignores −100 too
+    logits = hook("delta_12", logits)
+    if isinstance(objective, LogitDifference):
+        chosen = logits[targets >= 0]
+        return (chosen[:, objective.token] - chosen[:, objective.against]).sum()
+    return F.cross_entropy(logits, targets, reduction="sum")  # torch ignores −100 too
 
 
 def _hidden(n: int, c: Choices, i: int, device: torch.device) -> Tensor:
@@ -205,8 +215,16 @@ def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> t
 class ReferenceModel:
     """The reference for a model on a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
 
-    def __init__(self, model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None):
-        self.model = model
+    def __init__(
+        self,
+        model: GPT,
+        tokens: Tensor,
+        targets: Tensor,
+        lengths: list[int] | None,
+        objective: Objective = MEAN_LOSS,
+    ):
+        self.model, self.objective = model, objective
+        targets = objective.select(targets, model.config.n_vocab)
         batch = model.pack(tokens, lengths)
         self.lengths, self.ids = batch.lengths, batch.ids
         self.targets = targets.reshape(-1).to(self.ids)
@@ -215,7 +233,8 @@ class ReferenceModel:
         self.pause: Callable[[], None] = lambda: None
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
-        """The mean loss. `visit(start, name, x)` replaces each intermediate of the sequence that begins in row `start`."""
+        """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins
+        in row `start`."""
         weights, choices = weights_of(self.model), choices_of(self.model.config)
         total = self.ids.new_zeros((), dtype=torch.float64)
         for start, n in zip(self.starts, self.lengths, strict=True):
@@ -225,7 +244,7 @@ class ReferenceModel:
                 self.pause()
                 return visit(start, name, x)
 
-            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook)
+            total = total + reference_loss(weights, choices, self.ids[rows], self.targets[rows], hook, self.objective)
         return total / self.n_targets
 
     def differentiate(self) -> Reference:

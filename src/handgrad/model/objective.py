@@ -1,0 +1,90 @@
+"""Objectives: the number that the backward pass differentiates. Each says which rows it reads, and its Δ_12.
+
+    Objective()                              the mean loss over the targets: −log y_pred[target]
+    PositionLoss(t)                          the loss of the target at row t alone
+    LogitDifference(t, token, against)       a_12[t, token] − a_12[t, against]
+
+Everything below Δ_12 follows by the same formulas. Rows are counted over all sequences, end to end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError, shown
+from ..ops import loss
+from ..ops.loss import NO_TARGET
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The mean loss over all targets."""
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        """The targets of the rows that this objective reads; no target elsewhere."""
+        return targets
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The value of these rows (m, V), summed"""
+        return loss.forward(logits, targets)
+
+    def forward_and_delta(self, logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """The summed value, and Δ_12 (m, V) multiplied by `weight`; the logits may be overwritten"""
+        return loss.forward_and_delta(logits, targets, weight)
+
+
+@dataclass(frozen=True)
+class PositionLoss(Objective):
+    """The loss of one target: position is its row."""
+
+    position: int
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        chosen = _only(targets, self.position)
+        target = targets.reshape(-1)[self.position]
+        if target == NO_TARGET:
+            raise HandgradError(f"position {self.position} has no target, so there is no loss: choose another position")
+        chosen.view(-1)[self.position] = target
+        return chosen
+
+
+@dataclass(frozen=True)
+class LogitDifference(Objective):
+    """a_12[position, token] − a_12[position, against]: by how much the model prefers one token to another."""
+
+    position: int
+    token: int
+    against: int
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        chosen = _only(targets, self.position)
+        for name, id in (("token", self.token), ("against", self.against)):
+            if type(id) is not int or not 0 <= id < n_vocab:
+                raise HandgradError(f"{name} must be a token id from 0 to {n_vocab - 1}, not {shown(id)}")
+        if self.token == self.against:
+            raise HandgradError(f"token and against are both {self.token}: the difference is 0; choose two tokens")
+        chosen.view(-1)[self.position] = self.token
+        return chosen
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits[:, self.token] - logits[:, self.against]).sum()
+
+    def forward_and_delta(self, logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        value = self.forward(logits, targets)
+        delta = torch.zeros_like(logits)
+        delta[:, self.token], delta[:, self.against] = weight, -weight
+        return value, delta
+
+
+MEAN_LOSS = Objective()
+
+
+def _only(targets: Tensor, position: int) -> Tensor:
+    """Targets of this shape, none of which is set; raises if the position is not one of its rows."""
+    if not isinstance(targets, Tensor):
+        raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")
+    n = targets.numel()
+    if type(position) is not int or not 0 <= position < n:
+        raise HandgradError(f"position must be a row from 0 to {n - 1}, not {shown(position)}")
+    return torch.full_like(targets, NO_TARGET, memory_format=torch.contiguous_format)
