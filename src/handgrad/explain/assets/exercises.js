@@ -33,7 +33,12 @@ export const exercisesView = {
     const exercise = course.exercises[open >= 0 ? open : Math.max(0, next)];
     const solved = course.exercises.filter((e) => progressOf(e)?.solved).length;
     return [
-      viewHead(course.grading ? `${solved} of ${course.exercises.length} solved` : "to read; run handgrad explain to have answers judged", "Write the backward pass yourself"),
+      viewHead(
+        course.grading
+          ? `${solved} of ${course.exercises.length} solved`
+          : "to read; run handgrad explain to have answers judged",
+        "Write the backward pass yourself",
+      ),
       picker(course, exercise, actions),
       task(exercise),
       course.grading ? editor(course, exercise, state, actions) : null,
@@ -44,29 +49,59 @@ export const exercisesView = {
 
 function picker(course, exercise, actions) {
   const items = course.exercises.map((e) => ({
-    content: [h("small", {}, String(e.number)), h("b", {}, e.title), progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null],
-    label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`, data: { "data-exercise": e.name },
+    content: [
+      h("small", {}, String(e.number)),
+      h("b", {}, e.title),
+      progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null,
+    ],
+    label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
+    data: { "data-exercise": e.name },
   }));
   const choose = (/** @type {number} */ i) => {
     chosen = course.exercises[i].name;
     actions.redraw();
   };
-  return chips({ label: "Exercises", items, chosen: course.exercises.indexOf(exercise), choose, class: "strip course" });
+  return chips({
+    label: "Exercises",
+    items,
+    chosen: course.exercises.indexOf(exercise),
+    choose,
+    class: "strip course",
+  });
 }
 
 /** Paragraphs, and formulas where the text is indented. @param {string} text */
 export const paragraphs = (text) =>
-  text.split("\n\n").map((part, i) => (part.startsWith("    ") ? h("pre", { key: i, tabindex: "0" }, part.replace(/^ {4}/gm, "")) : h("p", { key: i }, part)));
+  text
+    .split("\n\n")
+    .map((part, i) =>
+      part.startsWith("    ")
+        ? h("pre", { key: i, tabindex: "0" }, part.replace(/^ {4}/gm, ""))
+        : h("p", { key: i }, part),
+    );
 
 function task(exercise) {
   const rows = (list, role) =>
-    list.map((x) => h("tr", { key: x.name }, h("td", {}, role), h("td", {}, h("code", {}, x.name)), h("td", {}, x.shape), h("td", {}, x.meaning)));
+    list.map((x) =>
+      h(
+        "tr",
+        { key: x.name },
+        h("td", {}, role),
+        h("td", {}, h("code", {}, x.name)),
+        h("td", {}, x.shape),
+        h("td", {}, x.meaning),
+      ),
+    );
   return h(
     "section",
     { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
     h("h3", {}, `${exercise.number}. ${exercise.title}`),
     paragraphs(exercise.text),
-    table("Arguments and results", ["", "name", "shape", "meaning"], [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")]),
+    table(
+      "Arguments and results",
+      ["", "name", "shape", "meaning"],
+      [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")],
+    ),
     h("p", { class: "soft" }, `Derived in ${exercise.page}.`),
   );
 }
@@ -97,17 +132,32 @@ function editor(course, exercise, state, actions) {
     { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
     exercise.stations.length > 1 ? stationChoice(exercise, state, mine) : null,
     h("textarea", {
-      class: "editor", id: "code", "aria-label": "Your backward function", spellcheck: "false", maxlength: course.max_code,
-      rows: String(Math.min(28, Math.max(10, mine.code.split("\n").length + 1))), value: mine.code,
-      oninput: (event) => (mine.code = event.target.value), onkeydown: indent,
+      class: "editor",
+      id: "code",
+      "aria-label": "Your backward function",
+      spellcheck: "false",
+      maxlength: course.max_code,
+      rows: String(Math.min(28, Math.max(10, mine.code.split("\n").length + 1))),
+      value: mine.code,
+      oninput: (event) => (mine.code = event.target.value),
+      onkeydown: indent,
     }),
     h(
       "div",
       { class: "walk" },
-      h("button", { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade }, mine.busy ? "judging…" : "Check my answer"),
+      h(
+        "button",
+        { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade },
+        mine.busy ? "judging…" : "Check my answer",
+      ),
       h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
     ),
-    h("p", { class: "soft" }, "Your code runs on this machine only, when you press the button, in a process without files or " + "network and with limits on time and memory."),
+    h(
+      "p",
+      { class: "soft" },
+      "Your code runs on this machine only, when you press the button, in a process without files or " +
+        "network and with limits on time and memory.",
+    ),
     mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
     mine.result ? judgement(mine.result) : null,
   );
@@ -122,7 +172,15 @@ function stationChoice(exercise, state, mine) {
     "label",
     { class: "field" },
     "judged with the numbers of this sentence at",
-    h("select", { id: "exercise-station", value: mine.station ?? exercise.stations[0], onchange: (event) => (mine.station = " + "event.target.value) }, exercise.stations.map((id) => h("option", { value: id, key: id }, name(id)))),
+    h(
+      "select",
+      {
+        id: "exercise-station",
+        value: mine.station ?? exercise.stations[0],
+        onchange: (event) => (mine.station = event.target.value),
+      },
+      exercise.stations.map((id) => h("option", { value: id, key: id }, name(id))),
+    ),
   );
 }
 
@@ -163,11 +221,19 @@ function help(course, exercise, actions) {
   return h(
     "section",
     { class: "card", "aria-label": "Help", key: `help ${exercise.name}` },
-    shown ? h("ol", { class: "hints" }, exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text))) : null,
+    shown
+      ? h(
+          "ol",
+          { class: "hints" },
+          exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)),
+        )
+      : null,
     h(
       "div",
       { class: "walk" },
-      shown < exercise.hints.length ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`) : null,
+      shown < exercise.hints.length
+        ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`)
+        : null,
       solution ? null : h("button", { type: "button", id: "solution", onclick: reveal }, "show the solution"),
     ),
     solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,

@@ -91,7 +91,8 @@ function item(station, state, actions, lengths) {
         class: `station${current ? ` here ${state.direction}` : ""}`,
         "data-key": station.id,
         "aria-current": current ? "step" : null,
-        "aria-label": `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
+        "aria-label":
+          `${symbol} ` + `${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
         onclick: () => actions.go(station.id),
       },
       h("span", { class: "num forward" }, numbers("a", "delta")),

@@ -224,6 +224,12 @@ async function trace(text, { push = false, version = weights(), wanted = null } 
   }
 }
 
+function showFollowed() {
+  const card = find("follow");
+  card?.scrollIntoView({ block: "nearest" });
+  card?.querySelector("h3").focus({ preventScroll: true });
+}
+
 // ── what the views may do to the page ──────────────────────────────────────────────────────────────────────────────
 
 export const actions = {
@@ -273,6 +279,31 @@ export const actions = {
   /** Select a token or a head. @param {{ token?: number, head?: number }} what */
   select(what) {
     Object.assign(state, what);
+    return show({ push: false });
+  },
+
+  /** Follow one number of a matrix.
+   * @param {string} name
+   * @param {number} row
+   * @param {number} column
+   * @param {number | null} head */
+  async follow(name, row, column, head) {
+    if (offline) return actions.select({ token: row });
+    state.followed = [{ name, row, column, head, label: `${name.split(".").at(-1)} [${row}, ${column}]` }];
+    await show({ push: false });
+    showFollowed();
+  },
+
+  /** Follow a factor of the number that is being followed. @param {any} cell */
+  async followInto(cell) {
+    state.followed = [...state.followed, { ...cell, label: `${cell.symbol} [${cell.row}, ${cell.column}]` }];
+    await show({ push: false });
+    showFollowed();
+  },
+
+  /** Back to an earlier number, or to none. @param {number} length */
+  followBack(length) {
+    state.followed = state.followed.slice(0, length);
     return show({ push: false });
   },
 

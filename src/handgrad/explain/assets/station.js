@@ -4,6 +4,7 @@
 import { attentionCard } from "./attention.js";
 import { pythonOf } from "./csv.js";
 import { number, quote, shapeOf } from "./format.js";
+import { followCard } from "./follow.js";
 import { code, formulas } from "./formulas.js";
 import { heat, numbered, positioned } from "./heatmap.js";
 import { lensCard } from "./lens.js";
@@ -14,6 +15,9 @@ import { h } from "./render.js";
 import { swapTable } from "./swaps.js";
 
 const stationOf = (state) => state.table.stations.find((s) => s.id === state.station);
+
+/** @param {any} cell */
+const requestOf = ({ name, row, column, head }) => ({ name, row, column, ...(head === null ? {} : { head }) });
 
 export const stationView = {
   id: "station",
@@ -26,11 +30,12 @@ export const stationView = {
       view: ["station", { station: station.id }],
       ...(station.index === 3 ? { head: ["head", { block: station.block, head: state.head }] } : {}),
       ...(station.stream ? { lens: ["lens", { station: station.id }] } : {}),
+      ...(state.followed.length ? { followed: ["follow", requestOf(state.followed.at(-1))] } : {}),
     };
   },
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, { view, head, lens }, actions) {
+  draw(state, { view, head, lens, followed }, actions) {
     const station = stationOf(state);
     const labels = state.overview.tokens.map((t) => t.label);
     return [
@@ -42,6 +47,7 @@ export const stationView = {
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,
       matrices(view, station, state, actions, labels),
+      followed ? followCard(followed, state, actions) : null,
       statistics(view),
       lens ? lensCard(lens, state, actions, labels) : null,
       view.parameters.length ? parameters(view, state, actions) : null,
@@ -191,7 +197,8 @@ function parameters(view, state, actions) {
       ? h(
           "p",
           { class: "soft", id: "frozen" },
-          `Frozen, without a gradient: ${frozen.map((p) => `${p.symbol} (${shapeOf(p.shape)}, length ${number(p.norm)})`).join(", ")}.`,
+          `Frozen, without a gradient: ` +
+            `${frozen.map((p) => `${p.symbol} (${shapeOf(p.shape)}, length ${number(p.norm)})`).join(", ")}.`,
         )
       : null,
   );

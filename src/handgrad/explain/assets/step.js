@@ -242,7 +242,8 @@ function curve() {
     h(
       "p",
       { class: "caption" },
-      `Solid: measured. Dashed: predicted by the gradient${outside ? `; ${count(outside, "prediction")} beyond the axis, drawn to its edge` : ""}.` +
+      `Solid: measured. Dashed: predicted by the ` +
+        `gradient${outside ? `; ${count(outside, "prediction")} beyond the axis, drawn to its edge` : ""}.` +
         ` After ${count(steps.length, "step")} the loss went from ${number(first, 4)} to ${number(last, 4)}.`,
     ),
   );
