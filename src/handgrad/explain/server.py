@@ -23,6 +23,7 @@ from ..errors import HandgradError
 from ..web.connection import BackgroundServer
 from . import attention_view, lens_view, values, views
 from .page_files import asset, served
+from .predictions import predict
 from .proof import Prover
 from .session import ExpiredError, Session
 from .stations import Station
@@ -141,6 +142,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def trace_sentence(body: SentenceRequest) -> Response:
         return await respond(lambda: views.overview(session, session.sentence(body.text, body.version)))
 
+    @app.post("/api/predict")
+    async def predictions(body: SentenceRequest) -> Response:
+        return await respond(lambda: predict(session, body.text, body.version))
+
     @app.get("/api/overview")
     async def overview(id: str) -> Response:
         return await answer(views.overview, id)
@@ -164,6 +169,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/value")
     async def value(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
         return await answer(values.value_of, id, name, head, pair(rows), pair(columns))
+
+    @app.get("/api/matrix")
+    async def entries(id: str, name: str, head: int | None = None) -> Response:
+        return await answer(values.entries_of, id, name, head)
 
     @app.get("/api/proof")
     async def proof(id: str, station: str) -> Response:
