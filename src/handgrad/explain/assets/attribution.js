@@ -51,10 +51,9 @@ export const attributionView = {
 function sentence(found, state, actions) {
   const values = found.rows.map((row) => row[shown]);
   const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 1e-300);
-  const items = found.rows.map((row, t) => ({
+  const items = found.rows.map((row) => ({
     content: [h("b", {}, visible(row.label)), h("small", {}, row[shown] === null ? "–" : signed(row[shown], 2))],
     label: `${visible(row.label)}: ${row[shown] === null ? "not measured" : signed(row[shown])}`,
-    class: t === found.position + 1 ? "explained" : "",
     style: row[shown] === null ? null : filled("delta", (-0.9 * row[shown]) / most),
     data: { "data-value": row[shown] ?? "" },
   }));
@@ -81,7 +80,7 @@ function sentence(found, state, actions) {
       class: "strip story-words",
       id: "attributed",
     }),
-    h("p", { class: "soft" }, "Blue: the token made this word more probable. Red: less. Underlined: the word itself."),
+    h("p", { class: "soft" }, "Blue: the token made this word more probable. Red: less."),
     h("p", { class: "caption" }, found.caption),
   );
 }

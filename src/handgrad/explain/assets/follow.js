@@ -47,7 +47,9 @@ export function followCard(found, state, actions) {
           { class: "soft" },
           `Sum of all ${found.count.toLocaleString("en")} terms: `,
           h("b", { id: "followed-sum", "data-value": found.sum }, exact(found.sum)),
-          matches ? ", the number above." : ", up to rounding in the model's precision.",
+          matches
+            ? ", the number above up to rounding."
+            : ", which differs from it: the model computes in lower precision.",
         ),
     h("p", { class: "soft" }, h("code", {}, found.python)),
   );

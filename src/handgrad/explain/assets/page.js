@@ -14,35 +14,14 @@ import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
+import { busy, setStatus } from "./status.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
 /** @param {string} id @returns {any} */
 const find = (id) => document.getElementById(id);
 let newest = 0; // number of the newest sentence requested; older answers are ignored
-let pending = 0; // open requests
 let loaded = { key: "", /** @type {any} */ data: {}, problem: "" }; // what the current view has been given
-
-// ── progress and status ────────────────────────────────────────────────────────────────────────────────────────────
-
-/** Show the progress bar until a promise settles. @template T @param {Promise<T>} promise @returns {Promise<T>} */
-async function busy(promise) {
-  pending++;
-  const late = setTimeout(() => (find("progress").hidden = false), 120);
-  try {
-    return await promise;
-  } finally {
-    clearTimeout(late);
-    if (--pending === 0) find("progress").hidden = true;
-  }
-}
-
-/** @param {string} text */
-function setStatus(text, problem = false) {
-  const status = find("status");
-  if (status.textContent !== text) status.textContent = text;
-  status.className = problem ? "problem" : "";
-}
 
 // ── drawing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,6 +12,17 @@ let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
 /** The position whose next token the model found least probable. @param {number[]} losses */
 export const worst = (losses) => losses.indexOf(Math.max(...losses));
 
+/** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
+ * @param {{ label: string }[]} tokens @param {number} position */
+export function context(tokens, position) {
+  let text = "";
+  for (let t = position; t >= 0 && text.length < 12; t--) {
+    text = tokens[t].label + text;
+    if (/^\s+\S/.test(text) || (/\S/.test(text) && text.length > 10)) break;
+  }
+  return text.trimStart() || text;
+}
+
 export const storyView = {
   id: "start",
   title: "Start",
@@ -28,16 +39,16 @@ export const storyView = {
       actions.redraw();
     };
     return [
-      headline(row, position === worst(losses)),
+      headline(context(tokens, position), row, position === worst(losses)),
       words(tokens, losses, position, choose),
-      guesses(row, losses[position]),
+      guesses(context(tokens, position), row, losses[position]),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
   },
 };
 
-function headline(row, isWorst) {
+function headline(before, row, isWorst) {
   return h(
     "div",
     { class: "story-head", key: "headline" },
@@ -45,7 +56,7 @@ function headline(row, isWorst) {
     h(
       "h2",
       { id: "story" },
-      `After ${quote(row.token)} the model gave ${quote(row.target)} `,
+      `After ${quote(before)} the model gave ${quote(row.target)} `,
       h("b", { "data-value": row.probability }, percent(row.probability)),
       ".",
     ),
@@ -79,14 +90,14 @@ function words(tokens, losses, position, choose) {
   );
 }
 
-function guesses(row, loss) {
+function guesses(before, row, loss) {
   const target = row.top.some((x) => x.word === row.target)
     ? []
     : [bar(row.target, row.probability, "a", percent(row.probability), true)];
   return h(
     "section",
     { class: "card", "aria-label": "What the model expected", key: "guesses" },
-    h("h3", {}, `What the model expected after ${quote(row.token)}`),
+    h("h3", {}, `What the model expected after ${quote(before)}`),
     h(
       "ul",
       { class: "bars a" },
