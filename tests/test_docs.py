@@ -162,6 +162,7 @@ class Folder:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     tiny_gguf.put_in_cache(monkeypatch)
     return Folder(tmp_path)

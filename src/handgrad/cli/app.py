@@ -8,7 +8,7 @@ import typer
 
 from .. import __version__
 from ..errors import HandgradError
-from . import bench, chat, console, convert, explain, finetune, generate, get, merge, plan, serve, train, verify
+from . import bench, chat, console, convert, explain, finetune, generate, get, learn, merge, plan, serve, train, verify
 from .help import Command, Group
 
 INTERRUPTED = 130  # exit status after Ctrl-C
@@ -43,7 +43,7 @@ def common(
 
 for command in (
     verify.verify, plan.plan, train.train, finetune.finetune, generate.generate, chat.chat, serve.serve, merge.merge,
-    convert.convert, get.get, explain.explain,
+    convert.convert, get.get, explain.explain, learn.learn,
 ):  # fmt: skip
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import HandgradError
 from ..formatting import size
 from . import attention_view, lens_view, views
+from .learn_routes import course_view
 from .proof import CheckResults, Prover
 from .page_files import asset, modules
 from .server import nonfinite_to_null
@@ -27,7 +28,7 @@ Watch = Callable[[Sequence[str]], Iterable[str]]
 def export(session: Session, text: str, watch: Watch = iter) -> str:
     """Return the page for this sentence as HTML. `watch` may wrap the iteration over stations to show progress."""
     sentence = session.sentence(text)
-    embedded = {"table": views.table(session), **answers(session, sentence, watch)}
+    embedded = {"table": views.table(session), "learn": course_view(session, {}, ""), **answers(session, sentence, watch)}
     data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )

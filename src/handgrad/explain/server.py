@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from ..errors import HandgradError
 from ..web.connection import BackgroundServer
 from . import attention_view, lens_view, values, views
+from .learn_routes import add_routes
 from .page_files import asset, served
 from .predictions import predict
 from .proof import Prover
@@ -187,6 +188,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def step(body: StepRequest) -> Response:
         return await answer(take_step, body.id, body.lr, body.optimizer)
 
+    add_routes(app, session, compute, JSONAnswer)
     return app
 
 

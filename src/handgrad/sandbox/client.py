@@ -6,87 +6,32 @@ starts a new child. The child exits with this process; a forked process starts i
 """
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import HandgradError, LimitError
 from . import worker
+from .child import Child, ChildExited
 
 REPLY_TIMEOUT = 30  # seconds; generous, because the machine may be busy
 
 _lock = threading.RLock()
-_child: "_Child | None" = None
+_child: Child | None = None
 
 
-class _ChildExited(Exception):
-    """The child has exited. Argument: its status."""
-
-
-class _Child:
-    def __init__(self) -> None:
-        folders = []
-        for package in ("jinja2", "markupsafe"):
-            spec = importlib.util.find_spec(package)
-            if spec is not None and spec.origin is not None:
-                folders.append(str(Path(spec.origin).parent.parent))
-        program = [sys.executable, "-I", "-S", worker.__file__, str(os.getpid()), *dict.fromkeys(folders)]
-        try:
-            self._process = subprocess.Popen(
-                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, bufsize=0
-            )
-        except OSError as reason:
-            raise HandgradError(f"cannot start {sys.executable} for the sandbox: {reason.strerror}") from None
-
-    def call(self, request: bytes) -> Any:
-        assert self._process.stdin is not None
-        try:
-            data = memoryview(len(request).to_bytes(4, "big") + request)
-            while data:
-                data = data[os.write(self._process.stdin.fileno(), data) :]
-            return json.loads(self._read_reply().decode("utf-8", "surrogatepass"))
-        except OSError:
-            raise _ChildExited(self._process.wait()) from None
-
-    def _read_reply(self) -> bytes:
-        assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
-        deadline = time.monotonic() + REPLY_TIMEOUT
-        reply = bytearray()
-        while len(reply) < 4 or len(reply) < 4 + int.from_bytes(reply[:4], "big"):
-            if not select.select([pipe], [], [], max(0, deadline - time.monotonic()))[0]:
-                raise _ChildExited(-signal.SIGPROF)
-            part = os.read(pipe, 1 << 20)
-            if not part:
-                raise _ChildExited(self._process.wait())
-            reply += part
-        return bytes(reply[4:])
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._close()
-
-    def abandon(self) -> None:
-        """Close the pipes without waiting: after a fork the child belongs to the parent process."""
-        self._process.returncode = 0
-        self._close()
-
-    def _close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+def _start() -> Child:
+    folders = []
+    for package in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            folders.append(str(Path(spec.origin).parent.parent))
+    return Child(worker.__file__, list(dict.fromkeys(folders)), {})
 
 
 def call(function: str, label: str, **arguments: Any) -> Any:
@@ -99,10 +44,10 @@ def call(function: str, label: str, **arguments: Any) -> Any:
     with _lock:
         for fresh in (False, True):
             if _child is None:
-                fresh, _child = True, _Child()
+                fresh, _child = True, _start()
             try:
-                return _child.call(request)
-            except _ChildExited as reason:
+                return json.loads(_child.call(request, REPLY_TIMEOUT).decode("utf-8", "surrogatepass"))
+            except ChildExited as reason:
                 status = reason.args[0]
                 _stop()
                 if status == -signal.SIGPROF:

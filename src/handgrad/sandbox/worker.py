@@ -8,13 +8,14 @@ space raises MemoryError, which exits with status NO_MEMORY.
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import resource
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SECONDS = 1.0  # CPU time of a request
@@ -89,20 +90,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    while True:
-        while not select.select([0], [], [], 2)[0]:
-            if os.getppid() != parent:  # the parent has ended, but a fork of it keeps the pipe open
-                return
-        head = _read(4)
-        if head is None:
-            return
-        raw = _read(int.from_bytes(head, "big"))
-        if raw is None:
-            return
+    while (raw := next_request(parent)) is not None:
         size = len(raw)
         if "templates" not in sys.modules and raw.startswith(b'{"function": "prepare"'):
             importlib.import_module("templates")  # importing jinja2 must not count as the template's time
-        _limit_memory(MEMORY + MEMORY_PER_BYTE * size)
+        limit_memory(MEMORY + MEMORY_PER_BYTE * size)
         signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * size)
         try:
             request = json.loads(raw)
@@ -115,10 +107,21 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         if len(reply) > TEXT + TEXT_PER_BYTE * size:
             reply = b'{"error": "the output is too long"}'
-        _write(len(reply).to_bytes(4, "big") + reply)
+        write(len(reply).to_bytes(4, "big") + reply)
 
 
-def _limit_memory(extra: int) -> None:
+def next_request(parent: int, idle: float = math.inf) -> bytes | None:
+    """Wait for a message. Returns None if the parent has ended, or if none has come for `idle` seconds."""
+    waited = 0
+    while not select.select([0], [], [], 2)[0]:
+        waited += 2
+        if os.getppid() != parent or waited >= idle:  # a fork of an ended parent keeps the pipe open
+            return None
+    head = _read(4)
+    return None if head is None else _read(int.from_bytes(head, "big"))
+
+
+def limit_memory(extra: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (_initial_memory() + extra, resource.RLIM_INFINITY))
 
@@ -141,10 +144,10 @@ def _read(count: int) -> bytes | None:
     return bytes(parts)
 
 
-def _write(data: bytes) -> None:
+def write(data: bytes, pipe: int = 1) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(1, view) :]
+        view = view[os.write(pipe, view) :]
 
 
 if __name__ == "__main__":

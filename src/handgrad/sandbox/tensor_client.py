@@ -1,0 +1,196 @@
+"""Run Python functions on tensors in a child process with limits on time and memory, and without files and network.
+
+The code is somebody's answer to an exercise: it may loop, exhaust memory, crash or exit. `run` reports each of these as a
+Problem; nothing that the code does reaches this process. One child, started at first use, serves all requests, each in a
+fork. It exits with this process, or when it has had nothing to do for some minutes.
+"""
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError, printable
+from . import tensor_worker
+from .child import Child, ChildExited
+
+START_TIMEOUT = 300  # seconds for the child to import torch; generous, because the machine may be busy
+KINDS = ("syntax", "forbidden", "refused", "missing", "unwritten", "returned", "exception", "exit", "time", "memory",
+         "crash", "long")  # fmt: skip
+Names = list[Any]  # names of outputs; a list in it is a tuple: its name, then the names of its fields
+
+_lock = threading.RLock()
+_child: Child | None = None
+
+
+class Limits(NamedTuple):
+    cpu: float = 10.0  # seconds of processor time
+    wall: float = 60.0  # seconds in all
+    memory: int = 1_000_000_000  # bytes besides what torch takes
+    reply: int = 400_000_000  # bytes of all outputs
+    printed: int = 2000  # characters
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why there is no result."""
+
+    kind: str  # one of KINDS
+    message: str
+    line: int | None = None  # of the code, from 1
+
+
+class Output(NamedTuple):
+    name: str
+    value: Tensor | None  # in float64; None for `...`, which stands for what is not written yet
+    dtype: str  # that it was returned in
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outputs of each case, or a problem."""
+
+    cases: list[list[Output]] = field(default_factory=list)
+    problem: Problem | None = None
+    printed: str = ""
+    changed: tuple[str, ...] = ()  # arguments that the function changed in place
+
+
+def run(
+    code: str,
+    function: str,
+    arguments: Sequence[str],
+    cases: Sequence[Sequence[Any]],
+    returns: Sequence[Names],
+    *,
+    modules: Sequence[str] = (),
+    forbidden: Sequence[str] = (),
+    limits: Limits = Limits(),  # noqa: B008
+) -> Run:
+    """Execute the code and call its function once for each case.
+
+    arguments   the names of the function's arguments
+    cases       their values: tensors, numbers, text, lists, and NamedTuples of `modules`
+    returns     the names of what it returns in each case
+    modules     modules of handgrad, or names in them, that the code can import besides torch and math
+    forbidden   names that the code must not contain
+    """
+    tensors: list[bytes] = []
+    described: list[dict[str, Any]] = []
+    encoded = [[_encode(x, tensors, described) for x in case] for case in cases]
+    head = json.dumps(
+        {
+            "code": code, "function": function, "arguments": list(arguments), "cases": encoded, "tensors": described,
+            "returns": list(returns), "modules": list(modules), "forbidden": list(forbidden), **limits._asdict(),
+        },
+        ensure_ascii=True,
+    ).encode()  # fmt: skip
+    return _decode(_call(b"".join([len(head).to_bytes(4, "big"), head, *tensors]), limits), limits)
+
+
+def _encode(x: Any, tensors: list[bytes], described: list[dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(x, Tensor):
+        raw = x.detach().contiguous().numpy().tobytes()
+        start = described[-1]["end"] if described else 0
+        dtype = str(x.dtype).removeprefix("torch.")
+        described.append({"dtype": dtype, "shape": list(x.shape), "start": start, "end": start + len(raw)})
+        tensors.append(raw)
+        return {"kind": "tensor", "value": len(described) - 1}
+    if isinstance(x, tuple | list):
+        kind = "list" if isinstance(x, list) else f"{type(x).__module__}.{type(x).__name__}"
+        return {"kind": kind, "value": [_encode(item, tensors, described) for item in x]}
+    return {"kind": "plain", "value": x}
+
+
+def _call(request: bytes, limits: Limits) -> bytes:
+    global _child
+    with _lock:
+        for last in (False, True):
+            if _child is None:
+                _child = _start()
+            try:
+                return _child.call(request, START_TIMEOUT + limits.wall)
+            except ChildExited as reason:
+                _stop()
+                if last:  # otherwise it may have exited because it had nothing to do
+                    raise HandgradError(f"the sandbox process ended (exit status {reason.args[0]})") from None
+            except BaseException:
+                _stop()  # its reply must not be read as that of the next request
+                raise
+    raise AssertionError
+
+
+def _start() -> Child:
+    folders = [folder for folder in sys.path if folder and os.path.isdir(folder)]
+    environment = {"OMP_NUM_THREADS": "1"}
+    if "LD_LIBRARY_PATH" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]  # torch may need it
+    return Child(tensor_worker.__file__, folders, environment)
+
+
+def _decode(reply: bytes, limits: Limits) -> Run:
+    """Read a reply. It comes from a process that ran untrusted code, so nothing about it is taken for granted."""
+    try:
+        length = int.from_bytes(reply[:4], "big")
+        answer = json.loads(reply[4 : 4 + length])
+        printed = printable("".join(map(str, answer.get("printed", ()))), limits.printed)
+        if (problem := answer.get("problem")) is not None:
+            return Run(problem=_problem(problem, limits), printed=printed)
+        data, start = memoryview(reply)[4 + length :], 0
+        cases: list[list[Output]] = []
+        for outputs in answer["outputs"]:
+            cases.append([])
+            for about in outputs:
+                if about["shape"] is None:
+                    cases[-1].append(Output(str(about["name"]), None, ""))
+                    continue
+                shape = [int(n) for n in about["shape"]]
+                end = start + 8 * int(torch.Size(shape).numel())
+                raw = bytearray(data[start:end])
+                flat = torch.frombuffer(raw, dtype=torch.float64) if raw else torch.empty(0, dtype=torch.float64)
+                cases[-1].append(Output(str(about["name"]), flat.reshape(shape), str(about["dtype"])))
+                start = end
+        return Run(cases, None, printed, tuple(map(str, answer["changed"])))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError):
+        return Run(problem=Problem("crash", "the answer's process sent a reply that cannot be read"))
+
+
+def _problem(given: Mapping[str, Any], limits: Limits) -> Problem:
+    kind = given.get("kind") if given.get("kind") in KINDS else "crash"
+    line = given.get("line")
+    texts = {
+        "time": f"it takes too long: more than {limits.cpu:g} s of processor time, or {limits.wall:g} s in all; is there a"
+        " loop without an end?",
+        "memory": f"it needs more than {limits.memory // 1_000_000:,} MB of memory",
+        "exit": "it ended its process instead of returning",
+        "crash": "it crashed its process",
+        "long": f"it returned more than {limits.reply // 1_000_000:,} MB",
+    }
+    message = texts.get(str(kind)) or printable(str(given.get("message", "")), 600)
+    return Problem(str(kind), message, line if isinstance(line, int) else None)
+
+
+def _stop() -> None:
+    global _child
+    if _child is not None:
+        _child.stop()
+        _child = None
+
+
+def _after_fork() -> None:
+    global _child, _lock
+    _lock = threading.RLock()
+    if _child is not None:
+        _child.abandon()
+        _child = None
+
+
+atexit.register(_stop)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,60 @@
+"""The command: list, write, judge, hint, solution."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import handgrad
+from handgrad.learn.course import COURSE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_session(folder: Path) -> None:
+    listed = handgrad("learn").stdout
+    assert all(name in listed for name in COURSE) and "0 of 12 solved. Next: handgrad learn softmax" in listed
+    written = handgrad("learn", "softmax")
+    path = folder / "learn" / "softmax.py"
+    assert written.returncode == 0 and "Wrote learn/softmax.py" in written.stdout and "def backward(" in path.read_text()
+    unfinished = handgrad("learn", "softmax")
+    assert unfinished.returncode == 0 and "not written yet" in unfinished.stdout and "--hint" in unfinished.stdout
+    path.write_text("def backward(delta_rho, rho):\n    return delta_rho * rho\n")
+    wrong = handgrad("learn", "softmax")
+    assert wrong.returncode == 1 and "lacks the second term" in wrong.stdout and "✘" in wrong.stdout
+    assert "Hint 1 of 3" in handgrad("learn", "softmax", "--hint").stdout
+    assert "Hint 2 of 3" in handgrad("learn", "softmax", "--hint").stdout
+    solution = handgrad("learn", "softmax", "--solution").stdout
+    assert solution == COURSE["softmax"].solution()
+    (folder / "mine.py").write_text(solution)
+    solved = handgrad("learn", "softmax", "--file", "mine.py")
+    assert solved.returncode == 0 and "Solved. Next: handgrad learn loss" in solved.stdout
+    after = handgrad("learn").stdout
+    assert "1 of 12 solved. Next: handgrad learn loss" in after and "solved, 2 attempts, 2 hints" in after
+    assert path.read_text().endswith("return delta_rho * rho\n"), "an answer is never overwritten"
+
+
+def test_json_and_mistakes(folder: Path) -> None:
+    (folder / "x.py").write_text("def backward(delta, a, w):\n    return delta @\n")
+    found = handgrad("learn", "linear", "--file", "x.py", "--json", "-")
+    assert found.returncode == 1 and json.loads(found.stdout)["problem"]["line"] == 2
+    for arguments, words in [
+        (["sofmax"], "did you mean softmax"), (["softmax", "--hint", "--solution"], "exclude each other"),
+        (["--hint"], "name an exercise"), (["softmax", "--json", "-"], "nothing to judge"),
+        (["softmax", "--file", "no/where.py"], "does not exist"), (["softmax", "--file", "."], "it is a folder"),
+    ]:  # fmt: skip
+        failed = handgrad("learn", *arguments)
+        assert failed.returncode == 1 and words in failed.stderr, (arguments, failed)
+
+
+def test_a_damaged_record_is_mentioned(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "learn.json").write_text("{")
+    assert "0 of 12 solved" in handgrad("learn").stdout
+    found = handgrad("learn", "softmax", "--hint")
+    assert found.returncode == 0 and "kept as learn-damaged-1.json" in " ".join(found.stderr.split())
