@@ -28,15 +28,17 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
         sentence = session.sentence(text)
         chances = sentence.trace["y_pred"][range(len(text) - 1), sentence.ids[1:]]
         t = int(chances.argmin())
+        expect(page.locator("#view-start")).to_have_attribute("data-sentence", sentence.id)
+        before, word = re.findall(r"\S+\s*$", text[: t + 1])[0], text[t + 1]
+        story = f"After ‘{before}’ the model gave ‘{word}’".replace("‘ ’", "‘␣’")
+        expect(page.locator("#story")).to_contain_text(re.sub(r" (?=’)", "␣", story))
         shown = {" ": "␣"}
-        after, word = (shown.get(c, c) for c in text[t : t + 2])
-        expect(page.locator("#story")).to_contain_text(f"After ‘{after}’ the model gave ‘{word}’")
         assert float(page.locator("#story b").get_attribute("data-value") or "") == chances[t].item()
         assert float(page.locator("#loss").get_attribute("data-value") or "") == sentence.trace.loss
         assert page.locator("#tokens .chips button").all_text_contents() == [shown.get(c, c) for c in text]
         assert page.locator(".story-words button small").count() == len(text)
     page.click(".story-words button >> nth=4")
-    expect(page.locator("#story")).to_contain_text("After ‘t’ the model gave ‘h’")
+    expect(page.locator("#story")).to_contain_text("After ‘anot’ the model gave ‘h’")
     expect(page.locator(".story-words button >> nth=4")).to_be_focused()
     page.click("#follow-up")
     expect_station(page, "loss")

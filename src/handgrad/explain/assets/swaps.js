@@ -27,7 +27,7 @@ export function swapTable(view, state) {
   );
   return h(
     "section",
-    { class: "card", "aria-label": "Tokens", key: "tokens" },
+    { class: "card", "aria-label": "Replacements", key: "tokens" },
     h("h3", {}, "The sentence as token ids"),
     h("p", { class: "caption" }, view.swaps_caption),
     h(
