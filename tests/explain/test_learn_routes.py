@@ -46,10 +46,14 @@ def test_the_course_with_its_stations(server: Server) -> None:
 
 def test_an_answer_is_judged_on_this_sentence_and_remembered(server: Server) -> None:
     id = sentence(server)["id"]
-    wrong = "def backward(delta, a_bar, sigma, w):\n    return delta * w / sigma[:, None], (a_bar * delta).sum(0), delta\n"
+    wrong = (
+        "def backward(delta, a_bar, sigma, w):\n    return delta * w / sigma[:, None], (a_bar * delta).sum(0), delta\n"
+    )
     status, found = post(server, "grade", {"id": id, "exercise": "layernorm", "code": wrong, "station": "blocks.0.a_6"})
     assert status == 200 and not found["passed"] and found["summary"] == "1 of 3 gradients right"
-    assert found["cases"][0] == "this sentence, block 1, a₆" and len(found["cases"]) == 3 and found["note_on_case"] == ""
+    assert (
+        found["cases"][0] == "this sentence, block 1, a₆" and len(found["cases"]) == 3 and found["note_on_case"] == ""
+    )
     by_name = {out["name"]: out for out in found["outputs"]}
     assert by_name["grad_b"]["kind"] == "missing sum" and by_name["grad_b"]["start"]
     assert by_name["delta_prev"]["place"] and by_name["grad_w"]["state"] == "right"

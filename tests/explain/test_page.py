@@ -19,6 +19,7 @@ from handgrad.ops import layernorm
 
 pytest_plugins = ["page_fixtures"]
 
+
 def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Session) -> None:
     page = open_page()
     expect(page.locator("#model")).to_contain_text("small · 2 blocks · d = 24")
@@ -184,7 +185,9 @@ def test_the_loss_station_describes_the_correction(open_page: Open, session: Ses
     delta = session.sentence(TEXT).trace["delta_12"]
     own = page.locator(".bars.push .target .figure").get_attribute("data-value")
     assert float(own or "") == -delta[3, ord(TEXT[4])].item()
-    assert page.locator(".bars.push .target .fill.up").count() == 1  # a push up is to the right and blue, as in the lens
+    assert (
+        page.locator(".bars.push .target .fill.up").count() == 1
+    )  # a push up is to the right and blue, as in the lens
     expect(page.locator(".loss-card")).to_contain_text(f"divided by the {len(TEXT) - 1} targets")
     page.click(".loss-card .strip button >> nth=-1")
     expect(page.locator(".loss-card")).to_contain_text("no target")

@@ -12,8 +12,8 @@ from ..errors import HandgradError
 from ..formatting import size
 from . import attention_view, lens_view, views
 from .learn_routes import course_view
-from .proof import CheckResults, Prover
 from .page_files import asset, modules
+from .proof import CheckResults, Prover
 from .server import nonfinite_to_null
 from .session import Session, TracedSentence
 from .steps import take_step
@@ -28,7 +28,11 @@ Watch = Callable[[Sequence[str]], Iterable[str]]
 def export(session: Session, text: str, watch: Watch = iter) -> str:
     """Return the page for this sentence as HTML. `watch` may wrap the iteration over stations to show progress."""
     sentence = session.sentence(text)
-    embedded = {"table": views.table(session), "learn": course_view(session, {}, ""), **answers(session, sentence, watch)}
+    embedded = {
+        "table": views.table(session),
+        "learn": course_view(session, {}, ""),
+        **answers(session, sentence, watch),
+    }
     data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from ..errors import HandgradError
 from ..web.connection import BackgroundServer
-from . import attention_view, lens_view, values, views
+from . import attention_view, compare_view, heads_view, lens_view, values, views
 from .learn_routes import add_routes
 from .page_files import asset, served
 from .predictions import predict
@@ -158,6 +158,20 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/head")
     async def head(id: str, block: int, head: int) -> Response:
         return await answer(attention_view.at_head, id, block, head)
+
+    @app.get("/api/heads")
+    async def all_heads(id: str) -> Response:
+        return await answer(heads_view.all_heads, id)
+
+    @app.get("/api/compare")
+    async def compare(id: str, other: str, station: str) -> Response:
+        about = station_of(station)
+        return await respond(lambda: compare_view.compare(session, session.find(other), session.find(id), about))
+
+    @app.get("/api/base")
+    async def base(id: str) -> Response:
+        version = await compute(compare_view.base_version, session)
+        return await respond(lambda: {"id": session.sentence(session.find(id).text, version).id})
 
     @app.get("/api/lens")
     async def lens(id: str, station: str) -> Response:

@@ -55,8 +55,8 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
     new = session.sentence(sentence.text, version)
     return {
-        "id": new.id, "version": version, "steps": old.steps + 1, "loss": loss, "predicted": loss + expected, "measured": measured,
-        "moves": _moves(session, sentence, new),
+        "id": new.id, "version": version, "steps": old.steps + 1,
+        "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
     }  # fmt: skip
 
 
