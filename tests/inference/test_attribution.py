@@ -147,3 +147,83 @@ def test_a_full_context_and_its_next_token_are_allowed() -> None:
     assert "of 1 of 17 tokens" in repr(found)
     with pytest.raises(hg.HandgradError, match="causal"):
         hg.attribute(make_model(causal=False), [1, 2])
+
+
+# ── integrated gradients, differences of logits, removed tokens ─────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("against", [None, 7])
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama, 3 queries to a key"])
+def test_integrated_gradients_equal_autograd_and_are_complete(name: str, against: int | None, tmp_path: Path) -> None:
+    theirs = transformers_model(name)
+    theirs.save_pretrained(tmp_path / "m")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    ids = torch.tensor(IDS)
+    a_1 = their_embeddings(theirs, ids)
+    table = theirs.get_input_embeddings().weight.detach()
+    baseline = a_1 - table[ids] + table.mean(0)
+    baseline[0] = a_1[0]
+
+    def value(a: Tensor) -> Tensor:
+        if against is None:
+            return their_logprob(theirs, ids, [6, 9], a)
+        shifted = a - theirs.transformer.wpe(torch.arange(len(ids))).detach() if hasattr(theirs, "transformer") else a
+        row = theirs(inputs_embeds=shifted[None], use_cache=False).logits[0, 8]
+        return row[ids[9]] - row[against]
+
+    targets = [6, 9] if against is None else [9]
+    expected = torch.zeros(len(ids), dtype=torch.float64)
+    for k in range(5):
+        (grad,) = differentiate(value, baseline + (k + 0.5) / 5 * (a_1 - baseline))
+        expected += (grad * (a_1 - baseline)).sum(1) / 5
+    found = hg.attribute(ours, IDS, targets, against=against, steps=5)
+    assert found.integrated is not None and found.gap is not None
+    assert relative_error(found.integrated, expected) <= LIMIT
+    assert found.logprob == pytest.approx(value(a_1).item(), rel=LIMIT)
+    change = (value(a_1) - value(baseline)).item()
+    assert found.gap == pytest.approx(expected.sum().item() - change, rel=1e-7)
+    gaps = [abs(hg.attribute(ours, IDS, targets, against=against, steps=n).gap or 0) for n in (5, 40, 320)]
+    assert gaps[0] > 4 * gaps[1] > 16 * gaps[2] > 0, gaps
+    assert f"gap {found.gap:.3g}" in repr(found)
+
+
+def test_many_steps_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=2)
+    expected = hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5], steps=7).integrated
+    monkeypatch.setattr(attribution, "TOKENS_AT_ONCE", 11)
+    found = hg.attribute(model, [1, 5, 2, 9, 10, 3], [2, 5], steps=7).integrated
+    assert expected is not None and found is not None and relative_error(found, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("against", [None, 4])
+def test_removed_tokens_are_measured(against: int | None) -> None:
+    model = make_model(n_blocks=2)
+    ids = [1, 5, 2, 9, 10, 3]
+
+    def value(ids: list[int]) -> float:
+        row = model.logits(torch.tensor(ids[:-1]))[-1]
+        return (row.log_softmax(0)[3] if against is None else row[3] - row[against]).item()
+
+    found = hg.attribute(model, ids, against=against, remove=2)
+    assert found.removed is not None
+    measured = (~found.removed.isnan()).nonzero().flatten().tolist()
+    assert sorted(found.scores.abs().argsort(descending=True)[:2].tolist()) == measured
+    for t in measured:
+        assert found.removed[t].item() == pytest.approx(value(ids) - value(ids[:t] + ids[t + 1 :]), rel=1e-9)
+    everything = hg.attribute(model, ids, [1, 3], remove=9).removed
+    assert everything is not None
+    assert (~everything.isnan()).nonzero().flatten().tolist() == [2]  # 0 comes before a target, 1 and 3 are targets
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"steps": -1}, "steps must be a number of at least 0"),
+        ({"remove": 1.5}, "remove must be"),
+        ({"against": 3}, "choose two tokens"),
+        ({"against": 4, "targets": [2, 3]}, "give one target, not 2"),
+    ],
+)
+def test_bad_options(options: Any, message: str) -> None:
+    with pytest.raises(hg.HandgradError, match=message):
+        hg.attribute(make_model(), [1, 5, 2, 3], **options)

@@ -23,6 +23,7 @@ from ..machine import trim_heap
 from ..proof.checker import Checker
 from ..proof.oracles import relative_error
 from ..tolerances import ENTRY_FLOOR
+from . import objectives
 from .session import Session, TracedSentence
 from .stations import Station
 from .symbols import symbol
@@ -166,6 +167,7 @@ class Prover:
                     sentence.tokens,
                     sentence.targets,
                     sentence.trace,
+                    objective=sentence.objective,
                     in_place=True,
                     pause=self._wait_until_idle,
                 )
@@ -200,7 +202,7 @@ class Prover:
             add(f"gradient of {name.removeprefix(prefix)}", "autograd", checker.errors[name], checker.limit)
         for name in station.incoming:
             add(f"{symbol(name)} as the model computed it", "rounding", checker.rounding[name], checker.rounding_limit)
-        for what, error in self._identities(checker, station):
+        for what, error in self._identities(checker, sentence, station):
             add(what, "identity", error, checker.limit)
         return checks
 
@@ -219,15 +221,16 @@ class Prover:
             for what, error in checks
         ]
 
-    def _identities(self, checker: Checker, station: Station) -> list[tuple[str, float]]:
+    def _identities(self, checker: Checker, sentence: TracedSentence, station: Station) -> list[tuple[str, float]]:
         """Return the identities that hold for any numbers, with their errors in float64."""
         ours, config = checker.ours, self.session.model.config
         here = "" if station.block is None else f"blocks.{station.block}."
         centred = "mu_10" in ours  # the norms subtract the mean, so shifting a row of the stream changes nothing
         found = []
-        if station.incoming and config.causal:
-            last = max(_largest(ours[name][-1]) for name in station.incoming)
-            found.append(("the last row is 0, because the last token has no target", last))
+        after = objectives.rows_after(sentence)
+        if station.incoming and config.causal and after < len(sentence.ids):
+            last = max(_largest(ours[name][after:]) for name in station.incoming)
+            found.append((objectives.about_rows_after(sentence), last))
         if station.stream and centred:
             (name,) = station.incoming
             found.append((f"each row of {symbol(name)} sums to 0", _largest_row_sum(ours[name])))

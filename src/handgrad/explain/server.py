@@ -21,12 +21,23 @@ from starlette.exceptions import HTTPException
 
 from ..errors import HandgradError
 from ..web.connection import BackgroundServer
-from . import attention_view, compare_view, heads_view, lens_view, values, views
+from . import (
+    attention_view,
+    attribution_view,
+    compare_view,
+    follow,
+    heads_view,
+    lens_view,
+    values,
+    views,
+    what_if,
+)
 from .learn_routes import add_routes
+from .objectives import objective_of, token_id
 from .page_files import asset, served
 from .predictions import predict
 from .proof import Prover
-from .session import ExpiredError, Session
+from .session import ExpiredError, Session, TracedSentence
 from .stations import Station
 from .steps import take_step
 
@@ -38,6 +49,7 @@ PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
 class SentenceRequest(BaseModel):
     text: str
     version: int = 0
+    objective: dict[str, int | str | None] = Field(default_factory=dict)  # see objectives.objective_of
 
 
 class StepRequest(BaseModel):
@@ -141,7 +153,16 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.post("/api/sentence")
     async def trace_sentence(body: SentenceRequest) -> Response:
-        return await respond(lambda: views.overview(session, session.sentence(body.text, body.version)))
+        def trace() -> dict[str, Any]:
+            objective = objective_of(session, body.text, body.version, body.objective)
+            return views.overview(session, session.sentence(body.text, body.version, objective))
+
+        return await respond(trace)
+
+    @app.get("/api/token")
+    async def token(text: str) -> Response:
+        id = token_id(session, text)
+        return JSONAnswer({"id": id, "word": session.token_text(id)})
 
     @app.post("/api/predict")
     async def predictions(body: SentenceRequest) -> Response:
@@ -176,6 +197,43 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/lens")
     async def lens(id: str, station: str) -> Response:
         return await answer(lens_view.lens, id, station_of(station))
+
+    @app.get("/api/effects")
+    async def effects(id: str) -> Response:
+        return await answer(what_if.effects, id)
+
+    @app.get("/api/what-if")
+    async def change(
+        id: str,
+        kind: str,
+        block: int,
+        head: int | None = None,
+        edge: int | None = None,
+        neuron: int | None = None,
+        row: int | None = None,
+        column: int | None = None,
+        error: bool = False,
+    ) -> Response:
+        def view(session: Session, sentence: TracedSentence) -> dict[str, Any]:
+            where = {"head": head, "edge": edge, "neuron": neuron, "row": row, "column": column}
+            place = what_if.place_of(session, sentence, kind, block, **where)
+            return (what_if.what_if_error if error else what_if.what_if)(session, sentence, place)
+
+        return await answer(view, id)
+
+    @app.get("/api/attribution")
+    async def attribution(
+        id: str,
+        position: int | None = None,
+        word: int | str | None = None,
+        against: int | str | None = None,
+        steps: int = attribution_view.STEPS,
+    ) -> Response:
+        return await answer(attribution_view.attribution, id, position, word, against, steps)
+
+    @app.get("/api/follow")
+    async def number(id: str, name: str, row: int, column: int, head: int | None = None) -> Response:
+        return await answer(follow.follow, id, name, head, row, column)
 
     @app.get("/api/slice")
     async def part_of(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:

@@ -1,6 +1,6 @@
 """A model with its traced sentences and the versions of its weights, both cached within a memory limit.
 
-A traced sentence is one sentence run on one version of the weights. It has an id by which a client refers to it, and is
+A traced sentence is one sentence run on one version of the weights and differentiated for one objective. It has an id by which a client refers to it, and is
 traced again if the cache has dropped it. A step adds a version and leaves all others unchanged, so clients are
 independent of each other.
 """
@@ -21,6 +21,7 @@ from .. import adapters
 from ..errors import HandgradError
 from ..machine import trim_heap
 from ..model.gpt import GPT
+from ..model.objective import MEAN_LOSS, Objective
 from ..model.trace import Trace, trace
 from ..text.tokenizer import Tokenizer
 from .stations import Station, stations_of
@@ -37,7 +38,7 @@ class ExpiredError(HandgradError):
 
 @dataclass(frozen=True)
 class TracedSentence:
-    """One sentence run forward and backward on one version of the weights."""
+    """One sentence run forward and backward on one version of the weights, for one objective."""
 
     id: str
     text: str
@@ -45,6 +46,7 @@ class TracedSentence:
     ids: list[int]
     targets: Tensor  # (1, n), −100 at the last position
     trace: Trace
+    objective: Objective = MEAN_LOSS
 
     @property
     def tokens(self) -> Tensor:
@@ -89,7 +91,7 @@ class Session:
         self._versions: OrderedDict[int, Version] = OrderedDict()
         self._next_version = 1
         self._sentences: OrderedDict[str, TracedSentence] = OrderedDict()
-        self._requests: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._requests: OrderedDict[str, tuple[str, int, Objective]] = OrderedDict()
         self._token_texts: dict[int, str] = {}
 
     def idle_for(self, seconds: float) -> bool:
@@ -98,18 +100,19 @@ class Session:
 
     # ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def sentence(self, text: str, version: int = 0) -> TracedSentence:
-        """Return the sentence traced on that version of the weights, from the cache if possible."""
+    def sentence(self, text: str, version: int = 0, objective: Objective = MEAN_LOSS) -> TracedSentence:
+        """Return the sentence traced on that version of the weights for that objective, from the cache if possible."""
         ids = self.encode(text)
-        id = hashlib.sha256(f"{version}\n{text}".encode()).hexdigest()[:16]
+        id = hashlib.sha256(f"{version}\n{objective}\n{text}".encode()).hexdigest()[:16]
         with self.lock:
             found = self._sentences.get(id)
             if found is None:
                 targets = torch.tensor([[*ids[1:], -100]])
                 with self.model_at(version) as model:
-                    made = trace(model, torch.tensor([ids]), targets)
-                found = self._sentences[id] = TracedSentence(id, text, version, ids, targets, made)
-                self._requests[id] = (text, version)
+                    made = trace(model, torch.tensor([ids]), targets, objective=objective)
+                found = TracedSentence(id, text, version, ids, targets, made, objective)
+                self._sentences[id] = found
+                self._requests[id] = (text, version, objective)
                 while len(self._requests) > MAX_IDS:
                     self._requests.popitem(last=False)
                 _shrink(self._sentences, TRACE_CACHE_BYTES)

@@ -27,7 +27,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         try:
             for p in trained.values():
                 p.data = p.data.clone()
-            loss = model.loss_and_grads(sentence.tokens, sentence.targets)
+            loss = model.loss_and_grads(sentence.tokens, sentence.targets, objective=sentence.objective)
             stepper = maker(optimizer, lr, 0.0, (0.9, 0.99))(list(trained.values()))
             if old.optimizer_state is not None and old.optimizer == optimizer:
                 stepper.load_state_dict(old.optimizer_state)
@@ -40,7 +40,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
                 expected += torch.sum(p.grad.double() * (p.data.double() - before[name].double())).item()
             after = {name: p.data for name, p in trained.items()}
             try:
-                measured = model.loss(sentence.tokens, sentence.targets)
+                measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
             except NonFiniteError:
                 raise HandgradError(
                     f"a step with learning rate {number(lr)} made the weights overflow: choose a smaller one"
@@ -53,7 +53,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
             for name, p in trained.items():
                 p.data, p.grad = before[name], None
         version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
-    new = session.sentence(sentence.text, version)
+    new = session.sentence(sentence.text, version, sentence.objective)
     return {
         "id": new.id, "version": version, "steps": old.steps + 1,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from ..model.objective import MEAN_LOSS
 from ..ops import linear
 from . import captions
 from .formulas import ERRATA, Formula, mathml
+from .objectives import describe
 from .pictures import picture, statistics
 from .session import Session, TracedSentence
 from .sources import source
@@ -76,7 +78,8 @@ def overview(session: Session, sentence: TracedSentence) -> dict[str, Any]:
         "id": sentence.id, "text": sentence.text, "version": sentence.version,
         "steps": session.version(sentence.version).steps,
         "tokens": [{"id": id, "label": label} for id, label in zip(sentence.ids, labels, strict=True)],
-        "loss": t.loss, "losses": losses, "flows": flows,
+        "loss": sum(losses) / len(losses) if sentence.objective != MEAN_LOSS else t.loss, "losses": losses,
+        "objective": describe(session, sentence), "flows": flows,
         "flow_caption": captions.about_flow(torch.stack([norm for _, norm in rows]), [name for name, _ in rows], labels),
         "groups": groups, "groups_caption": captions.about_groups(sizes),
     }  # fmt: skip

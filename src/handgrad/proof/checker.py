@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.gpt import GPT
+from ..model.objective import MEAN_LOSS, Objective
 from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
 from .oracles import directional_error, relative_error
 from .paths import gradients_of
@@ -40,6 +41,7 @@ class Checker:
         targets: Tensor,
         computed: Mapping[str, Tensor] | None = None,
         *,
+        objective: Objective = MEAN_LOSS,
         seed: int = 0,
         in_place: bool = False,
         pause: Callable[[], None] = lambda: None,
@@ -53,8 +55,10 @@ class Checker:
             pause()
             self.ours[name] = value
 
-        self.loss, self.grads = gradients_of(wide, tokens, targets, None, record=record, all_signals=True)
-        self._reference = ReferenceModel(wide, tokens, targets, None)
+        self.loss, self.grads = gradients_of(
+            wide, tokens, targets, None, record=record, all_signals=True, objective=objective
+        )
+        self._reference = ReferenceModel(wide, tokens, targets, None, objective)
         self._reference.pause = pause
         expected = self._reference.differentiate()
         self.limit = TOLERANCE[torch.float64]

@@ -1,0 +1,83 @@
+"""The data of the attribution view: which tokens a chosen word depends on, estimated twice and measured."""
+
+import math
+from typing import Any
+
+from ..errors import HandgradError
+from ..formatting import percent, typeset
+from ..inference.attribution import Attribution, attribute
+from .captions import quote
+from .objectives import token_id
+from .session import Session, TracedSentence
+
+STEPS, MAX_STEPS = 32, 256
+REMOVED = 24  # most tokens that are removed one at a time
+
+
+def attribution(
+    session: Session,
+    sentence: TracedSentence,
+    position: int | None = None,
+    word: int | str | None = None,
+    against: int | str | None = None,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Explain the token after `position`: the target there unless another `word` is given; with `against`, its logit minus
+    that token's. The default position is that of the objective, or the target with the least probability."""
+    ids, targets = sentence.ids, sentence.targets[0].tolist()
+    position = _chosen(sentence) if position is None else position
+    if not 0 <= position < len(ids):
+        raise HandgradError(f"the sentence has {len(ids)} tokens: there is no position {position}")
+    if not 1 <= steps <= MAX_STEPS:
+        raise HandgradError(f"steps must be between 1 and {MAX_STEPS}, not {steps}")
+    if word is None and targets[position] < 0:
+        raise HandgradError("the last token has no target: choose the word that could follow it")
+    chosen = targets[position] if word is None else token_id(session, word)
+    rival = None if against is None else token_id(session, against)
+    prompt = [*ids[: position + 1], chosen]
+    with session.model_at(sentence.version) as model:
+        found = attribute(model, prompt, against=rival, steps=steps, remove=REMOVED)
+    assert found.integrated is not None and found.removed is not None and found.gap is not None
+    labels = [session.token_text(id) for id in prompt]
+    rows = [
+        {
+            "id": prompt[t], "label": labels[t], "score": found.scores[t].item(), "integrated": found.integrated[t].item(),
+            "removed": None if math.isnan(found.removed[t].item()) else found.removed[t].item(),
+        }
+        for t in range(position + 1)
+    ]  # fmt: skip
+    more = "" if rival is None else f", against={rival}"
+    return {
+        "position": position, "word": {"id": chosen, "word": labels[-1]},
+        "against": None if rival is None else {"id": rival, "word": session.token_text(rival)},
+        "value": found.logprob, "steps": steps, "gap": found.gap, "total": sum(row["integrated"] for row in rows),
+        "rows": rows, "caption": _caption(found, labels, rows),
+        "python": f"hg.attribute(model, {prompt}{more}, steps={steps}, remove={REMOVED})",
+    }  # fmt: skip
+
+
+def _chosen(sentence: TracedSentence) -> int:
+    position = getattr(sentence.objective, "position", None)
+    if position is not None:
+        return int(position)
+    y_pred = sentence.trace["y_pred"]
+    targets = sentence.targets[0, :-1].tolist()
+    return min(range(len(targets)), key=lambda t: y_pred[t, targets[t]].item())
+
+
+def _caption(found: Attribution, labels: list[str], rows: list[dict[str, Any]]) -> str:
+    measured = [t for t, row in enumerate(rows) if row["removed"] is not None]
+    total = sum(row["integrated"] for row in rows)
+    assert found.gap is not None
+    share = percent(abs(found.gap) / abs(total)) if total else "all"
+    text = f"Completeness gap of the integrated gradients: {typeset(found.gap)}, {share} of their sum."
+    if not measured:
+        return f"No token can be removed here. {text}"
+    t = max(measured, key=lambda t: abs(rows[t]["removed"]))
+    effect = "less" if rows[t]["removed"] > 0 else "more"
+    agree = [sum(rows[t][kind] * rows[t]["removed"] > 0 for t in measured) for kind in ("score", "integrated")]
+    return (
+        f"Removing {quote(labels[t])} (position {t + 1}) changes {quote(labels[-1])} most: it becomes {effect} likely, by"
+        f" {typeset(abs(rows[t]['removed']))}. The sign of gradient × input agrees with the measurement for {agree[0]} of"
+        f" {len(measured)} tokens, that of integrated gradients for {agree[1]}. {text}"
+    )

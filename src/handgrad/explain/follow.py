@@ -1,0 +1,124 @@
+"""Follow one number: the sum of products that made a cell of an activation, an error signal or a gradient.
+
+Every factor is a cell that can be followed in turn: gradients into Δ, Δ up to the loss, activations down to the tokens.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formatting import percent, typeset
+from ..model.trace import Trace
+from . import follow_backward, follow_forward
+from .follow_tensors import Cell, Tensors, split
+from .follow_terms import Sum
+from .session import Session, TracedSentence
+from .symbols import symbol
+
+SHOWN = 12  # terms that are listed; the others are added up
+
+
+def follow(
+    session: Session, sentence: TracedSentence, name: str, head: int | None, row: int, column: int
+) -> dict[str, Any]:
+    """Return the terms of one cell, largest first, with their sum beside the value on the screen."""
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        t = Tensors(model, sentence.trace)
+        cell = Cell(name, row, column, head)
+        value = t.value(cell)
+        here, last = split(name)
+        rule = follow_backward.rule if last.startswith(("delta_", "grad_", "g_")) else follow_forward.rule
+        formula, sums = rule(t, sentence, cell, here, last)
+        return _shown(session, sentence, t, cell, value, formula, sums)
+
+
+def _shown(
+    session: Session, sentence: TracedSentence, t: Tensors, cell: Cell, value: float, formula: str, sums: list[Sum]
+) -> dict[str, Any]:
+    every = torch.cat([s.values() for s in sums]) if sums else torch.zeros(0, dtype=torch.float64)
+    starts = [0]
+    for s in sums:
+        starts.append(starts[-1] + len(s.values()))
+    order = every.abs().argsort(descending=True).tolist()
+    terms = []
+    for i in order[:SHOWN]:
+        which = max(k for k in range(len(sums)) if starts[k] <= i)
+        terms.append(_term(session, sentence, t, sums[which], i - starts[which], every[i].item()))
+    shown = every[order[:SHOWN]].sum().item()
+    total = every.sum().item() if sums else value
+    return {
+        **_named(session, sentence, cell), "value": value, "formula": formula, "count": len(every), "terms": terms,
+        "rest": {"count": max(0, len(every) - SHOWN), "value": total - shown if sums else 0.0}, "sum": total,
+        "leaf": not sums, "caption": _caption(cell, value, every, order, terms, formula),
+    }  # fmt: skip
+
+
+def _term(session: Session, sentence: TracedSentence, t: Tensors, s: Sum, i: int, value: float) -> dict[str, Any]:
+    factors = []
+    for factor in s.factors:
+        k = i if len(factor.values) > 1 else 0
+        cell = factor.cell(k)
+        entry = {"value": factor.values[k].item(), "symbol": factor.symbol, "cell": None}
+        if cell is not None:
+            named = _named(session, sentence, cell)
+            entry |= {"cell": named, "symbol": factor.symbol or named["symbol"]}
+        factors.append(entry)
+    return {"value": value, "factors": factors, "scale": s.scale}
+
+
+def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, Any]:
+    """A cell as the page shows it: with the symbol of its tensor, the block, and the words of its row and column."""
+    here, last = split(cell.name)
+    block = int(here.split(".")[1]) if here else None
+    wide = last in ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
+    between = last in ("rho", "score", "delta_causal", "delta_raw")
+    tokens = (
+        last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
+    )
+    word = lambda i: session.token_text(sentence.ids[i])  # noqa: E731
+    row_label = word(cell.row) if (tokens or last == "y_pred") and cell.row < len(sentence.ids) else None
+    if last in ("w_tok", "grad_w_tok"):
+        row_label = session.token_text(cell.row)
+    column_label = session.token_text(cell.column) if wide else word(cell.column) if between else None
+    return {
+        "name": cell.name, "symbol": _symbol(last), "block": block, "head": cell.head, "row": cell.row,
+        "column": cell.column, "row_label": row_label, "column_label": column_label,
+        "python": python_of(sentence.trace, cell),
+    }  # fmt: skip
+
+
+def _symbol(last: str) -> str:
+    if last.startswith("grad_"):
+        return "∂" + last.removeprefix("grad_")
+    return {"rho": "ρ", "y_pred": "y_pred"}.get(last) or symbol(last)
+
+
+def python_of(trace: Trace, cell: Cell) -> str | None:
+    """The expression that reads this cell from a trace; None for what a trace does not record."""
+    if cell.name not in trace:
+        return None
+    index = [*([] if cell.head is None else [cell.head]), cell.row, cell.column][-trace[cell.name].ndim :]
+    return f"trace[{cell.name!r}][{', '.join(map(str, index))}]"
+
+
+def _caption(
+    cell: Cell, value: float, every: Tensor, order: list[int], terms: list[dict[str, Any]], formula: str
+) -> str:
+    if not len(every):
+        return formula
+    if len(every) == 1:
+        return f"One term makes this number: {typeset(value)}."
+    size = every.abs().sum().item()
+    half, sofar = 0, 0.0
+    while half < len(order) and sofar < size / 2:
+        sofar += abs(every[order[half]].item())
+        half += 1
+    share = percent(abs(terms[0]["value"]) / size) if size else "0 %"
+    against = every[every * value < 0].sum().item() if value else 0.0
+    text = f"{len(every):,} terms add up to {typeset(value)}. The largest has {share} of their total size"
+    text += f"; {half} of them have half of it." if half > 1 else "."
+    if against and math.isfinite(against):
+        text += f" Terms of the other sign take away {typeset(abs(against))}."
+    return text

@@ -1,0 +1,195 @@
+"""What if: a head, a skip connection, a neuron or one attention weight is set to 0, or the error on its way back is.
+
+Forward, the change of the objective predicted from the gradient, −⟨Δ, a⟩ over what is set to 0, stands beside the measured
+one. Backward the objective cannot change: what changes are the error signals below and the gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..formatting import percent, typeset
+from ..model.trace import Trace, edited_pass, trace
+from . import captions
+from .session import Session, TracedSentence
+from .symbols import symbol
+
+Index = tuple[Any, ...]
+KINDS = ("head", "skip", "neuron", "weight")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is set to 0: entries of a tensor of the trace, and of the error signal on the way back."""
+
+    name: str  # of the activation
+    delta: str  # of the error signal
+    index: Index
+    label: str
+
+    def zeroed(self, x: Tensor) -> Tensor:
+        x[self.index] = 0
+        return x
+
+    def python(self, name: str, compared: str) -> str:
+        """Lines that make the same change to a tensor of that name, and what to compare then."""
+        index = ", ".join(map(_written, self.index)) or "..."
+        zero = f"def zero(x):\n    x[{index}] = 0\n    return x\n"
+        return f"{zero}\nchanged = hg.trace(model, tokens, targets, edit={{{name!r}: zero}})\n{compared}"
+
+
+def place_of(session: Session, sentence: TracedSentence, kind: str, block: int, **where: int | None) -> Place:
+    """The place that a request means: head; skip (edge=5 or 10); neuron; weight (head, row, column)."""
+    config, n = session.model.config, len(sentence.ids)
+
+    def number(name: str, end: int) -> int:
+        value = where.get(name)
+        if value is None or not 0 <= value < end:
+            raise HandgradError(f"{kind}: {name} must be between 0 and {end - 1}, not {value}")
+        return value
+
+    if kind not in KINDS:
+        raise HandgradError(f"unknown change {kind[:40]!r}: choose one of {', '.join(KINDS)}")
+    if not 0 <= block < config.n_blocks:
+        raise HandgradError(f"there is no block {block}: blocks go from 0 to {config.n_blocks - 1}")
+    here, in_block = f"blocks.{block}.", f"of block {block + 1}"
+    if kind == "head":
+        h, width = number("head", config.n_heads), config.value_width
+        columns = slice(h * width, (h + 1) * width)
+        return Place(here + "a_3", here + "delta_3", (slice(None), columns), f"head {h + 1} {in_block}")
+    if kind == "skip":
+        edge = where.get("edge")
+        if edge not in (5, 10):
+            raise HandgradError("skip: edge must be 5 (past the attention) or 10 (past the feed-forward layer)")
+        past = "attention" if edge == 5 else "feed-forward layer"
+        label = f"the skip connection past the {past} {in_block}"
+        return Place(f"{here}skip_{edge}", f"{here}delta_skip_{edge}", (), label)
+    if kind == "neuron":
+        j = number("neuron", config.hidden_width)
+        return Place(here + "a_8", here + "delta_8", (slice(None), j), f"neuron {j} {in_block}")
+    h, t, s = number("head", config.n_heads), number("row", n), number("column", n)
+    labels = [captions.quote(session.token_text(sentence.ids[i])) for i in (t, s)]
+    label = f"the attention of {labels[0]} to {labels[1]} in head {h + 1} {in_block}"
+    return Place(here + "rho", here + "delta_raw", (h, t, s), label)
+
+
+def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:
+    """The activation of a place and its error signal, from a trace without edits."""
+    here, _, last = place.name.rpartition(".")
+    a, delta = {
+        "skip_5": ("a_1", "delta_5"), "skip_10": ("a_5", "delta_10"), "a_3": ("a_3", "delta_3"), "a_8": ("a_8", "delta_8"),
+        "rho": ("rho", "delta_3"),
+    }[last]  # fmt: skip
+    x, signal = t[f"{here}.{a}"], t[f"{here}.{delta}"]
+    if last == "rho":  # Δ_ρ = Δ_3 vᵗ
+        v = t[f"{here}.v"].repeat_interleave(len(x) // len(t[f"{here}.v"]), 0)
+        signal = signal.view(len(signal), len(x), -1).transpose(0, 1) @ v.mT.to(signal.dtype)
+    return x, signal
+
+
+def predicted(t: Trace, place: Place) -> float:
+    """−⟨Δ, a⟩: the change of the objective to first order if these entries become 0."""
+    x, delta = (tensor[place.index].double() for tensor in signal_at(t, place))
+    return -(x * delta).sum().item()
+
+
+def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
+    """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
+    values: dict[str, Tensor] = {}
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        changed = edited_pass(
+            model, sentence.tokens, sentence.targets, None, sentence.objective, {place.name: place.zeroed}, values
+        )
+        measured = changed.forward(sentence.objective)[0]
+    value, guess = sentence.trace.loss, predicted(sentence.trace, place)
+    before, after = sentence.trace["y_pred"], values["y_pred"]
+    moves = []
+    for t, target in enumerate(sentence.targets[0].tolist()):
+        first, second = int(before[t].argmax()), int(after[t].argmax())
+        moves.append({
+            "token": session.token_text(sentence.ids[t]),
+            "target": session.token_text(target) if target >= 0 else None,
+            "before": before[t, target].item() if target >= 0 else None,
+            "after": after[t, target].item() if target >= 0 else None,
+            "first_before": session.token_text(first), "first_after": session.token_text(second),
+        })  # fmt: skip
+    return {
+        "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
+        "moves": moves, "caption": _about(place, guess, measured - value),
+        "python": place.python(place.name, "changed.loss - trace.loss"),
+    }  # fmt: skip
+
+
+def _about(place: Place, guess: float, change: float) -> str:
+    text = f"Without {place.label} the objective changes by {typeset(change)}; the gradient predicted {typeset(guess)}."
+    if guess * change < 0 or abs(change - guess) > max(abs(change), abs(guess)) / 2:
+        text += " Removing it is too large a step for a first-order prediction."
+    return text
+
+
+def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
+    """Set the error signal of a place to 0 in the backward pass: which signals and gradients change, and by how much."""
+    base = sentence.trace
+    with session.model_at(sentence.version) as model:
+        changed = trace(
+            model, sentence.tokens, sentence.targets, objective=sentence.objective, edit={place.delta: place.zeroed}
+        )
+    gradients, stations = [], []
+    for station in session.stations:
+        for name in station.incoming:
+            size = base[name].norm().item()
+            change = _distance(changed[name], base[name])
+            stations.append({"station": station.id, "symbol": symbol(name), "before": size, "change": change})
+        for parameter in station.parameters:
+            if parameter.gradient not in base or parameter.symbol.startswith("w_11 ="):
+                continue
+            x, y = base[parameter.gradient], changed[parameter.gradient]
+            gradients.append({
+                "station": station.id, "block": station.block, "symbol": parameter.symbol, "name": parameter.gradient,
+                "before": x.norm().item(), "after": y.norm().item(), "change": _distance(y, x),
+            })  # fmt: skip
+    gradients.sort(key=lambda row: -row["change"] / (row["before"] or 1.0))
+    touched = [row for row in gradients if row["change"] > 1e-6 * row["before"]]
+    caption = f"{len(touched)} of {len(gradients)} gradients change if no error flows back through {place.label}."
+    if touched:
+        first = touched[0]
+        where = "" if first["block"] is None else f" of block {first['block'] + 1}"
+        share = percent(first["change"] / first["before"]) if first["before"] else "all"
+        caption += f" The most, relative to its length: ∂{first['symbol']}{where}, by {share}."
+    return {
+        "label": place.label, "name": place.delta, "gradients": gradients, "signals": stations, "caption": caption,
+        "python": place.python(place.delta, "{name: (changed[name] - trace[name]).norm() for name in trace if 'grad_' in name}"),
+    }  # fmt: skip
+
+
+def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dict[str, Any]:
+    """The predicted change for every head and skip connection, and for the neurons of each block with the largest."""
+    t, config = sentence.trace, session.model.config
+    heads, skips, best = [], [], []
+    for b in range(config.n_blocks):
+        here = f"blocks.{b}."
+        by_column: Callable[[str, str], Tensor] = lambda a, d, here=here: (
+            -(  # type: ignore[misc]
+                t[here + a].double() * t[here + d].double()
+            ).sum(0)
+        )
+        heads.append(by_column("a_3", "delta_3").view(config.n_heads, -1).sum(1).tolist())
+        skips.append([by_column("a_1", "delta_5").sum().item(), by_column("a_5", "delta_10").sum().item()])
+        blame = by_column("a_8", "delta_8")
+        top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
+        best.append([{"neuron": j, "predicted": blame[j].item()} for j in top])
+    return {"heads": heads, "skips": skips, "neurons": best}
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return (x - y).norm().item()
+
+
+def _written(i: object) -> str:
+    if isinstance(i, slice):
+        return ":" if i == slice(None) else f"{i.start}:{i.stop}"
+    return str(i)

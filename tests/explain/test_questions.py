@@ -1,0 +1,249 @@
+"""The questions that the page answers from a trace: objectives, what if, attribution, and following one number."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import handgrad as hg
+from handgrad.explain import attribution_view, views, what_if
+from handgrad.explain.follow import follow
+from handgrad.explain.objectives import describe, objective_of, token_id
+from handgrad.explain.proof import CheckResults, Prover
+from handgrad.explain.session import Session, TracedSentence
+from handgrad.explain.steps import take_step
+from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, make_session
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "lora": {"lora": 2},
+}
+
+
+def traced(shape: str = "gpt2", **objective: Any) -> tuple[Session, TracedSentence]:
+    session = make_session(dtype=torch.float64, **SHAPES[shape])
+    if shape == "lora":
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in session.model.parameters():
+                if p.requires_grad:
+                    p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return session, session.sentence(TEXT, 0, objective_of(session, TEXT, 0, objective))
+
+
+# ── objectives ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_everything_on_the_page_follows_the_objective() -> None:
+    session, plain = traced()
+    sentence = session.sentence(TEXT, 0, objective_of(session, TEXT, 0, {"kind": "position", "position": 4}))
+    assert sentence.id != plain.id and session.find(sentence.id).objective == hg.PositionLoss(4)
+    overview = views.overview(session, sentence)
+    assert overview["objective"]["value"] == pytest.approx(overview["losses"][4])
+    assert overview["loss"] == pytest.approx(views.overview(session, plain)["loss"])
+    assert overview["objective"]["label"] == "the loss of ‘,’, after ‘e’ (position 5)"
+    assert not sentence.trace["blocks.0.delta_1"][5:].any()
+    step = take_step(session, sentence, 0.01, "SGD")
+    assert step["loss"] == pytest.approx(overview["losses"][4])
+    assert step["measured"] == pytest.approx(session.find(step["id"]).trace.loss)
+    assert session.find(step["id"]).objective == sentence.objective
+
+
+def test_why_not_this_word() -> None:
+    session, plain = traced()
+    last = len(plain.ids) - 1
+    wanted = {"kind": "difference", "position": last, "against": "zebra"}
+    sentence = session.sentence(TEXT, 0, objective_of(session, TEXT, 0, wanted))
+    o = describe(session, sentence)
+    best = int(plain.trace["a_12"][last].argmax())
+    assert o["token"]["id"] == best and o["against"] == {"id": ord("z"), "word": "z"}
+    assert o["value"] == pytest.approx((plain.trace["a_12"][last, best] - plain.trace["a_12"][last, ord("z")]).item())
+    namespace = {"hg": hg, "model": session.model, "tokens": sentence.tokens, "targets": sentence.targets}
+    assert torch.equal(eval(o["python"], namespace)["blocks.0.delta_1"], sentence.trace["blocks.0.delta_1"])
+
+
+@pytest.mark.parametrize("kind", ["sentence", "position", "difference"])
+def test_the_checks_hold_for_every_objective(kind: str) -> None:
+    session, sentence = traced("llama", kind=kind, position=3 if kind == "position" else 12, against="z")
+    prover, results = Prover(session), CheckResults()
+    for id in ("loss", "blocks.0.a_3", "a_1"):
+        prover.check_now(sentence, results, session.by_id[id])
+        report = prover.report(results, id)
+        assert report["passed"], report
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        ({"kind": "word"}, "unknown objective 'word'"),
+        ({"kind": "position"}, "needs the position"),
+        ({"kind": "position", "position": 99}, "row from 0 to 12"),
+        ({"kind": "difference", "position": 3}, "against"),
+        ({"kind": "difference", "position": 99, "against": "a"}, "no position 99"),
+        ({"kind": "difference", "position": 3, "against": 256}, "outside the vocabulary"),
+        ({"kind": "difference", "position": 3, "against": ""}, "a token is given"),
+    ],
+)
+def test_bad_objectives_are_refused(wanted: dict[str, Any], message: str) -> None:
+    session, _ = traced()
+    with pytest.raises(hg.HandgradError, match=message):
+        session.sentence(TEXT, 0, objective_of(session, TEXT, 0, wanted))
+
+
+# ── what if ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PLACES: list[dict[str, Any]] = [
+    {"kind": "head", "head": 1},
+    {"kind": "skip", "edge": 5},
+    {"kind": "skip", "edge": 10},
+    {"kind": "neuron", "neuron": 7},
+    {"kind": "weight", "head": 2, "row": 8, "column": 3},
+]
+
+
+@pytest.mark.parametrize("where", PLACES, ids=lambda w: w["kind"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_what_if_is_measured_and_predicted(shape: str, where: dict[str, Any]) -> None:
+    session, sentence = traced(shape)
+    place = what_if.place_of(session, sentence, block=1, **where)
+    found = what_if.what_if(session, sentence, place)
+    names: dict[str, Any] = {"hg": hg, "torch": torch, "model": session.model, "trace": sentence.trace}
+    names |= {"tokens": sentence.tokens, "targets": sentence.targets}
+    *lines, last = found["python"].splitlines()
+    exec("\n".join(lines), names)
+    assert found["measured"] == pytest.approx(eval(last, names), rel=1e-9)
+    assert found["measured"] != 0 and f"{place.label}" in found["caption"]
+
+    def shrunk(x: torch.Tensor) -> torch.Tensor:  # the prediction is the slope of the change
+        x[place.index] *= 1 - 1e-6
+        return x
+
+    small = hg.trace(session.model, sentence.tokens, sentence.targets, edit={place.name: shrunk}).loss
+    assert found["predicted"] == pytest.approx((small - sentence.trace.loss) / 1e-6, rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("where", PLACES, ids=lambda w: w["kind"])
+def test_without_an_error_path_some_gradients_change(where: dict[str, Any]) -> None:
+    session, sentence = traced("llama")
+    place = what_if.place_of(session, sentence, block=1, **where)
+    found = what_if.what_if_error(session, sentence, place)
+    changed = hg.trace(session.model, sentence.tokens, sentence.targets, edit={place.delta: place.zeroed})
+    for row in found["gradients"]:
+        difference = (changed[row["name"]] - sentence.trace[row["name"]]).norm().item()
+        assert row["change"] == pytest.approx(difference, rel=1e-6, abs=1e-12)
+    above = [row for row in found["gradients"] if row["station"] in ("a_11", "blocks.1.a_9")]
+    assert above and all(row["change"] < 1e-12 for row in above)
+    assert sum(row["change"] > 1e-9 for row in found["gradients"]) >= 8
+
+
+def test_effects_are_the_predictions() -> None:
+    session, sentence = traced()
+    found = what_if.effects(session, sentence)
+    for where, value in (
+        ({"kind": "head", "head": 2}, found["heads"][1][2]),
+        ({"kind": "skip", "edge": 10}, found["skips"][1][1]),
+        ({"kind": "neuron", "neuron": found["neurons"][1][0]["neuron"]}, found["neurons"][1][0]["predicted"]),
+    ):
+        place = what_if.place_of(session, sentence, block=1, **where)  # type: ignore[arg-type]
+        assert what_if.predicted(sentence.trace, place) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        ({"kind": "all"}, "unknown change"),
+        ({"kind": "head", "head": 3}, "head must be between 0 and 2"),
+        ({"kind": "skip"}, "edge must be 5"),
+        ({"kind": "weight", "head": 0, "row": 1}, "column must be between"),
+        ({"kind": "head", "head": 0, "block": 2}, "no block 2"),
+    ],
+)
+def test_places_that_do_not_exist(where: dict[str, Any], message: str) -> None:
+    session, sentence = traced()
+    with pytest.raises(hg.HandgradError, match=message):
+        what_if.place_of(session, sentence, **{"block": 0, **where})
+
+
+# ── attribution ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_attribution_is_that_of_python() -> None:
+    session, sentence = traced("llama")
+    found = attribution_view.attribution(session, sentence, 6, None, "z", 8)
+    python = eval(found["python"], {"hg": hg, "model": session.model})
+    assert [row["score"] for row in found["rows"]] == python.scores[:7].tolist()
+    assert found["gap"] == python.gap and found["total"] == pytest.approx(python.integrated.sum().item())
+    removed = [math.nan if row["removed"] is None else row["removed"] for row in found["rows"]]
+    assert removed == pytest.approx(python.removed[:7].tolist(), nan_ok=True)
+    assert "Completeness gap" in found["caption"]
+    worst = attribution_view.attribution(session, sentence, steps=1)["position"]
+    losses = views.overview(session, sentence)["losses"]
+    assert worst == max(range(len(losses)), key=losses.__getitem__)
+    with pytest.raises(hg.HandgradError, match="no target"):
+        attribution_view.attribution(session, sentence, len(sentence.ids) - 1)
+    assert attribution_view.attribution(session, sentence, len(sentence.ids) - 1, "x", steps=2)["word"]["word"] == "x"
+
+
+# ── follow one number ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_number_is_the_sum_of_its_terms(shape: str) -> None:
+    """A cell of every tensor of the trace, and every factor of its largest term in turn."""
+    session, sentence = traced(shape)
+    seen: set[str] = set()
+
+    def check(name: str, head: int | None, row: int, column: int, size: float) -> list[dict[str, Any]]:
+        found = follow(session, sentence, name, head, row, column)
+        assert found["sum"] == pytest.approx(found["value"], rel=1e-9, abs=1e-10 * size + 1e-15), name
+        shown = sum(term["value"] for term in found["terms"]) + found["rest"]["value"]
+        assert found["leaf"] or shown == pytest.approx(found["sum"], rel=1e-9, abs=1e-10 * size + 1e-15)
+        for term in found["terms"]:
+            product = math.prod(factor["value"] for factor in term["factors"]) * term["scale"]
+            assert product == pytest.approx(term["value"], rel=1e-9, abs=1e-300)
+        if found["python"] is not None:
+            assert eval(found["python"], {"trace": sentence.trace}).item() == found["value"]
+        seen.add(name)
+        return [factor["cell"] for term in found["terms"][:1] for factor in term["factors"] if factor["cell"]]
+
+    for name, x in sentence.trace.items():
+        if name == "a_0" or (name.startswith("blocks.0.") and name not in ("blocks.0.a_1", "blocks.0.delta_10")):
+            continue
+        shape_of = (1, *x.shape)[-2:]
+        row = sentence.ids[5] if name == "grad_w_tok" else min(5, shape_of[0] - 1)
+        size = x.abs().max().item()
+        for cell in check(name, 0 if x.ndim == 3 else None, row, min(7, shape_of[1] - 1), size):
+            check(cell["name"], cell["head"], cell["row"], cell["column"], max(1.0, size))
+    assert "blocks.1.score" in seen and "blocks.1.delta_v" in seen
+
+
+def test_the_way_up_ends_at_the_loss() -> None:
+    session, sentence = traced("llama", kind="difference", position=9, token="a", against="b")
+    cell: dict[str, Any] = {"name": "blocks.0.grad_w_gate", "head": None, "row": 3, "column": 2}
+    for _ in range(60):
+        found = follow(session, sentence, cell["name"], cell["head"], cell["row"], cell["column"])
+        signals = [f["cell"] for f in found["terms"][0]["factors"] if f["cell"] and "delta" in f["cell"]["name"]]
+        if not signals:
+            break
+        cell = signals[0]
+    assert found["name"] == "delta_12" and abs(found["value"]) == 1
+
+
+def test_a_number_that_does_not_exist() -> None:
+    session, sentence = traced()
+    for name, head, row, column, message in (
+        ("blocks.0.a_99", None, 0, 0, "no tensor"),
+        ("blocks.0.rho", None, 0, 0, "has 3 heads"),
+        ("blocks.0.a_5", None, 99, 0, "there is no 99"),
+    ):
+        with pytest.raises(hg.HandgradError, match=message):
+            follow(session, sentence, name, head, row, column)
+
+
+def test_a_word_is_its_first_token() -> None:
+    session, _ = traced()
+    assert token_id(session, " cat") == ord(" ") and token_id(session, 7) == 7
