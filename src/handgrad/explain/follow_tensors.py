@@ -8,7 +8,7 @@ blocks.0.w_8, b_8, w_11, w_tok   weights, oriented as in the paper, with their a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 

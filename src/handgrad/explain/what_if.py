@@ -173,7 +173,7 @@ def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dic
     for b in range(config.n_blocks):
         here = f"blocks.{b}."
         by_column: Callable[[str, str], Tensor] = lambda a, d, here=here: (
-            -(  # type: ignore[misc]
+            -(  # type: ignore[misc]  # noqa: E731
                 t[here + a].double() * t[here + d].double()
             ).sum(0)
         )

@@ -8,8 +8,8 @@ import { h } from "./render.js";
  * A row of chips, of which one is chosen. The Tab key reaches the row once; the arrow keys move within it.
  * @param {{ label: string, items: { content: any, label: string, style?: any, title?: string, class?: string, data?:
  * Record<string, any> }[],
- *   chosen: number, choose: (index: number) => void, class?: string, id?: string }} about */
-export function chips({ label, items, chosen, choose, class: style = "strip", id }) {
+ *   chosen: number, choose: (index: number) => void, class?: string, id?: string, moves?: boolean }} about */
+export function chips({ label, items, chosen, choose, class: style = "strip", id, moves = true }) {
   const tabbable = chosen >= 0 && chosen < items.length ? chosen : 0;
   const onkeydown = (/** @type {any} */ event) => {
     const from = [...event.currentTarget.children].indexOf(event.target);
@@ -26,7 +26,7 @@ export function chips({ label, items, chosen, choose, class: style = "strip", id
     event.stopPropagation();
     const next = Math.max(0, Math.min(items.length - 1, to));
     event.currentTarget.children[next].focus();
-    choose(next);
+    if (moves) choose(next); // else Enter chooses
   };
   return h(
     "div",

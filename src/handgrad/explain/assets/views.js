@@ -2,12 +2,24 @@
 // The views of the page, in the order of their tabs.
 
 import { attributionView } from "./attribution.js";
+import { compareView } from "./compare.js";
 import { exercisesView } from "./exercises.js";
 import { flowView } from "./gradient_flow.js";
+import { headsView } from "./heads.js";
 import { stationView } from "./station.js";
 import { stepView } from "./step.js";
 import { storyView } from "./story.js";
 import { whatIfView } from "./what_if.js";
 
 /** @type {any[]} */
-export const VIEWS = [storyView, stationView, flowView, attributionView, whatIfView, stepView, exercisesView];
+export const VIEWS = [
+  storyView,
+  stationView,
+  flowView,
+  headsView,
+  attributionView,
+  whatIfView,
+  compareView,
+  stepView,
+  exercisesView,
+];
