@@ -1,13 +1,12 @@
 """The data of the attention view: one head, forward and backward."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import HandgradError
 from ..model.attention import Attention
-from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.trace import Trace
 from ..ops import linear, rotary
@@ -26,14 +25,28 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
             f"there is no head {head} in block {block}: {config.n_blocks} blocks of {config.n_heads} heads, counted from 0"
         )
     t, here = sentence.trace, f"blocks.{block}."
-    indices = _indices(config, head)
+    rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
+    rho, raw = rho[head], raw[head]
+    width, size = config.value_width, config.n_heads // config.kv_heads
+    indices = {"q": head, "k": head // size, "v": head // size}  # heads of keys and values may be shared
+    q, k, v = (_wide(t[here + letter][i]) for letter, i in indices.items())
+    signal = delta_3[:, head * width : (head + 1) * width]
     with session.model_at(sentence.version) as model, torch.no_grad():
         attn = model.blocks[block].attn
-        found = one_head(model, t, block, head, projections(attn))
-        value, query, key = found.back()
-    rho, raw, signal, q, k, v, sent = found.rho, found.raw, found.signal, found.q, found.k, found.v, found.sent()
-    delta_3 = _wide(t[f"{here}delta_3"])
-    size, width = config.n_heads // config.kv_heads, config.value_width
+        pairs = _projections(attn)
+        branches = {letter: _Branch(model, t, block, letter, i, pairs[letter]) for letter, i in indices.items()}
+        value = branches["v"].backward(rho.t() @ signal)  # (22)
+        query, key = branches["q"].backward(raw @ k), branches["k"].backward(raw.t() @ q)  # (30)
+        # What token t sends to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts x_ts w_kᵗ, where x_ts is q_t on its way back through the
+        # rotation and the norm of key s, if there are any. Only the length is needed, so the vectors themselves, (n, n, d),
+        # are never made.
+        w_k, w_v = branches["k"].w, branches["v"].w
+        x = branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
+        along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
+        along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
+        product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
+    squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
+    sent = squares.clamp(min=0).sqrt()
     labels = labels_of(session, sentence)
     norms = {"value": value.norm().item(), "query": query.norm().item(), "key": key.norm().item()}
     signals = delta_3.view(len(delta_3), config.n_heads, width)
@@ -58,54 +71,6 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
         "caption": captions.about_attention(rho, sent, labels),
         "branches_caption": captions.about_branches(norms["value"], norms["query"], norms["key"]),
     }  # fmt: skip
-
-
-class Head(NamedTuple):
-    """One head of a block: its tensors, and the ways of its error back to a_2."""
-
-    rho: Tensor  # (n, n)
-    raw: Tensor  # (n, n) Δ_raw
-    signal: Tensor  # (n, d_h) its part of Δ_3
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    branches: "dict[str, _Branch]"
-
-    def back(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The parts of Δ_2 that come through the values (22), the queries and the keys (30)"""
-        value = self.branches["v"].backward(self.rho.t() @ self.signal)
-        return value, self.branches["q"].backward(self.raw @ self.k), self.branches["k"].backward(self.raw.t() @ self.q)
-
-    def sent(self) -> Tensor:
-        """(n, n) the length of what token t sends back to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts x_ts w_kᵗ, where x_ts is q_t on
-        its way back through the rotation and the norm of key s, if there are any. The vectors themselves, (n, n, d), are
-        never made."""
-        w_k, w_v, signal, q = self.branches["k"].w, self.branches["v"].w, self.signal, self.q
-        x = self.branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
-        along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
-        along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
-        product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
-        squares = self.rho**2 * along_v + 2 * self.rho * self.raw * product + self.raw**2 * along_k
-        return squares.clamp(min=0).sqrt()
-
-
-Projections = dict[str, tuple[Tensor, Tensor | None]]
-
-
-def one_head(model: GPT, t: Trace, block: int, head: int, pairs: Projections) -> Head:
-    config, here = model.config, f"blocks.{block}."
-    indices = _indices(config, head)
-    width = config.value_width
-    branches = {letter: _Branch(model, t, block, letter, i, pairs[letter]) for letter, i in indices.items()}
-    q, k, v = (_wide(t[here + letter][i]) for letter, i in indices.items())
-    signal = _wide(t[f"{here}delta_3"])[:, head * width : (head + 1) * width]
-    return Head(_wide(t[f"{here}rho"][head]), _wide(t[f"{here}delta_raw"][head]), signal, q, k, v, branches)
-
-
-def _indices(config: ModelConfig, head: int) -> dict[str, int]:
-    """Where a head finds its queries, keys and values; heads of keys and values may be shared."""
-    shared = head // (config.n_heads // config.kv_heads)
-    return {"q": head, "k": shared, "v": shared}
 
 
 class _Branch:
@@ -138,7 +103,7 @@ class _Branch:
         return linear.backward(self.to_projection(signal[:, None])[:, 0], self.w)
 
 
-def projections(attn: Attention) -> Projections:
+def _projections(attn: Attention) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Weight (d, width) and bias of q, k and v, whether they are one layer or three."""
     found: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, layer in zip(attn.inputs, attn.projections(), strict=True):

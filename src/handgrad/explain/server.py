@@ -24,9 +24,7 @@ from ..web.connection import BackgroundServer
 from . import (
     attention_view,
     attribution_view,
-    compare_view,
     follow,
-    heads_view,
     lens_view,
     values,
     views,
@@ -179,20 +177,6 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/head")
     async def head(id: str, block: int, head: int) -> Response:
         return await answer(attention_view.at_head, id, block, head)
-
-    @app.get("/api/heads")
-    async def all_heads(id: str) -> Response:
-        return await answer(heads_view.all_heads, id)
-
-    @app.get("/api/compare")
-    async def compare(id: str, other: str, station: str) -> Response:
-        about = station_of(station)
-        return await respond(lambda: compare_view.compare(session, session.find(other), session.find(id), about))
-
-    @app.get("/api/base")
-    async def base(id: str) -> Response:
-        version = await compute(compare_view.base_version, session)
-        return await respond(lambda: {"id": session.sentence(session.find(id).text, version).id})
 
     @app.get("/api/lens")
     async def lens(id: str, station: str) -> Response:
