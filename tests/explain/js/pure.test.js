@@ -4,8 +4,8 @@ import { test } from "node:test";
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { colour, inkOn } from "./colours.js";
 import { csvText, pythonOf } from "./csv.js";
-import { cellsOfRow, flowRows, logarithmic } from "./flow_rows.js";
-import { count, exact, fit, number, percent, shapeOf, signed, visible } from "./format.js";
+import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
+import { count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
 import { joints, mapLines, widths } from "./map_lines.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
@@ -22,6 +22,10 @@ test("numbers have three digits, and never read null, undefined or NaN", () => {
   assert.deepEqual([signed(0.25), signed(-0.25), signed(0)], ["+0.25", "−0.25", "0"]);
   assert.deepEqual([0.45123, 0.0019, 1, 0.9994, 1e-6, null].map(percent), ["45 %", "0.19 %", "100 %", "99.9 %", "1.0·10⁻⁴ %", "– %"]);
   assert.deepEqual([count(1, "step"), count(2000, "step"), shapeOf([24, 1024]), exact(0.1 + 0.2)], ["1 step", "2,000 steps", "24 × 1,024", "0.3"]);
+});
+
+test("numbers in the server's sentences are written as all others", () => {
+  assert.equal(written("‘a’ has ⟦0.45123%⟧, length ⟦1.5e-07⟧, ⟦-0.5⟧ or ⟦inf⟧; ⟦nan⟧, ⟦x⟧"), "‘a’ has 45 %, length 1.50·10⁻⁷, −0.5 or ∞; –, ⟦x⟧");
 });
 
 test("tokens are visible", () => {
@@ -61,13 +65,10 @@ test("short labels of columns stand upright, long ones are turned", () => {
   assert.ok(xs.length > 10 && Math.min(...xs.slice(1).map((x, i) => x - xs[i])) >= 9);
 });
 
-test("the flow joins rows that are equal, and its shares sum to 1 in each row", () => {
-  const stations = [["a_1", 1, null, "Δ₁"], ["blocks.0.a_4", 4, 0, "Δ₄"], ["blocks.0.a_5", 5, 0, "Δ₅"], ["a_11", 11, null, "Δ₁₁"], ["a_12", 12, null, "Δ₁₂"]];
-  const flows = stations.map(([id], i) => ({ id, a: [1, 2], delta: i === 1 || i === 2 ? [3, 4] : [i, 1] }));
-  const rows = flowRows(flows, stations.map(([id, index, block, delta_symbol]) => ({ id, index, block, delta_symbol })));
-  assert.deepEqual(rows.map((row) => row.name), ["Δ₁", "1·Δ₄=Δ₅", "Δ₁₁"]);
-  assert.deepEqual(cellsOfRow(rows[1], "share").map((x) => x.toFixed(2)), ["0.36", "0.64"]);
-  assert.deepEqual([cellsOfRow(rows[1], "product"), cellsOfRow(rows[1], "a")], [[3, 8], [1, 2]]);
+test("the flow has short labels, and one row for each mode", () => {
+  assert.deepEqual(["Δ₁", "Δ₄ = Δ₅ of block 1", "Δ_gate, Δ_up of block 12"].map(shortLabel), ["Δ₁", "1·Δ₄=Δ₅", "12·Δ_gate,Δ_up"]);
+  const row = { station: "a_1", label: "Δ₁", a: [1, 2], delta: [3, 4], share: [0.36, 0.64] };
+  assert.deepEqual(["share", "delta", "product", "a"].map((mode) => cellsOfRow(row, mode)), [[0.36, 0.64], [3, 4], [3, 8], [1, 2]]);
   const { least, most, shares } = logarithmic([[1e-9, 1, 100, 0]]);
   assert.deepEqual([least, most, shares[0]], [-2, 2, [0.03, 0.5, 1, 0]]);
 });

@@ -1,8 +1,13 @@
 // @ts-check
 // Requests to the server. In an exported file the answers are embedded in the page, and nothing is requested.
 
+import { written } from "./format.js";
+
+/** @param {string} text */
+const parse = (text) => JSON.parse(text, (_, value) => (typeof value === "string" && value.includes("⟦") ? written(value) : value));
+
 const embedded = document.getElementById("embedded-answers");
-const answers = embedded ? JSON.parse(embedded.textContent ?? "") : null;
+const answers = embedded ? parse(embedded.textContent ?? "") : null;
 export const offline = answers !== null;
 
 export class RequestError extends Error {}
@@ -17,7 +22,7 @@ async function request(path, options) {
   }
   let body;
   try {
-    body = await response.json();
+    body = parse(await response.text());
   } catch {
     throw new RequestError(`handgrad responded with status ${response.status}`);
   }

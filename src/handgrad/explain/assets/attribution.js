@@ -1,6 +1,7 @@
 // @ts-check
 // The view “Attribution”: which tokens of the sentence the explained word depends on, by two estimates and by removal.
 
+import { has, offline } from "./api.js";
 import { filled } from "./colours.js";
 import { number, quote, signed, visible } from "./format.js";
 import { chips, choice, table, viewHead } from "./parts.js";
@@ -14,6 +15,7 @@ let steps = "32";
 export const attributionView = {
   id: "attribution",
   title: "Attribution",
+  available: () => has("attribution"),
 
   /** @param {any} state */
   needs(state) {
@@ -111,7 +113,7 @@ function gap(found, actions) {
   return h(
     "section",
     { class: "card controls", "aria-label": "Completeness", key: "gap" },
-    h(
+    offline ? null : h(
       "label",
       { class: "field" },
       "steps of the integral",

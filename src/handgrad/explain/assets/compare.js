@@ -3,41 +3,44 @@
 // the
 // steps, or the model without its adapters.
 
-import { get, post } from "./api.js";
+import { offline, post } from "./api.js";
+import { filled } from "./colours.js";
 import { pythonOf } from "./csv.js";
-import { number, percent, visible } from "./format.js";
+import { count, number, percent, quote, visible } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
 import { card, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
 
-let other = { id: "", text: "", what: "" }; // the trace to compare with
+let other = { id: "", what: "" }; // the trace to compare with
 let typed = "";
 let problem = "";
 
 export const compareView = {
   id: "compare",
   title: "Compare",
+  available: () => !offline,
 
   /** @param {any} state */
-  needs: (state) => (other.id ? { found: ["compare", { other: other.id, station: state.station }] } : {}),
+  needs: (state) =>
+    other.id
+      ? { all: ["compare", { other: other.id }], found: ["compare", { other: other.id, station: stationFor(state) }] }
+      : {},
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, { found }, actions) {
+  draw(state, { all, found }, actions) {
     return [
       viewHead("side by side, and as a difference", "Compare"),
       chooser(state, actions),
-      ...(found
-        ? results(found, state, actions)
-        : [h("p", { class: "soft", key: "none" }, "Choose what to compare with.")]),
+      ...(found ? results(all, found, state, actions) : []),
     ];
   },
 };
 
-async function choose(request, text, what, actions) {
+async function choose(request, what, actions) {
   problem = "";
   try {
     const { id } = await actions.busy(request());
-    other = { id, text, what };
+    other = { id, what };
   } catch (reason) {
     problem = /** @type {Error} */ (reason).message;
   }
@@ -45,14 +48,15 @@ async function choose(request, text, what, actions) {
 }
 
 function chooser(state, actions) {
-  const { text, version, steps, id } = state.overview;
+  const { text, version, steps } = state.overview;
   const sentence = (event) => {
     event.preventDefault();
-    choose(() => post("sentence", { text: typed || text, version }), typed || text, "the other sentence", actions);
+    choose(() => post("sentence", { text: typed || text, version }), "the other sentence", actions);
   };
   const before = () =>
     choose(() => post("sentence", { text, version: 0, ...wanted(state) }), text, "before the steps", actions);
-  const base = () => choose(() => get("base", id), text, "without the adapters", actions);
+  const base = () =>
+    choose(() => post("sentence", { text, version: -1, ...wanted(state) }), "the model without its adapters", actions);
   return h(
     "form",
     { class: "card controls", "aria-label": "Compare with", onsubmit: sentence, key: "chooser" },
@@ -101,142 +105,72 @@ const wanted = (state) => {
   };
 };
 
-function results(found, state, actions) {
-  const station = state.table.stations.find((s) => s.id === state.station);
-  const options = state.table.stations.map((s) =>
-    h(
-      "option",
-      { value: s.id, key: s.id },
-      `${s.title}${s.block === null ? "" : ` of block ${s.block + 1}`} ${s.symbol}`,
-    ),
-  );
+/** Station a_0 has no activations to compare. */
+const stationFor = (state) => (state.station === "a_0" ? "a_1" : state.station);
+
+function results(all, found, state, actions) {
+  const name = (s) => `${s.title}${s.block === null ? "" : ` of block ${s.block + 1}`}`;
+  const known = state.table.stations.filter((s) => s.id !== "a_0");
+  const open = (id) => {
+    state.station = id;
+    actions.show({ push: false });
+  };
+  const after = (steps) => (steps ? `, after ${count(steps, "step")}` : "");
+  const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, loss ${number(loss, 4)}`;
+  const options = known.map((s) => h("option", { value: s.id, key: s.id }, `${name(s)} ${s.symbol}`));
+  const change = (event) => open(event.target.value);
   return [
     h(
       "section",
       { class: "card", "aria-label": "Station to compare", key: "station" },
-      h(
-        "p",
-        { class: "caption" },
-        `Left: ${other.what}, ‘${visible(other.text)}’, loss ${number(found.losses[0], 4)}. Right: this ` +
-          `trace, loss ${number(found.losses[1], 4)}. ${found.caption}`,
-      ),
+      h("p", { class: "caption" }, `This trace: ${side(found.one)}.`),
+      h("p", { class: "caption" }, `Compared with ${other.what}: ${side(found.other)}.`),
+      h("p", { class: "caption", id: "compare-caption" }, all.caption),
       h(
         "label",
         { class: "field" },
         "station",
-        h(
-          "select",
-          {
-            id: "compare-station",
-            value: state.station,
-            onchange: (event) => {
-              state.station = event.target.value;
-              actions.show({ push: false });
-            },
-          },
-          options,
-        ),
+        h("select", { id: "compare-station", value: found.station, onchange: change }, options),
       ),
     ),
     ...found.maps.map((map) => trio(map, found, state)),
-    overview(found, state, station, actions),
-    gradients(found, actions),
+    stations(all, known, name, found.station, open),
   ];
 }
 
+/** This trace, the other one on the same scale, and the difference. */
 function trio(map, found, state) {
-  const one = (key, title, picture, labels, python) =>
+  const one = (key, title, picture, labels, python, id) =>
     heat({
-      key: `${map.name} ${key}`,
-      title,
-      picture,
-      kind: map.kind,
-      rowLabels: labels,
-      nameRow: positioned(labels),
-      selected: state.token,
-      python,
-      caption: "",
-      sentence: key === "this" ? state.overview.id : other.id,
-      name: key === "difference" ? null : map.name,
+      key, title, picture, kind: map.kind, rowLabels: labels, nameRow: positioned(labels), selected: state.token, python,
+      sentence: id, name: id ? map.name : null,
     });
-  const line = pythonOf(map.name);
-  const [left, right, between] = map.lengths;
+  const { one: mine, other: theirs, rows } = found;
+  const share = `Altogether the difference is ${percent(map.relative)} of the length of ${map.symbol}.`;
   return h(
     "section",
-    { class: "trio", "aria-label": `${map.symbol} compared`, key: map.name },
-    one("other", `${map.symbol} · ${other.what}`, map.pictures[0], found.labels[0], line),
-    one("this", `${map.symbol} · this trace`, map.pictures[1], found.labels[1], line),
-    map.difference
-      ? one(
-          "difference",
-          `difference · this − ${other.what}`,
-          map.difference,
-          found.labels[1],
-          `${line} - other["${map.name}"]`,
-        )
-      : null,
-    h(
-      "p",
-      { class: "caption", "data-lengths": map.lengths.join(" ") },
-      `‖${map.symbol}‖ ${number(left)} and ` +
-        `${number(right)}${between === null ? "" : `; the difference has length ${number(between)}`}.`,
-    ),
+    { class: "trio", "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
+    one("one", `${map.symbol} · this trace`, map.one, mine.tokens, pythonOf(map.name), mine.id),
+    one("other", `${map.symbol} · ${other.what}`, map.other, theirs.tokens, pythonOf(map.name), theirs.id),
+    one("difference", `${other.what} − this trace`, map.difference, mine.tokens.slice(0, rows), map.python, ""),
+    h("p", { class: "caption", "data-relative": map.relative }, `${map.caption} ${share}`),
   );
 }
 
-function overview(found, state, station, actions) {
-  const share = ([length, , between]) => (between === null || !length ? "–" : percent(between / length));
-  const rows = found.stations.map((row) => {
-    const s = state.table.stations.find((one) => one.id === row.id);
-    const open = () => {
-      state.station = row.id;
-      actions.show({ push: false });
-    };
+function stations(all, known, name, shown, open) {
+  const largest = Math.min(1, Math.max(...all.stations.flatMap((row) => [row.a, row.delta]), 1e-300));
+  const cell = (x) =>
+    h("td", { class: "figure", "data-value": x, style: filled("size", Math.min(1, (0.6 * x) / largest)) }, percent(x));
+  const rows = all.stations.map((row) => {
+    const label = name(known.find((one) => one.id === row.station));
     return h(
       "tr",
-      { key: row.id, class: row.id === station.id ? "chosen" : null },
-      h(
-        "td",
-        {},
-        h(
-          "button",
-          { type: "button", class: "small", onclick: open },
-          `${s.title}${s.block === null ? "" : ` of block ${s.block + 1}`}`,
-        ),
-      ),
-      [row.a[0], row.a[1]].map((x) => h("td", { class: "figure" }, number(x))),
-      h("td", { class: "figure" }, share(row.a)),
-      [row.delta[0], row.delta[1]].map((x) => h("td", { class: "figure" }, number(x))),
-      h("td", { class: "figure" }, share(row.delta)),
+      { key: row.station, class: row.station === shown ? "chosen" : null },
+      h("td", {}, h("button", { type: "button", class: "small", onclick: () => open(row.station) }, label)),
+      cell(row.a),
+      cell(row.delta),
     );
   });
-  const head = ["station", "‖a‖ left", "‖a‖ right", "differs by", "‖Δ‖ left", "‖Δ‖ right", "differs by"];
-  return card("All stations", "Where the two differ", table("All stations", head, rows, { tall: true }));
-}
-
-function gradients(found, actions) {
-  const rows = found.gradients.map((g, i) =>
-    h(
-      "tr",
-      { key: i },
-      h(
-        "td",
-        {},
-        h(
-          "button",
-          { type: "button", class: "small", onclick: () => actions.go(g.station, "backward") },
-          `∂${g.symbol}${g.block === null ? "" : ` of block ${g.block + 1}`}`,
-        ),
-      ),
-      h("td", { class: "figure" }, number(g.first)),
-      h("td", { class: "figure" }, number(g.second)),
-      h("td", { class: "figure" }, number(g.cosine)),
-    ),
-  );
-  return card(
-    "Gradients compared",
-    "Gradients",
-    h("p", { class: "soft" }, "Cosine 1: both ask for the same change of this matrix. −1: for the opposite."),
-    table("Gradients compared", ["gradient", "length left", "length right", "cosine"], rows, { tall: true }),
-  );
+  const found = table("All stations", ["station", "a", "Δ"], rows, { tall: true, class: "compared" });
+  return card("All stations", "Where the two differ, relative to the length", found);
 }

@@ -2,7 +2,7 @@
 // The view “Exercises”: the reader writes a backward function; the prover grades it on this sentence and says what is
 // wrong.
 
-import { post } from "./api.js";
+import { has, post } from "./api.js";
 import { judgement } from "./exercise_result.js";
 import { chips, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
@@ -24,6 +24,7 @@ export function chooseExercise(name, station) {
 export const exercisesView = {
   id: "exercises",
   title: "Exercises",
+  available: () => has("learn"),
   needs: () => ({ course: ["learn", {}] }),
 
   /** @param {any} state @param {any} data @param {any} actions */

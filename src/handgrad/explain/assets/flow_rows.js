@@ -1,42 +1,18 @@
 // @ts-check
-// The rows of the gradient flow: one per station, equal ones once, and what each cell shows in each mode.
+// The rows of the gradient flow: how they are labelled, and what each cell shows in each mode.
 
-/** @typedef {{ id: string, a: number[] | null, delta: number[] | null }} Flow */
+/** @typedef {{ station: string, label: string, a: number[], delta: number[], share: number[] }} Row  of an overview's flow */
 
-/** Rows that have both lengths, with the name of their Δ; a row equal to the one before it is joined to it: an addition
- * passes the error on unchanged. @param {Flow[]} flows @param {any[]} stations */
-export function flowRows(flows, stations) {
-  /** @type {{ id: string, name: string, a: number[], delta: number[] }[]} */
-  const rows = [];
-  for (const flow of flows) {
-    const station = stations.find((s) => s.id === flow.id);
-    if (!flow.a || !flow.delta || !station || station.index >= 12) continue;
-    const before = rows.at(-1);
-    if (
-      before &&
-      station.block !== null &&
-      before.delta.every((x, i) => x === /** @type {number[]} */ (flow.delta)[i])
-    ) {
-      before.name += `=${station.delta_symbol}`;
-      Object.assign(before, { id: flow.id, a: flow.a });
-    } else
-      rows.push({
-        id: flow.id,
-        name: `${station.block === null ? "" : `${station.block + 1}·`}${station.delta_symbol}`,
-        a: flow.a,
-        delta: flow.delta,
-      });
-  }
-  return rows;
+/** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅ @param {string} label */
+export function shortLabel(label) {
+  const [, symbols, block] = /^(.*?)(?: of block (\d+))?$/.exec(label) ?? ["", label];
+  return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "")}`;
 }
 
-/** What a mode shows of a row. @param {{ a: number[], delta: number[] }} row @param {string} mode */
-export function cellsOfRow({ a, delta }, mode) {
-  if (mode === "a") return a;
-  if (mode === "delta") return delta;
+/** What a mode shows of a row. @param {Row} row @param {string} mode */
+export function cellsOfRow({ a, delta, share }, mode) {
   if (mode === "product") return a.map((x, i) => x * delta[i]);
-  const total = Math.hypot(...delta);
-  return delta.map((x) => (total ? (x / total) ** 2 : 0)); // share of the squared error of this row
+  return { a, delta, share }[mode] ?? [];
 }
 
 /** Values on a logarithmic scale of at most four decades, from 0 to 1; 0 stays 0. @param {number[][]} rows */

@@ -2,7 +2,7 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { cellsOfRow, flowRows, logarithmic } from "./flow_rows.js";
+import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
 import { number, percent } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
@@ -60,9 +60,9 @@ export const flowView = {
 };
 
 function picture(state, actions) {
-  const { table: stations, overview } = state;
+  const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const rows = flowRows(overview.flows, stations.stations);
+  const { rows, caption } = overview.flow;
   const values = rows.map((row) => cellsOfRow(row, mode));
   const { least, most, shares } = logarithmic(values);
   const share = mode === "share";
@@ -74,18 +74,18 @@ function picture(state, actions) {
     kind: mode === "a" ? "a" : "size",
     positive: true,
     picture: pictureOf(share ? values.map((row) => row.map((x) => Math.sqrt(x / largest))) : shares),
-    rowLabels: rows.map((row) => row.name),
+    rowLabels: rows.map((row) => shortLabel(row.label)),
     columnLabels: labels,
-    nameRow: (i) => rows[i].name,
+    nameRow: (i) => rows[i].label,
     nameColumn: positioned(labels),
-    caption: CAPTIONS[mode] ?? overview.flow_caption,
+    caption: CAPTIONS[mode] ?? caption,
     values: () => values,
     python: PYTHON[mode],
     scale: share
       ? ["0", `${percent(largest)} of the row's squared error`]
       : [number(10 ** least), `${number(10 ** most)}, logarithmic`],
     describe: share ? (x) => percent(x * x * largest) : decimal,
-    choose: (row, column) => actions.go(rows[row].id, mode === "a" ? "forward" : "backward", column),
+    choose: (row, column) => actions.go(rows[row].station, mode === "a" ? "forward" : "backward", column),
     chooses: "opens the station",
   });
 }

@@ -1,26 +1,25 @@
 // @ts-check
 // The view “Heads”: every head of every block as a small picture; choose one to enter it.
 
-import { number, percent } from "./format.js";
+import { has } from "./api.js";
+import { number } from "./format.js";
 import { pixelsOf } from "./heat_paint.js";
 import { choice, chips, viewHead } from "./parts.js";
 import { h, widget } from "./render.js";
 import { saveMenu } from "./save.js";
 
-const MAPS = { rho: "ρ, attention weights", sent: "error sent back", delta_raw: "Δ_raw, error of the scores" };
-const KINDS = { rho: "a", sent: "size", delta_raw: "delta" };
+const MAPS = { rho: "ρ, attention weights", sent: "error sent back" };
+const KINDS = { rho: "a", sent: "size" };
 const ABOUT = {
-  rho: "Each square: tokens attending (rows) to tokens (columns). Every head has its own scale.",
-  sent:
-    "Each square: the error that each token (row) sends back to each other token (column). Every " +
-    "head has its own scale.",
-  delta_raw: "Each square: Δ_raw. Blue: more attention would lower the loss. Every head has its own scale.",
+  rho: "Each square: tokens attending (rows) to tokens (columns).",
+  sent: "Each square: the error that each token (row) sends back to each other token (column).",
 };
 let shown = "rho";
 
 export const headsView = {
   id: "heads",
   title: "Heads",
+  available: () => has("heads"),
   needs: () => ({ heads: ["heads", {}] }),
 
   /** @param {any} state @param {any} data @param {any} actions */
@@ -35,7 +34,7 @@ export const headsView = {
       h(
         "p",
         { class: "summary" },
-        `${ABOUT[shown]} The bar below shows how much error reaches the head. Choose a head to enter it.`,
+        `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the head. Choose a head to enter it.`,
       ),
       h(
         "figure",
@@ -47,9 +46,9 @@ export const headsView = {
           saveMenu({
             title: "all heads",
             text: true,
-            python: python(),
+            python: heads.python.rho,
             values: () => table(heads),
-            columnLabels: ["block", "head", "incoming error", "attention on the first token"],
+            columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
           }),
         ),
         heads.blocks.map((row, b) => block(row, b, most, state, actions)),
@@ -59,18 +58,12 @@ export const headsView = {
   },
 };
 
-const python = () =>
-  shown === "sent"
-    ? 'trace["blocks.0.delta_3"].view(n, heads, -1).norm(dim=(0, 2))'
-    : `[trace[f"blocks.{b}.${shown}"] for b in range(blocks)]`;
 const table = (heads) =>
-  heads.blocks.flatMap((row, b) => row.map((head, i) => [b + 1, i + 1, head.incoming, head.first]));
+  heads.blocks.flatMap((row, b) => row.map((head, i) => [b + 1, i + 1, head.incoming, head.sent_largest]));
 
 function block(row, b, most, state, actions) {
   const items = row.map((head, i) => ({
-    label:
-      `Head ${i + 1} of block ${b + 1}: incoming error ${number(head.incoming)}, ` +
-      `${percent(head.first)} of its attention on the first token`,
+    label: `Head ${i + 1} of block ${b + 1}: incoming error ${number(head.incoming)}`,
     title: `head ${i + 1} of block ${b + 1}: incoming error ${number(head.incoming)}`,
     data: { "data-head": `${b}.${i}` },
     content: [

@@ -21,6 +21,7 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {number | null} [head]
  * @property {string[] | null} [rowLabels]     tokens, if rows are tokens
  * @property {string[] | null} [columnLabels]
+ * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not all are shown
  * @property {(from: number, to: number) => string} [nameRow]   how to write which rows a cell shows
  * @property {(from: number, to: number) => string} [nameColumn]
  * @property {string} [join]      what stands between the row and the column
@@ -153,10 +154,16 @@ function heatmap(given) {
     return [row, nameColumn(columns[0], columns[1])].filter(Boolean).join(join);
   };
 
+  /** @param {number} j */
+  const columnsOf = (j) => {
+    const [from, to] = range(picture, j, 1), ids = options.columnIds;
+    return ids ? [ids[from], ids[from] + 1] : [from, to];
+  };
+
   /** Which entry a cell shows: the one furthest from 0. @param {number[]} cell */
   async function entryOf(cell) {
     const rows = range(picture, cell[0], 0),
-      columns = range(picture, cell[1], 1);
+      columns = columnsOf(cell[1]);
     if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
     const head = options.head === null || options.head === undefined ? {} : { head: options.head };
     return get("value", options.sentence, {
@@ -184,7 +191,7 @@ function heatmap(given) {
         const found = await entryOf(cell);
         if (mine !== requested) return;
         const { nameRow, nameColumn = numbered("feature") } = options;
-        const pooled = picture.pool[0] * picture.pool[1] > 1;
+        const pooled = !options.columnIds && picture.pool[0] * picture.pool[1] > 1;
         const exactly = pooled
           ? [nameRow?.(found.row, found.row + 1), nameColumn(found.column, found.column + 1)]
               .filter(Boolean)
@@ -246,7 +253,7 @@ function heatmap(given) {
     const cell = under(event);
     const dragged = drag && drag[0] !== drag[1] ? [Math.min(...drag), Math.max(...drag)] : null;
     drag = null;
-    if (dragged && !options.square) return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
+    if (dragged && !options.square && !options.columnIds) return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
     if (!cell) return;
     const again = tapped === String(cell);
     tapped = String(cell);
@@ -261,7 +268,7 @@ function heatmap(given) {
       const [i, j] = cursor ?? [0, 0];
       const [di, dj] = cursor ? moves[event.key] : [0, 0];
       show([Math.max(0, Math.min(rows - 1, i + di)), Math.max(0, Math.min(columns - 1, j + dj))]);
-    } else if (event.key === "+" && cursor && !options.square) {
+    } else if (event.key === "+" && cursor && !options.square && !options.columnIds) {
       const [from, to] = picture.columns,
         middle = range(picture, cursor[1], 1)[0];
       const half = Math.max(1, Math.floor((to - from) / 4));

@@ -51,10 +51,11 @@ async function run(event, act) {
 }
 
 /** @param {any} about */
-async function csvOf({ values, name, head, sentence, rowLabels, columnLabels }) {
+async function csvOf({ values, name, head, sentence, rowLabels, columnLabels, columnIds }) {
   if (values) return csvText(values(), rowLabels, columnLabels);
   const found = await get("matrix", sentence, { name, ...(head === null || head === undefined ? {} : { head }) });
-  return csvText(found.values, rowLabels, columnLabels);
+  const rows = columnIds ? found.values.map((row) => columnIds.map((j) => row[j])) : found.values;
+  return csvText(rows, rowLabels, columnLabels);
 }
 
 /** @param {string} text @param {string} type */

@@ -1,14 +1,15 @@
 // @ts-check
 // One station: heading, formulas, proof, matrices, parameters and code.
 
+import { has, offline } from "./api.js";
 import { attentionCard } from "./attention.js";
-import { pythonOf } from "./csv.js";
 import { number, quote, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
 import { code, formulas } from "./formulas.js";
 import { heat, numbered, positioned } from "./heatmap.js";
 import { lensCard } from "./lens.js";
 import { lossCard } from "./loss.js";
+import { neuronCard } from "./neurons.js";
 import { table } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
@@ -30,12 +31,14 @@ export const stationView = {
       view: ["station", { station: station.id }],
       ...(station.index === 3 ? { head: ["head", { block: station.block, head: state.head }] } : {}),
       ...(station.stream ? { lens: ["lens", { station: station.id }] } : {}),
+      ...(station.id === "a_0" && !offline ? { swaps: ["swaps", { position: state.token }] } : {}),
+      ...([7, 8, 9].includes(station.index) && has(`neurons?block=${station.block}`) ? { neurons: ["neurons", { block: station.block }] } : {}),
       ...(state.followed.length ? { followed: ["follow", requestOf(state.followed.at(-1))] } : {}),
     };
   },
 
   /** @param {any} state @param {any} data @param {any} actions */
-  draw(state, { view, head, lens, followed }, actions) {
+  draw(state, { view, head, lens, followed, swaps, neurons }, actions) {
     const station = stationOf(state);
     const labels = state.overview.tokens.map((t) => t.label);
     return [
@@ -43,14 +46,15 @@ export const stationView = {
       h("p", { class: "summary", key: "summary" }, station.summary),
       formulas(station, state, view),
       proofCard(state.proof),
-      station.id === "a_0" ? swapTable(view, state) : null,
+      station.id === "a_0" ? swapTable(view, swaps, state) : null,
       station.id === "loss" ? lossCard(view, state, actions) : null,
       head ? attentionCard(head, state, actions, labels) : null,
       matrices(view, station, state, actions, labels),
       followed ? followCard(followed, state, actions) : null,
       statistics(view),
       lens ? lensCard(lens, state, actions, labels) : null,
-      view.parameters.length ? parameters(view, state, actions) : null,
+      view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
+      neurons ? neuronCard(neurons, state, actions) : null,
       code(station, state),
     ];
   },
@@ -91,6 +95,9 @@ function heading(station, state, actions) {
 
 // ── matrices and parameters ────────────────────────────────────────────────────────────────────────────────────────
 
+/** The token of a column of the picture. */
+const wordOf = ({ words }) => (from) => `token ${quote(words[from] ?? "")}`;
+
 function matrices(view, station, state, actions, labels) {
   const meaning = {
     a: station.id === "loss" ? "probabilities" : "output of this layer",
@@ -106,14 +113,14 @@ function matrices(view, station, state, actions, labels) {
       name: m.name,
       sentence: state.overview.id,
       rowLabels: labels,
-      columnLabels: m.words ?? null,
+      columnLabels: m.vocabulary?.words ?? null,
+      columnIds: m.vocabulary?.ids ?? null,
       nameRow: positioned(labels),
-      nameColumn: m.words ? (from) => `token ${quote(m.words[from])}` : numbered("feature"),
+      nameColumn: m.vocabulary ? wordOf(m.vocabulary) : numbered("feature"),
       selected: state.token,
       positive: station.id === "loss" && m.kind === "a",
-      python: pythonOf(m.name),
-      choose: (row, column) => actions.follow(m.name, row, column, null),
-      chooses: "follows this number",
+      python: m.python,
+      ...(m.name === "swaps" ? {} : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses: "follows this number" }),
     });
   return h("section", { class: "maps", "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
 }
@@ -146,8 +153,7 @@ function statistics(view) {
 }
 
 function parameters(view, state, actions) {
-  const trained = view.parameters.filter((p) => !p.frozen),
-    frozen = view.parameters.filter((p) => p.frozen);
+  const { parameters: trained, frozen } = view;
   const zeroDown = state.table.lora && trained.some((p) => /^d_/.test(p.symbol) && p.grad_norm === 0);
   const one = (p) =>
     h(
@@ -173,7 +179,7 @@ function parameters(view, state, actions) {
             name: p.name,
             sentence: state.overview.id,
             nameColumn: numbered("column"),
-            python: pythonOf(p.name),
+            python: p.python,
             choose: (row, column) => actions.follow(p.name, row, column, null),
             chooses: "follows this number",
           })

@@ -1,46 +1,42 @@
 // @ts-check
 // Station a_0: the tokens, and what the loss would be if another token stood in place of one of them.
 
-import { number, quote, signed, visible } from "./format.js";
+import { quote, signed, visible } from "./format.js";
 import { table } from "./parts.js";
 import { h } from "./render.js";
 
-/** @param {any} view @param {any} state */
-export function swapTable(view, state) {
-  const swap = (x) =>
-    h(
-      "li",
-      {},
-      quote(x.word),
-      ` ${signed(x.change, 2)}`,
-      x.measured === undefined ? null : h("b", { "data-value": x.measured }, ` → ${signed(x.measured, 2)}`),
-    );
-  const rows = view.swaps.map((s, t) =>
-    h(
+const ABOUT =
+  "A replacement moves the embedding from one token to another. That is too large a step for a gradient, which describes" +
+  " small moves: the estimate is often wrong, even in sign. Choose a token above to measure its replacements.";
+const HEAD = ["position", "token", "id", "replacement: estimated change → measured change"];
+
+/** @param {any} view @param {any} measured  the replacements of the chosen token, or undefined @param {any} state */
+export function swapTable(view, measured, state) {
+  const { tokens } = state.overview;
+  const rows = view.swaps.map((row, t) => {
+    const swaps = measured?.position === t ? measured.swaps : row.swaps;
+    return h(
       "tr",
       { key: t, class: t === state.token ? "chosen" : null },
       h("td", { class: "figure" }, t + 1),
-      h("td", {}, h("b", {}, visible(state.overview.tokens[t].label))),
-      h("td", { class: "figure" }, s.id),
-      h("td", {}, s.swaps.length ? h("ul", { class: "swaps" }, s.swaps.map(swap)) : "none"),
-    ),
-  );
+      h("td", {}, h("b", {}, visible(tokens[t].label))),
+      h("td", { class: "figure" }, row.id),
+      h("td", {}, swaps.length ? h("ul", { class: "swaps" }, swaps.map(swap)) : "none"),
+    );
+  });
+  const caption = measured ? `${quote(tokens[measured.position].label)}: ${measured.caption}` : null;
   return h(
     "section",
     { class: "card", "aria-label": "Replacements", key: "tokens" },
-    h("h3", {}, "The sentence as token ids"),
+    h("h3", {}, "The sentence as token ids, and what could have stood there"),
     h("p", { class: "caption" }, view.swaps_caption),
-    h(
-      "p",
-      { class: "soft" },
-      "A replacement moves the embedding from one token to another. That is far: the gradient " +
-        "describes only small moves, so its estimate is often wrong, even in sign.",
-    ),
-    table(
-      "Tokens and possible replacements",
-      ["position", "token", "id", "replacement: estimated change of the loss → measured change"],
-      rows,
-      { tall: true },
-    ),
+    caption ? h("p", { class: "caption", id: "swaps-measured" }, caption) : null,
+    h("p", { class: "soft" }, ABOUT),
+    table("Tokens and possible replacements", HEAD, rows, { tall: true }),
   );
 }
+
+const swap = (x) => {
+  const measured = h("b", { "data-id": x.id, "data-value": x.measured }, ` → ${signed(x.measured, 2)}`);
+  return h("li", { key: x.id }, `${quote(x.word)} ${signed(x.change, 2)}`, x.measured === null ? null : measured);
+};

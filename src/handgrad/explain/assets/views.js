@@ -12,7 +12,7 @@ import { storyView } from "./story.js";
 import { whatIfView } from "./what_if.js";
 
 /** @type {any[]} */
-export const VIEWS = [
+const ALL = [
   storyView,
   stationView,
   flowView,
@@ -23,3 +23,6 @@ export const VIEWS = [
   stepView,
   exercisesView,
 ];
+
+/** An exported file has only the views whose answers it contains. */
+export const VIEWS = ALL.filter((view) => view.available?.() ?? true);

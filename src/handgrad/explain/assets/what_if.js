@@ -3,6 +3,7 @@
 // back.
 // The change that the gradient predicts, −⟨Δ, a⟩, stands beside the measured one.
 
+import { offline } from "./api.js";
 import { filled } from "./colours.js";
 import { number, percent, quote, signed, visible } from "./format.js";
 import { card, choice, table, viewHead } from "./parts.js";
@@ -21,6 +22,7 @@ export function chooseWhatIf(chosen) {
 export const whatIfView = {
   id: "whatif",
   title: "What if",
+  available: () => !offline,
 
   needs: () => ({
     effects: ["effects", {}],
