@@ -4,7 +4,8 @@
 import { written } from "./format.js";
 
 /** @param {string} text */
-const parse = (text) => JSON.parse(text, (_, value) => (typeof value === "string" && value.includes("⟦") ? written(value) : value));
+const parse = (text) =>
+  JSON.parse(text, (_, value) => (typeof value === "string" && value.includes("⟦") ? written(value) : value));
 
 const embedded = document.getElementById("embedded-answers");
 const answers = embedded ? parse(embedded.textContent ?? "") : null;

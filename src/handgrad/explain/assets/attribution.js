@@ -113,16 +113,18 @@ function gap(found, actions) {
   return h(
     "section",
     { class: "card controls", "aria-label": "Completeness", key: "gap" },
-    offline ? null : h(
-      "label",
-      { class: "field" },
-      "steps of the integral",
-      h(
-        "select",
-        { id: "ig-steps", value: steps, onchange: change },
-        ["4", "8", "16", "32", "64", "128"].map((n) => h("option", { value: n, key: n }, n)),
-      ),
-    ),
+    offline
+      ? null
+      : h(
+          "label",
+          { class: "field" },
+          "steps of the integral",
+          h(
+            "select",
+            { id: "ig-steps", value: steps, onchange: change },
+            ["4", "8", "16", "32", "64", "128"].map((n) => h("option", { value: n, key: n }, n)),
+          ),
+        ),
     h(
       "p",
       { class: "caption" },

@@ -142,8 +142,16 @@ function results(all, found, state, actions) {
 function trio(map, found, state) {
   const one = (key, title, picture, labels, python, id) =>
     heat({
-      key, title, picture, kind: map.kind, rowLabels: labels, nameRow: positioned(labels), selected: state.token, python,
-      sentence: id, name: id ? map.name : null,
+      key,
+      title,
+      picture,
+      kind: map.kind,
+      rowLabels: labels,
+      nameRow: positioned(labels),
+      selected: state.token,
+      python,
+      sentence: id,
+      name: id ? map.name : null,
     });
   const { one: mine, other: theirs, rows } = found;
   const share = `Altogether the difference is ${percent(map.relative)} of the length of ${map.symbol}.`;

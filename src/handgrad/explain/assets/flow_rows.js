@@ -1,7 +1,8 @@
 // @ts-check
 // The rows of the gradient flow: how they are labelled, and what each cell shows in each mode.
 
-/** @typedef {{ station: string, label: string, a: number[], delta: number[], share: number[] }} Row  of an overview's flow */
+/** @typedef {{ station: string, label: string, a: number[], delta: number[], share: number[] }} Row  of an overview's
+ * flow */
 
 /** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅ @param {string} label */
 export function shortLabel(label) {

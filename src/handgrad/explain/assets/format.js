@@ -31,9 +31,12 @@ export const count = (n, noun = "") => `${n.toLocaleString("en")}${noun && ` ${n
 /** 45 %, 0.19 % @param {number | null | undefined} p */
 export const percent = (p) => `${number(p && 100 * p, Math.abs(p ?? 0) >= 0.995 ? 3 : 2)} %`;
 
-/** A sentence of the server with its marked numbers written: ⟦0.0123456⟧, ⟦0.4512%⟧ (see marks.py) @param {string} text */
+/** A sentence of the server with its marked numbers written: ⟦0.0123456⟧, ⟦0.4512%⟧ (see marks.py)
+ * @param {string} text */
 export const written = (text) =>
-  text.replace(/⟦(-?[\d.e+-]+|-?inf|nan)(%?)⟧/g, (_, x, share) => (share ? percent : number)(Number(x.replace("inf", "Infinity"))));
+  text.replace(/⟦(-?[\d.e+-]+|-?inf|nan)(%?)⟧/g, (_, x, share) =>
+    (share ? percent : number)(Number(x.replace("inf", "Infinity"))),
+  );
 
 /** 24 × 1,024 @param {number[]} shape */
 export const shapeOf = (shape) => shape.map((n) => n.toLocaleString("en")).join(" × ");

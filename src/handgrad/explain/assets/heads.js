@@ -34,7 +34,8 @@ export const headsView = {
       h(
         "p",
         { class: "summary" },
-        `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the head. Choose a head to enter it.`,
+        `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the ` +
+          `head. Choose a head to enter it.`,
       ),
       h(
         "figure",

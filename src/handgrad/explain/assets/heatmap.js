@@ -21,7 +21,8 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {number | null} [head]
  * @property {string[] | null} [rowLabels]     tokens, if rows are tokens
  * @property {string[] | null} [columnLabels]
- * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not all are shown
+ * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not
+ * all are shown
  * @property {(from: number, to: number) => string} [nameRow]   how to write which rows a cell shows
  * @property {(from: number, to: number) => string} [nameColumn]
  * @property {string} [join]      what stands between the row and the column
@@ -156,7 +157,8 @@ function heatmap(given) {
 
   /** @param {number} j */
   const columnsOf = (j) => {
-    const [from, to] = range(picture, j, 1), ids = options.columnIds;
+    const [from, to] = range(picture, j, 1),
+      ids = options.columnIds;
     return ids ? [ids[from], ids[from] + 1] : [from, to];
   };
 
@@ -253,7 +255,8 @@ function heatmap(given) {
     const cell = under(event);
     const dragged = drag && drag[0] !== drag[1] ? [Math.min(...drag), Math.max(...drag)] : null;
     drag = null;
-    if (dragged && !options.square && !options.columnIds) return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
+    if (dragged && !options.square && !options.columnIds)
+      return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
     if (!cell) return;
     const again = tapped === String(cell);
     tapped = String(cell);

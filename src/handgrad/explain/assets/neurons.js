@@ -1,5 +1,6 @@
 // @ts-check
-// The lens of a feed-forward layer: the neurons with the largest blame, what they write, and what the gradient would have
+// The lens of a feed-forward layer: the neurons with the largest blame, what they write, and what the gradient would
+// have
 // them write, as words of the vocabulary.
 
 import { filled } from "./colours.js";

@@ -32,7 +32,9 @@ export const stationView = {
       ...(station.index === 3 ? { head: ["head", { block: station.block, head: state.head }] } : {}),
       ...(station.stream ? { lens: ["lens", { station: station.id }] } : {}),
       ...(station.id === "a_0" && !offline ? { swaps: ["swaps", { position: state.token }] } : {}),
-      ...([7, 8, 9].includes(station.index) && has(`neurons?block=${station.block}`) ? { neurons: ["neurons", { block: station.block }] } : {}),
+      ...([7, 8, 9].includes(station.index) && has(`neurons?block=${station.block}`)
+        ? { neurons: ["neurons", { block: station.block }] }
+        : {}),
       ...(state.followed.length ? { followed: ["follow", requestOf(state.followed.at(-1))] } : {}),
     };
   },
@@ -96,7 +98,10 @@ function heading(station, state, actions) {
 // ── matrices and parameters ────────────────────────────────────────────────────────────────────────────────────────
 
 /** The token of a column of the picture. */
-const wordOf = ({ words }) => (from) => `token ${quote(words[from] ?? "")}`;
+const wordOf =
+  ({ words }) =>
+  (from) =>
+    `token ${quote(words[from] ?? "")}`;
 
 function matrices(view, station, state, actions, labels) {
   const meaning = {
@@ -120,7 +125,9 @@ function matrices(view, station, state, actions, labels) {
       selected: state.token,
       positive: station.id === "loss" && m.kind === "a",
       python: m.python,
-      ...(m.name === "swaps" ? {} : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses: "follows this number" }),
+      ...(m.name === "swaps"
+        ? {}
+        : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses: "follows this number" }),
     });
   return h("section", { class: "maps", "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
 }
