@@ -54,7 +54,7 @@ function chooser(state, actions) {
     choose(() => post("sentence", { text: typed || text, version }), "the other sentence", actions);
   };
   const before = () =>
-    choose(() => post("sentence", { text, version: 0, ...wanted(state) }), text, "before the steps", actions);
+    choose(() => post("sentence", { text, version: 0, ...wanted(state) }), "the weights before the steps", actions);
   const base = () =>
     choose(() => post("sentence", { text, version: -1, ...wanted(state) }), "the model without its adapters", actions);
   return h(
@@ -179,6 +179,6 @@ function stations(all, known, name, shown, open) {
       cell(row.delta),
     );
   });
-  const found = table("All stations", ["station", "a", "Δ"], rows, { tall: true, class: "compared" });
+  const found = table("Relative differences", ["station", "a", "Δ"], rows, { tall: true, class: "compared" });
   return card("All stations", "Where the two differ, relative to the length", found);
 }
