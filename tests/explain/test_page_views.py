@@ -54,7 +54,7 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     page.wait_for_selector("html[data-ready=yes]")
     expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
     page.go_back()
-    expect(page.locator("#objective")).to_contain_text("the loss of ‘o’")
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘o’")
 
 
 def test_follow_a_number_up_to_the_loss(open_page: Open, session: Session) -> None:

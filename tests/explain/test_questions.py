@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain import attribution_view, views, what_if
@@ -13,7 +14,6 @@ from handgrad.explain.objectives import describe, objective_of, token_id
 from handgrad.explain.proof import CheckResults, Prover
 from handgrad.explain.session import Session, TracedSentence
 from handgrad.explain.steps import take_step
-from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, make_session
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
