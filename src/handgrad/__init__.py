@@ -13,6 +13,7 @@ from .machine import configure_runtime
 if TYPE_CHECKING:
     from .api import finetune, train
     from .errors import HandgradError, NonFiniteError
+    from .explain.notebook import explain
     from .formats.huggingface import save
     from .formats.models import load
     from .inference.attribution import Attribution, attribute
@@ -34,6 +35,7 @@ __all__ = [
     "PositionLoss",
     "Trace",
     "attribute",
+    "explain",
     "finetune",
     "generate",
     "load",
@@ -59,6 +61,8 @@ _MODULE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "explain":  # a package that can be called
+        return import_module(".explain", __name__)
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -60,14 +60,19 @@ def test_every_station_and_every_parameter_is_shown(shape: dict[str, object]) ->
         assert view["maps"]
         for given in view["maps"]:
             x = values.matrix(session, sentence, given["name"], None)
-            if given["name"] != "delta_0":
-                assert given["shape"] == list(x.shape)
-                assert given["statistics"]["norm"] == pytest.approx(x.double().norm().item())
-        for parameter, given in zip(station.parameters, view["parameters"], strict=True):
-            shown.add(parameter.name)
-            if not given["frozen"]:
-                grad = sentence.trace[given["name"]]
-                assert given["grad_norm"] == grad.norm().item() and given["shape"] == list(grad.shape)
+            assert given["shape"] == list(x.shape)
+            assert given["statistics"]["norm"] == pytest.approx(x.double().norm().item())
+            names = {"trace": sentence.trace, "model": session.model}
+            copied = eval(given["python"], names)  # "copy as Python" makes the data of the picture
+            assert list(copied.shape) == given["picture"]["shape"]
+            assert copied.abs().max().item() == pytest.approx(given["picture"]["largest"], rel=1e-5)
+        trained = [p for p in station.parameters if session.model.get_parameter(p.name).requires_grad]
+        assert [x["symbol"] for x in view["frozen"]] == [p.symbol for p in station.parameters if p not in trained]
+        shown |= {p.name for p in station.parameters}
+        for parameter, given in zip(trained, view["parameters"], strict=True):
+            grad = sentence.trace[given["name"]]
+            assert given["symbol"] == parameter.symbol and torch.equal(eval(given["python"], names), grad)
+            assert given["grad_norm"] == grad.norm().item() and given["shape"] == list(grad.shape)
     assert shown == {name for name, _ in session.model.named_parameters()}
     assert (not session.model.embed.weight.requires_grad) == bool(shape.get("lora"))
 
@@ -140,7 +145,7 @@ def test_replacing_a_token() -> None:
     sentence = session.sentence(TEXT)
     t = 3
     swap = views.at_station(session, sentence, session.by_id["a_0"])["swaps"][t]["swaps"][0]
-    other, step = ord(swap["word"]) if len(swap["word"]) == 1 else int(swap["word"][1:-1]), 1e-6
+    other, step = ord(swap["word"]) if len(swap["word"]) == 1 else swap["id"], 1e-6
     w = session.model.embed.weight.data
     row = sentence.ids[t]
     assert sentence.ids.count(row) == 1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..model.gpt import GPT
     from ..text.tokenizer import Tokenizer
 
+DEFAULT = "smollm2"  # if it was fetched
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
 SMALL = 5_000_000  # parameters; below, a second thread does not help
@@ -31,8 +32,8 @@ def explain(
     model: Annotated[
         str | None,
         typer.Option(
-            help=f"{MODEL} A preset has random weights. [default: the newest run in runs/, or else a small model that is"
-            " trained first]"
+            help=f"{MODEL} A preset has random weights. [default: smollm2 if it was fetched, or else the newest run in"
+            " runs/, or else a small model that is trained first]"
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT}]")] = None,
@@ -94,7 +95,10 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
     from ..formats.models import find_model, open_folder
     from ..formats.run_folder import model_folder, newest_run
     from ..model.gpt import GPT
+    from ..text.downloads import is_cached
 
+    if name is None and is_cached(DEFAULT):
+        name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
         folder = model_folder(_train_small_model())
         network = open_folder(folder)

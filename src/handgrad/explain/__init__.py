@@ -7,8 +7,11 @@ steps.py changes a copy of its weights. Nothing here differentiates: gradients c
 
 stations.py   the list of stations, one per layer        formulas.py   their formulas    sources.py   their source code
 session.py    traced sentences and versions of the weights, within a memory limit
-views.py      the data of the overview and of a station; attention_view.py, lens_view.py and values.py: of an attention
-              head, of the lens, of single cells
+objectives.py what is differentiated                     notebook.py   the page in a notebook
+views.py      the data of the overview and of a station; attention_view.py, lens_view.py, neuron_view.py, swaps_view.py and
+              values.py: of attention heads, of the lenses, of token swaps, of single cells; compare_view.py: of two traces
+what_if.py    a head, a skip connection, a neuron or an attention weight set to 0; attribution_view.py: which tokens count
+follow.py     the sum of products that made one number; follow_forward.py and follow_backward.py have the rules
 captions.py   the sentence under each picture            pictures.py   matrices reduced to a size that can be drawn
 steps.py      one optimizer step, predicted and measured
 proof.py      the checks of every station, computed in the background
@@ -17,3 +20,19 @@ page_files.py the files of the page                      predictions.py   the fo
 assets/       the page: page.js starts it, views.js lists its views, one module each; render.js changes the document,
               format.js writes numbers, heatmap.js shows every matrix (heat_geometry.js, heat_paint.js)
 """
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Explain(ModuleType):
+    """`hg.explain(model, text)` calls the package of that name: it returns the page for a notebook."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        from .notebook import explain
+
+        return explain(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Explain

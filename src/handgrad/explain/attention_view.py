@@ -1,16 +1,17 @@
 """The data of the attention view: one head, forward and backward."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..model.attention import Attention
+from ..formatting import typeset
 from ..model.gpt import GPT
 from ..model.trace import Trace
 from ..ops import linear, rotary
 from . import captions
+from .follow_tensors import Pair, products
 from .norms import frozen
 from .pictures import picture
 from .session import Session, TracedSentence
@@ -25,28 +26,14 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
             f"there is no head {head} in block {block}: {config.n_blocks} blocks of {config.n_heads} heads, counted from 0"
         )
     t, here = sentence.trace, f"blocks.{block}."
-    rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
-    rho, raw = rho[head], raw[head]
-    width, size = config.value_width, config.n_heads // config.kv_heads
-    indices = {"q": head, "k": head // size, "v": head // size}  # heads of keys and values may be shared
-    q, k, v = (_wide(t[here + letter][i]) for letter, i in indices.items())
-    signal = delta_3[:, head * width : (head + 1) * width]
     with session.model_at(sentence.version) as model, torch.no_grad():
         attn = model.blocks[block].attn
-        pairs = _projections(attn)
-        branches = {letter: _Branch(model, t, block, letter, i, pairs[letter]) for letter, i in indices.items()}
-        value = branches["v"].backward(rho.t() @ signal)  # (22)
-        query, key = branches["q"].backward(raw @ k), branches["k"].backward(raw.t() @ q)  # (30)
-        # What token t sends to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts x_ts w_kᵗ, where x_ts is q_t on its way back through the
-        # rotation and the norm of key s, if there are any. Only the length is needed, so the vectors themselves, (n, n, d),
-        # are never made.
-        w_k, w_v = branches["k"].w, branches["v"].w
-        x = branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
-        along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
-        along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
-        product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
-    squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
-    sent = squares.clamp(min=0).sqrt()
+        found = _head(model, t, block, head)
+    rho, raw, sent, indices = found.rho, found.raw, found.sent, found.indices
+    signal, value, query, key = found.signal, *found.branches
+    q, k, v = found.vectors
+    width, size = config.value_width, config.n_heads // config.kv_heads
+    delta_3 = _wide(t[here + "delta_3"])
     labels = labels_of(session, sentence)
     norms = {"value": value.norm().item(), "query": query.norm().item(), "key": key.norm().item()}
     signals = delta_3.view(len(delta_3), config.n_heads, width)
@@ -73,12 +60,72 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
     }  # fmt: skip
 
 
+class _Head(NamedTuple):
+    """One head, forward and backward."""
+
+    indices: dict[str, int]  # of its queries, keys and values
+    vectors: tuple[Tensor, Tensor, Tensor]  # q, k, v
+    rho: Tensor
+    raw: Tensor
+    signal: Tensor  # its part of Δ_3
+    branches: tuple[Tensor, Tensor, Tensor]  # of values, queries and keys: their parts of Δ_2
+    sent: Tensor  # (n, n), length of the error that each token sends to each other token
+
+
+def _head(model: GPT, t: Trace, block: int, head: int) -> _Head:
+    config, here = model.config, f"blocks.{block}."
+    rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
+    rho, raw = rho[head], raw[head]
+    width, size = config.value_width, config.n_heads // config.kv_heads
+    indices = {"q": head, "k": head // size, "v": head // size}  # heads of keys and values may be shared
+    q, k, v = (_wide(t[here + letter][i]) for letter, i in indices.items())
+    signal = delta_3[:, head * width : (head + 1) * width]
+    pairs = products(model.blocks[block].attn.projections(), "qkv")
+    branches = {letter: _Branch(model, t, block, letter, i, pairs[letter]) for letter, i in indices.items()}
+    value = branches["v"].backward(rho.t() @ signal)  # (22)
+    query, key = branches["q"].backward(raw @ k), branches["k"].backward(raw.t() @ q)  # (30)
+    # What token t sends to token s: ρ_ts Δ_t w_vᵗ + Δ_raw,ts x_ts w_kᵗ, where x_ts is q_t on its way back through the
+    # rotation and the norm of key s, if there are any. Only the length is needed, so the vectors themselves, (n, n, d),
+    # are never made.
+    w_k, w_v = branches["k"].w, branches["v"].w
+    x = branches["k"].to_projection(q[None].expand(len(q), *q.shape)).transpose(0, 1)  # (t, s, d_ρ)
+    along_v = ((signal @ (w_v.t() @ w_v)) * signal).sum(1, keepdim=True)
+    along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
+    product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
+    squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
+    return _Head(indices, (q, k, v), rho, raw, signal, (value, query, key), squares.clamp(min=0).sqrt())
+
+
+def all_heads(session: Session, sentence: TracedSentence, limit: int = 16) -> dict[str, Any]:
+    """Return every head of every block in small: its attention weights, and the error sent back between tokens."""
+    t, config = sentence.trace, session.model.config
+    rows, largest = [], (0.0, 0, 0)
+    with session.model_at(sentence.version) as model, torch.no_grad():
+        for b in range(config.n_blocks):
+            heads = []
+            for h in range(config.n_heads):
+                found = _head(model, t, b, h)
+                size = found.signal.norm().item()
+                largest = max(largest, (size, b, h))
+                heads.append({
+                    "rho": picture(found.rho, limit=limit, rows_limit=limit, full_range=True),
+                    "sent": picture(found.sent, limit=limit, rows_limit=limit),
+                    "incoming": size, "sent_largest": found.sent.max().item(),
+                })  # fmt: skip
+            rows.append(heads)
+    _, b, h = largest
+    return {
+        "blocks": rows,
+        "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}. Click a head to"
+        " enter it.",
+        "python": {"rho": "trace['blocks.{block}.rho'][{head}]"},
+    }  # fmt: skip
+
+
 class _Branch:
     """The way of an error signal from one head of q, k or v back to a_2."""
 
-    def __init__(
-        self, model: GPT, trace: Trace, block: int, letter: str, head: int, pair: tuple[Tensor, Tensor | None]
-    ):
+    def __init__(self, model: GPT, trace: Trace, block: int, letter: str, head: int, pair: Pair):
         attn, (w, b) = model.blocks[block].attn, pair
         steps = letter in "qk"  # values are neither rotated nor normalized
         heads = attn.n_heads if letter == "q" else attn.n_kv_heads
@@ -101,18 +148,6 @@ class _Branch:
     def backward(self, signal: Tensor) -> Tensor:
         """(n, d_ρ) or (n, d_h) → (n, d), this branch's part of Δ_2"""
         return linear.backward(self.to_projection(signal[:, None])[:, 0], self.w)
-
-
-def _projections(attn: Attention) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Weight (d, width) and bias of q, k and v, whether they are one layer or three."""
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    for name, layer in zip(attn.inputs, attn.projections(), strict=True):
-        plain = layer.plain()
-        weights = torch.split(layer.effective_weight(), plain.widths, 1)
-        b = plain.added_bias()
-        biases = [None] * len(weights) if b is None else torch.split(b, plain.widths)
-        found |= dict(zip(plain.parts or [name], zip(weights, biases, strict=True), strict=True))
-    return found
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..formatting import percent, typeset
+from .marks import percent, typeset
 
 
 def quote(token: str) -> str:
@@ -55,8 +55,13 @@ def about_gradients(norms: dict[str, float], sizes: dict[str, float]) -> str:
     text = f"The largest gradient here is ∂{largest}, with length {typeset(norms[largest])}"
     if sizes.get(largest):
         text += f", {typeset(norms[largest] / sizes[largest])} times the length of {largest} itself"
-    zero = [f"∂{name}" for name, norm in norms.items() if norm == 0]
-    return text + (f". Exactly 0: {', '.join(zero)}." if zero else ".")
+    zero = [name for name, norm in norms.items() if norm == 0]
+    text += f". Exactly 0: {', '.join(f'∂{name}' for name in zero)}." if zero else "."
+    waiting = [n for n in zero if n.startswith("d_") and not sizes.get(f"u_{n[2:]}")]
+    if waiting:
+        why = f"u{waiting[0][1:]} starts at 0, so d{waiting[0][1:]} does not reach the output yet"
+        text += f" ∂{waiting[0]} is 0 because {why}."
+    return text
 
 
 def about_attention(rho: Tensor, sent: Tensor, labels: Sequence[str]) -> str:
@@ -118,18 +123,18 @@ def about_push(label: str, target: str, probability: float, rival: str, rival_pr
     return f"After {quote(label)}: {push}. Pushed down most is {quote(rival)}, which had {typeset(rival_probability)}."
 
 
-def about_flow(norms: Tensor, names: Sequence[str], labels: Sequence[str]) -> str:
-    by_token = norms.square().sum(0)
+def about_flow(shares: Tensor, lengths: Tensor, labels: Sequence[str]) -> str:
+    """Describe error signals (depth, tokens): their share of each row's squares, and their lengths."""
+    by_token = shares.mean(0)
     t = int(by_token.argmax())
-    row, column = divmod(int(norms.argmax()), norms.shape[1])
-    low = norms[0].norm().item()
-    high = norms[-1].norm().item()
-    growth = f"The error at the embedding is {typeset(low / high)} times as long as at the last norm."
-    share = (by_token[t] / by_token.sum()).item()
+    low, high = lengths[0].norm().item(), lengths[-1].norm().item()
+    if not low or not high:
+        return "No error flows."
     return (
-        f"Summed over all layers, the most error reaches {_at(labels, t)}: {percent(share)} of all squared error."
-        f" The largest single error is {names[row]} at {_at(labels, column)}."
-        f" {growth if high and low else 'No error flows.'}"
+        f"Averaged over the depth, the largest share of the error is at {_at(labels, t)}:"
+        f" {percent(by_token[t].item())} of a row's squares. The error at the embedding is {typeset(low / high)} times as"
+        " long as at the last norm: where activations are short, a small change matters more, so rows are compared with"
+        " themselves; ‖a‖·‖Δ‖ does not depend on that scale."
     )
 
 
@@ -151,6 +156,9 @@ def about_lens(label: str, first: str, probability: float, target: str | None, s
     return f"{text}. The target {quote(target)} has probability {typeset(share)}."
 
 
-def about_swaps(labels: Sequence[str], t: int, other: str, change: float) -> str:
-    replacement = f"{quote(other)} instead of {_at(labels, t)}"
-    return f"The best single replacement, to first order: {replacement} would change the loss by {typeset(change)}."
+def about_swaps(labels: Sequence[str], t: int, other: str, change: float, measured: float) -> str:
+    return (
+        f"The best single replacement, to first order: {quote(other)} instead of {_at(labels, t)} would change the objective"
+        f" by {typeset(change)}. Measured: {typeset(measured)}. A swap is too large a step for a gradient: it"
+        " only says in which direction to look."
+    )

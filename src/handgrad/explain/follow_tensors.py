@@ -8,7 +8,7 @@ blocks.0.w_8, b_8, w_11, w_tok   weights, oriented as in the paper, with their a
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ class Tensors:
         norms: list[Norm | None] = []
         if letter in "qk":
             norms = [*([getattr(attn, f"{letter}_norm")] if attn.normed else []), *([None] if attn.rotated else [])]
-        names = [f"{here}x_{letter}", f"{here}n_{letter}"][: len(norms)] + [here + letter]
+        names = [*[f"{here}x_{letter}", f"{here}n_{letter}"][: len(norms)], here + letter]
         return [Step(a, b, norm) for a, b, norm in zip(names[:-1], names[1:], norms, strict=True)]
 
     def projected(self, here: str, letter: str) -> str:

@@ -62,7 +62,8 @@ def describe(session: Session, sentence: TracedSentence) -> dict[str, Any]:
         found |= {
             "kind": "difference", "position": o.position,
             "token": {"id": o.token, "word": words[0]}, "against": {"id": o.against, "word": words[1]},
-            "label": f"the logit of {quote(words[0])} minus that of {quote(words[1])}, {_place(session, sentence, o.position)}",
+            "label": f"the logit of {quote(words[0])} minus that of {quote(words[1])},"
+            f" {_place(session, sentence, o.position)}",
         }  # fmt: skip
     elif isinstance(o, PositionLoss):
         target = session.token_text(int(sentence.targets[0, o.position]))

@@ -15,21 +15,24 @@ def picture(
     rows: tuple[int, int] | None = None,
     columns: tuple[int, int] | None = None,
     limit: int = COLUMNS,
+    rows_limit: int = ROWS,
     full_range: bool = False,
+    scale: float | None = None,
 ) -> dict[str, Any]:
     """Return what the page needs to draw a part of a matrix. A cell covers `pool` entries and has the value of the one
-    furthest from 0. Colours saturate at `scale`: the largest value with `full_range`, else a limit that ignores a few
-    outliers."""
+    furthest from 0. Colours saturate at `scale`: the largest value with `full_range`, a
+    given one, else a limit that ignores a few outliers."""
     x = x[None] if x.ndim == 1 else x
     r0, r1 = rows or (0, x.shape[0])
     c0, c1 = columns or (0, x.shape[1])
     part = x[r0:r1, c0:c1]
-    pooled, pool_rows = _pool(part, ROWS)
+    pooled, pool_rows = _pool(part, rows_limit)
     cells, pool_columns = _pool(pooled.t(), limit)
     cells = cells.t().double()
     largest = cells.abs().max().item()
     usual = torch.quantile(cells.abs().flatten()[: 1 << 20], 0.995).item()
-    scale = largest if full_range else max(usual, largest / 30)
+    if scale is None:
+        scale = largest if full_range else max(usual, largest / 30)
     quantised = (cells * (127 / scale if scale else 0)).round().clamp(-127, 127).to(torch.int8)
     return {
         "shape": list(x.shape), "rows": [r0, r1], "columns": [c0, c1], "cells": list(cells.shape),

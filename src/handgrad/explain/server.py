@@ -24,8 +24,11 @@ from ..web.connection import BackgroundServer
 from . import (
     attention_view,
     attribution_view,
+    compare_view,
     follow,
     lens_view,
+    neuron_view,
+    swaps_view,
     values,
     views,
     what_if,
@@ -218,6 +221,28 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/follow")
     async def number(id: str, name: str, row: int, column: int, head: int | None = None) -> Response:
         return await answer(follow.follow, id, name, head, row, column)
+
+    @app.get("/api/swaps")
+    async def swaps(id: str, position: int) -> Response:
+        return await answer(swaps_view.swaps_at, id, position)
+
+    @app.get("/api/neurons")
+    async def neurons(id: str, block: int, position: int | None = None) -> Response:
+        return await answer(neuron_view.neurons, id, block, position)
+
+    @app.get("/api/heads")
+    async def heads(id: str) -> Response:
+        return await answer(attention_view.all_heads, id)
+
+    @app.get("/api/compare")
+    async def compare(id: str, other: str, station: str | None = None) -> Response:
+        def view(session: Session, sentence: TracedSentence) -> dict[str, Any]:
+            beside = session.find(other)
+            if station is None:
+                return compare_view.compare(session, sentence, beside)
+            return compare_view.compare_station(session, sentence, beside, station_of(station))
+
+        return await answer(view, id)
 
     @app.get("/api/slice")
     async def part_of(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:

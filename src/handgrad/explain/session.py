@@ -1,8 +1,8 @@
 """A model with its traced sentences and the versions of its weights, both cached within a memory limit.
 
-A traced sentence is one sentence run on one version of the weights and differentiated for one objective. It has an id by which a client refers to it, and is
-traced again if the cache has dropped it. A step adds a version and leaves all others unchanged, so clients are
-independent of each other.
+A traced sentence is one sentence run on one version of the weights and differentiated for one objective. It has an id by
+which a client refers to it, and is traced again if the cache has dropped it. A step adds a version and leaves all others
+unchanged, so clients are independent of each other.
 """
 
 import hashlib
@@ -23,12 +23,14 @@ from ..machine import trim_heap
 from ..model.gpt import GPT
 from ..model.objective import MEAN_LOSS, Objective
 from ..model.trace import Trace, trace
+from ..text.token_text import TokenText
 from ..text.tokenizer import Tokenizer
 from .stations import Station, stations_of
 
 MAX_TEXT_BYTES = 4000
 MAX_TOKENS = 256
 TRACE_CACHE_BYTES = VERSION_CACHE_BYTES = 1_200_000_000  # the newest entry is always kept
+BASE = -1  # the version of the weights without adapters
 MAX_IDS = 10_000  # ids of sentences that can be traced again
 
 
@@ -93,6 +95,7 @@ class Session:
         self._sentences: OrderedDict[str, TracedSentence] = OrderedDict()
         self._requests: OrderedDict[str, tuple[str, int, Objective]] = OrderedDict()
         self._token_texts: dict[int, str] = {}
+        self._texts = TokenText(tokenizer)
 
     def idle_for(self, seconds: float) -> bool:
         """Return whether no request has been open for that long."""
@@ -145,10 +148,13 @@ class Session:
         return ids
 
     def token_text(self, id: int) -> str:
-        """Return the text of a token; ‹id› for a part of a character or an id that the tokenizer does not have."""
+        """Return the text of a token; its bytes, ‹E2 80›, if it is a part of a character; ‹id› if it has no text."""
         if id not in self._token_texts:
-            text = self.tokenizer.decode([id]) if id < self.tokenizer.n_vocab else ""
-            self._token_texts[id] = f"‹{id}›" if not text or "\ufffd" in text else text
+            raw = self._texts.raw(id) if id < self.tokenizer.n_vocab else b""
+            try:
+                self._token_texts[id] = raw.decode() or f"‹{id}›"
+            except UnicodeDecodeError:
+                self._token_texts[id] = f"‹{raw.hex(' ').upper()}›"
         return self._token_texts[id]
 
     # ── versions of the weights ─────────────────────────────────────────────────────────────────────────────────────
@@ -167,6 +173,8 @@ class Session:
     def version(self, number: int) -> Version:
         if number == 0:
             return Version()
+        if number == BASE:
+            return Version(self._base_weights())
         with self.lock:
             if number not in self._versions:
                 raise ExpiredError(
@@ -174,6 +182,18 @@ class Session:
                 )
             self._versions.move_to_end(number)
             return self._versions[number]
+
+    def _base_weights(self) -> dict[str, Tensor]:
+        """The parameters with which every adapter adds nothing: u is 0, and a magnitude the norms of w's columns."""
+        found: dict[str, Tensor] = {}
+        for name, layer in adapters.adapters_of(self.model).items():
+            found[f"{name}.up"] = torch.zeros_like(layer.up.data)
+            if layer.magnitude is not None:
+                w = layer.plain().effective_weight().detach()
+                found[f"{name}.magnitude"] = torch.linalg.vector_norm(w, dim=0)
+        if not found:
+            raise HandgradError("the model has no adapters, so there is no base to compare with")
+        return found
 
     def add_version(self, version: Version) -> int:
         with self.lock:

@@ -1,15 +1,22 @@
 """The functions whose source code the page shows, by the names that stations use."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from ..model.attention import Attention
 from ..model.block import Block
 from ..model.layers import Linear, QueryKeyValue
 from ..ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
+from ..paper import activation as paper_activation
+from ..paper import attention as paper_attention
+from ..paper import embedding as paper_embedding
 from ..paper import gated as paper_gated
 from ..paper import grouped_query
+from ..paper import layernorm as paper_layernorm
+from ..paper import linear as paper_linear
+from ..paper import lora as paper_lora
+from ..paper import loss as paper_loss
 from ..paper import rmsnorm as paper_rmsnorm
 from ..paper import rotary as paper_rotary
 
@@ -68,6 +75,37 @@ SOURCES: dict[str, Callable[..., object]] = {
     "model/block.py Block.backward": Block.backward,
     "ops/loss.py forward_and_delta": loss.forward_and_delta,
 }
+
+# The readable form of a production function, which the page shows first.
+READABLE: dict[str, tuple[str, Callable[..., object]]] = {
+    "ops/embedding.py forward": ("paper/embedding.py forward", paper_embedding.forward),
+    "ops/embedding.py grad_w": ("paper/embedding.py grad_w", paper_embedding.grad_w),
+    "ops/layernorm.py forward": ("paper/layernorm.py forward", paper_layernorm.forward),
+    "ops/layernorm.py backward": ("paper/layernorm.py delta_prev", paper_layernorm.delta_prev),
+    "ops/layernorm.py grad_w": ("paper/layernorm.py grad_w", paper_layernorm.grad_w),
+    "ops/layernorm.py grad_b": ("paper/layernorm.py grad_b", paper_layernorm.grad_b),
+    "ops/linear.py forward": ("paper/linear.py forward", paper_linear.forward),
+    "ops/linear.py backward": ("paper/linear.py delta_prev", paper_linear.delta_prev),
+    "ops/linear.py grad_w": ("paper/linear.py grad_w", paper_linear.grad_w),
+    "ops/linear.py grad_b": ("paper/linear.py grad_b", paper_linear.grad_b),
+    "ops/lora.py forward": ("paper/lora.py forward", paper_lora.forward),
+    "ops/lora.py backward": ("paper/lora.py delta_prev", paper_lora.delta_prev),
+    "ops/lora.py grad_d": ("paper/lora.py grad_d", paper_lora.grad_d),
+    "ops/lora.py grad_u": ("paper/lora.py grad_u", paper_lora.grad_u),
+    "ops/activation.py forward": ("paper/activation.py g", paper_activation.g),
+    "ops/activation.py backward": ("paper/activation.py delta_prev", paper_activation.delta_prev),
+    "ops/attention.py forward": ("paper/attention.py forward", paper_attention.forward),
+    "ops/attention.py _backward_in_tiles": ("paper/attention.py backward", paper_attention.backward),
+    "ops/loss.py forward_and_delta": ("paper/loss.py delta_logits", paper_loss.delta_logits),
+}
+SOURCES |= dict(READABLE.values())
+
+
+def readable_first(sources: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The functions of a station, those of `paper` before the production code of the same direction."""
+    readable = [(way, READABLE[name][0]) for way, name in sources if name in READABLE]
+    every = dict.fromkeys([*readable, *sources])
+    return sorted(every, key=lambda pair: (pair[0] != "forward", not pair[1].startswith("paper/")))
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import HandgradError
 from .pictures import picture
 from .session import Session, TracedSentence
-from .views import relaxed_signal
+from .swaps_view import estimates, relaxed_signal
 
 Range = tuple[int, int]  # first and after the last
 MAX_ENTRIES = 2_000_000  # of a matrix as a file
@@ -19,6 +19,8 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
     if name == "delta_0":
         with session.model_at(sentence.version) as model, torch.no_grad():
             return relaxed_signal(model, sentence)
+    if name == "swaps":
+        return estimates(session, sentence)
     if name.endswith(".sent") or name not in sentence.trace:
         raise HandgradError(f"the trace has no matrix {name!r}")
     x = sentence.trace[name]

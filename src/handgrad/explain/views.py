@@ -9,17 +9,17 @@ from torch import Tensor
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.objective import MEAN_LOSS
-from ..ops import linear
-from . import captions
+from . import captions, swaps_view
 from .formulas import ERRATA, Formula, mathml
 from .objectives import describe
 from .pictures import picture, statistics
 from .session import Session, TracedSentence
-from .sources import source
+from .sources import readable_first, source
 from .stations import Parameter, Station
 from .steps import OPTIMIZERS
 from .symbols import symbol, symbols
 
+VOCABULARY_COLUMNS = 64  # of a matrix with a column for every token of the vocabulary
 LARGE = 5_000_000  # parameters; above, finite differences are taken only for the station being viewed
 
 
@@ -27,7 +27,7 @@ def table(session: Session) -> dict[str, Any]:
     """Return what does not depend on the sentence: the model and its stations."""
     c = session.model.config
     trains = sum(p.numel() for p in session.model.parameters() if p.requires_grad)
-    functions = sorted({name for station in session.stations for _, name in station.sources})
+    functions = sorted({name for station in session.stations for _, name in readable_first(station.sources)})
     used = sorted({id for station in session.stations for id in station.errata}, key=lambda id: int(id[1:]))
     return {
         "name": session.name, "note": session.note, "text": session.text, "max_tokens": session.max_tokens,
@@ -51,7 +51,7 @@ def _station_entry(station: Station) -> dict[str, Any]:
     return {
         "id": station.id, "index": station.index, "block": station.block, "title": station.title,
         "summary": station.summary, "forward": split(station.forward), "backward": split(station.backward),
-        "errata": station.errata, "sources": station.sources, "stream": station.stream,
+        "errata": station.errata, "sources": readable_first(station.sources), "stream": station.stream,
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
     }  # fmt: skip
@@ -66,22 +66,43 @@ def overview(session: Session, sentence: TracedSentence) -> dict[str, Any]:
     labels = labels_of(session, sentence)
     y_pred = t["y_pred"]
     losses = [-math.log(max(y_pred[i, x].item(), 1e-45)) for i, x in enumerate(sentence.targets[0, :-1].tolist())]
-    flows, rows = [], []
+    flows = []
     for station in session.stations:
         a = _lengths(sentence, station.a) if station.id != "loss" else None
-        delta = _lengths(sentence, station.incoming)
-        flows.append({"id": station.id, "a": _listed(a), "delta": _listed(delta)})
-        if delta is not None and station.index not in (0, 12):
-            rows.append((_name(station), delta))
+        flows.append({"id": station.id, "a": _listed(a), "delta": _listed(_lengths(sentence, station.incoming))})
     groups, sizes = _groups(session, sentence)
+    flow = _flow(session, sentence, labels)
     return {
         "id": sentence.id, "text": sentence.text, "version": sentence.version,
         "steps": session.version(sentence.version).steps,
         "tokens": [{"id": id, "label": label} for id, label in zip(sentence.ids, labels, strict=True)],
         "loss": sum(losses) / len(losses) if sentence.objective != MEAN_LOSS else t.loss, "losses": losses,
         "objective": describe(session, sentence), "flows": flows,
-        "flow_caption": captions.about_flow(torch.stack([norm for _, norm in rows]), [name for name, _ in rows], labels),
+        "flow": flow, "flow_caption": flow["caption"],
         "groups": groups, "groups_caption": captions.about_groups(sizes),
+    }  # fmt: skip
+
+
+def _flow(session: Session, sentence: TracedSentence, labels: list[str]) -> dict[str, Any]:
+    """Return the error of every token at every depth, from Δ_1 to Δ_11, each row also as shares of its own squares. Δ_4 is
+    Δ_5 and Δ_9 is Δ_10: each pair is one row."""
+    rows: list[dict[str, Any]] = []
+    for station in session.stations:
+        if station.index in (0, 4, 9, 12, 13):
+            continue
+        a, delta = _lengths(sentence, station.a), _lengths(sentence, station.incoming)
+        assert a is not None and delta is not None
+        squares = delta.double().square()
+        where = "" if station.block is None else f" of block {station.block + 1}"
+        equal = {5: "Δ₄ = ", 10: "Δ₉ = "}.get(station.index, "")
+        rows.append({
+            "station": station.id, "label": f"{equal}{symbols(station.incoming)}{where}", "name": station.incoming[0],
+            "a": a.tolist(), "delta": delta.tolist(), "share": (squares / squares.sum().clamp(min=1e-300)).tolist(),
+            "python": f"trace[{station.incoming[0]!r}].norm(dim=1)",
+        })  # fmt: skip
+    shares, lengths = (torch.tensor([row[key] for row in rows]) for key in ("share", "delta"))
+    return {
+        "rows": rows, "rank": shares.mean(0).tolist(), "caption": captions.about_flow(shares, lengths, labels),
     }  # fmt: skip
 
 
@@ -105,11 +126,6 @@ def _layer(station: Station) -> str:
     if station.block is not None:
         return f"block {station.block + 1}"
     return "embedding" if station.index <= 1 else "head"
-
-
-def _name(station: Station) -> str:
-    where = "" if station.block is None else f" of block {station.block + 1}"
-    return f"{symbols(station.incoming)}{where}"
 
 
 def labels_of(session: Session, sentence: TracedSentence) -> list[str]:
@@ -137,7 +153,7 @@ def find_station(session: Session, id: str) -> Station:
 def at_station(session: Session, sentence: TracedSentence, station: Station, limit: int = 256) -> dict[str, Any]:
     """Return the matrices, parameters and gradients of one station; pictures have at most `limit` columns."""
     labels = labels_of(session, sentence)
-    view: dict[str, Any] = {"id": station.id, "maps": [], "parameters": []}
+    view: dict[str, Any] = {"id": station.id, "maps": [], "parameters": [], "frozen": []}
     deltas = station.incoming
     if station.id == "loss":
         deltas = station.outgoing  # none arrives here
@@ -154,27 +170,63 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
             caption = captions.about_scores(x, labels, session.token_text)
         else:
             caption = captions.about_activations(x, labels)
-        view["maps"].append(_map(x, kind, name, caption, limit))
+        columns = _columns(sentence, x) if station.index >= 12 else None
+        view["maps"].append(_map(session, x, kind, name, caption, limit, columns))
     if station.id == "a_0":
-        view |= _swaps(session, sentence, labels, limit)
+        found = swaps_view.swaps(session, sentence, labels)
+        change = found.pop("matrix")
+        python = "(trace['blocks.0.delta_1'] @ model.embed.w.T)"
+        python = f"{python}[:, :{change.shape[1]}] - {python}.gather(1, trace['a_0'][:, None])"
+        columns = _columns(sentence, change)
+        made = _map(
+            session, change, "delta", "swaps", found["swaps_caption"], limit, columns, f"({python})[:, {columns}]"
+        )
+        view |= {**found, "maps": [{**made, "symbol": "Δ₀ − Δ₀[own]"}]}
     norms: dict[str, float] = {}
     sizes: dict[str, float] = {}
     with session.model_at(sentence.version) as model:
         for parameter in station.parameters:
             shown = _parameter(model, sentence, parameter, limit)
-            view["parameters"].append(shown)
             sizes[parameter.symbol] = shown["norm"]
+            if shown["frozen"]:
+                view["frozen"].append({key: shown[key] for key in ("symbol", "shape", "norm")})
+                continue
+            view["parameters"].append(shown)
             if shown["grad_norm"] is not None:
                 norms[parameter.symbol] = shown["grad_norm"]
     view["parameters_caption"] = captions.about_gradients(norms, sizes) if station.parameters else ""
     return view
 
 
-def _map(x: Tensor, kind: str, name: str, caption: str, limit: int) -> dict[str, Any]:
+def _map(
+    session: Session,
+    x: Tensor,
+    kind: str,
+    name: str,
+    caption: str,
+    limit: int,
+    columns: list[int] | None = None,
+    python: str | None = None,
+) -> dict[str, Any]:
+    """A matrix as the page draws it; of a matrix with a column per token of the vocabulary only these columns."""
+    shown = x if columns is None else x[:, columns]
+    words = None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
     return {
-        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(x, limit=limit),
-        "statistics": statistics(x), "lengths": x.norm(dim=1).tolist(), "caption": caption,
+        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(shown, limit=limit),
+        "vocabulary": words, "words": words and words["words"], "statistics": statistics(x),
+        "lengths": x.norm(dim=1).tolist(), "caption": caption,
+        "python": python or f"trace[{name!r}]" + ("" if columns is None else f"[:, {columns}]"),
     }  # fmt: skip
+
+
+def _columns(sentence: TracedSentence, x: Tensor) -> list[int]:
+    """The columns of a matrix over the vocabulary that are worth showing: the targets, then those with the largest
+    entries."""
+    targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:VOCABULARY_COLUMNS]
+    size = x.abs().amax(0)
+    size[targets] = -1
+    best = torch.topk(size, min(VOCABULARY_COLUMNS, x.shape[1])).indices.tolist()
+    return [*targets, *(i for i in best if i not in targets)][: max(VOCABULARY_COLUMNS, len(targets))]
 
 
 def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int) -> dict[str, Any]:
@@ -185,34 +237,8 @@ def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
         "norm": value.norm().item(), "name": parameter.gradient,
         "grad_norm": None if grad is None else grad.norm().item(),
-        "picture": None if grad is None else picture(grad, limit=limit // 2),
+        "picture": None if grad is None else picture(grad, limit=limit // 2), "python": f"trace[{parameter.gradient!r}]",
     }  # fmt: skip
-
-
-def relaxed_signal(model: GPT, sentence: TracedSentence) -> Tensor:
-    """Δ_0 = Δ_1 w_tokᵗ (n, V)"""
-    w_tok = model.embed.table(torch.arange(model.config.n_vocab))[0]
-    return linear.backward(sentence.trace["blocks.0.delta_1"], w_tok)
-
-
-def _swaps(session: Session, sentence: TracedSentence, labels: list[str], limit: int) -> dict[str, Any]:
-    """Δ_0 = Δ_1 w_tokᵗ: how the loss would change, to first order, if another token stood here (Section 2)."""
-    with session.model_at(sentence.version) as model, torch.no_grad():
-        delta_0 = relaxed_signal(model, sentence)
-    delta_0 = delta_0[:, : session.tokenizer.n_vocab]
-    rows: list[dict[str, Any]] = []
-    for t, id in enumerate(sentence.ids):
-        change = delta_0[t] - delta_0[t, id]
-        best = torch.topk(-change, min(4, len(change))).indices.tolist()
-        swaps = [{"word": session.token_text(i), "change": change[i].item()} for i in best if change[i] < 0]
-        rows.append({"id": id, "swaps": swaps})
-    improvable = [t for t in range(len(rows)) if rows[t]["swaps"]]
-    caption = "No other token would lower the loss."
-    if improvable:
-        t = min(improvable, key=lambda t: rows[t]["swaps"][0]["change"])
-        caption = captions.about_swaps(labels, t, rows[t]["swaps"][0]["word"], rows[t]["swaps"][0]["change"])
-    made = _map(delta_0, "delta", "delta_0", caption, limit)
-    return {"maps": [made], "swaps": rows, "swaps_caption": caption}
 
 
 def _positions(session: Session, sentence: TracedSentence, top: int = 5, bars: int = 6) -> list[dict[str, Any]]:

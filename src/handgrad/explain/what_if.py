@@ -4,7 +4,6 @@ Forward, the change of the objective predicted from the gradient, −⟨Δ, a⟩
 one. Backward the objective cannot change: what changes are the error signals below and the gradients.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..formatting import percent, typeset
 from ..model.trace import Trace, edited_pass, trace
 from . import captions
+from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
@@ -162,7 +161,7 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
         caption += f" The most, relative to its length: ∂{first['symbol']}{where}, by {share}."
     return {
         "label": place.label, "name": place.delta, "gradients": gradients, "signals": stations, "caption": caption,
-        "python": place.python(place.delta, "{name: (changed[name] - trace[name]).norm() for name in trace if 'grad_' in name}"),
+        "python": place.python(place.delta, "{x: (changed[x] - trace[x]).norm() for x in trace if 'grad_' in x}"),
     }  # fmt: skip
 
 
@@ -170,16 +169,20 @@ def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dic
     """The predicted change for every head and skip connection, and for the neurons of each block with the largest."""
     t, config = sentence.trace, session.model.config
     heads, skips, best = [], [], []
+
+    def by_column(a: str, delta: str) -> Tensor:
+        return -(t[a].double() * t[delta].double()).sum(0)
+
     for b in range(config.n_blocks):
         here = f"blocks.{b}."
-        by_column: Callable[[str, str], Tensor] = lambda a, d, here=here: (
-            -(  # type: ignore[misc]  # noqa: E731
-                t[here + a].double() * t[here + d].double()
-            ).sum(0)
+        heads.append(by_column(here + "a_3", here + "delta_3").view(config.n_heads, -1).sum(1).tolist())
+        skips.append(
+            [
+                by_column(here + "a_1", here + "delta_5").sum().item(),
+                by_column(here + "a_5", here + "delta_10").sum().item(),
+            ]
         )
-        heads.append(by_column("a_3", "delta_3").view(config.n_heads, -1).sum(1).tolist())
-        skips.append([by_column("a_1", "delta_5").sum().item(), by_column("a_5", "delta_10").sum().item()])
-        blame = by_column("a_8", "delta_8")
+        blame = by_column(here + "a_8", here + "delta_8")
         top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
         best.append([{"neuron": j, "predicted": blame[j].item()} for j in top])
     return {"heads": heads, "skips": skips, "neurons": best}

@@ -45,6 +45,9 @@ class Trace(Mapping[str, Tensor]):
             raise KeyError(f"the trace has no {name!r}; it has {', '.join(near)} …")
         return self._values[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

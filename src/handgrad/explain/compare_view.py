@@ -1,0 +1,101 @@
+"""Compare two traced sentences at every station: two texts, before and after steps, or the base and its adapter."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .captions import quote
+from .marks import percent, typeset
+from .pictures import picture, statistics
+from .session import Session, TracedSentence
+from .stations import Station
+from .symbols import symbol
+from .views import labels_of
+
+
+def compare(session: Session, one: TracedSentence, other: TracedSentence) -> dict[str, Any]:
+    """Return how far apart two traces are at every station, in a and in Δ: ‖x − y‖ / ‖x‖ over the tokens they share."""
+    n = _rows(one, other)
+    rows = []
+    for station in session.stations:
+        if not station.a:
+            continue
+        deltas = station.incoming or station.outgoing
+        rows.append({
+            "station": station.id, "a": _apart(one, other, station.a, n), "delta": _apart(one, other, deltas, n),
+        })  # fmt: skip
+    same = one.ids == other.ids
+    losses = [x.trace.loss for x in (one, other)]
+    furthest = max(rows, key=lambda row: row["a"])
+    text = f"The objective is {typeset(losses[0])} here and {typeset(losses[1])} there."
+    if not same:
+        differs = next((t for t in range(n) if one.ids[t] != other.ids[t]), n)
+        text += f" The first {differs} tokens are equal, and so are their activations." if differs else ""
+    if furthest["a"]:
+        text += f" The activations differ most at {furthest['station']}: by {percent(furthest['a'])} of their length."
+    else:
+        text += " All activations are equal."
+    return {
+        "one": _side(session, one), "other": _side(session, other), "rows": n, "same_tokens": same, "stations": rows,
+        "caption": text,
+    }  # fmt: skip
+
+
+def compare_station(
+    session: Session, one: TracedSentence, other: TracedSentence, station: Station, limit: int = 256
+) -> dict[str, Any]:
+    """Return the matrices of a station of both traces, on one scale, and their difference, other minus one."""
+    n = _rows(one, other)
+    deltas = station.outgoing if station.id == "loss" else station.incoming
+    maps = []
+    for kind, name in [*(("a", name) for name in station.a), *(("delta", name) for name in deltas)]:
+        x, y = (sentence.trace[name] for sentence in (one, other))
+        if x.ndim != 2:
+            continue
+        difference = y[:n] - x[:n]
+        scale = max(picture(part, limit=limit)["scale"] for part in (x, y))
+        maps.append({
+            "kind": kind, "name": name, "symbol": symbol(name), "one": picture(x, limit=limit, scale=scale),
+            "other": picture(y, limit=limit, scale=scale), "difference": picture(difference, limit=limit),
+            "lengths": difference.norm(dim=1).tolist(), "statistics": statistics(difference),
+            "relative": _relative(x[:n], y[:n]), "caption": _about(session, one, x[:n], difference),
+            "python": f"other[{name!r}][:{n}] - trace[{name!r}][:{n}]",
+        })  # fmt: skip
+    return {
+        "station": station.id, "rows": n, "one": _side(session, one), "other": _side(session, other), "maps": maps,
+    }  # fmt: skip
+
+
+def _rows(one: TracedSentence, other: TracedSentence) -> int:
+    return min(len(one.ids), len(other.ids))
+
+
+def _side(session: Session, sentence: TracedSentence) -> dict[str, Any]:
+    return {
+        "id": sentence.id, "text": sentence.text, "version": sentence.version, "loss": sentence.trace.loss,
+        "steps": session.version(sentence.version).steps, "tokens": labels_of(session, sentence),
+    }  # fmt: skip
+
+
+def _apart(one: TracedSentence, other: TracedSentence, names: tuple[str, ...], n: int) -> float:
+    pairs = [(one.trace[name], other.trace[name]) for name in names if one.trace[name].ndim == 2]
+    return max((_relative(x[:n], y[:n]) for x, y in pairs), default=0.0)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    size = x.norm().item()
+    change = torch.dist(y, x).item()
+    return change / size if size else float(change > 0)
+
+
+def _about(session: Session, one: TracedSentence, x: Tensor, difference: Tensor) -> str:
+    lengths = difference.norm(dim=1)
+    if not lengths.any():
+        return "Equal."
+    t = int(lengths.argmax())
+    share = percent(lengths[t].item() / (x[t].norm().item() or 1.0))
+    return (
+        f"The largest difference is at {quote(session.token_text(one.ids[t]))} (position {t + 1}): length"
+        f" {typeset(lengths[t].item())}, {share} of the row."
+    )
