@@ -309,7 +309,7 @@ def test_an_invalid_link_shows_a_message(browser: Browser, url: str, where: str,
 
 def test_gradient_flow(open_page: Open, session: Session) -> None:
     page = open_page("#/flow")
-    expect(page.locator("#view-flow .caption").first).to_contain_text("the most error reaches")
+    expect(page.locator("#view-flow .caption").first).to_contain_text("the largest share of the error")
     sentence = session.sentence(TEXT)
     shown = {b.get_attribute("aria-label"): b.get_attribute("data-value") for b in page.locator(".groups button").all()}
     (found,) = [float(v or "") for k, v in shown.items() if k and k.startswith("gradient of w_8, block 2")]
@@ -484,7 +484,7 @@ def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_
     page.hover('canvas[data-name="blocks.1.rho"]')
     expect(page.locator(".squares .readout").first).to_contain_text("≈")
     page.click("#tab-flow")
-    expect(page.locator("#view-flow .caption").first).to_contain_text("the most error reaches")
+    expect(page.locator("#view-flow .caption").first).to_contain_text("the largest share of the error")
     page.click("#tab-step")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()
@@ -533,7 +533,7 @@ def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) ->
         if station.id != "loss":
             page.click("#walk-on")
     page.click("#tab-flow")
-    expect(page.locator("#view-flow .caption").first).to_contain_text("the most error reaches")
+    expect(page.locator("#view-flow .caption").first).to_contain_text("the largest share of the error")
     page.click("#tab-step")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import HandgradError
 from ..formatting import size
-from . import attention_view, lens_view, views
+from . import attention_view, attribution_view, lens_view, neuron_view, views
 from .learn_routes import course_view
 from .page_files import asset, modules
 from .proof import CheckResults, Prover
@@ -62,7 +62,10 @@ def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> 
         if station.stream:
             found[f"lens?station={station.id}"] = lens_view.lens(session, sentence, station)
     config = session.model.config
+    found["heads"] = attention_view.all_heads(session, sentence)
+    found["attribution"] = attribution_view.attribution(session, sentence)
     for block in range(config.n_blocks):
+        found[f"neurons?block={block}"] = neuron_view.neurons(session, sentence, block)
         for head in range(config.n_heads):
             found[f"head?block={block}&head={head}"] = attention_view.at_head(session, sentence, block, head)
     found |= _proofs(session, sentence, watch)

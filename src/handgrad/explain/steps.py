@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import HandgradError, NonFiniteError
-from ..formatting import number
 from ..optim import maker
+from .marks import typeset
 from .session import Session, TracedSentence, Version
 
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
@@ -43,11 +43,11 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
                 measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
             except NonFiniteError:
                 raise HandgradError(
-                    f"a step with learning rate {number(lr)} made the weights overflow: choose a smaller one"
+                    f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
                 ) from None
             if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
                 raise HandgradError(
-                    f"a step with learning rate {number(lr)} raised the loss to {number(measured)}: choose a smaller one"
+                    f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
                 )
         finally:
             for name, p in trained.items():
