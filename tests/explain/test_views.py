@@ -210,7 +210,7 @@ def test_captions_describe_the_data() -> None:
     assert "‘c’ (position 3)" in captions.about_activations(
         x, "abcd"
     ) and "feature 3: ⟦-7.0⟧" in captions.about_activations(x, "abcd")
-    assert "‘c’ (position 3): 100 %" in captions.about_error(x, "abcd")
+    assert "‘c’ (position 3): ⟦1.0%⟧" in captions.about_error(x, "abcd")
     assert "No error arrives" in captions.about_error(torch.zeros(4, 5), "abcd")
     assert typeset(1.5e-7) == "1.50·10⁻⁷" and typeset(0) == "0" and captions.quote(" \n") == "‘␣⏎’"
 

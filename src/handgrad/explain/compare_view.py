@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formatting import percent, typeset
 from .captions import quote
-from .marks import percent, typeset
 from .pictures import picture, statistics
 from .session import Session, TracedSentence
 from .stations import Station
@@ -17,7 +17,7 @@ from .views import labels_of
 def compare(session: Session, one: TracedSentence, other: TracedSentence) -> dict[str, Any]:
     """Return how far apart two traces are at every station, in a and in Δ: ‖x − y‖ / ‖x‖ over the tokens they share."""
     n = _rows(one, other)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for station in session.stations:
         if not station.a:
             continue

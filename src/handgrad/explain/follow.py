@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formatting import percent, typeset
 from ..model.trace import Trace
-from . import follow_backward, follow_forward
+from . import follow_forward, follow_signals
 from .follow_tensors import Cell, Tensors, split
 from .follow_terms import Sum
-from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
@@ -29,7 +29,7 @@ def follow(
         cell = Cell(name, row, column, head)
         value = t.value(cell)
         here, last = split(name)
-        rule = follow_backward.rule if last.startswith(("delta_", "grad_", "g_")) else follow_forward.rule
+        rule = follow_signals.rule if last.startswith(("delta_", "grad_", "g_")) else follow_forward.rule
         formula, sums = rule(t, sentence, cell, here, last)
         return _shown(session, sentence, t, cell, value, formula, sums)
 
@@ -60,7 +60,7 @@ def _term(session: Session, sentence: TracedSentence, t: Tensors, s: Sum, i: int
     for factor in s.factors:
         k = i if len(factor.values) > 1 else 0
         cell = factor.cell(k)
-        entry = {"value": factor.values[k].item(), "symbol": factor.symbol, "cell": None}
+        entry: dict[str, Any] = {"value": factor.values[k].item(), "symbol": factor.symbol, "cell": None}
         if cell is not None:
             named = _named(session, sentence, cell)
             entry |= {"cell": named, "symbol": factor.symbol or named["symbol"]}
@@ -77,7 +77,10 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, 
     tokens = (
         last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
     )
-    word = lambda i: session.token_text(sentence.ids[i])  # noqa: E731
+
+    def word(i: int) -> str:
+        return session.token_text(sentence.ids[i])
+
     row_label = word(cell.row) if (tokens or last == "y_pred") and cell.row < len(sentence.ids) else None
     if last in ("w_tok", "grad_w_tok"):
         row_label = session.token_text(cell.row)

@@ -51,10 +51,10 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, last: str)
     if last in ("q", "k", "v", "x_q", "x_k", "n_q", "n_k"):
         return _queries(t, cell, here, last)
     if kind == "h":
-        _, source, _ = t.layer(here, rest)
-        d = t.layer(here, rest)[0].named_symbols()["d"]
-        assert d is not None
-        return "the input times the adapter's d", [Sum((row(t, source, i), number(d[:, j].detach(), f"d_{rest}")))]
+        layer, source, _ = t.layer(here, rest)
+        down = layer.named_symbols()["d"]
+        assert down is not None
+        return "the input times the adapter's d", [Sum((row(t, source, i), number(down[:, j].detach(), f"d_{rest}")))]
     if kind in ("w", "b"):
         return "a parameter of the model", []
     return "a statistic of the row" if kind in ("sigma", "rms") else "a token", []

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..errors import HandgradError
 from ..formatting import subscript
 from ..machine import trim_heap
 from ..proof.checker import Checker
+from ..proof.layerwise import LayerwiseChecker, shared_copy
 from ..proof.oracles import relative_error
 from ..tolerances import ENTRY_FLOOR
 from . import objectives
@@ -29,6 +31,7 @@ from .stations import Station
 from .symbols import symbol
 from .views import LARGE
 
+AnyChecker = Checker | LayerwiseChecker
 MAX_RESULTS = 32  # sentences whose results are cached; they are small
 IDLE_BEFORE_START, IDLE_BEFORE_RESUME = 1.0, 0.25  # seconds without a request
 MAX_DIFFERENCE_PARAMETERS = 20_000_000  # finite differences hold several copies
@@ -51,7 +54,7 @@ class Prover:
         self.session = session
         self._known: OrderedDict[str, CheckResults] = OrderedDict()
         self._queue: list[tuple[str, str]] = []  # sentence id and station id, newest last
-        self._checker: tuple[str, Checker] | None = None
+        self._checker: tuple[str, AnyChecker] | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -156,19 +159,22 @@ class Prover:
             results.checks[station.id] = [*results.checks[station.id], *more]
             results.complete.add(station.id)
 
-    def _checker_for(self, sentence: TracedSentence) -> Checker:
+    def _checker_for(self, sentence: TracedSentence) -> AnyChecker:
         if self._checker is None or self._checker[0] != sentence.id:
             self._checker = None  # free the old one before the new one is made
-            with self.session.model_at(sentence.version) as model:
-                frozen = copy.deepcopy(model)  # checking takes long; meanwhile others use the model
+            with self.session.model_at(
+                sentence.version
+            ) as model:  # checking takes long; meanwhile others use the model
+                by_layer = self.session.size > LARGE and not model.head.adapted
+                frozen = shared_copy(model) if by_layer else copy.deepcopy(model)
+            make: Any = LayerwiseChecker if by_layer else partial(Checker, in_place=True)
             made = self._on_worker(
-                lambda: Checker(
+                lambda: make(
                     frozen,
                     sentence.tokens,
                     sentence.targets,
                     sentence.trace,
                     objective=sentence.objective,
-                    in_place=True,
                     pause=self._wait_until_idle,
                 )
             )
@@ -178,7 +184,7 @@ class Prover:
         return self._checker[1]
 
     def _compare_with_autograd(
-        self, checker: Checker, sentence: TracedSentence, station: Station
+        self, checker: AnyChecker, sentence: TracedSentence, station: Station
     ) -> list[dict[str, Any]]:
         checks = []
 
@@ -206,14 +212,14 @@ class Prover:
             add(what, "identity", error, checker.limit)
         return checks
 
-    def _compare_with_differences(self, checker: Checker, station: Station) -> list[dict[str, Any]]:
+    def _compare_with_differences(self, checker: AnyChecker, station: Station) -> list[dict[str, Any]]:
         checks = []
         signals = list(dict.fromkeys([*station.outgoing, *station.incoming]))
         for name in signals[: 1 if self.session.size > LARGE else None]:
             error = checker.difference(name)
             checks.append((f"{symbol(name)} along a random direction", error))
         names = _trained_names(station, checker)
-        if names and sum(checker.grads[name].numel() for name in names) <= MAX_DIFFERENCE_PARAMETERS:
+        if names and sum(checker.trained[name] for name in names) <= MAX_DIFFERENCE_PARAMETERS:
             checks.append(("all gradients here along a random direction", checker.difference_of(names)))
         limit = checker.difference_limit
         return [
@@ -221,7 +227,7 @@ class Prover:
             for what, error in checks
         ]
 
-    def _identities(self, checker: Checker, sentence: TracedSentence, station: Station) -> list[tuple[str, float]]:
+    def _identities(self, checker: AnyChecker, sentence: TracedSentence, station: Station) -> list[tuple[str, float]]:
         """Return the identities that hold for any numbers, with their errors in float64."""
         ours, config = checker.ours, self.session.model.config
         here = "" if station.block is None else f"blocks.{station.block}."
@@ -240,7 +246,12 @@ class Prover:
             found.append(("each row of Δ₁₂ sums to 0", _largest_row_sum(ours["delta_12"])))
         if station.index == 3:
             found += self._attention_identities(checker, station, here)
-        if station.id in ("a_1", "a_12") and config.tied and self._embedding in checker.grads:
+        if (
+            station.id in ("a_1", "a_12")
+            and config.tied
+            and isinstance(checker, Checker)
+            and self._embedding in checker.grads
+        ):
             found.append(("∂w_tok is the sum of the gradients of both uses (R9)", self._tied_gradient_error(checker)))
         return found
 
@@ -261,7 +272,7 @@ class Prover:
         error = _largest(left) / max(_largest(size), 1e-300)
         return f"{what} has no part along ā{subscript(i)}, up to its share of ε", error
 
-    def _attention_identities(self, checker: Checker, station: Station, here: str) -> list[tuple[str, float]]:
+    def _attention_identities(self, checker: AnyChecker, station: Station, here: str) -> list[tuple[str, float]]:
         assert station.block is not None
         ours, attn = checker.ours, self.session.model.blocks[station.block].attn
         causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
@@ -276,8 +287,8 @@ class Prover:
         if attn.window is not None:
             found.append((f"ρ is 0 more than {attn.window - 1} tokens back", _largest(rho.tril(-attn.window))))
         for keys in station.parameters:
-            if keys.symbol == "b_k" and keys.name in checker.grads and not attn.rotated and not attn.normed:
-                found.append(("∂b_k is 0 (29)", _largest(keys.view(checker.grads[keys.name]))))
+            if keys.symbol == "b_k" and keys.name in checker.trained and not attn.rotated and not attn.normed:
+                found.append(("∂b_k is 0 (29)", _largest(keys.view(checker.gradient(keys.name)))))
         return found
 
     @property
@@ -300,8 +311,8 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _trained_names(station: Station, checker: Checker) -> list[str]:
-    return [name for name in dict.fromkeys(p.name for p in station.parameters) if name in checker.grads]
+def _trained_names(station: Station, checker: AnyChecker) -> list[str]:
+    return [name for name in dict.fromkeys(p.name for p in station.parameters) if name in checker.trained]
 
 
 def _largest_row_sum(x: Tensor, least: float = 0.0) -> float:

@@ -38,7 +38,7 @@ def estimates(session: Session, sentence: TracedSentence) -> Tensor:
 def swaps(session: Session, sentence: TracedSentence, labels: list[str]) -> dict[str, Any]:
     """Return the most promising tokens of every position; those of the best position are measured."""
     change = estimates(session, sentence)
-    rows = [{"id": id, "swaps": _best(session, change[t])} for t, id in enumerate(sentence.ids)]
+    rows: list[dict[str, Any]] = [{"id": id, "swaps": _best(session, change[t])} for t, id in enumerate(sentence.ids)]
     caption = "No other token would lower the objective, to first order."
     promising = [t for t, row in enumerate(rows) if row["swaps"]]
     if promising:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from ..formatting import percent, typeset
 from ..model.trace import Trace, edited_pass, trace
 from . import captions
-from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
@@ -189,7 +189,7 @@ def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dic
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    return (x - y).norm().item()
+    return float((x - y).norm().item())
 
 
 def _written(i: object) -> str:
