@@ -11,7 +11,7 @@ objectives.py what is differentiated                     notebook.py   the page 
 views.py      the data of the overview and of a station; attention_view.py, lens_view.py, neuron_view.py, swaps_view.py and
               values.py: of attention heads, of the lenses, of token swaps, of single cells; compare_view.py: of two traces
 what_if.py    a head, a skip connection, a neuron or an attention weight set to 0; attribution_view.py: which tokens count
-follow.py     the sum of products that made one number; follow_forward.py and follow_backward.py have the rules
+follow.py     the sum of products that made one number; follow_forward.py and follow_signals.py have the rules
 captions.py   the sentence under each picture            pictures.py   matrices reduced to a size that can be drawn
 steps.py      one optimizer step, predicted and measured
 proof.py      the checks of every station, computed in the background

@@ -10,6 +10,7 @@ from ..optim import maker
 from .marks import typeset
 from .session import Session, TracedSentence, Version
 
+ENTRIES_AT_ONCE = 1 << 22  # of a parameter, in float64
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
 
 
@@ -37,7 +38,9 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
             expected = 0.0
             for name, p in trained.items():
                 assert p.grad is not None
-                expected += torch.sum(p.grad.double() * (p.data.double() - before[name].double())).item()
+                parts = (torch.split(x.flatten(), ENTRIES_AT_ONCE) for x in (p.grad, p.data, before[name]))
+                for grad, new, was in zip(*parts, strict=True):
+                    expected += torch.sum(grad.double() * (new.double() - was.double())).item()
             after = {name: p.data for name, p in trained.items()}
             try:
                 measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)

@@ -82,6 +82,14 @@ class Checker:
             self.errors[name] = relative_error(grad, expected.grads[name], floor)
         self.errors["loss"] = loss_error(self.loss, expected)
 
+    @property
+    def trained(self) -> dict[str, int]:
+        """Sizes of the trainable parameters by name."""
+        return {name: grad.numel() for name, grad in self.grads.items()}
+
+    def gradient(self, name: str) -> Tensor:
+        return self.grads[name]
+
     def difference(self, signal: str) -> float:
         """Error of a signal by finite differences of the loss along a random direction."""
         at, claimed = torch.zeros_like(self.ours[signal]), self.ours[signal]

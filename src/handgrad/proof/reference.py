@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..adapters.injection import adapters_of
 from ..adapters.lora import LoRA
+from ..model.block import Block
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers import Affine
@@ -63,24 +64,26 @@ def weights_of(model: GPT) -> tuple[Weights, list[Weights]]:
     """The model's parameters outside the blocks and of every block: views and sums of the model's tensors."""
     outside: Weights = {name: (table.w, None) for name, table in model.tables().items()}
     outside |= {"10": _pair(model.final_norm), "11": _pair(model.head)}
-    blocks = []
-    for block in model.blocks:
-        pairs: Weights = {}
-        for number, layer in block.numbered().items():
-            w, b = _pair(layer)
-            parts = layer.plain().parts if isinstance(layer, Affine) else {}
-            if parts:
-                widths = list(parts.values())
-                biases = [None] * len(widths) if b is None else torch.split(b, widths)
-                pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
-            else:
-                pairs[number] = (w, b)
-        for letter, heads in (("q", model.config.n_heads), ("k", model.config.kv_heads), ("v", model.config.kv_heads)):
-            w, b = pairs[letter]
-            biases = [None] * heads if b is None else b.chunk(heads)
-            pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
-        blocks.append(pairs)
-    return outside, blocks
+    return outside, [block_weights(block, model.config) for block in model.blocks]
+
+
+def block_weights(block: Block, config: ModelConfig) -> Weights:
+    """The parameters of one block."""
+    pairs: Weights = {}
+    for number, layer in block.numbered().items():
+        w, b = _pair(layer)
+        parts = layer.plain().parts if isinstance(layer, Affine) else {}
+        if parts:
+            widths = list(parts.values())
+            biases = [None] * len(widths) if b is None else torch.split(b, widths)
+            pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
+        else:
+            pairs[number] = (w, b)
+    for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        w, b = pairs[letter]
+        biases = [None] * heads if b is None else b.chunk(heads)
+        pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
+    return pairs
 
 
 def _pair(layer: Affine | Norm) -> Pair:
@@ -114,63 +117,77 @@ def reference_loss(
     """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
     intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it."""
     outside, blocks = weights
-    n = len(ids)
-
-    def affine(a: Tensor, pair: Pair) -> Tensor:
-        w, b = pair
-        return a @ w if b is None else a @ w + b
-
-    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
-        w, b = pair
-        return F.layer_norm(a, w.shape, w, b, c.eps) if kind == "layer" else F.rms_norm(a, w.shape, w, c.eps)
-
-    def rotate(x: Tensor) -> Tensor:
-        """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
-        assert c.theta is not None
-        angle = torch.arange(n, dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
-        turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
-        return torch.cat([turned.real, turned.imag], 1)
-
     a = F.embedding(ids, outside["w_tok"][0])
     if "w_pos" in outside:
-        a = a + outside["w_pos"][0][:n]
+        a = a + outside["w_pos"][0][: len(ids)]
     for i, block in enumerate(blocks):
-
-        def at(name: str, x: Tensor, i: int = i) -> Tensor:
-            return hook(f"blocks.{i}.delta_{name}", x)
-
-        a_1 = at("1", a)
-        a_2 = at("2", norm(a_1, block["1"]))
-        q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
-        if "q_norm" in block:
-            q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
-        if c.rotated and c.rotated[i]:
-            q, k = ([rotate(x) for x in heads] for heads in (q, k))
-        group = len(q) // len(k)  # queries that share a key and a value
-        raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-        scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-        rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, ids.device), -math.inf), -1)
-        a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
-        a_4 = at("4", affine(a_3, block["3"]))
-        a_5 = at("5", a_1 + a_4)
-        a_6 = at("6", norm(a_5, block["5"]))
-        if c.gated:
-            gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
-            a_8 = at("8", GATES[c.g](gate) * up)
-        else:
-            a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
-        a_9 = at("9", affine(a_8, block["8"]))
-        a = at("10", a_5 + a_9)
-    a_11 = hook("delta_11", norm(a, outside["10"]))
-    logits = affine(a_11, outside["11"])
+        a = reference_block(block, c, i, a, hook)
+    a_11 = hook("delta_11", reference_norm(a, outside["10"], c.norm, c.eps))
+    logits = _affine(a_11, outside["11"])
     if outside.get("adapter") is not None:
         d_11, u_11, scale = outside["adapter"]
         logits = logits + scale * (a_11 @ d_11 @ u_11)
-    logits = hook("delta_12", logits)
+    return reference_objective(hook("delta_12", logits), targets, objective)
+
+
+def reference_objective(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    """The loss summed over the targets, or another objective."""
     if isinstance(objective, LogitDifference):
         chosen = logits[targets >= 0]
         return (chosen[:, objective.token] - chosen[:, objective.against]).sum()
     return F.cross_entropy(logits, targets, reduction="sum")  # torch ignores −100 too
+
+
+def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook) -> Tensor:
+    """a_1 → a_10 of block i for one sequence."""
+    n = len(a)
+
+    def at(name: str, x: Tensor) -> Tensor:
+        return hook(f"blocks.{i}.delta_{name}", x)
+
+    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
+        return reference_norm(a, pair, kind, c.eps)
+
+    a_1 = at("1", a)
+    a_2 = at("2", norm(a_1, block["1"]))
+    q, k, v = ([_affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
+    if "q_norm" in block:
+        q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
+    if c.rotated and c.rotated[i]:
+        q, k = ([_rotate(x, c) for x in heads] for heads in (q, k))
+    group = len(q) // len(k)  # queries that share a key and a value
+    raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
+    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
+    rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, a.device), -math.inf), -1)
+    a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
+    a_4 = at("4", _affine(a_3, block["3"]))
+    a_5 = at("5", a_1 + a_4)
+    a_6 = at("6", norm(a_5, block["5"]))
+    if c.gated:
+        gate, up = (at(name, _affine(a_6, block[name])) for name in ("gate", "up"))
+        a_8 = at("8", GATES[c.g](gate) * up)
+    else:
+        a_8 = at("8", ACTIVATIONS[c.g](at("7", _affine(a_6, block["6"]))))
+    a_9 = at("9", _affine(a_8, block["8"]))
+    return at("10", a_5 + a_9)
+
+
+def _affine(a: Tensor, pair: Pair) -> Tensor:
+    w, b = pair
+    return a @ w if b is None else a @ w + b
+
+
+def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float) -> Tensor:
+    w, b = pair
+    return F.layer_norm(a, w.shape, w, b, eps) if kind == "layer" else F.rms_norm(a, w.shape, w, eps)
+
+
+def _rotate(x: Tensor, c: Choices) -> Tensor:
+    """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
+    assert c.theta is not None
+    angle = torch.arange(len(x), dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
+    turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
+    return torch.cat([turned.real, turned.imag], 1)
 
 
 def _hidden(n: int, c: Choices, i: int, device: torch.device) -> Tensor:
@@ -210,6 +227,43 @@ def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> t
     values = {name: x.detach() for name, x in seen.items()}
     reference = Reference(loss.item(), values, {name: next(found) for name in seen}, {})
     return reference, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
+
+
+class Part(NamedTuple):
+    """What autograd computes of one part of a network, given the error signal of its output."""
+
+    out: Tensor
+    values: dict[str, Tensor]  # intermediates, by the name of their Δ
+    deltas: dict[str, Tensor]
+    delta: Tensor  # of the input
+    grads: list[Tensor]
+
+
+def differentiate_part(
+    f: Callable[[Tensor, Hook], Tensor],
+    a: Tensor,
+    parameters: Sequence[Tensor] = (),
+    upstream: Tensor | None = None,
+) -> Part:
+    """Autograd through f(a, hook) and its parameters, from the Δ of its output; None for a scalar."""
+    seen: dict[str, Tensor] = {}
+
+    def visit(name: str, x: Tensor) -> Tensor:
+        seen[name] = x
+        return x
+
+    for p in parameters:
+        p.requires_grad_(True)
+    with torch.enable_grad():
+        leaf = a.detach().clone().requires_grad_()
+        out = f(leaf, visit)
+        total = out if upstream is None else (out * upstream).sum()
+        wanted = [*seen.values(), leaf, *parameters]
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+    values = {name: x.detach() for name, x in seen.items()}
+    n = len(seen)
+    return Part(out.detach(), values, dict(zip(seen, found, strict=False)), found[n], found[n + 1 :])
 
 
 class ReferenceModel:
@@ -310,11 +364,11 @@ def in_float64(model: GPT) -> GPT:
     model = model.double().eval()
     for adapter in adapters_of(model).values():
         if adapter.magnitude is not None:
-            _hold_norms(adapter)
+            hold_norms(adapter)
     return model
 
 
-def _hold_norms(layer: LoRA) -> None:
+def hold_norms(layer: LoRA, norms: Tensor | None = None) -> None:
     """DoRA treats its column norms as constants: keep them fixed while finite differences change a factor."""
-    norms = layer.column_norms()
-    layer.column_norms = lambda: norms  # type: ignore[method-assign]
+    held = layer.column_norms() if norms is None else norms
+    layer.column_norms = lambda: held  # type: ignore[method-assign]

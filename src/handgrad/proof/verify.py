@@ -145,6 +145,11 @@ def check_verifiable(model: GPT) -> None:
             f"verifying this model in float64 needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB are free:"
             " verify a smaller model of the same family"
         )
+    check_finite_and_trained(model)
+
+
+def check_finite_and_trained(model: GPT) -> None:
+    """Raise if the model has an unsupported dtype, is all frozen, or holds NaN."""
     if model.dtype not in TOLERANCE:
         raise HandgradError(f"cannot verify a model in {model.dtype}: convert it to float64, float32 or bfloat16")
     if not any(p.requires_grad for p in model.parameters()):

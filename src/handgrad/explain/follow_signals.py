@@ -1,6 +1,7 @@
 """How a cell of an error signal or of a gradient was computed, layer by layer: the sums that `follow.py` shows."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -108,12 +109,13 @@ def _branches(t: Tensors, here: str, i: int, j: int) -> Answer:
         name = delta_of(t.projected(here, letter))
         x, w = t[name], t[f"{here}w_{letter}"][j].double()
         for h in range(len(x)):
-            width = x.shape[2]
-            part = Factor(
-                w[h * width : (h + 1) * width], lambda k, h=h, w=letter, n=width: Cell(f"{here}w_{w}", j, h * n + k)
-            )
-            sums.append(Sum((row(t, name, i, h), part)))
+            sums.append(Sum((row(t, name, i, h), _of_head(f"{here}w_{letter}", w, j, h, x.shape[2]))))
     return "Δ of queries, keys and values · rows of their weights", sums
+
+
+def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:
+    """The columns of head h in row j of a weight"""
+    return Factor(w[h * width : (h + 1) * width], lambda k: Cell(name, j, h * width + k))
 
 
 def _scores(t: Tensors, cell: Cell, here: str, last: str) -> Answer:
@@ -170,10 +172,10 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
     if n in ("q_norm", "k_norm"):
         return _query_norm(t, here, n[0], j)
     if n in ("1", "5", "10"):
-        delta = f"{here}delta_{int(n) + 1}"
+        signal = column(t, f"{here}delta_{int(n) + 1}", j)
         if letter == "b":
-            return "Δ, summed over the tokens", [Sum((column(t, delta, j),))]
-        return "normalised input · Δ, over the tokens", [Sum((column(t, f"{here}a_bar_{n}", j), column(t, delta, j)))]
+            return "Δ, summed over the tokens", [Sum((signal,))]
+        return "normalised input · Δ, over the tokens", [Sum((column(t, f"{here}a_bar_{n}", j), signal))]
     layer, source, outputs = t.layer(here, _owner(t, here, n))
     delta = _output_column(t, here, n, outputs, j)
     if letter == "b":
@@ -184,9 +186,9 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
     if letter == "d":
         return "input · scale Δ uᵗ, over the tokens", [Sum((column(t, source, i), column(t, f"{here}g_{n}", j)))]
     if letter == "u":
-        signal = layer.share(t.flat(outputs).to(t.model.dtype)).z[:, j]
+        passed = layer.share(t.flat(outputs).to(t.model.dtype)).z[:, j]
         scale = getattr(layer, "scale", 1.0)
-        parts = (column(t, f"{here}h_{n}", i), number(signal, "Δ", lambda k: delta.cell(k)))
+        parts = (column(t, f"{here}h_{n}", i), number(passed, "Δ", delta.cell))
         return "scale · input through d · Δ, over the tokens", [Sum(parts, scale)]
     b, m = layer.plain().added_bias(), layer.named_symbols()["m"]
     assert m is not None
@@ -262,6 +264,10 @@ def _query_norm(t: Tensors, here: str, letter: str, j: int) -> Answer:
     norm, sums = wide(step.norm), []
     for h, x in enumerate(t.wide(step.before)):
         a_bar = norm.statistics(norm.forward(x.contiguous())[1])["a_bar"][:, j]
-        beside = number(a_bar, "ā", lambda k, h=h: Cell(step.before, k, j, h))
+        beside = number(a_bar, "ā", partial(_in_column, step.before, j, h))
         sums.append(Sum((beside, column(t, delta_of(step.after), j, h))))
     return "normalised input · Δ, over the tokens and the heads", sums
+
+
+def _in_column(name: str, j: int, h: int, k: int) -> Cell:
+    return Cell(name, k, j, h)

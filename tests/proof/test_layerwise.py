@@ -1,0 +1,80 @@
+"""The layer-by-layer checks of large models: the same names and results as all at once, and they find a fault."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import handgrad as hg
+from conftest import make_batch, perturb
+from handgrad.model.norms import RMSNorm
+from handgrad.model.objective import MEAN_LOSS, Objective
+from handgrad.ops import linear
+from handgrad.proof import layerwise
+from handgrad.proof.checker import Checker
+from handgrad.proof.layerwise import LayerwiseChecker
+
+LLAMA: dict[str, Any] = {"preset": "nano-llama", "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 20}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2, a bias at the head": {"logits_bias": True, "tied": False},
+    "llama": LLAMA,
+    "qwen3": {**LLAMA, "family": "qwen3", "qk_norm": True, "tied": False},
+    "adapters": {"adapters": True},
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[hg.GPT, torch.Tensor, torch.Tensor]:
+    shape = {"n_vocab": 11, "n_context": 16, "d_model": 12, "n_heads": 3, "n_blocks": 2, **MODELS[name]}
+    adapters = shape.pop("adapters", False)
+    model = hg.GPT(hg.preset(shape.pop("preset", "nano"), **shape), seed=0, dtype=dtype)
+    if adapters:
+        hg.lora.inject(model, 2, targets="all-linear", dora=True)
+    perturb(model)
+    tokens, targets = make_batch(model, [9])
+    return model.eval(), tokens, targets
+
+
+@pytest.mark.parametrize("objective", [MEAN_LOSS, hg.LogitDifference(7, 3, 5)], ids=["mean", "difference"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_name_is_checked_and_agrees(name: str, objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "VOCABULARY_AT_ONCE", 4)
+    model, tokens, targets = make(name)
+    computed = hg.trace(model, tokens, targets, objective=objective)
+    whole = Checker(model, tokens, targets, computed, objective=objective)
+    parts = LayerwiseChecker(model, tokens, targets, computed, objective=objective)
+    assert parts.errors.keys() == whole.errors.keys() and parts.rounding.keys() == whole.rounding.keys()
+    assert max(parts.errors.values()) <= parts.limit, max(parts.errors, key=parts.errors.__getitem__)
+    assert parts.rounding == pytest.approx(whole.rounding, rel=1e-6, abs=1e-9)
+    assert parts.trained == whole.trained and parts.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert set(whole.ours) - {"y_pred"} <= set(parts.ours)
+    for signal in ("blocks.0.delta_5", "blocks.1.delta_raw", "delta_11", "delta_12"):
+        assert parts.difference(signal) <= parts.difference_limit
+    inside = [name for name, p in model.named_parameters() if p.requires_grad and ".0." in name]
+    assert parts.difference_of(inside) <= parts.difference_limit
+    assert torch.allclose(parts.gradient(inside[0]), whole.gradient(inside[0]), rtol=1e-9, atol=1e-12)
+    if not name.startswith("adapters"):
+        last = [n for n, p in model.named_parameters() if any(p is q for q in model.final_norm.parameters())]
+        assert parts.difference_of(last) <= parts.difference_limit
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_fault_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, targets = make("llama")
+    right = RMSNorm.backward
+
+    def wrong(self: RMSNorm, delta: torch.Tensor, a_bar: torch.Tensor, saved: Any) -> torch.Tensor:
+        return right(self, delta, a_bar, saved) * 1.001
+
+    monkeypatch.setattr(RMSNorm, "backward", wrong)
+    errors = LayerwiseChecker(model, tokens, targets).errors
+    assert errors["delta_11"] <= 1e-10 < errors["blocks.1.delta_10"] < errors["blocks.0.delta_1"]
+    assert errors["blocks.0.a_5"] <= 1e-10
+
+
+def test_a_wrong_gradient_of_the_head_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, targets = make("gpt2")
+    right = linear.grad_w
+    monkeypatch.setattr(linear, "grad_w", lambda *given: right(*given) * 1.001)
+    errors = LayerwiseChecker(model, tokens, targets).errors
+    assert errors["transformer.wte.weight"] > 1e-6 and errors["blocks.0.delta_1"] <= 1e-10
