@@ -1,11 +1,11 @@
-"""Take the screenshots of handgrad explain, for `make images`. Uses the newest run in runs/, or trains the small model."""
+"""Take the screenshots of handgrad explain, for `make images`. Uses the small model, and trains it if needed."""
 
 import shutil
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from handgrad.cli.explain import TEXT, choose
+from handgrad.cli.explain import TEXT, _train_small_model, choose
 from handgrad.explain.server import Server
 from handgrad.explain.session import Session
 
@@ -25,7 +25,7 @@ READY = {"#blame": "#shares", "#step-many": "#step-many:has-text('run 20'):not([
 
 
 def main() -> None:
-    network, tokenizer, name, note = choose(None)
+    network, tokenizer, name, note = choose(str(_train_small_model()))
     session = Session(network, tokenizer, name, note, TEXT)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
