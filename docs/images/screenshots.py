@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 SIZE = {"width": 1180, "height": 800}
 # file name, address, theme, what to click first, element to scroll to
 SHOTS = [
-    ("explain-start", "start", "light", "#blame", None),
+    ("explain-start", "start", "light", "#blame", ".top"),
     ("explain-map", "station/blocks.1.a_6/backward?token=33", "light", None, None),
     ("explain-station", "station/blocks.2.a_10/backward?token=33", "dark", None, ".maps"),
     ("explain-attention", "station/blocks.1.a_3/backward?head=2&token=4", "light", None, ".attention"),

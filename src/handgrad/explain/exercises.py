@@ -7,6 +7,20 @@ import torch
 from torch import Tensor
 
 from ..learn.exercise import Case, Exercise
+from ..learn.exercises import (
+    activation,
+    attention,
+    block,
+    embedding,
+    gated,
+    layernorm,
+    linear,
+    lora,
+    loss,
+    rmsnorm,
+    rotary,
+    softmax,
+)
 from ..model.gpt import GPT
 from ..paper.attention import Head
 from ..paper.rotary import frequencies
@@ -18,8 +32,6 @@ from .symbols import symbols
 MAX_TOKENS = 32  # of a case: the first tokens of the sentence
 MAX_COLUMNS = 512  # of a weight: a vocabulary has tens of thousands
 INPUTS = {2: "a_1", 4: "a_3", 6: "a_5", 7: "a_6", 9: "a_8", 12: "a_11"}  # the input of the station with this index
-
-Make = Callable[..., Case]  # of an exercise: a case from the tensors of a layer
 
 
 def offered_at(station: Station, model: GPT) -> list[str]:
@@ -43,7 +55,7 @@ def case_of(session: Session, sentence: TracedSentence, exercise: Exercise, stat
     if station is None:
         return None
     with session.model_at(sentence.version) as model, torch.no_grad():
-        return _BUILDERS[exercise.name](_Tensors(session, sentence, station, model), exercise.case)
+        return _BUILDERS[exercise.name](_Tensors(session, sentence, station, model))
 
 
 class _Tensors:
@@ -83,7 +95,7 @@ class _Tensors:
         return next((self.weight(name) for name in names if name.startswith(f"{letter}_")), None)
 
 
-def _linear(t: _Tensors, make: Make) -> Case | None:
+def _linear(t: _Tensors) -> Case | None:
     a, w, b, delta = t.input(), t.first_weight("w"), t.first_weight("b"), t.delta()[:, :MAX_COLUMNS]
     if w is None:
         return None
@@ -91,65 +103,65 @@ def _linear(t: _Tensors, make: Make) -> Case | None:
     columns = min(w.shape[1], MAX_COLUMNS, delta.shape[1])
     w = w[:, :columns].double()
     b = torch.zeros(columns, dtype=torch.float64) if b is None else b[:columns].double()
-    return make(t.label, a, w.contiguous(), b, delta[:, :columns])
+    return linear.case(t.label, a, w.contiguous(), b, delta[:, :columns])
 
 
-def _lora(t: _Tensors, make: Make) -> Case | None:
+def _lora(t: _Tensors) -> Case | None:
     d, u, a = t.first_weight("d"), t.first_weight("u"), t.input()
     if d is None or u is None or d.shape[0] != a.shape[1]:
         return None
     u, delta = u[:, :MAX_COLUMNS].double(), t.delta()[:, :MAX_COLUMNS]
     if u.shape[1] != delta.shape[1]:
         return None
-    return make(f"{t.label}, with scale 0.5", a, d.double(), u, 0.5, delta)
+    return lora.case(f"{t.label}, with scale 0.5", a, d.double(), u, 0.5, delta)
 
 
-def _norm(t: _Tensors, make: Make, *others: Tensor) -> Case | None:
+def _norm(t: _Tensors, build: Callable[..., Case], *others: Tensor) -> Case | None:
     w = t.first_weight("w")
-    return None if w is None else make(t.label, t.input(), w.double(), *others, t.delta(), t.config.eps)
+    return None if w is None else build(t.label, t.input(), w.double(), *others, t.delta(), t.config.eps)
 
 
-def _layernorm(t: _Tensors, make: Make) -> Case | None:
+def _layernorm(t: _Tensors) -> Case | None:
     b = t.first_weight("b")
-    return None if b is None else _norm(t, make, b.double())
+    return None if b is None else _norm(t, layernorm.case, b.double())
 
 
-def _activation(t: _Tensors, make: Make) -> Case:
-    return make(f"{t.label}, with GELU", t.of(t.here + "a_7"), t.delta())
+def _activation(t: _Tensors) -> Case:
+    return activation.case(f"{t.label}, with GELU", t.of(t.here + "a_7"), t.delta())
 
 
-def _gated(t: _Tensors, make: Make) -> Case | None:
+def _gated(t: _Tensors) -> Case | None:
     weights = [t.weight(name) for name in ("w_gate", "w_up")]
     if any(w is None for w in weights):
         return None
     w_gate, w_up = (w[:, :MAX_COLUMNS].double() for w in weights if w is not None)
-    return make(f"{t.label}, with SiLU", t.of(t.here + "a_6"), w_gate, w_up, t.delta()[:, :MAX_COLUMNS])
+    return gated.case(f"{t.label}, with SiLU", t.of(t.here + "a_6"), w_gate, w_up, t.delta()[:, :MAX_COLUMNS])
 
 
-def _embedding(t: _Tensors, make: Make) -> Case:
+def _embedding(t: _Tensors) -> Case:
     ids = t.sentence.trace["a_0"][: t.n]
-    known, renumbered = torch.unique(ids, return_inverse=True)
+    known, renumbered = ids.unique(return_inverse=True)
     delta = t.delta()
     table = torch.zeros(len(known) + 3, delta.shape[1], dtype=torch.float64)  # its values do not matter
-    return make(f"{t.label}, ids renumbered from 0", renumbered, table, delta)
+    return embedding.case(f"{t.label}, ids renumbered from 0", renumbered, table, delta)
 
 
-def _loss(t: _Tensors, make: Make) -> Case:
-    return make(t.label, t.of("a_12"), t.sentence.targets[0, : t.n])
+def _loss(t: _Tensors) -> Case:
+    return loss.case(t.label, t.of("a_12"), t.sentence.targets[0, : t.n])
 
 
-def _softmax(t: _Tensors, make: Make) -> Case:
+def _softmax(t: _Tensors) -> Case:
     rho = t.sentence.trace[t.here + "rho"][0, : t.n, : t.n].double()
     v = t.sentence.trace[t.here + "v"][0, : t.n].double()
-    return make(f"{t.label}, head 1", rho.log(), t.delta()[:, : t.config.value_width] @ v.t())
+    return softmax.case(f"{t.label}, head 1", rho.log(), t.delta()[:, : t.config.value_width] @ v.t())
 
 
-def _rotary(t: _Tensors, make: Make) -> Case:
+def _rotary(t: _Tensors) -> Case:
     trace = t.sentence.trace
     q, k = (trace[t.here + name][0, : t.n].double() for name in "qk")
     delta = trace[t.here + "delta_raw"][0, : t.n, : t.n].double() @ k
     theta = frequencies(t.config.query_width, t.config.rope_base)
-    return make(f"{t.label}, queries of head 1", q, torch.arange(t.n), theta, delta)
+    return rotary.case(f"{t.label}, queries of head 1", q, torch.arange(t.n), theta, delta)
 
 
 def _head(t: _Tensors, i: int) -> Head | None:
@@ -166,16 +178,16 @@ def _head(t: _Tensors, i: int) -> Head | None:
     return Head(*parts)
 
 
-def _attention(t: _Tensors, make: Make) -> Case | None:
+def _attention(t: _Tensors) -> Case | None:
     head = _head(t, 0)
     if head is None:
         return None
     without = ", without norms and rotation" if t.config.positions == "rotary" or t.config.qk_norm else ""
     label = f"{t.label}, head 1{without}"
-    return make(label, t.of(t.here + "a_2"), head, t.delta()[:, : t.config.value_width])
+    return attention.case(label, t.of(t.here + "a_2"), head, t.delta()[:, : t.config.value_width])
 
 
-def _block(t: _Tensors, make: Make) -> Case | None:
+def _block(t: _Tensors) -> Case | None:
     """The whole block, if it is the paper's: LayerNorm, learned positions, one feed-forward branch, a smooth activation."""
     c = t.config
     ours = c.norm == "layer" and c.positions == "learned" and not c.gated and not c.qk_norm and c.causal
@@ -187,11 +199,11 @@ def _block(t: _Tensors, make: Make) -> Case | None:
         return None
     p = Block(**{name: x.double().contiguous() for name, x in plain.items()}, heads=[h for h in heads if h is not None])
     delta_10 = t.of(t.here + "delta_10")
-    return make(t.label, t.of(t.here + "a_1"), p, delta_10, Options(c.activation, c.eps, True))
+    return block.case(t.label, t.of(t.here + "a_1"), p, delta_10, Options(c.activation, c.eps, True))
 
 
-_BUILDERS: dict[str, Callable[[_Tensors, Make], Case | None]] = {
+_BUILDERS: dict[str, Callable[[_Tensors], Case | None]] = {
     "softmax": _softmax, "loss": _loss, "linear": _linear, "activation": _activation, "embedding": _embedding,
-    "layernorm": _layernorm, "rmsnorm": _norm, "gated": _gated, "lora": _lora,
+    "layernorm": _layernorm, "rmsnorm": lambda t: _norm(t, rmsnorm.case), "gated": _gated, "lora": _lora,
     "rotary": _rotary, "attention": _attention, "block": _block,
 }  # fmt: skip

@@ -36,14 +36,14 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
-    style, script = asset("views.css") + asset("style.css"), bundle()
+    style, script = asset("style.css") + asset("views.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
         " base-uri 'none'; form-action 'none'"
     )
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    page = re.sub(r"<link[^>]*views\.css[^>]*>\n<link[^>]*style\.css[^>]*>", lambda _: head, page)
+    page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
     body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
     page = re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
     if len(page.encode()) > MAX_BYTES:
