@@ -356,8 +356,8 @@ def test_blocks_unfold_and_arrows_can_be_selected(open_page: Open) -> None:
 
 
 def test_zooming_and_back(open_page: Open, session: Session) -> None:
-    page = open_page("#/station/a_12/forward")
-    canvas = page.locator('canvas[data-name="a_12"]')
+    page = open_page("#/station/blocks.1.a_7/forward")
+    canvas = page.locator('canvas[data-name="blocks.1.a_7"]')
     box = canvas.bounding_box()
     assert box is not None
     y = box["y"] + box["height"] / 2
