@@ -14,7 +14,8 @@ import pytest
 from tiny_session import TEXT, make_session
 
 from handgrad.errors import HandgradError
-from handgrad.explain.server import ASSETS, Server
+from handgrad.explain.page_files import served
+from handgrad.explain.server import Server
 from handgrad.web.connection import MAX_CONNECTIONS
 
 JSON = {"Content-Type": "application/json"}
@@ -52,7 +53,7 @@ def test_the_page_and_its_assets(server: Server) -> None:
     assert status == 200 and "handgrad" in page
     assert headers["content-security-policy"].startswith("default-src 'self'")
     assert "unsafe" not in headers["content-security-policy"] and "http" not in page
-    for name in ASSETS:
+    for name in served():
         status, text, headers = call(server, "GET", f"/assets/{name}")
         assert status == 200 and text and "http://" not in text.replace("http://www.w3.org/", ""), name
         assert "innerHTML" not in text and "eval(" not in text

@@ -209,8 +209,8 @@ def test_captions_describe_the_data() -> None:
     x[2, 3] = -7
     assert "‘c’ (position 3)" in captions.about_activations(
         x, "abcd"
-    ) and "feature 3: −7" in captions.about_activations(x, "abcd")
-    assert "‘c’ (position 3): 100 %" in captions.about_error(x, "abcd")
+    ) and "feature 3: ⟦-7.0⟧" in captions.about_activations(x, "abcd")
+    assert "‘c’ (position 3): ⟦1.0%⟧" in captions.about_error(x, "abcd")
     assert "No error arrives" in captions.about_error(torch.zeros(4, 5), "abcd")
     assert typeset(1.5e-7) == "1.50·10⁻⁷" and typeset(0) == "0" and captions.quote(" \n") == "‘␣⏎’"
 

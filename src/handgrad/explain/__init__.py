@@ -16,8 +16,9 @@ captions.py   the sentence under each picture            pictures.py   matrices 
 steps.py      one optimizer step, predicted and measured
 proof.py      the checks of every station, computed in the background
 server.py     the web server                             export.py     the same page as one file
-assets/       the page: page.js starts it; network_map.js, station.js, attention.js, lens.js, loss.js, proof.js,
-              gradient_flow.js, step.js and tour.js draw its parts; heatmap.js draws every matrix
+page_files.py the files of the page                      predictions.py   the forward pass alone, while the reader types
+assets/       the page: page.js starts it, views.js lists its views, one module each; render.js changes the document,
+              format.js writes numbers, heatmap.js shows every matrix (heat_geometry.js, heat_paint.js)
 """
 
 import sys

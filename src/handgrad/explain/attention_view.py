@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..formatting import typeset
 from ..model.gpt import GPT
 from ..model.trace import Trace
 from ..ops import linear, rotary
 from . import captions
 from .follow_tensors import Pair, products
+from .marks import typeset
 from .norms import frozen
 from .pictures import picture
 from .session import Session, TracedSentence

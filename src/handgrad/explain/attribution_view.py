@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from ..errors import HandgradError
-from ..formatting import percent, typeset
 from ..inference.attribution import Attribution, attribute
 from .captions import quote
+from .marks import percent, typeset
 from .objectives import token_id
 from .session import Session, TracedSentence
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..formatting import percent, typeset
+from .marks import percent, typeset
 
 
 def quote(token: str) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formatting import percent, typeset
 from .captions import quote
+from .marks import percent, typeset
 from .pictures import picture, statistics
 from .session import Session, TracedSentence
 from .stations import Station

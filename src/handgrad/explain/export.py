@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import HandgradError
 from ..formatting import size
-from . import attention_view, lens_view, views
+from . import attention_view, attribution_view, lens_view, neuron_view, views
 from .learn_routes import course_view
+from .page_files import asset, modules
 from .proof import CheckResults, Prover
-from .server import ASSETS, asset, nonfinite_to_null
+from .server import nonfinite_to_null
 from .session import Session, TracedSentence
 from .steps import take_step
 
@@ -35,14 +36,14 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
-    style, script = asset("style.css"), bundle()
+    style, script = asset("style.css") + asset("views.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
         " base-uri 'none'; form-action 'none'"
     )
     page = asset("page.html")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    page = re.sub(r"<link[^>]*style\.css[^>]*>", lambda _: head, page)
+    page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
     body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
     page = re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
     if len(page.encode()) > MAX_BYTES:
@@ -61,7 +62,10 @@ def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> 
         if station.stream:
             found[f"lens?station={station.id}"] = lens_view.lens(session, sentence, station)
     config = session.model.config
+    found["heads"] = attention_view.all_heads(session, sentence)
+    found["attribution"] = attribution_view.attribution(session, sentence)
     for block in range(config.n_blocks):
+        found[f"neurons?block={block}"] = neuron_view.neurons(session, sentence, block)
         for head in range(config.n_heads):
             found[f"head?block={block}&head={head}"] = attention_view.at_head(session, sentence, block, head)
     found |= _proofs(session, sentence, watch)
@@ -98,14 +102,18 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, Any]:
 def bundle() -> str:
     """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
     parts = []
-    for name in ASSETS:
-        if name.endswith(".js"):
-            code = asset(name)
-            exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
-            code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', r"const \1 = \2Module;", code, flags=re.M)
-            code = re.sub(r"^export ", "", code, flags=re.M)
-            parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
+    for name in modules():
+        code = asset(name)
+        exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
+        code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', _destructured, code, flags=re.M)
+        code = re.sub(r"^export ", "", code, flags=re.M)
+        parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
     return "\n".join(parts).replace("</script", "<\\/script")
+
+
+def _destructured(found: re.Match[str]) -> str:
+    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;"""
+    return f"const {found[1].replace(' as ', ': ')} = {found[2]}Module;"
 
 
 def _digest(text: str) -> str:

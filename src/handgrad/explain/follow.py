@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formatting import percent, typeset
 from ..model.trace import Trace
 from . import follow_forward, follow_signals
 from .follow_tensors import Cell, Tensors, split
 from .follow_terms import Sum
+from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 

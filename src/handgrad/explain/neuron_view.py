@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..formatting import percent, typeset
 from ..model.gpt import GPT
 from ..ops import linear
 from .captions import quote
+from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .views import labels_of
 

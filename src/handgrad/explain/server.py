@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -36,37 +35,16 @@ from . import (
 )
 from .learn_routes import add_routes
 from .objectives import objective_of, token_id
+from .page_files import asset, served
+from .predictions import predict
 from .proof import Prover
 from .session import ExpiredError, Session, TracedSentence
 from .stations import Station
 from .steps import take_step
 
-ASSETS = {  # a module comes after those it imports, as export.bundle() needs them
-    "style.css": "text/css",
-    "api.js": "text/javascript",
-    "format.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "colours.js": "text/javascript",
-    "heatmap.js": "text/javascript",
-    "network_map.js": "text/javascript",
-    "proof.js": "text/javascript",
-    "attention.js": "text/javascript",
-    "bars.js": "text/javascript",
-    "lens.js": "text/javascript",
-    "loss.js": "text/javascript",
-    "station.js": "text/javascript",
-    "gradient_flow.js": "text/javascript",
-    "step.js": "text/javascript",
-    "tour.js": "text/javascript",
-    "page.js": "text/javascript",
-}
 MAX_BODY_BYTES = 64_000  # a sentence of 4,000 bytes needs at most six times that in JSON
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
-
-
-def asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 class SentenceRequest(BaseModel):
@@ -166,9 +144,9 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.get("/assets/{name}")
     async def page_asset(name: str) -> Response:
-        if name not in ASSETS:
+        if name not in served():
             raise HTTPException(404, "the page has no such asset")
-        return Response(asset(name), media_type=ASSETS[name])
+        return Response(asset(name), media_type=served()[name])
 
     @app.get("/api/table")
     async def table() -> Response:
@@ -186,6 +164,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def token(text: str) -> Response:
         id = token_id(session, text)
         return JSONAnswer({"id": id, "word": session.token_text(id)})
+
+    @app.post("/api/predict")
+    async def predictions(body: SentenceRequest) -> Response:
+        return await respond(lambda: predict(session, body.text, body.version))
 
     @app.get("/api/overview")
     async def overview(id: str) -> Response:
@@ -269,6 +251,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/value")
     async def value(id: str, name: str, rows: str, columns: str, head: int | None = None) -> Response:
         return await answer(values.value_of, id, name, head, pair(rows), pair(columns))
+
+    @app.get("/api/matrix")
+    async def entries(id: str, name: str, head: int | None = None) -> Response:
+        return await answer(values.entries_of, id, name, head)
 
     @app.get("/api/proof")
     async def proof(id: str, station: str) -> Response:

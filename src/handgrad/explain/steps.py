@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import HandgradError, NonFiniteError
-from ..formatting import number
 from ..optim import maker
+from .marks import typeset
 from .session import Session, TracedSentence, Version
 
 ENTRIES_AT_ONCE = 1 << 22  # of a parameter, in float64
@@ -46,11 +46,11 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
                 measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
             except NonFiniteError:
                 raise HandgradError(
-                    f"a step with learning rate {number(lr)} made the weights overflow: choose a smaller one"
+                    f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
                 ) from None
             if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
                 raise HandgradError(
-                    f"a step with learning rate {number(lr)} raised the loss to {number(measured)}: choose a smaller one"
+                    f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
                 )
         finally:
             for name, p in trained.items():
@@ -58,8 +58,8 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
     new = session.sentence(sentence.text, version, sentence.objective)
     return {
-        "id": new.id, "steps": old.steps + 1, "loss": loss, "predicted": loss + expected, "measured": measured,
-        "moves": _moves(session, sentence, new),
+        "id": new.id, "version": version, "steps": old.steps + 1,
+        "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
     }  # fmt: skip
 
 

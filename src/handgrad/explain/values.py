@@ -11,6 +11,7 @@ from .session import Session, TracedSentence
 from .swaps_view import estimates, relaxed_signal
 
 Range = tuple[int, int]  # first and after the last
+MAX_ENTRIES = 2_000_000  # of a matrix as a file
 
 
 def matrix(session: Session, sentence: TracedSentence, name: str, head: int | None) -> Tensor:
@@ -52,3 +53,13 @@ def value_of(
         raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}; {where} are outside it")
     i, j = divmod(int(part.abs().argmax()), part.shape[1])
     return {"value": part[i, j].item(), "row": rows[0] + i, "column": columns[0] + j}
+
+
+def entries_of(session: Session, sentence: TracedSentence, name: str, head: int | None) -> dict[str, Any]:
+    """Return all entries of a matrix, for a file."""
+    x = matrix(session, sentence, name, head)
+    if x.numel() > MAX_ENTRIES:
+        raise HandgradError(
+            f"{name} has {x.numel():,} entries; a file has at most {MAX_ENTRIES:,}: read it from Python (copy as Python)"
+        )
+    return {"values": x.tolist()}

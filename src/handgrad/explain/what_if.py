@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..formatting import percent, typeset
 from ..model.trace import Trace, edited_pass, trace
 from . import captions
+from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 

@@ -1,11 +1,19 @@
+// @ts-check
 // Requests to the server. In an exported file the answers are embedded in the page, and nothing is requested.
 
+import { written } from "./format.js";
+
+/** @param {string} text */
+const parse = (text) =>
+  JSON.parse(text, (_, value) => (typeof value === "string" && value.includes("⟦") ? written(value) : value));
+
 const embedded = document.getElementById("embedded-answers");
-const answers = embedded ? JSON.parse(embedded.textContent) : null;
+const answers = embedded ? parse(embedded.textContent ?? "") : null;
 export const offline = answers !== null;
 
 export class RequestError extends Error {}
 
+/** @param {string} path @param {RequestInit} [options] */
 async function request(path, options) {
   let response;
   try {
@@ -15,7 +23,7 @@ async function request(path, options) {
   }
   let body;
   try {
-    body = await response.json();
+    body = parse(await response.text());
   } catch {
     throw new RequestError(`handgrad responded with status ${response.status}`);
   }
@@ -23,13 +31,13 @@ async function request(path, options) {
   return body;
 }
 
-// Recent answers that cannot change. Overviews and proofs are not cached.
-const CACHED = ["station", "head", "lens"];
-const CACHE_SIZE = 40;
+const CHANGING = ["table", "overview", "proof", "proofs", "learn"]; // answers that are not cached
+const CACHE_SIZE = 80;
 const cache = new Map();
 
-// GET: `name` of the request, `id` of the traced sentence, and further parameters.
-export async function get(name, id, parameters = {}) {
+/** GET: `name` of the request, `id` of the traced sentence, and further parameters.
+ * @param {string} name @param {string | null} id @param {Record<string, any>} parameters */
+export async function get(name, id = null, parameters = {}) {
   if (offline) {
     const rest = new URLSearchParams(parameters).toString();
     const key = rest ? `${name}?${decodeURIComponent(rest)}` : name;
@@ -37,7 +45,7 @@ export async function get(name, id, parameters = {}) {
     return answers[key];
   }
   const path = `${name}?${new URLSearchParams({ ...(id ? { id } : {}), ...parameters })}`;
-  if (!CACHED.includes(name)) return request(path);
+  if (CHANGING.includes(name)) return request(path);
   if (!cache.has(path)) {
     const answer = request(path);
     cache.set(path, answer);
@@ -47,12 +55,18 @@ export async function get(name, id, parameters = {}) {
   return cache.get(path);
 }
 
-export async function post(name, body) {
+/** @param {string} name @param {object} body @param {Record<string, string>} headers */
+export async function post(name, body, headers = {}) {
   if (offline) throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
-  return request(name, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  return request(name, {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers },
+    body: JSON.stringify(body),
+  });
 }
 
-// Precomputed steps of an exported file: for each learning rate, the list of answers.
-export function embeddedSteps() {
-  return answers.steps;
-}
+/** Whether the exported file has an answer; a server has all. @param {string} key */
+export const has = (key) => !offline || key in answers;
+
+/** Precomputed steps of an exported file: for each learning rate, the list of answers. */
+export const embeddedSteps = () => answers.steps;

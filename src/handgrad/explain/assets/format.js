@@ -1,38 +1,68 @@
+// @ts-check
 // How numbers, shapes and tokens are written: all text of the page that shows one comes from here.
 
-const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 
-// `digits` significant digits: 0.0123, −7, 1.50·10⁻⁷
+/** `digits` significant digits: 0.0123, −7, 12,300, 1.50·10⁻⁷; – if there is no number.
+ * @param {number | null | undefined} x @param {number} digits */
 export function number(x, digits = 3) {
-  if (x === null || x === undefined) return "–";
-  if (x === 0) return "0";
-  const size = Math.abs(x);
-  if (size >= 1e-3 && size < 1e4) return String(Number(x.toPrecision(digits))).replace("-", "−");
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  if (x < 0) return `−${number(-x, digits)}`;
+  if (x === 0 || x === Infinity) return x ? "∞" : "0";
+  const rounded = Number(x.toPrecision(digits));
+  if (rounded >= 1e-3 && rounded < 1000) return String(rounded);
+  if (rounded >= 1000 && rounded < 1e5) return Math.round(x).toLocaleString("en");
   const [mantissa, exponent] = x.toExponential(digits - 1).split("e");
-  const power = [...String(Number(exponent))].map((c) => SUPERSCRIPTS[c]).join("");
-  return `${mantissa.replace("-", "−")}·10${power}`;
+  return `${mantissa}·10${superscript(Number(exponent))}`;
 }
 
-// The value under the pointer, with all digits of a float32.
+/** @param {number} n */
+const superscript = (n) => (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((c) => SUPERSCRIPTS[Number(c)]).join("");
+
+/** A change, with its sign: +0.12, −0.12, 0 @param {number | null | undefined} x @param {number} digits */
+export const signed = (x, digits = 3) => (x && x > 0 ? `+${number(x, digits)}` : number(x, digits));
+
+/** The value under the pointer, with all digits of a float32. @param {number} x */
 export const exact = (x) => String(Number(x.toPrecision(9)));
+
+/** 1 step, 2,000 steps @param {number} n @param {string} noun */
 export const count = (n, noun = "") => `${n.toLocaleString("en")}${noun && ` ${noun}${n === 1 ? "" : "s"}`}`;
-export const percent = (p) => (p >= 0.0995 ? `${Math.round(100 * p)} %` : `${Number((100 * p).toPrecision(2))} %`);
-// 24 × 1,024
+
+/** 45 %, 0.19 % @param {number | null | undefined} p */
+export const percent = (p) => `${number(p && 100 * p, Math.abs(p ?? 0) >= 0.995 ? 3 : 2)} %`;
+
+/** A sentence of the server with its marked numbers written: ⟦0.0123456⟧, ⟦0.4512%⟧ (see marks.py)
+ * @param {string} text */
+export const written = (text) =>
+  text.replace(/⟦(-?[\d.e+-]+|-?inf|nan)(%?)⟧/g, (_, x, share) =>
+    (share ? percent : number)(Number(x.replace("inf", "Infinity"))),
+  );
+
+/** 24 × 1,024 @param {number[]} shape */
 export const shapeOf = (shape) => shape.map((n) => n.toLocaleString("en")).join(" × ");
 
-// A token with spaces, line ends and control characters made visible.
-export function visible(label) {
-  return [...label]
-    .map((c) => {
-      const code = c.codePointAt(0);
-      if (c === " ") return "␣";
-      if (c === "\n") return "⏎";
-      if (c === "\t") return "⇥";
-      if (code < 32) return String.fromCodePoint(0x2400 + code);
-      if (code === 127) return "␡";
-      if ((code >= 0x200b && code <= 0x200f) || (code >= 0x202a && code <= 0x202e) || code === 0xfeff || (code >= 0x80 && code < 0xa0))
-        return `⟨${code.toString(16)}⟩`;
-      return c;
-    })
-    .join("");
+/** A token with its spaces and control characters visible. @param {string} text */
+export const visible = (text) => [...text].map(visibleCharacter).join("");
+
+/** ‘token’ @param {string} text */
+export const quote = (text) => `‘${visible(text)}’`;
+
+const NAMED = new Map([
+  [" ", "␣"],
+  ["\n", "⏎"],
+  ["\t", "⇥"],
+  ["\x7f", "␡"],
+]);
+
+/** @param {string} c */
+function visibleCharacter(c) {
+  const code = c.codePointAt(0) ?? 0;
+  if (NAMED.has(c)) return NAMED.get(c);
+  if (code < 32) return String.fromCodePoint(0x2400 + code);
+  const unseen =
+    (code >= 0x80 && code < 0xa0) || (code >= 0x200b && code <= 0x200f) || (code >= 0x202a && code <= 0x202e);
+  return unseen || code === 0xfeff ? `⟨${code.toString(16)}⟩` : c;
 }
+
+/** At most `most` characters. @param {string} text @param {number} most */
+export const fit = (text, most) => ([...text].length > most ? `${[...text].slice(0, most - 1).join("")}…` : text);

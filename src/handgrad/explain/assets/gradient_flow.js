@@ -1,68 +1,126 @@
-// The gradient flow view: ‖Δ‖ or ‖a‖ of every token at every station, and the norm of every gradient.
+// @ts-check
+// The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
-import { paint } from "./colours.js";
-import { el } from "./dom.js";
-import { number } from "./format.js";
-import { heatmap, pictureOf } from "./heatmap.js";
+import { filled } from "./colours.js";
+import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
+import { number, percent } from "./format.js";
+import { pictureOf } from "./heat_geometry.js";
+import { heat, positioned } from "./heatmap.js";
+import { card, choice, table, viewHead } from "./parts.js";
+import { h } from "./render.js";
 
-let which = "delta"; // or "a"
+let mode = "share";
 
-export function drawFlow(panel, state, go) {
-  const { table, overview } = state;
+const MODES = { share: "share of each row", delta: "‖Δ‖", product: "‖a‖·‖Δ‖", a: "‖a‖" };
+const TITLES = {
+  share: "how the error of each station is spread over the tokens",
+  delta: "‖Δ‖ of every token at every station",
+  product: "‖a‖·‖Δ‖ of every token at every station",
+  a: "‖a‖ of every token at every station",
+};
+const CAPTIONS = {
+  delta:
+    "Rows are not comparable by length alone: where ‖a‖ is small, the same relative change is a " +
+    "smaller one, and ‖Δ‖ is larger.",
+  product:
+    "How much the loss would change, at most and to first order, if a vector changed by its own " +
+    "length: comparable between layers.",
+  a: "The length of each token's vector in the forward pass. The stream grows as each block adds to it.",
+};
+const PYTHON = {
+  share: 'x = trace["blocks.0.delta_1"].norm(dim=1) ** 2; x / x.sum()',
+  delta: 'trace["blocks.0.delta_1"].norm(dim=1)',
+  product: 'trace["blocks.0.a_1"].norm(dim=1) * trace["blocks.0.delta_1"].norm(dim=1)',
+  a: 'trace["blocks.0.a_1"].norm(dim=1)',
+};
+
+export const flowView = {
+  id: "flow",
+  title: "Gradient flow",
+  needs: () => ({}),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, data, actions) {
+    const change = (key) => {
+      mode = key;
+      actions.redraw();
+    };
+    return [
+      viewHead("the whole network at once", "Gradient flow", choice("What to show", MODES, mode, change)),
+      h(
+        "p",
+        { class: "summary" },
+        "Each row is the error signal at one station, each column a token. The error starts at the loss, " +
+          "below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
+      ),
+      h("section", { class: "card flow-card", "aria-label": "Stations by tokens" }, picture(state, actions)),
+      groups(state.overview, actions),
+    ];
+  },
+};
+
+function picture(state, actions) {
+  const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const rows = overview.flows
-    .map((f) => ({ ...f, station: table.stations.find((s) => s.id === f.id) }))
-    .filter((f) => f[which] && f.station.index < 12);
-  const logs = rows.map((f) => f[which].map((x) => (x > 0 ? Math.log10(x) : null)));
-  const known = logs.flat().filter((x) => x !== null);
-  const most = Math.max(...known), least = Math.max(Math.min(...known), most - 4);
-  const share = (x) => (x === null ? 0 : Math.max(0.03, (x - least) / (most - least || 1)));
-  const symbol = which === "delta" ? "Δ" : "a";
-  const names = rows.map((f) => `${f.station.block === null ? "" : `${f.station.block + 1}·`}${which === "delta" ? f.station.delta_symbol : f.station.symbol}`);
-  const picture = pictureOf(logs.map((row) => row.map(share)));
-  const figure = heatmap({
-    title: `‖${symbol}‖ of every token at every station`, kind: which, picture, rowLabels: names, columnLabels: labels, positive: true, square: false,
-    caption: which === "delta" ? overview.flow_caption : "The length of each token's vector in the forward pass. The stream grows as each block adds to it.",
-    scale: [number(10 ** least), `${number(10 ** most)}, logarithmic`],
-    describe: (x) => (x < 0.02 ? "0" : number(10 ** (least + x * (most - least)))),
-    select: (row, column) => go(rows[row].id, which === "delta" ? "backward" : "forward", column),
+  const { rows, caption } = overview.flow;
+  const values = rows.map((row) => cellsOfRow(row, mode));
+  const { least, most, shares } = logarithmic(values);
+  const share = mode === "share";
+  const largest = Math.max(...values.flat(), 1e-300);
+  const decimal = (x) => (x < 0.02 ? "0" : number(10 ** (least + x * (most - least))));
+  return heat({
+    key: "flow",
+    title: TITLES[mode],
+    kind: mode === "a" ? "a" : "size",
+    positive: true,
+    picture: pictureOf(share ? values.map((row) => row.map((x) => Math.sqrt(x / largest))) : shares),
+    rowLabels: rows.map((row) => shortLabel(row.label)),
+    columnLabels: labels,
+    nameRow: (i) => rows[i].label,
+    nameColumn: positioned(labels),
+    caption: CAPTIONS[mode] ?? caption,
+    values: () => values,
+    python: PYTHON[mode],
+    scale: share
+      ? ["0", `${percent(largest)} of the row's squared error`]
+      : [number(10 ** least), `${number(10 ** most)}, logarithmic`],
+    describe: share ? (x) => percent(x * x * largest) : decimal,
+    choose: (row, column) => actions.go(rows[row].station, mode === "a" ? "forward" : "backward", column),
+    chooses: "opens the station",
   });
-  const choice = el("div", { class: "walk", role: "group", "aria-label": "What to show" });
-  for (const [key, text] of [["delta", "the error ‖Δ‖"], ["a", "the activations ‖a‖"]]) {
-    choice.append(el("button", { type: "button", "aria-pressed": String(which === key), onclick: () => { which = key; drawFlow(panel, state, go); } }, text));
-  }
-  panel.replaceChildren(
-    el("div", { class: "station-head backward" }, el("div", {}, el("p", { class: "where" }, "the whole network at once"), el("h2", {}, "Gradient flow")), choice),
-    el("p", { class: "summary" }, "Each row is a station, each column a token. The error starts below the last row, at the loss, and flows up to the embedding. The stronger the colour, the larger the vector of that token there. Click a cell to open its station."),
-    el("section", { class: "card flow", "aria-label": "Stations by tokens" }, figure),
-    groups(table, overview, go),
-  );
 }
 
-function groups(table, overview, go) {
-  const layers = [...new Set(overview.groups.map((g) => g.layer))];
-  const symbols = [...new Set(overview.groups.map((g) => g.symbol))];
-  const norms = overview.groups.map((g) => g.norm).filter((x) => x > 0).map(Math.log10);
-  const most = Math.max(...norms), least = Math.max(Math.min(...norms), most - 4);
-  const rows = layers.map((layer) =>
-    el(
-      "tr",
+function groups(overview, actions) {
+  const layers = [...new Set(overview.groups.map((g) => g.layer))],
+    symbols = [...new Set(overview.groups.map((g) => g.symbol))];
+  const logs = logarithmic([overview.groups.map((g) => g.norm)]).shares[0];
+  const cell = (layer, symbol) => {
+    const i = overview.groups.findIndex((g) => g.layer === layer && g.symbol === symbol);
+    if (i < 0) return h("td", { class: "none" });
+    const { station, norm } = overview.groups[i];
+    const about = {
+      "aria-label": `gradient of ${symbol}, ${layer}: ${number(norm)}`,
+      "data-value": norm,
+      style: filled("size", logs[i]),
+    };
+    return h(
+      "td",
       {},
-      el("th", { scope: "row" }, layer),
-      symbols.map((symbol) => {
-        const group = overview.groups.find((g) => g.layer === layer && g.symbol === symbol);
-        if (!group) return el("td", { class: "none" });
-        const button = el("button", { type: "button", onclick: () => go(group.station, "backward"), "aria-label": `gradient of ${symbol}, ${layer}: ${number(group.norm)}`, "data-value": group.norm }, number(group.norm, 2));
-        paint(button, "delta", group.norm > 0 ? Math.max(0.03, (Math.log10(group.norm) - least) / (most - least || 1)) : 0);
-        return el("td", {}, button);
-      }),
+      h("button", { type: "button", onclick: () => actions.go(station, "backward"), ...about }, number(norm, 2)),
+    );
+  };
+  const rows = layers.map((layer) =>
+    h(
+      "tr",
+      { key: layer },
+      h("th", { scope: "row" }, layer),
+      symbols.map((symbol) => cell(layer, symbol)),
     ),
   );
-  return el(
-    "section",
-    { class: "card", "aria-label": "Gradients by group" },
-    el("h3", {}, "Gradients of the parameters"),
-    el("p", { class: "caption" }, overview.groups_caption),
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Lengths of the gradients" }, el("table", { class: "groups" }, el("thead", {}, el("tr", {}, el("td", {}), symbols.map((s) => el("th", { scope: "col" }, `∂${s}`)))), el("tbody", {}, rows))),
+  return card(
+    "Gradients by group",
+    "Gradients of the parameters",
+    h("p", { class: "caption" }, overview.groups_caption),
+    table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups" }),
   );
 }

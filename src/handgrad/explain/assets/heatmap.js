@@ -1,284 +1,305 @@
-// Heat maps: matrices drawn as coloured cells on a canvas, with exact values, zoom and keyboard control.
+// @ts-check
+// Heat maps: matrices as coloured cells, with exact values, zoom, and control by mouse, touch and keyboard.
 
 import { get, offline } from "./api.js";
-import { colour, css, palette } from "./colours.js";
-import { el } from "./dom.js";
-import { exact, number, shapeOf, visible } from "./format.js";
+import { exact, number, quote, shapeOf } from "./format.js";
+import { cellAt, cellsOf, crop, layout, range } from "./heat_geometry.js";
+import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
+import { h, widget } from "./render.js";
+import { pictureFiles, saveMenu } from "./save.js";
 
-function cellsOf(picture) {
-  const bytes = Uint8Array.from(atob(picture.q), (c) => c.charCodeAt(0));
-  return new Int8Array(bytes.buffer);
-}
+/**
+ * A matrix as colours.
+ * @typedef {object} Options
+ * @property {string} key         tells the heat maps of a view apart
+ * @property {string} title       what it is
+ * @property {string} [caption]   what to notice
+ * @property {import("./heat_geometry.js").Picture} picture
+ * @property {import("./colours.js").Kind} kind
+ * @property {string} [sentence]  id of the traced sentence, and
+ * @property {string | null} [name]  of the tensor, to request exact values and parts; without a name there are none
+ * @property {number | null} [head]
+ * @property {string[] | null} [rowLabels]     tokens, if rows are tokens
+ * @property {string[] | null} [columnLabels]
+ * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not
+ * all are shown
+ * @property {(from: number, to: number) => string} [nameRow]   how to write which rows a cell shows
+ * @property {(from: number, to: number) => string} [nameColumn]
+ * @property {string} [join]      what stands between the row and the column
+ * @property {boolean} [square]   draw square cells
+ * @property {number} [selected]  the row to mark
+ * @property {(row: number, column: number) => void} [choose]  called on a click, with the entry that the cell shows
+ * @property {string} [chooses]   what a click does
+ * @property {boolean} [positive] show the scale from 0 only
+ * @property {(value: number) => string} [describe]  how to write a value, if not as a number
+ * @property {[string, string]} [scale]  the texts at both ends of the colour scale
+ * @property {string} [python]    the line of Python that makes the data
+ * @property {() => number[][]} [values]  the entries, if the page has them
+ */
 
-// A part of a picture, for when the server cannot be asked for it.
-function crop(picture, rows, columns) {
-  const [pr, pc] = picture.pool;
-  const r0 = Math.floor((rows[0] - picture.rows[0]) / pr), r1 = Math.ceil((rows[1] - picture.rows[0]) / pr);
-  const c0 = Math.floor((columns[0] - picture.columns[0]) / pc), c1 = Math.ceil((columns[1] - picture.columns[0]) / pc);
-  const cells = cellsOf(picture), wide = picture.cells[1];
-  const part = new Int8Array((r1 - r0) * (c1 - c0));
-  for (let i = r0; i < r1; i++) for (let j = c0; j < c1; j++) part[(i - r0) * (c1 - c0) + j - c0] = cells[i * wide + j];
-  const bytes = new Uint8Array(part.buffer);
-  return {
-    ...picture,
-    rows: [picture.rows[0] + r0 * pr, Math.min(picture.rows[0] + r1 * pr, picture.shape[0])],
-    columns: [picture.columns[0] + c0 * pc, Math.min(picture.columns[0] + c1 * pc, picture.shape[1])],
-    cells: [r1 - r0, c1 - c0],
-    q: btoa(String.fromCharCode(...bytes)),
-  };
-}
-
-let counter = 0;
-
-/* Draw a matrix as colours. Options:
-   title, caption what it is, and what to notice
-   picture, kind  the cells (see pictures.py), and "a" or "delta" for the colours
-   sentence, name, head   id and tensor, to request exact values and parts; without a name there are none
-   rowLabels, columnLabels   tokens, if rows or columns are tokens;  rowName, columnName what they are otherwise
-   square         draw square cells
-   selected       the row to mark;  select(row, column) is called on a click
-   positive       show the scale from 0 only
-   describe(value)   how to write a value, if not as a number;  scale the texts at both ends of the colour scale */
-export function heatmap(options) {
-  const { kind, name = null, head = null, rowLabels = null, columnLabels = null, square = false } = options;
-  const full = options.picture;
-  let picture = full, cells = cellsOf(full), cursor = null, drag = null, requested = 0, timer = 0;
-  const id = `map-${++counter}`;
-  const canvas = el("canvas", {
-    tabindex: "0", role: "application", "aria-roledescription": "heat map", "aria-label": `${options.title}, ${shapeOf(full.shape)}`,
-    "aria-describedby": `${id}-caption`, "data-name": name, "data-head": head,
-  });
-  const readout = el("output", { class: "readout", "aria-live": "polite" });
-  const legend = el("span", { class: "legend" });
-  const reset = el("button", { type: "button", class: "small", hidden: true, onclick: () => zoom(null) }, "show all");
-  const frame = el("div", { class: "canvas-frame" }, canvas);
-  const figure = el(
+/** @param {Options} options */
+export function heat(options) {
+  const { key, title, kind, square, caption, picture } = options;
+  return h(
     "figure",
-    { class: `heat ${kind}${square ? " square" : ""}` },
-    el("figcaption", {}, el("span", { class: "heat-title" }, options.title), el("span", { class: "shape" }, shapeOf(full.shape)), reset),
-    frame,
-    el("div", { class: "under" }, legend, readout),
-    el("p", { class: "caption", id: `${id}-caption` }, options.caption || ""),
+    { key, class: `heat ${kind}${square ? " square" : ""}` },
+    h(
+      "figcaption",
+      {},
+      h("span", { class: "heat-title" }, title),
+      h("span", { class: "shape" }, shapeOf(picture.shape)),
+      saveMenu(options),
+    ),
+    widget("map", heatmap, options),
+    h("p", { class: "caption" }, caption || ""),
   );
+}
 
-  const longest = (labels, most) => Math.min(most, Math.max(...labels.map((label) => visible(label).length)));
-  const m = {
-    left: rowLabels ? 12 + 7.3 * longest(rowLabels, square ? 7 : 9) : full.shape[0] === 1 ? 4 : 34,
-    top: columnLabels ? 10 + 7.3 * longest(columnLabels, 5) : 4,
-  };
+/** Name entries of an axis by their number: “feature 3”, “feature 3 to 6”. @param {string} what */
+export const numbered = (what) => (/** @type {number} */ from, /** @type {number} */ to) =>
+  to - from > 1 ? `${what} ${from} to ${to - 1}` : `${what} ${from}`;
 
-  function geometry() {
-    const available = Math.max(120, frame.clientWidth - m.left - 2);
-    const [rows, columns] = picture.cells;
-    if (square) {
-      const cell = Math.max(2, Math.min(26, available / columns, 560 / rows));
-      return { ...m, cw: cell, ch: cell };
-    }
-    const high = full.shape[0] === 1 ? 30 : rowLabels ? Math.max(7, Math.min(17, 560 / rows)) : Math.max(1.5, Math.min(16, 150 / rows));
-    return { ...m, cw: available / columns, ch: high };
-  }
+/** Name entries of an axis by their tokens. @param {string[]} labels */
+export const positioned = (labels) => (/** @type {number} */ from) => `${quote(labels[from])} (position ${from + 1})`;
+
+/** @param {string} tag @param {Record<string, string>} attributes @returns {any} */
+function make(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** @param {Options} given */
+function heatmap(given) {
+  let options = given;
+  let picture = options.picture,
+    cells = cellsOf(picture),
+    pixels = null;
+  let cursor = null,
+    drag = null,
+    requested = 0,
+    timer = 0,
+    tapped = "";
+  const canvas = make("canvas", { tabindex: "0", role: "application", "aria-roledescription": "heat map" });
+  const readout = make("output", { class: "readout", "aria-live": "polite" });
+  const legend = make("span", { class: "legend" });
+  const reset = make("button", { type: "button", class: "small" }, "show all");
+  const bar = make("canvas", { class: "bar", width: "96", height: "8", "aria-hidden": "true" });
+  const frame = make("div", { class: "canvas-frame" }, canvas);
+  const node = make("div", {}, frame, make("div", { class: "under" }, legend, readout, reset));
+  reset.hidden = true;
+  reset.onclick = () => zoom(null);
+
+  const at = () => layout(picture, options, frame.clientWidth);
+  const marks = () => ({
+    selected: options.selected === undefined ? -1 : options.selected - picture.rows[0],
+    cursor,
+    drag,
+  });
 
   function draw() {
     if (!frame.isConnected || !frame.clientWidth) return;
-    const g = geometry();
-    const [rows, columns] = picture.cells;
-    const wide = Math.round(g.left + columns * g.cw + 2), high = Math.round(g.top + rows * g.ch + 2);
-    const ratio = window.devicePixelRatio || 1;
-    Object.assign(canvas.dataset, { left: g.left, top: g.top, cellWidth: g.cw, cellHeight: g.ch });
-    canvas.width = wide * ratio;
-    canvas.height = high * ratio;
-    canvas.style.width = `${wide}px`;
-    canvas.style.height = `${high}px`;
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    const image = new ImageData(columns, rows);
-    const colours = palette(kind), pixels = new Uint32Array(image.data.buffer);
-    for (let i = 0; i < cells.length; i++) pixels[i] = colours[cells[i] & 255];
-    const small = document.createElement("canvas");
-    small.width = columns;
-    small.height = rows;
-    small.getContext("2d").putImageData(image, 0, 0);
-    context.imageSmoothingEnabled = false;
-    context.drawImage(small, g.left, g.top, columns * g.cw, rows * g.ch);
-    const style = getComputedStyle(document.documentElement);
-    context.fillStyle = style.getPropertyValue("--soft");
-    context.font = `${Math.min(12, Math.max(9, g.ch - 1))}px ui-monospace, monospace`;
-    context.textBaseline = "middle";
-    const every = Math.max(1, Math.ceil(10 / g.ch));
-    if (rowLabels) {
-      context.textAlign = "right";
-      for (let i = 0; i < rows; i += every) {
-        const selected = picture.rows[0] + i === options.selected;
-        context.fillStyle = style.getPropertyValue(selected ? "--ink" : "--soft");
-        context.fillText(fit(visible(rowLabels[picture.rows[0] + i]), square ? 7 : 9), g.left - 6, g.top + (i + 0.5) * g.ch);
-      }
-    }
-    if (columnLabels) {
-      context.fillStyle = style.getPropertyValue("--soft");
-      context.textAlign = "left";
-      const step = Math.max(1, Math.ceil(10 / g.cw));
-      for (let j = 0; j < columns; j += step) {
-        context.save();
-        context.translate(g.left + (j + 0.5) * g.cw, g.top - 4);
-        context.rotate(-Math.PI / 2);
-        context.fillText(fit(visible(columnLabels[picture.columns[0] + j]), 5), 0, 0);
-        context.restore();
-      }
-    }
-    context.strokeStyle = style.getPropertyValue("--line");
-    context.strokeRect(g.left - 0.5, g.top - 0.5, columns * g.cw + 1, rows * g.ch + 1);
-    const mark = rowLabels && options.selected !== undefined && options.selected !== null ? options.selected - picture.rows[0] : -1;
-    context.strokeStyle = style.getPropertyValue("--ink");
-    if (mark >= 0 && mark < rows) context.strokeRect(g.left - 0.5, g.top + mark * g.ch - 0.5, columns * g.cw + 1, g.ch + 1);
-    if (cursor) {
-      context.lineWidth = 2;
-      context.strokeRect(g.left + cursor[1] * g.cw - 1, g.top + cursor[0] * g.ch - 1, Math.max(4, g.cw + 2), Math.max(4, g.ch + 2));
-    }
-    if (drag && drag[1] !== drag[0]) {
-      const [from, to] = [Math.min(...drag), Math.max(...drag) + 1];
-      context.lineWidth = 2;
-      context.strokeRect(g.left + from * g.cw, g.top - 1, (to - from) * g.cw, rows * g.ch + 2);
-    }
+    const here = at();
+    pixels ??= pixelsOf(picture, options.kind);
+    Object.assign(canvas.dataset, { left: here.left, top: here.top, cellWidth: here.cw, cellHeight: here.ch });
+    Object.assign(canvas.style, { width: `${here.wide}px`, height: `${here.high}px` });
+    paintCanvas(canvas, pixels, picture, here, options, marks());
   }
 
-  const range = (i, axis) => {
-    const [from, to] = axis ? picture.columns : picture.rows;
-    const pool = picture.pool[axis];
-    return [from + i * pool, Math.min(from + (i + 1) * pool, to)];
-  };
-
-  function describePosition([from, to], labels, what) {
-    if (labels) return `‘${visible(labels[from])}’ (position ${from + 1})`;
-    return to - from > 1 ? `${what} ${from} to ${to - 1}` : `${what} ${from}`;
+  function drawLegend() {
+    paintScale(bar, options.kind, Boolean(options.positive));
+    const beyond = picture.largest > picture.scale * 1.001 ? `, largest ${number(picture.largest)}` : "";
+    const [low, high] = options.scale ?? [
+      options.positive || !picture.scale ? "0" : number(-picture.scale),
+      number(picture.scale) + beyond,
+    ];
+    legend.replaceChildren(`${low} `, bar, ` ${high}`);
+    legend.title =
+      options.kind === "delta" && !options.positive ? "blue: raising this lowers the loss; red: lowering it does" : "";
   }
 
-  function show(cell) {
-    cursor = cell;
-    draw();
-    if (!cell) {
-      readout.textContent = "";
-      return;
-    }
-    const rows = range(cell[0], 0), columns = range(cell[1], 1);
-    const where = [
-      full.shape[0] > 1 ? describePosition(rows, rowLabels, options.rowName || "row") : "",
-      describePosition(columns, columnLabels, options.columnName || "feature"),
-    ].filter(Boolean).join(square ? " ← " : " · ");
-    const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
-    const describe = options.describe || ((x) => number(x));
-    readout.textContent = `${where}: ≈ ${describe(approximate)}`;
-    if (!name || offline) return;
-    const mine = ++requested;
-    clearTimeout(timer);
-    timer = setTimeout(async () => {
-      try {
-        const parameters = { name, rows: rows.join(":"), columns: columns.join(":"), ...(head === null ? {} : { head }) };
-        const found = await get("value", options.sentence, parameters);
-        if (mine !== requested) return;
-        readout.textContent = `${where}: ${exact(found.value)}`;
-        Object.assign(readout.dataset, { value: found.value, row: found.row, column: found.column });
-      } catch {
-        if (mine === requested) readout.textContent = `${where}: ≈ ${describe(approximate)}`;
-      }
-    }, 60);
-  }
-
-  async function zoom(columns) {
-    if (columns && columns[1] - columns[0] < 2) return;
-    if (!columns) picture = full;
-    else if (!name || offline) picture = crop(picture, picture.rows, columns);
-    else {
-      const parameters = { name, rows: picture.rows.join(":"), columns: columns.join(":"), ...(head === null ? {} : { head }) };
-      picture = await get("slice", options.sentence, parameters);
-    }
-    cells = cellsOf(picture);
-    reset.hidden = picture === full;
-    cursor = null;
+  function redraw() {
+    pixels = null;
     drawLegend();
     draw();
   }
 
-  function drawLegend() {
-    const bar = el("canvas", { class: "bar", width: 96, height: 8, "aria-hidden": "true" });
-    const context = bar.getContext("2d");
-    const single = options.positive;
-    for (let x = 0; x < 96; x++) {
-      context.fillStyle = css(colour(kind, single ? x / 95 : (2 * x) / 95 - 1));
-      context.fillRect(x, 0, 1, 8);
+  /** @param {Options} next */
+  function update(next) {
+    const other = next.picture !== options.picture;
+    options = next;
+    if (other) {
+      picture = next.picture;
+      cells = cellsOf(picture);
+      reset.hidden = true;
+      show(null);
     }
-    if (options.scale) {
-      legend.replaceChildren(`${options.scale[0]} `, bar, ` ${options.scale[1]}`);
-      return;
-    }
-    const beyond = picture.largest > picture.scale * 1.001 ? `, largest ${number(picture.largest)}` : "";
-    legend.replaceChildren(`${single || !picture.scale ? "0" : `−${number(picture.scale)}`} `, bar, ` ${number(picture.scale)}${beyond}`);
+    canvas.setAttribute(
+      "aria-label",
+      `${next.title}, ${shapeOf(next.picture.shape)}${next.chooses ? `. Enter ${next.chooses}` : ""}`,
+    );
+    for (const name of ["name", "head"])
+      next[name] === undefined || next[name] === null
+        ? delete canvas.dataset[name]
+        : (canvas.dataset[name] = next[name]);
+    canvas.classList.toggle("chooses", Boolean(next.choose));
+    redraw();
   }
 
-  function cellAt(event) {
-    const box = canvas.getBoundingClientRect(), g = geometry();
-    const i = Math.floor((event.clientY - box.top - g.top) / g.ch), j = Math.floor((event.clientX - box.left - g.left) / g.cw);
-    const [rows, columns] = picture.cells;
-    return i >= 0 && j >= 0 && i < rows && j < columns ? [i, j] : null;
+  /** @param {number[]} cell */
+  const nameOf = (cell) => {
+    const { nameRow = numbered("row"), nameColumn = numbered("feature"), join = " · " } = options;
+    const [rows, columns] = [range(picture, cell[0], 0), range(picture, cell[1], 1)];
+    const row = options.picture.shape[0] > 1 ? nameRow(rows[0], rows[1]) : "";
+    return [row, nameColumn(columns[0], columns[1])].filter(Boolean).join(join);
+  };
+
+  /** @param {number} j */
+  const columnsOf = (j) => {
+    const [from, to] = range(picture, j, 1),
+      ids = options.columnIds;
+    return ids ? [ids[from], ids[from] + 1] : [from, to];
+  };
+
+  /** Which entry a cell shows: the one furthest from 0. @param {number[]} cell */
+  async function entryOf(cell) {
+    const rows = range(picture, cell[0], 0),
+      columns = columnsOf(cell[1]);
+    if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
+    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
+    return get("value", options.sentence, {
+      name: options.name,
+      rows: rows.join(":"),
+      columns: columns.join(":"),
+      ...head,
+    });
   }
 
-  canvas.addEventListener("pointermove", (event) => {
-    const cell = cellAt(event);
+  /** Show the value of a cell. @param {number[] | null} cell */
+  function show(cell) {
+    cursor = cell;
+    draw();
+    clearTimeout(timer);
+    const mine = ++requested;
+    if (!cell) return void (readout.textContent = "");
+    const where = nameOf(cell),
+      describe = options.describe ?? number;
+    const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
+    readout.textContent = `${where}: ≈ ${describe(approximate)}`;
+    if (!options.name || offline) return;
+    timer = setTimeout(async () => {
+      try {
+        const found = await entryOf(cell);
+        if (mine !== requested) return;
+        const { nameRow, nameColumn = numbered("feature") } = options;
+        const pooled = !options.columnIds && picture.pool[0] * picture.pool[1] > 1;
+        const exactly = pooled
+          ? [nameRow?.(found.row, found.row + 1), nameColumn(found.column, found.column + 1)]
+              .filter(Boolean)
+              .join(options.join ?? " · ")
+          : where;
+        readout.textContent = `${exactly}: ${exact(found.value)}`;
+        Object.assign(readout.dataset, { value: found.value, row: found.row, column: found.column });
+      } catch {
+        // the approximate value stays
+      }
+    }, 60);
+  }
+
+  /** Show some columns only, or all. @param {number[] | null} columns */
+  async function zoom(columns) {
+    if (columns && columns[1] - columns[0] < 2) return;
+    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
+    if (!columns) picture = options.picture;
+    else if (!options.name || offline) picture = crop(picture, columns);
+    else
+      picture = await get("slice", options.sentence, {
+        name: options.name,
+        rows: picture.rows.join(":"),
+        columns: columns.join(":"),
+        ...head,
+      });
+    cells = cellsOf(picture);
+    reset.hidden = picture === options.picture;
+    show(null);
+    redraw();
+  }
+
+  /** @param {number[]} cell */
+  async function choose(cell) {
+    if (!options.choose) return;
+    const { row, column } = await entryOf(cell);
+    options.choose(row, column);
+  }
+
+  /** @param {PointerEvent} event */
+  const under = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return cellAt(picture, at(), event.clientX - box.left, event.clientY - box.top);
+  };
+  canvas.onpointermove = (event) => {
+    const cell = under(event);
     if (drag && cell) drag[1] = cell[1];
     if (String(cell) !== String(cursor)) show(cell);
-  });
-  canvas.addEventListener("pointerleave", () => {
+  };
+  canvas.onpointerleave = (event) => {
     drag = null;
-    show(null);
-  });
-  canvas.addEventListener("pointerdown", (event) => {
-    const cell = cellAt(event);
+    if (event.pointerType !== "touch") show(null); // after a tap the value stays
+  };
+  canvas.onpointerdown = (event) => {
+    const cell = under(event);
     if (cell) drag = [cell[1], cell[1]];
-  });
-  canvas.addEventListener("pointerup", (event) => {
-    const cell = cellAt(event);
+  };
+  canvas.onpointerup = (event) => {
+    const cell = under(event);
     const dragged = drag && drag[0] !== drag[1] ? [Math.min(...drag), Math.max(...drag)] : null;
     drag = null;
-    if (dragged && !square) zoom([range(dragged[0], 1)[0], range(dragged[1], 1)[1]]);
-    else if (cell && options.select) options.select(range(cell[0], 0)[0], range(cell[1], 1)[0]);
-  });
-  canvas.addEventListener("keydown", (event) => {
+    if (dragged && !options.square && !options.columnIds)
+      return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
+    if (!cell) return;
+    const again = tapped === String(cell);
+    tapped = String(cell);
+    if (event.pointerType === "touch" && !again)
+      show(cell); // the first tap shows the value, the second chooses
+    else choose(cell);
+  };
+  canvas.onkeydown = (event) => {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     const [rows, columns] = picture.cells;
     if (moves[event.key]) {
-      const [i, j] = cursor || [0, 0];
+      const [i, j] = cursor ?? [0, 0];
       const [di, dj] = cursor ? moves[event.key] : [0, 0];
       show([Math.max(0, Math.min(rows - 1, i + di)), Math.max(0, Math.min(columns - 1, j + dj))]);
-    } else if (event.key === "+" && cursor && !square) {
-      const [from, to] = picture.columns, middle = range(cursor[1], 1)[0], half = Math.max(1, Math.floor((to - from) / 4));
+    } else if (event.key === "+" && cursor && !options.square && !options.columnIds) {
+      const [from, to] = picture.columns,
+        middle = range(picture, cursor[1], 1)[0];
+      const half = Math.max(1, Math.floor((to - from) / 4));
       zoom([Math.max(from, middle - half), Math.min(to, middle + half)]);
-    } else if (event.key === "-" || event.key === "Escape") zoom(null);
-    else if (event.key === "Enter" && cursor && options.select) options.select(range(cursor[0], 0)[0], range(cursor[1], 1)[0]);
+    } else if (event.key === "-" || (event.key === "Escape" && !reset.hidden)) zoom(null);
+    else if (event.key === "Enter" && cursor) choose(cursor);
     else return;
     event.preventDefault();
     event.stopPropagation();
+  };
+  pictureFiles.set(canvas, {
+    svg: () => svgText(pixels ?? pixelsOf(picture, options.kind), picture, at(), options),
   });
-  drawLegend();
-  drawn.add({ figure, draw: () => (drawLegend(), draw()) });
-  resizeObserver.observe(frame);
-  frame.redraw = draw;
-  return figure;
+  drawn.set(frame, redraw);
+  resizing.observe(frame);
+  update(options);
+  return { node, update };
 }
 
-// Heat maps are redrawn when their size or the theme changes.
-const drawn = new Set();
-const resizeObserver = new ResizeObserver((entries) => entries.forEach((entry) => entry.target.redraw?.()));
+// Heat maps are drawn again when their size or the theme changes.
+const drawn = new Map();
+const resizing = new ResizeObserver((entries) => entries.forEach((entry) => drawn.get(entry.target)?.()));
 export function redrawHeatmaps() {
-  for (const one of drawn) one.figure.isConnected ? one.draw() : drawn.delete(one);
+  for (const [frame, redraw] of drawn) frame.isConnected ? redraw() : forget(frame);
 }
 
-const fit = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
-
-// A picture of values that the page itself has computed, in [0, 1] or [−1, 1].
-export function pictureOf(values, scale = 1) {
-  const rows = values.length, columns = values[0].length;
-  const bytes = new Uint8Array(rows * columns);
-  values.flat().forEach((x, i) => (bytes[i] = Math.round(127 * Math.max(-1, Math.min(1, x))) & 255));
-  let text = "";
-  for (const byte of bytes) text += String.fromCharCode(byte);
-  return { shape: [rows, columns], rows: [0, rows], columns: [0, columns], cells: [rows, columns], pool: [1, 1], scale, largest: scale, q: btoa(text) };
+/** @param {Element} frame */
+function forget(frame) {
+  drawn.delete(frame);
+  resizing.unobserve(frame);
 }

@@ -1,32 +1,67 @@
+// @ts-check
 // The lens: the residual stream at one station, read through the last norm and the head.
 
-import { bar } from "./bars.js";
-import { el } from "./dom.js";
-import { number, percent, visible } from "./format.js";
+import { percent, quote, visible } from "./format.js";
+import { bar, chips, pushBar } from "./parts.js";
+import { h } from "./render.js";
 
-// `lens` has one row for each token: what would be predicted here, and what a step along −Δ makes more or less likely.
+const ABOUT =
+  "The stream is read through the last norm and the head, as if this were the last layer. A push " +
+  "is −Δ, as a change of the" +
+  " logits to first order: what the error asks for here. To the right and blue: more likely.";
+
+/** `lens` has one row for each token: what would be predicted here, and what −Δ makes more or less likely.
+ * @param {any} lens @param {any} state @param {any} actions @param {string[]} labels */
 export function lensCard(lens, state, actions, labels) {
   const row = lens.rows[state.token];
-  const strip = el(
-    "div",
-    { class: "strip", role: "group", "aria-label": "What would be predicted after each token" },
-    lens.rows.map((r, t) => {
-      const correct = r.target !== null && r.predictions[0].word === r.target;
-      return el("button", { type: "button", "aria-pressed": String(t === state.token), class: correct ? "correct" : "", onclick: () => actions.select({ token: t }), "aria-label": `after ${visible(labels[t])}: ${visible(r.predictions[0].word)}, ${percent(r.predictions[0].p)}${correct ? ", correct" : ""}` }, el("small", {}, visible(labels[t])), el("b", {}, visible(r.predictions[0].word)));
+  const strip = chips({
+    label: "What would be predicted after each token",
+    chosen: state.token,
+    choose: (token) => actions.select({ token }),
+    items: lens.rows.map((r, t) => {
+      const best = r.predictions[0],
+        correct = r.target !== null && best.word === r.target;
+      return {
+        content: [h("small", {}, visible(labels[t])), h("b", {}, visible(best.word))],
+        class: correct ? "correct" : "",
+        label: `after ${visible(labels[t])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
+      };
     }),
-  );
-  const bars = (list, kind, key, most, sign = 1) => el("ul", { class: `bars ${kind}` }, list.map((x) => bar(x.word, x[key], most, sign > 0 ? kind : `${kind} minus`, key === "p" ? percent(x[key]) : number(x[key]))));
-  const most = Math.max(...[...row.towards, ...row.away].map((x) => Math.abs(x.change)), 1e-300);
-  const pushes = row.towards.length
-    ? [el("div", {}, el("h4", {}, "−Δ makes more likely"), bars(row.towards, "delta", "change", most)), el("div", {}, el("h4", {}, "−Δ makes less likely"), bars(row.away, "delta", "change", most, -1))]
-    : [el("p", { class: "soft" }, "No error reaches this position: no target depends on it.")];
-  return el(
+  });
+  const pushes = [...row.towards, ...row.away];
+  const most = Math.max(...pushes.map((x) => Math.abs(x.change)), 1e-300);
+  return h(
     "section",
-    { class: "card lens", "aria-label": "Lens" },
-    el("h3", {}, `Lens: what the stream would predict here, after ‘${visible(labels[state.token])}’`),
-    el("p", { class: "caption" }, row.caption),
+    { class: "card lens", "aria-label": "Lens", key: "lens" },
+    h("h3", {}, `Lens: what the stream would predict here, after ${quote(labels[state.token])}`),
+    h("p", { class: "caption" }, row.caption),
     strip,
-    el("div", { class: "lens-columns" }, el("div", {}, el("h4", {}, "prediction at this layer"), bars(row.predictions, "a", "p", 1)), pushes),
-    el("p", { class: "soft" }, "The stream is read through the last norm and the head, as if this were the last layer. The bars for −Δ are changes of the logits, to first order."),
+    h(
+      "div",
+      { class: "lens-columns" },
+      h(
+        "div",
+        {},
+        h("h4", {}, "prediction at this layer"),
+        h(
+          "ul",
+          { class: "bars a" },
+          row.predictions.map((x) => bar(x.word, x.p, "a", percent(x.p))),
+        ),
+      ),
+      pushes.length
+        ? h(
+            "div",
+            {},
+            h("h4", {}, "push −Δ on the words"),
+            h(
+              "ul",
+              { class: "bars push" },
+              pushes.map((x) => pushBar(x.word, x.change, most, x.word === row.target)),
+            ),
+          )
+        : h("p", { class: "soft" }, "No error reaches this position: no target depends on it."),
+    ),
+    h("p", { class: "soft" }, ABOUT),
   );
 }

@@ -1,46 +1,79 @@
-// The two ends of the network: the tokens (station a_0) and the loss.
+// @ts-check
+// The last station, the loss: for each position the target, the prediction, and the first push.
 
-import { bar, signedBar } from "./bars.js";
-import { paint } from "./colours.js";
-import { el } from "./dom.js";
-import { number, percent, visible } from "./format.js";
+import { filled } from "./colours.js";
+import { count, number, percent, visible } from "./format.js";
+import { bar, chips, pushBar } from "./parts.js";
+import { h } from "./render.js";
 
-// Station a_0: the tokens, and the replacements that would lower the loss.
-export function tokenTable(state, view) {
-  const rows = view.swaps.map((s, t) => el("tr", {}, el("td", { class: "figure" }, t + 1), el("td", {}, el("b", {}, visible(state.overview.tokens[t].label))), el("td", { class: "figure" }, s.id), el("td", {}, s.swaps.map((x) => `‘${visible(x.word)}’ ${number(x.change, 2)}`).join(" · ") || "none")));
-  const head = el("tr", {}, ["position", "token", "id", "replacements that would lower the loss most, to first order"].map((t) => el("th", { scope: "col" }, t)));
-  return el("section", { class: "card", "aria-label": "Tokens" }, el("h3", {}, "The sentence as token ids"), el("p", { class: "caption" }, view.swaps_caption), el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Tokens and possible replacements" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
-}
-
-// Station loss: for each position the target, the prediction, and Δ₁₂.
+/** @param {any} view @param {any} state @param {any} actions */
 export function lossCard(view, state, actions) {
   const row = view.positions[state.token];
-  const most = Math.max(...row.push.map((p) => Math.abs(p.delta)), 1e-300);
-  const positions = el(
-    "div",
-    { class: "strip", role: "group", "aria-label": "Positions" },
-    view.positions.map((p, t) => {
-      const button = el("button", { type: "button", "aria-pressed": String(t === state.token), onclick: () => actions.select({ token: t }), "aria-label": p.target === null ? `position ${t + 1}, no target` : `after ${visible(p.token)} the target ${visible(p.target)}, probability ${number(p.probability)}` }, el("small", {}, visible(p.token)), el("b", {}, p.target === null ? "–" : visible(p.target)));
-      if (p.probability !== null) paint(button, "delta", 0.75 * (1 - p.probability));
-      return button;
-    }),
-  );
-  const detail =
-    row.target === null
-      ? el("p", { class: "soft" }, "The last token has no target, so its row of Δ₁₂ is 0.")
-      : el(
-          "div",
-          { class: "lens-columns" },
-          el("div", {}, el("h4", {}, "prediction"), el("ul", { class: "bars a" }, row.top.map((x) => bar(x.word, x.p, 1, "a", percent(x.p), x.word === row.target)))),
-          el("div", {}, el("h4", {}, "Δ₁₂: how each logit is corrected"), el("ul", { class: "bars signed" }, row.push.map((x) => signedBar(x, most))), el("p", { class: "soft" }, "Left of the middle (below 0): the probability was too low, so the logit is pulled up. Right (above 0): too high, so it is pushed down.")),
-        );
-  return el(
+  const strip = chips({
+    label: "Positions",
+    chosen: state.token,
+    choose: (token) => actions.select({ token }),
+    items: view.positions.map((p, t) => ({
+      content: [h("small", {}, visible(p.token)), h("b", {}, p.target === null ? "–" : visible(p.target))],
+      label:
+        p.target === null
+          ? `position ${t + 1}, no target`
+          : `after ${visible(p.token)} the target ${visible(p.target)}, probability ${percent(p.probability)}`,
+      style: p.probability === null ? null : filled("size", 0.75 * (1 - p.probability)),
+    })),
+  });
+  return h(
     "section",
-    { class: "card loss-card", "aria-label": "Targets and predictions" },
-    el("h3", {}, "Predictions, targets and the first error signal"),
-    el("p", { class: "caption" }, view.loss_caption),
-    positions,
-    el("p", { class: "caption", id: "push-caption" }, row.caption),
-    detail,
+    { class: "card loss-card", "aria-label": "Targets and predictions", key: "loss" },
+    h("h3", {}, "Predictions, targets and the first error signal"),
+    h("p", { class: "caption" }, view.loss_caption),
+    strip,
+    h(
+      "p",
+      { class: "soft" },
+      "Small: a token. Below it: the token that follows, the target. The stronger the blue, the less " +
+        "probable the target was.",
+    ),
+    h("p", { class: "caption", id: "push-caption" }, row.caption),
+    row.target === null
+      ? h("p", { class: "soft" }, "The last token has no target, so its row of Δ₁₂ is 0.")
+      : detail(row, view.positions),
   );
 }
+
+function detail(row, positions) {
+  const targets = positions.filter((p) => p.target !== null).length;
+  const most = Math.max(...row.push.map((p) => Math.abs(p.delta)), 1e-300);
+  return h(
+    "div",
+    { class: "lens-columns" },
+    h(
+      "div",
+      {},
+      h("h4", {}, "prediction"),
+      h(
+        "ul",
+        { class: "bars a" },
+        row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      ),
+    ),
+    h(
+      "div",
+      {},
+      h("h4", {}, "push −Δ₁₂ on each logit"),
+      h(
+        "ul",
+        { class: "bars push" },
+        row.push.map((x) => pushBar(x.word, -x.delta, most, x.target)),
+      ),
+      h("p", { class: "soft" }, about(targets)),
+    ),
+  );
+}
+
+const about = (targets) =>
+  "Right and blue: the probability was too low, so the logit is pushed up. Left and red: too high, " +
+  "so it is pushed down." +
+  ` The loss is a mean, so Δ₁₂ is the predicted probabilities minus the truth, divided by the ` +
+  `${count(targets, "target")}:` +
+  ` no push is larger than ${number(1 / targets)}.`;

@@ -1,63 +1,76 @@
+// @ts-check
 // The badge that says whether a station's formulas hold on this sentence, and the table of all checks.
 
-import { get, offline } from "./api.js";
-import { el } from "./dom.js";
 import { number } from "./format.js";
+import { table } from "./parts.js";
+import { h } from "./render.js";
 
-const KINDS = { twin: "reference forward pass", autograd: "autograd", differences: "finite differences", identity: "identity", rounding: "model's precision" };
+const KINDS = {
+  twin: "reference forward pass",
+  autograd: "autograd",
+  differences: "finite differences",
+  identity: "identity",
+  rounding: "model's precision",
+};
 const WAITING = "… checking on this sentence";
+const ABOUT =
+  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and " +
+  "with finite differences of the loss." +
+  " “Model's precision” compares what the model itself computed with the float64 result.";
 
-export function proofCard(station, state) {
-  const badge = el("p", { class: "badge wait", id: "badge", role: "status" }, WAITING);
-  const body = el("div", {});
-  const card = el("section", { class: "card proof", "aria-label": "Proof" }, badge, el("details", {}, el("summary", {}, "Show all checks"), body));
-  const { id } = state.overview;
-  const poll = async () => {
-    let proof;
-    try {
-      proof = await get("proof", id, { station: station.id });
-    } catch (reason) {
-      badge.className = "badge wait";
-      badge.textContent = reason.message;
-      return;
-    }
-    showProof(badge, body, proof);
-    if (proof.state === "measuring" && !offline && (card.isConnected || !card.dataset.seen)) setTimeout(poll, 250);
-    card.dataset.seen = "yes";
-  };
-  poll();
-  return card;
+/** @param {number | null} x */
+const error = (x) => (x === null || x === Infinity ? "∞" : number(x, 1));
+
+/** @param {any} proof  the server's report on the station, or null while there is none */
+export function proofCard(proof) {
+  const { style, text } = badge(proof);
+  const checks = proof?.checks ?? [];
+  const rows = checks.map((c) =>
+    h(
+      "tr",
+      { class: c.passed ? null : "failed" },
+      h("td", {}, c.passed ? "✔" : "✘"),
+      h("td", {}, c.what),
+      h("td", {}, KINDS[c.kind]),
+      h("td", { class: "figure" }, error(c.error)),
+      h("td", { class: "figure" }, error(c.limit)),
+    ),
+  );
+  const head = [h("span", { class: "unseen" }, "result"), "quantity", "compared with", "relative error", "limit"];
+  return h(
+    "section",
+    { class: "card proof", "aria-label": "Proof", key: "proof" },
+    h("p", { class: `badge ${style}`, id: "badge", role: "status", "data-state": proof?.state ?? "waiting" }, text),
+    h(
+      "details",
+      {},
+      h("summary", {}, "Show all checks"),
+      h("p", { class: "soft" }, ABOUT),
+      table("Checks", head, rows, { class: "checks" }),
+    ),
+  );
 }
 
-function showProof(badge, body, proof) {
-  const worst = (kind) => Math.max(...proof.checks.filter((c) => c.kind === kind).map((c) => c.error ?? Infinity));
-  const count = (kind) => proof.checks.filter((c) => c.kind === kind).length;
-  if (proof.passed === null) {
-    badge.className = "badge wait";
-    badge.textContent = proof.problem ? `Not checked: ${proof.problem}` : WAITING;
-  } else {
-    const failed = proof.checks.filter((c) => !c.passed);
-    const facts = [];
-    if (count("autograd")) facts.push(`error against autograd ${error(worst("autograd"))}`);
-    else if (count("twin")) facts.push(`error against a reference forward pass ${error(worst("twin"))}`);
-    if (count("differences")) facts.push(`against finite differences ${error(worst("differences"))}`);
-    else if (proof.state === "measuring") facts.push("against finite differences …");
-    if (count("identity")) facts.push(`${count("identity")} ${count("identity") === 1 ? "identity holds" : "identities hold"}`);
-    badge.className = `badge ${failed.length ? "bad" : "good"}`;
-    const inherited = failed.some((c) => c.what.endsWith(", incoming"));
-    badge.textContent = failed.length
-      ? `✘ Check failed: ${failed[0].what} has error ${error(failed[0].error)}. ${inherited ? "The incoming error signal is already wrong: look for the fault in a later layer." : "The incoming error signal is correct: the fault is in this layer."}`
-      : `✔ Verified on this sentence: ${facts.join(" · ")}`;
+/** What the badge says. @param {any} proof */
+export function badge(proof) {
+  if (!proof || proof.passed === null)
+    return { style: "wait", text: proof?.problem ? `Not checked: ${proof.problem}` : WAITING };
+  const of = (kind) => proof.checks.filter((c) => c.kind === kind);
+  const worst = (kind) => error(Math.max(...of(kind).map((c) => c.error ?? Infinity)));
+  const failed = proof.checks.find((c) => !c.passed);
+  if (failed) {
+    const inherited = proof.checks.some((c) => !c.passed && c.what.endsWith(", incoming"));
+    const fault = inherited
+      ? "The incoming error signal is already wrong: look for the fault in a later layer."
+      : "The incoming error signal is correct: the fault is in this layer.";
+    return { style: "bad", text: `✘ Check failed: ${failed.what} has error ${error(failed.error)}. ${fault}` };
   }
-  badge.dataset.state = proof.state;
-  const rows = proof.checks.map((c) =>
-    el("tr", { class: c.passed ? "" : "failed" }, el("td", {}, c.passed ? "✔" : "✘"), el("td", {}, c.what), el("td", {}, KINDS[c.kind]), el("td", { class: "figure" }, error(c.error)), el("td", { class: "figure" }, error(c.limit))),
-  );
-  const head = el("tr", {}, ["", "quantity", "compared with", "relative error", "limit"].map((t) => el("th", { scope: "col" }, t || el("span", { class: "unseen" }, "result"))));
-  body.replaceChildren(
-    el("p", { class: "soft" }, "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and with finite differences of the loss. “Model's precision” compares what the model itself computed with the float64 result."),
-    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Checks" }, el("table", { class: "checks" }, el("thead", {}, head), el("tbody", {}, rows))),
-  );
+  const facts = [];
+  if (of("autograd").length) facts.push(`error against autograd ${worst("autograd")}`);
+  else if (of("twin").length) facts.push(`error against a reference forward pass ${worst("twin")}`);
+  if (of("differences").length) facts.push(`against finite differences ${worst("differences")}`);
+  else if (proof.state === "measuring") facts.push("against finite differences …");
+  const held = of("identity").length;
+  if (held) facts.push(held === 1 ? "1 identity holds" : `${held} identities hold`);
+  return { style: "good", text: `✔ Verified on this sentence: ${facts.join(" · ")}` };
 }
-
-const error = (x) => (x === null || x === Infinity ? "∞" : x === 0 ? "0" : number(x, 1));

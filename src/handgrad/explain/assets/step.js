@@ -1,8 +1,13 @@
-// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how the predictions change.
+// @ts-check
+// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how the predictions
+// change.
 
 import { embeddedSteps, offline, post } from "./api.js";
-import { el, svg } from "./dom.js";
-import { count, number, percent, visible } from "./format.js";
+import { count, number, percent, quote, signed, visible } from "./format.js";
+import { table, viewHead } from "./parts.js";
+import { h } from "./render.js";
+import { saveMenu } from "./save.js";
+import { plotOf, resultOf } from "./step_plot.js";
 
 let steps = []; // answers of the server: { id, loss, predicted, measured, moves }
 let moves = []; // probability of each target before the first step and after the last
@@ -12,6 +17,7 @@ let running = ""; // "one" or "many" while steps are taken, then "ends" until th
 let problem = "";
 let runId = 0; // answers that belong to an older run are ignored
 
+/** Forget the steps that are shown; the weights stay what they are. */
 export function discardSteps() {
   steps = [];
   moves = [];
@@ -22,127 +28,264 @@ export function discardSteps() {
 
 export const lastStep = () => steps.at(-1);
 
-/* `actions`: see page.js. */
-export function drawStep(panel, state, actions) {
-  const { table, overview } = state;
-  const rates = offline ? Object.keys(embeddedSteps()) : null;
-  if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
-  const redraw = () => drawStep(panel, state, actions);
-  const slider = el("input", {
-    type: "range", id: "rate", min: rates ? 0 : -4, max: rates ? rates.length - 1 : 1, step: rates ? 1 : 0.05, value: rates ? rates.indexOf(rateKey(rate)) : rate,
-    oninput: (event) => {
-      rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
-      shownRate.textContent = number(10 ** rate);
-      slider.setAttribute("aria-valuetext", number(10 ** rate));
-      if (offline) { discardSteps(); redraw(); actions.drawHeader(); panel.querySelector("#rate").focus(); }
-    },
-  });
-  slider.setAttribute("aria-valuetext", number(10 ** rate));
-  const shownRate = el("output", { for: "rate", id: "shown-rate" }, number(10 ** rate));
-  const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
-  const left = offline ? prepared.filter((step) => !step.error).length - steps.length : 20;
-  const one = async () => {
-    if (offline) return prepared[steps.length];
-    return post("step", { id: lastStep()?.id ?? state.overview.id, lr: 10 ** rate, optimizer });
-  };
-  const take = async (count) => {
-    if (running) {
-      running = ""; // ends the loop below
-      return;
-    }
-    running = count > 1 ? "many" : "one";
-    const mine = runId;
-    problem = "";
-    redraw();
-    try {
-      for (let i = 0; i < count && running; i++) {
-        const taken = await actions.busy(one());
-        if (mine !== runId) return; // another sentence was entered meanwhile
-        if (!steps.length) moves = taken.moves.map((m) => ({ ...m }));
-        else moves = taken.moves.map((m, t) => ({ ...m, before: moves[t].before }));
-        steps.push(taken);
-        redraw();
-        actions.drawHeader();
-      }
-    } catch (reason) {
-      if (mine !== runId) return;
-      problem = reason.message;
-    }
-    running = "ends";
-    try {
-      if (!offline && steps.length) await actions.showSentence(lastStep().id);
-    } catch (reason) {
-      if (mine === runId) problem = reason.message;
-    }
-    if (mine !== runId) return;
-    running = "";
-    redraw();
-  };
-  const last = steps.at(-1);
-  const focus = panel.contains(document.activeElement) ? document.activeElement.id : null;
-  panel.replaceChildren(
-    el("div", { class: "station-head backward" }, el("div", {}, el("p", { class: "where" }, table.lora ? "only the adapters are trained" : "all parameters are trained"), el("h2", {}, "Take a step"))),
-    el("p", { class: "summary" }, `The gradient says how the loss changes if the weights change a little. So it predicts the loss after a step, and here you can test the prediction. It is accurate for small steps and fails for large ones, because the loss is curved. ${table.lora ? `The model is frozen: of ${count(table.parameters)} parameters, only the ${count(table.trains)} of the adapters are trained.` : ""}`),
-    el(
-      "section",
-      { class: "card controls", "aria-label": "Step" },
-      el("div", { class: "field" }, el("label", { for: "rate" }, "learning rate η ", shownRate), slider),
-      el("div", { class: "field" }, el("label", { for: "optimizer" }, "optimizer"), el("select", { id: "optimizer", disabled: offline, onchange: (event) => (optimizer = event.target.value) }, Object.entries(table.optimizers).map(([key, text]) => el("option", { value: key, selected: key === optimizer }, text)))),
-      el("div", { class: "walk" },
-        el("button", { type: "button", id: "step-one", class: "primary", disabled: Boolean(running) || !left, onclick: () => take(1) }, "Take one step"),
-        el("button", { type: "button", id: "step-many", disabled: running === "one" || running === "ends" || !left, onclick: () => take(left) }, running === "many" ? "stop" : `run ${left || ""}`.trim()),
-        el("button", { type: "button", id: "step-reset", disabled: Boolean(running), onclick: async () => { discardSteps(); await actions.reset(); } }, "reset")),
-      problem ? el("p", { class: "problem", role: "alert" }, problem) : null,
-      left ? null : el("p", { class: "soft", role: "status" }, prepared.at(-1).error ?? "This file contains no more steps. To take more, run handgrad explain."),
-    ),
-    last ? outcome(last) : el("p", { class: "soft" }, `The loss is ${number(overview.loss, 4)}. Take a step to see it fall.`),
-    ...(steps.length ? [drawCurve()] : []),
-    ...(moves.length ? [drawMoves()] : []),
-  );
-  if (focus) panel.querySelector(left ? `#${focus}` : `#${focus}:not([disabled]), #step-reset`)?.focus();
-}
-
-// The key of a learning rate in an exported file, as in export.py.
+/** The key of a learning rate in an exported file, as in export.py. @param {number} power */
 const rateKey = (power) => String(Number((10 ** power).toPrecision(3)));
 
-function outcome(last) {
-  const expected = last.predicted - last.loss, got = last.measured - last.loss;
-  const share = expected ? got / expected : 0;
-  const result = share > 0.9 && share < 1.1 ? "This is as predicted" : got > 0 ? "The loss rose: the step was too large" : `That is ${percent(Math.max(0, share))} of the prediction, because the loss is curved`;
-  const fact = (id, label, value) => el("div", {}, el("b", { id, "data-value": value }, number(value, 5)), el("span", {}, label));
-  return el(
+export const stepView = {
+  id: "step",
+  title: "Take a step",
+  needs: () => ({}),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, data, actions) {
+    const { table: model, overview } = state;
+    const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
+    return [
+      viewHead(all, "Take a step"),
+      h("p", { class: "summary" }, about(model)),
+      controls(state, actions),
+      lastStep()
+        ? outcome(lastStep())
+        : h(
+            "p",
+            { class: "soft", key: "before" },
+            `The loss is ${number(overview.loss, 4)}. Take a step to see it fall.`,
+          ),
+      steps.length ? curve() : null,
+      moves.length ? changes() : null,
+    ];
+  },
+};
+
+const about = (model) =>
+  "The gradient says how the loss changes if the weights change a little. So it predicts the loss " +
+  "after a step, and here you can test" +
+  " the prediction. It is accurate for small steps and fails for large ones, because the loss is curved." +
+  (model.lora
+    ? ` The model is frozen: of ${count(model.parameters)} parameters, only the ${count(model.trains)} ` +
+      `of the adapters are trained.`
+    : "");
+
+function controls(state, actions) {
+  const rates = offline ? Object.keys(embeddedSteps()) : null;
+  if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
+  const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
+  const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
+  const setRate = (event) => {
+    rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
+    if (offline) discardSteps();
+    actions.redraw();
+  };
+  const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
+  const button = (id, style, enabled, act, text) =>
+    h(
+      "button",
+      { type: "button", id, class: style, "aria-disabled": enabled ? null : "true", onclick: () => enabled && act() },
+      text,
+    );
+  const slider = {
+    type: "range",
+    id: "rate",
+    min: rates ? 0 : -4,
+    max: rates ? rates.length - 1 : 1,
+    step: rates ? 1 : 0.05,
+    value: String(rates ? rates.indexOf(rateKey(rate)) : rate),
+    "aria-valuetext": number(10 ** rate),
+    oninput: setRate,
+  };
+  const options = Object.entries(state.table.optimizers).map(([key, text]) => h("option", { value: key, key }, text));
+  return h(
     "section",
-    { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite" },
-    el("div", { class: "facts" }, fact("loss-before", "loss before", last.loss), fact("loss-predicted", "predicted to first order", last.predicted), fact("loss-measured", "measured", last.measured)),
-    el("p", { class: "caption" }, `The step changed the loss by ${number(got)}; the gradient predicted ${number(expected)}. ${result}.`),
+    { class: "card controls", "aria-label": "Step", key: "controls" },
+    h(
+      "div",
+      { class: "field" },
+      h(
+        "label",
+        { for: "rate" },
+        "learning rate η ",
+        h("output", { for: "rate", id: "shown-rate" }, number(10 ** rate)),
+      ),
+      h("input", slider),
+    ),
+    h(
+      "div",
+      { class: "field" },
+      h("label", { for: "optimizer" }, "optimizer"),
+      h(
+        "select",
+        { id: "optimizer", disabled: offline, value: optimizer, onchange: (event) => (optimizer = event.target.value) },
+        options,
+      ),
+    ),
+    h(
+      "div",
+      { class: "walk" },
+      button("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
+      button(
+        "step-many",
+        null,
+        can.many,
+        () => take(left, prepared, state, actions),
+        running === "many" ? "stop" : `run ${left || ""}`.trim(),
+      ),
+      button("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
+    ),
+    problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
+    left || !prepared
+      ? null
+      : h(
+          "p",
+          { class: "soft", role: "status" },
+          prepared.at(-1).error ?? "This file contains no more steps. To take more, run handgrad explain.",
+        ),
   );
 }
 
-function drawCurve() {
-  const points = [steps[0].loss, ...steps.map((c) => c.measured)];
-  const all = [...points, ...steps.map((c) => c.predicted)];
-  const most = Math.max(...all), least = Math.min(...all, most - 1e-6);
-  const x = (i) => 90 + (520 * i) / Math.max(1, points.length - 1), y = (v) => 14 + (140 * (most - v)) / (most - least);
-  const text = (a, b, content, anchor) => { const node = svg("text", { x: a, y: b, "text-anchor": anchor }); node.textContent = content; return node; };
-  const drawing = svg(
-    "svg", { viewBox: "0 0 640 180", role: "img", "aria-label": `Loss over ${steps.length} steps, from ${number(points[0])} to ${number(points.at(-1))}` },
-    svg("path", { class: "axis", d: "M90 14V154H610", fill: "none" }),
-    steps.map((c, i) => svg("path", { class: "guess", d: `M${x(i)} ${y(points[i])}L${x(i + 1)} ${y(c.predicted)}`, fill: "none" })),
-    svg("polyline", { class: "measured", points: points.map((v, i) => `${x(i)},${y(v)}`).join(" "), fill: "none" }),
-    points.map((v, i) => svg("circle", { class: "measured-point", cx: x(i), cy: y(v), r: 3.5 })),
-    text(84, 20, number(most), "end"), text(84, 156, number(least), "end"), text(90, 172, "0", "middle"), text(610, 172, `${steps.length}`, "middle"),
-  );
-  return el("figure", { class: "card curve" }, el("figcaption", {}, "Loss after each step"), drawing, el("p", { class: "caption" }, `Solid: measured. Dashed: predicted by the gradient. After ${count(steps.length, "step")} the loss went from ${number(points[0], 4)} to ${number(points.at(-1), 4)}.`));
+async function take(number_, prepared, state, actions) {
+  if (running) {
+    running = ""; // ends the loop below
+    return;
+  }
+  running = number_ > 1 ? "many" : "one";
+  problem = "";
+  const mine = runId;
+  const one = () =>
+    prepared
+      ? prepared[steps.length]
+      : post("step", { id: lastStep()?.id ?? state.overview.id, lr: 10 ** rate, optimizer });
+  actions.redraw();
+  try {
+    for (let i = 0; i < number_ && running; i++) {
+      const taken = await actions.busy(Promise.resolve(one()));
+      if (mine !== runId) return; // another sentence was entered meanwhile
+      moves = taken.moves.map((m, t) => ({ ...m, before: steps.length ? moves[t].before : m.before }));
+      steps.push(taken);
+      actions.redraw();
+    }
+  } catch (reason) {
+    if (mine !== runId) return;
+    problem = reason.message;
+  }
+  running = "ends";
+  try {
+    if (!offline && steps.length) await actions.showSentence(lastStep().id);
+  } catch (reason) {
+    if (mine === runId) problem = reason.message;
+  }
+  if (mine !== runId) return;
+  running = "";
+  actions.redraw();
 }
 
-function drawMoves() {
-  const rows = moves.map((m) => {
-    const was = el("i", { class: "was" }), is = el("i", { class: "is" });
-    was.style.left = `${100 * m.before}%`;
-    is.style.width = `${100 * m.after}%`;
-    return el("tr", {}, el("td", {}, visible(m.token)), el("td", {}, el("b", {}, visible(m.target))), el("td", { class: "move" }, el("span", { class: "track" }, is, was)), el("td", { class: "figure" }, percent(m.before)), el("td", { class: "figure" }, percent(m.after)));
-  });
-  const head = el("tr", {}, ["after token", "target", "probability", "before", "now"].map((t) => el("th", { scope: "col" }, t)));
-  const most = moves.reduce((best, m) => (Math.abs(m.after - m.before) > Math.abs(best.after - best.before) ? m : best));
-  return el("section", { class: "card", "aria-label": "How the predictions changed" }, el("h3", {}, "How the predictions changed"), el("p", { class: "caption" }, `The largest change: ‘${visible(most.target)}’ after ‘${visible(most.token)}’, from ${percent(most.before)} to ${percent(most.after)}.`), el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Probabilities" }, el("table", { class: "moves" }, el("thead", {}, head), el("tbody", {}, rows))));
+function outcome(last) {
+  const { impossible, kind, share } = resultOf(last);
+  const result = {
+    "as predicted": "This is as predicted",
+    "too large": "The loss rose: the step was too large",
+    curved: `That is ${percent(share)} of the prediction, because the loss is curved`,
+  }[kind];
+  const fact = (id, label, value) =>
+    h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
+  const change =
+    `The step changed the loss by ${signed(last.measured - last.loss)}; the gradient predicted ` +
+    `${signed(last.predicted - last.loss)}.`;
+  return h(
+    "section",
+    { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
+    h(
+      "div",
+      { class: "facts" },
+      fact("loss-before", "loss before", last.loss),
+      fact("loss-predicted", "predicted to first order", last.predicted),
+      fact("loss-measured", "measured", last.measured),
+    ),
+    h("p", { class: "caption" }, `${change} ${impossible}${result}.`),
+  );
+}
+
+function curve() {
+  const plot = plotOf(steps);
+  const first = steps[0].loss,
+    last = lastStep().measured;
+  const text = (x, y, anchor, content) => h("text", { x, y, "text-anchor": anchor }, content);
+  const drawing = h(
+    "svg",
+    {
+      viewBox: "0 0 640 180",
+      role: "img",
+      "aria-label": `Loss over ${steps.length} steps, from ${number(first)} to ${number(last)}`,
+    },
+    h("path", { class: "axis", d: plot.axis, fill: "none" }),
+    plot.guesses.map((g) =>
+      h("path", { class: `guess${g.outside ? " outside" : ""}`, d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" }),
+    ),
+    h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
+    plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
+    text(84, 22, "end", number(plot.most)),
+    text(84, 156, "end", number(plot.least)),
+    text(90, 174, "middle", "0"),
+    text(610, 174, "middle", String(steps.length)),
+  );
+  const outside = plot.guesses.filter((g) => g.outside).length;
+  const values = () => steps.map((s, i) => [i + 1, s.loss, s.predicted, s.measured]);
+  return h(
+    "figure",
+    { class: "card curve", key: "curve" },
+    h(
+      "figcaption",
+      {},
+      h("span", {}, `Loss after each step${plot.logarithmic ? ", logarithmic" : ""}`),
+      saveMenu({ title: "loss after each step", values, columnLabels: ["step", "before", "predicted", "measured"] }),
+    ),
+    drawing,
+    h(
+      "p",
+      { class: "caption" },
+      `Solid: measured. Dashed: predicted by the ` +
+        `gradient${outside ? `; ${count(outside, "prediction")} beyond the axis, drawn to its edge` : ""}.` +
+        ` After ${count(steps.length, "step")} the loss went from ${number(first, 4)} to ${number(last, 4)}.`,
+    ),
+  );
+}
+
+function changes() {
+  const rows = moves.map((m, t) =>
+    h(
+      "tr",
+      { key: t },
+      h("td", {}, visible(m.token)),
+      h("td", {}, h("b", {}, visible(m.target))),
+      h(
+        "td",
+        { class: "move" },
+        h(
+          "span",
+          { class: "track" },
+          h("i", { class: "is", style: { width: `${100 * m.after}%` } }),
+          h("i", { class: "was", style: { left: `${100 * m.before}%` } }),
+        ),
+      ),
+      h("td", { class: "figure" }, percent(m.before)),
+      h("td", { class: "figure" }, percent(m.after)),
+    ),
+  );
+  const most = moves.reduce((best, m) =>
+    Math.abs(m.after - m.before) > Math.abs(best.after - best.before) ? m : best,
+  );
+  return h(
+    "section",
+    { class: "card", "aria-label": "How the predictions changed", key: "moves" },
+    h("h3", {}, "How the predictions changed"),
+    h(
+      "p",
+      { class: "caption" },
+      `The largest change: ${quote(most.target)} after ${quote(most.token)}, from ` +
+        `${percent(most.before)} to ${percent(most.after)}.`,
+    ),
+    table("Probabilities", ["after token", "target", "probability", "before", "now"], rows, {
+      class: "moves",
+      tall: true,
+    }),
+  );
 }

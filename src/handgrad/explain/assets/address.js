@@ -1,0 +1,40 @@
+// @ts-check
+// The address bar: a link to a view holds the view, the station, the token, the head, the objective and the sentence.
+
+/** @param {string} hash */
+export function parseAddress(hash) {
+  const [path, query] = hash.replace(/^#\/?/, "").split("?");
+  const [view, station, direction] = path.split("/");
+  const parameters = new URLSearchParams(query ?? "");
+  const integer = (/** @type {string} */ name) => Math.max(0, Number.parseInt(parameters.get(name) ?? "", 10) || 0);
+  return {
+    view,
+    station,
+    direction: direction === "backward" ? "backward" : "forward",
+    token: integer("token"),
+    head: integer("head"),
+    text: parameters.get("text"),
+    objective: parameters.get("objective"),
+  };
+}
+
+/** @param {{ view: string, station: string, direction: string, token: number, head: number, text: string | null,
+ * objective: string | null }} here */
+export function formatAddress({ view, station, direction, token, head, text, objective }) {
+  const parameters = new URLSearchParams();
+  if (token) parameters.set("token", String(token));
+  if (head) parameters.set("head", String(head));
+  if (objective) parameters.set("objective", objective);
+  if (text !== null) parameters.set("text", text);
+  const path = view === "station" ? `station/${station}/${direction}` : view;
+  const query = parameters.toString();
+  return `#/${path}${query ? `?${query}` : ""}`;
+}
+
+/** All stops in order: every station forward, then every station backward.
+ * @param {string[]} ids
+ * @returns {[string, string][]} */
+export const allStops = (ids) => [
+  ...ids.map((id) => /** @type {[string, string]} */ ([id, "forward"])),
+  ...[...ids].reverse().map((id) => /** @type {[string, string]} */ ([id, "backward"])),
+];

@@ -1,0 +1,72 @@
+// @ts-check
+// What the prover says about an answer: right, or what is wrong and where.
+
+import { number } from "./format.js";
+import { table } from "./parts.js";
+import { h } from "./render.js";
+
+const MARKS = { right: "✔", wrong: "✘", unwritten: "…" };
+const error = (/** @type {number | null} */ x) => (x === null ? "–" : number(x, 2));
+
+/** @param {any} result */
+export function judgement(result) {
+  const { problem, passed } = result;
+  const style = passed ? "good" : problem || !result.unfinished ? "bad" : "wait";
+  const cases = result.cases.length ? `Judged on: ${result.cases.join("; ")}.` : "";
+  return h(
+    "div",
+    { class: "judgement", "aria-live": "polite", key: "judgement" },
+    h(
+      "p",
+      { class: `badge ${style}`, id: "judgement" },
+      passed
+        ? "✔ Right, against autograd and finite differences."
+        : problem
+          ? `✘ ${problem.message}`
+          : `${result.unfinished ? "…" : "✘"} ${result.summary}`,
+    ),
+    problem?.line ? h("pre", { tabindex: "0" }, `line ${problem.line}: ${problem.source}`) : null,
+    result.outputs.filter((o) => o.state === "wrong").map(fault),
+    problem ? null : outputs(result.outputs),
+    [...result.notes, result.note_on_case]
+      .filter(Boolean)
+      .map((note, i) => h("p", { class: "caption", key: `note ${i}` }, note)),
+    result.printed ? h("pre", { tabindex: "0", key: "printed" }, result.printed) : null,
+    cases ? h("p", { class: "soft" }, cases) : null,
+  );
+}
+
+function fault(output) {
+  const said = output.sentence ? `${output.name} ${output.sentence}.` : `${output.name} is wrong.`;
+  const place = output.place
+    ? ` At [${output.place.join(", ")}] it is ${number(output.yours)}; right is ${number(output.right)}.`
+    : "";
+  return h(
+    "p",
+    { class: "fault", key: output.name, "data-fault": output.kind },
+    output.start ? h("b", {}, "Begin here: ") : null,
+    output.kind ? h("b", {}, `${output.kind}. `) : null,
+    `${said}${place}`,
+  );
+}
+
+function outputs(list) {
+  const rows = list.map((o) =>
+    h(
+      "tr",
+      { key: o.name, class: o.state === "wrong" ? "failed" : null },
+      h("td", {}, MARKS[o.state]),
+      h("td", {}, h("code", {}, o.name)),
+      h("td", { class: "figure" }, error(o.error)),
+      h("td", { class: "figure" }, error(o.difference)),
+      h("td", {}, o.case),
+    ),
+  );
+  const unseen = h("span", { class: "unseen" }, "result");
+  return table(
+    "Results",
+    [unseen, "result", "error against autograd", "against finite differences", "worst case"],
+    rows,
+    { class: "checks" },
+  );
+}

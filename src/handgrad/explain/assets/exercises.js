@@ -1,0 +1,242 @@
+// @ts-check
+// The view “Exercises”: the reader writes a backward function; the prover grades it on this sentence and says what is
+// wrong.
+
+import { has, post } from "./api.js";
+import { judgement } from "./exercise_result.js";
+import { chips, table, viewHead } from "./parts.js";
+import { h } from "./render.js";
+
+let chosen = ""; // name of the exercise
+/** @type {Record<string, { code?: string, station?: string, hints?: number, solution?: boolean, result?: any, busy?:
+ * boolean, problem?: string, progress?: any }>} */
+const work = {}; // what the reader has done with each exercise since the page was opened
+
+const workOf = (/** @type {any} */ exercise) => (work[exercise.name] ??= {});
+const progressOf = (/** @type {any} */ exercise) => workOf(exercise).progress ?? exercise.progress;
+
+/** Open an exercise from a station. @param {string} name @param {string} station */
+export function chooseExercise(name, station) {
+  chosen = name;
+  work[name] = { ...work[name], station };
+}
+
+export const exercisesView = {
+  id: "exercises",
+  title: "Exercises",
+  available: () => has("learn"),
+  needs: () => ({ course: ["learn", {}] }),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, { course }, actions) {
+    const open = course.exercises.findIndex((e) => e.name === chosen);
+    const next = course.exercises.findIndex((e) => !progressOf(e)?.solved);
+    const exercise = course.exercises[open >= 0 ? open : Math.max(0, next)];
+    const solved = course.exercises.filter((e) => progressOf(e)?.solved).length;
+    return [
+      viewHead(
+        course.grading
+          ? `${solved} of ${course.exercises.length} solved`
+          : "to read; run handgrad explain to have answers judged",
+        "Write the backward pass yourself",
+      ),
+      picker(course, exercise, actions),
+      task(exercise),
+      course.grading ? editor(course, exercise, state, actions) : null,
+      help(course, exercise, actions),
+    ];
+  },
+};
+
+function picker(course, exercise, actions) {
+  const items = course.exercises.map((e) => ({
+    content: [
+      h("small", {}, String(e.number)),
+      h("b", {}, e.title),
+      progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null,
+    ],
+    label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
+    data: { "data-exercise": e.name },
+  }));
+  const choose = (/** @type {number} */ i) => {
+    chosen = course.exercises[i].name;
+    actions.redraw();
+  };
+  return chips({
+    label: "Exercises",
+    items,
+    chosen: course.exercises.indexOf(exercise),
+    choose,
+    class: "strip course",
+  });
+}
+
+/** Paragraphs, and formulas where the text is indented. @param {string} text */
+export const paragraphs = (text) =>
+  text
+    .split("\n\n")
+    .map((part, i) =>
+      part.startsWith("    ")
+        ? h("pre", { key: i, tabindex: "0" }, part.replace(/^ {4}/gm, ""))
+        : h("p", { key: i }, part),
+    );
+
+function task(exercise) {
+  const rows = (list, role) =>
+    list.map((x) =>
+      h(
+        "tr",
+        { key: x.name },
+        h("td", {}, role),
+        h("td", {}, h("code", {}, x.name)),
+        h("td", {}, x.shape),
+        h("td", {}, x.meaning),
+      ),
+    );
+  return h(
+    "section",
+    { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
+    h("h3", {}, `${exercise.number}. ${exercise.title}`),
+    paragraphs(exercise.text),
+    table(
+      "Arguments and results",
+      ["", "name", "shape", "meaning"],
+      [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")],
+    ),
+    h("p", { class: "soft" }, `Derived in ${exercise.page}.`),
+  );
+}
+
+function editor(course, exercise, state, actions) {
+  const mine = workOf(exercise);
+  mine.code ??= exercise.progress?.code || exercise.starter;
+  const grade = async () => {
+    if (mine.busy) return;
+    Object.assign(mine, { busy: true, problem: "" });
+    actions.redraw();
+    try {
+      const body = { id: state.overview.id, exercise: exercise.name, code: mine.code, station: mine.station ?? "" };
+      mine.result = await actions.busy(post("learn/grade", body, { "X-Handgrad-Key": course.key }));
+      mine.progress = mine.result.progress;
+    } catch (reason) {
+      mine.problem = /** @type {Error} */ (reason).message;
+    }
+    mine.busy = false;
+    actions.redraw();
+  };
+  const restart = () => {
+    Object.assign(mine, { code: exercise.starter, result: null });
+    actions.redraw();
+  };
+  return h(
+    "section",
+    { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
+    exercise.stations.length > 1 ? stationChoice(exercise, state, mine) : null,
+    h("textarea", {
+      class: "editor",
+      id: "code",
+      "aria-label": "Your backward function",
+      spellcheck: "false",
+      maxlength: course.max_code,
+      rows: String(Math.min(28, Math.max(10, mine.code.split("\n").length + 1))),
+      value: mine.code,
+      oninput: (event) => (mine.code = event.target.value),
+      onkeydown: indent,
+    }),
+    h(
+      "div",
+      { class: "walk" },
+      h(
+        "button",
+        { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade },
+        mine.busy ? "judging…" : "Check my answer",
+      ),
+      h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
+    ),
+    h(
+      "p",
+      { class: "soft" },
+      "Your code runs on this machine only, when you press the button, in a process without files or " +
+        "network and with limits on time and memory.",
+    ),
+    mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
+    mine.result ? judgement(mine.result) : null,
+  );
+}
+
+function stationChoice(exercise, state, mine) {
+  const name = (id) => {
+    const station = state.table.stations.find((s) => s.id === id);
+    return station ? `${station.title}${station.block === null ? "" : ` of block ${station.block + 1}`}` : id;
+  };
+  return h(
+    "label",
+    { class: "field" },
+    "judged with the numbers of this sentence at",
+    h(
+      "select",
+      {
+        id: "exercise-station",
+        value: mine.station ?? exercise.stations[0],
+        onchange: (event) => (mine.station = event.target.value),
+      },
+      exercise.stations.map((id) => h("option", { value: id, key: id }, name(id))),
+    ),
+  );
+}
+
+/** Tab indents; Escape, then Tab, leaves the editor. @param {any} event */
+function indent(event) {
+  const box = event.target;
+  if (event.key === "Escape") box.dataset.leave = "yes";
+  else if (event.key === "Tab" && !event.shiftKey && !box.dataset.leave) {
+    event.preventDefault();
+    box.setRangeText("    ", box.selectionStart, box.selectionEnd, "end");
+    box.dispatchEvent(new Event("input"));
+  } else delete box.dataset.leave;
+}
+
+function help(course, exercise, actions) {
+  const mine = workOf(exercise);
+  const shown = Math.min(exercise.hints.length, mine.hints ?? exercise.progress?.hints ?? 0);
+  const solution = mine.solution ?? false;
+  const tell = async (what) => {
+    if (!course.grading) return;
+    try {
+      mine.progress = await post("learn/shown", { exercise: exercise.name, what }, { "X-Handgrad-Key": course.key });
+      actions.redraw();
+    } catch {
+      // only the count of hints is lost
+    }
+  };
+  const hint = () => {
+    mine.hints = shown + 1;
+    actions.redraw();
+    tell("hint");
+  };
+  const reveal = () => {
+    mine.solution = true;
+    actions.redraw();
+    tell("solution");
+  };
+  return h(
+    "section",
+    { class: "card", "aria-label": "Help", key: `help ${exercise.name}` },
+    shown
+      ? h(
+          "ol",
+          { class: "hints" },
+          exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)),
+        )
+      : null,
+    h(
+      "div",
+      { class: "walk" },
+      shown < exercise.hints.length
+        ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`)
+        : null,
+      solution ? null : h("button", { type: "button", id: "solution", onclick: reveal }, "show the solution"),
+    ),
+    solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,
+  );
+}

@@ -1,0 +1,120 @@
+// @ts-check
+// Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
+
+import { offline } from "./api.js";
+import { endTour } from "./tour.js";
+import { VIEWS } from "./views.js";
+
+/** @param {string} id @returns {any} */
+const find = (id) => document.getElementById(id);
+
+export function fitSentence() {
+  const box = find("sentence");
+  box.style.height = "auto";
+  box.style.height = `${Math.min(160, box.scrollHeight + 2)}px`;
+}
+
+/** @param {any} state
+ * @param {any} actions
+ * @param {{ readAddress: () => any, setTheme: (dark: boolean) => void, tour: () => void }} page */
+export function listen(state, actions, page) {
+  listenToSentence(state, actions);
+  listenToKeys(state, actions);
+  addEventListener("popstate", () => showAddress(state, actions, page.readAddress));
+  find("tour-button").onclick = page.tour;
+  find("reset-weights").onclick = () => actions.resetWeights();
+  find("theme").onclick = () => {
+    const dark = document.documentElement.dataset.theme !== "dark";
+    page.setTheme(dark);
+    try {
+      localStorage.setItem("handgrad theme", dark ? "dark" : "light");
+    } catch {
+      // without storage the choice is not kept
+    }
+  };
+  let resizing = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(actions.redraw, 120);
+  });
+}
+
+/** @param {any} state @param {any} actions */
+function listenToSentence(state, actions) {
+  const box = find("sentence");
+  let waiting = 0;
+  let typing = false; // one entry in the browser's history for all edits until the box is left or Enter is pressed
+  const submit = async () => {
+    clearTimeout(waiting);
+    if (box.value === state.overview?.text) return;
+    const push = !typing;
+    typing = true;
+    state.objective = null; // its position belongs to the sentence before
+    await actions.trace(box.value, { push });
+  };
+  const finish = () => {
+    submit();
+    typing = false;
+  };
+  find("sentence-form").onsubmit = (event) => {
+    event.preventDefault();
+    finish();
+  };
+  box.onblur = () => (typing = false);
+  box.onkeydown = (event) => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    finish();
+  };
+  box.oninput = () => {
+    fitSentence();
+    clearTimeout(waiting);
+    waiting = setTimeout(state.table.large ? actions.preview : submit, state.table.large ? 150 : 350);
+    if (state.table.large) actions.setStatus("Press Enter to trace this sentence.");
+  };
+}
+
+/** @param {any} state @param {any} actions */
+function listenToKeys(state, actions) {
+  find("tabs").onkeydown = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const ids = VIEWS.map((view) => view.id);
+    const next = ids[(ids.indexOf(state.view) + by + ids.length) % ids.length];
+    actions.open(next);
+    find(`tab-${next}`).focus();
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.defaultPrevented) return;
+    if (event.key === "Escape" && !find("tour").hidden) endTour(find("tour"));
+    const target = /** @type {Element} */ (event.target);
+    const inMap = target.closest("#map") && !target.closest(".map-choice");
+    // arrow keys inside a control belong to that control
+    const free = inMap || target.closest(".station-head .walk") || target === document.body || target.id === "main";
+    if (!free) return;
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key],
+      rows = inMap && { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!by && !rows) return;
+    event.preventDefault();
+    const moved = by ? actions.walk(by) : actions.step(rows);
+    moved.then(() => inMap && find("map").querySelector(".here")?.focus({ preventScroll: true }));
+  });
+}
+
+/** After Back or Forward, or a changed address. */
+async function showAddress(state, actions, readAddress) {
+  if (!state.overview) return;
+  if (location.hash === "#main") return actions.show({ push: false }); // the link “Skip to the station”
+  const { objective } = state;
+  const { text, wrong } = readAddress();
+  const wanted = text ?? state.table.text;
+  actions.setStatus("");
+  if (!offline && (wanted !== state.overview.text || objective !== state.objective)) {
+    find("sentence").value = wanted;
+    fitSentence();
+    if (await actions.trace(wanted)) return actions.show({ push: false });
+  } else await actions.show({ push: false });
+  if (wrong) actions.setStatus(wrong, true);
+}

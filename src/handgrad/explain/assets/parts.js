@@ -1,0 +1,146 @@
+// @ts-check
+// Parts that several views use: chips to choose from, bars, tables that scroll.
+
+import { number, visible } from "./format.js";
+import { h } from "./render.js";
+
+/**
+ * A row of chips, of which one is chosen. The Tab key reaches the row once; the arrow keys move within it.
+ * @param {{ label: string, items: { content: any, label: string, style?: any, title?: string, class?: string, data?:
+ * Record<string, any> }[],
+ *   chosen: number, choose: (index: number) => void, class?: string, id?: string, moves?: boolean }} about */
+export function chips({ label, items, chosen, choose, class: style = "strip", id, moves = true }) {
+  const tabbable = chosen >= 0 && chosen < items.length ? chosen : 0;
+  const onkeydown = (/** @type {any} */ event) => {
+    const from = [...event.currentTarget.children].indexOf(event.target);
+    const to = {
+      ArrowRight: from + 1,
+      ArrowDown: from + 1,
+      ArrowLeft: from - 1,
+      ArrowUp: from - 1,
+      Home: 0,
+      End: items.length - 1,
+    }[event.key];
+    if (to === undefined || from < 0) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = Math.max(0, Math.min(items.length - 1, to));
+    event.currentTarget.children[next].focus();
+    if (moves) choose(next); // else Enter chooses
+  };
+  return h(
+    "div",
+    { class: style, id, role: "group", "aria-label": label, onkeydown },
+    items.map((item, i) =>
+      h(
+        "button",
+        {
+          type: "button",
+          key: i,
+          tabindex: i === tabbable ? 0 : -1,
+          "aria-pressed": String(i === chosen),
+          "aria-label": item.label,
+          class: item.class,
+          style: item.style,
+          title: item.title,
+          onclick: () => choose(i),
+          ...item.data,
+        },
+        item.content,
+      ),
+    ),
+  );
+}
+
+/** Buttons of which one is pressed.
+ * @param {string} label
+ * @param {Record<string, string>} choices
+ * @param {string} chosen
+ * @param {(key: string) => void} choose */
+export const choice = (label, choices, chosen, choose, style = "walk") =>
+  chips({
+    label,
+    class: style,
+    chosen: Object.keys(choices).indexOf(chosen),
+    choose: (i) => choose(Object.keys(choices)[i]),
+    items: Object.entries(choices).map(([key, text]) => ({
+      content: text,
+      label: text,
+      class: "small",
+      data: { "data-choice": key },
+    })),
+  });
+
+/** A word, a bar from the left, a number.
+ * @param {string} word
+ * @param {number} share
+ * @param {string} kind
+ * @param {string} text */
+export const bar = (word, share, kind, text, target = false) =>
+  h(
+    "li",
+    { class: target ? "target" : null },
+    h("span", { class: "word", title: visible(word) }, visible(word)),
+    h(
+      "span",
+      { class: "track" },
+      h("i", { class: `fill ${kind}`, style: { width: `${Math.max(1, Math.min(100, 100 * share))}%` } }),
+    ),
+    h("span", { class: "figure" }, text),
+  );
+
+/** A push −Δ on a word: to the right and blue if it makes the word more likely, to the left and red if less.
+ * @param {string} word @param {number} push @param {number} most */
+export const pushBar = (word, push, most, target = false) =>
+  h(
+    "li",
+    { class: target ? "target" : null },
+    h("span", { class: "word", title: visible(word) }, visible(word)),
+    h(
+      "span",
+      { class: "track middle" },
+      h("i", {
+        class: `fill push ${push < 0 ? "down" : "up"}`,
+        style: { width: `${Math.max(0.5, (50 * Math.abs(push)) / (most || 1))}%` },
+      }),
+    ),
+    h("span", { class: "figure", "data-value": push }, `${push > 0 ? "+" : ""}${number(push)}`),
+  );
+
+/** A table in a region that scrolls.
+ * @param {string} label
+ * @param {any[]} head
+ * @param {any[]} rows
+ * @param {{ class?: string, tall?: boolean }} [options] */
+export const table = (label, head, rows, { class: style, tall } = {}) =>
+  h(
+    "div",
+    { class: `scroll${tall ? " tall" : ""}`, tabindex: "0", role: "region", "aria-label": label },
+    h(
+      "table",
+      { class: style },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          head.map((cell) => (cell === "" ? h("td", {}) : h("th", { scope: "col" }, cell))),
+        ),
+      ),
+      h("tbody", {}, rows),
+    ),
+  );
+
+/** The heading of a view. @param {string} where @param {string} title @param {...any} rest */
+export const viewHead = (where, title, ...rest) =>
+  h(
+    "div",
+    { class: "station-head backward" },
+    h("div", {}, h("p", { class: "where" }, where), h("h2", {}, title)),
+    rest,
+  );
+
+/** A card with a heading. @param {string} label @param {any} title @param {...any} content */
+export const card = (label, title, ...content) =>
+  h("section", { class: "card", "aria-label": label, key: label }, title ? h("h3", {}, title) : null, content);

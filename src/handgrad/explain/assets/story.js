@@ -1,0 +1,198 @@
+// @ts-check
+// The first view: a story about one word of this sentence, the worst predicted one unless the reader chooses another.
+
+import { offline } from "./api.js";
+import { filled } from "./colours.js";
+import { number, percent, quote, visible } from "./format.js";
+import { bar, chips } from "./parts.js";
+import { h } from "./render.js";
+
+let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
+
+/** The position whose next token the model found least probable. @param {number[]} losses */
+export const worst = (losses) => losses.indexOf(Math.max(...losses));
+
+/** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
+ * @param {{ label: string }[]} tokens @param {number} position */
+export function context(tokens, position) {
+  let text = "";
+  for (let t = position; t >= 0 && text.length < 12; t--) {
+    text = tokens[t].label + text;
+    if (/^\s+\S/.test(text) || (/\S/.test(text) && text.length > 10)) break;
+  }
+  return text.trimStart() || text;
+}
+
+export const storyView = {
+  id: "start",
+  title: "Start",
+  needs: () => ({ view: ["station", { station: "loss" }] }),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, { view }, actions) {
+    // while the reader types, the predictions come before the trace
+    const { text, losses, tokens, positions } = state.preview ?? { ...state.overview, positions: view.positions };
+    const position = chosen.text === text ? Math.min(chosen.position, losses.length - 1) : worst(losses);
+    const row = positions[position];
+    const choose = (/** @type {number} */ i) => {
+      chosen = { text, position: Math.max(0, i - 1) };
+      actions.redraw();
+    };
+    return [
+      headline(context(tokens, position), row, position === worst(losses)),
+      words(tokens, losses, position, choose),
+      guesses(context(tokens, position), row, losses[position]),
+      nextWord(positions.at(-1)),
+      blame(position, state, actions),
+    ];
+  },
+};
+
+function headline(before, row, isWorst) {
+  return h(
+    "div",
+    { class: "story-head", key: "headline" },
+    h("p", { class: "where" }, isWorst ? "the word that this model predicted worst" : "the word that you chose"),
+    h(
+      "h2",
+      { id: "story" },
+      `After ${quote(before)} the model gave ${quote(row.target)} `,
+      h("b", { "data-value": row.probability }, percent(row.probability)),
+      ".",
+    ),
+  );
+}
+
+/** The sentence, each word with the probability that it had. */
+function words(tokens, losses, position, choose) {
+  const most = Math.max(...losses);
+  const items = tokens.map((token, i) => {
+    const p = i ? Math.exp(-losses[i - 1]) : null;
+    return {
+      content: [h("b", {}, visible(token.label)), h("small", {}, p === null ? "–" : percent(p))],
+      label:
+        p === null
+          ? `${visible(token.label)}, the first token, not predicted`
+          : `${visible(token.label)} was predicted with ${percent(p)}`,
+      style: i ? filled("size", 0.6 * (losses[i - 1] / most)) : null,
+    };
+  });
+  return h(
+    "section",
+    { class: "card", "aria-label": "The sentence", key: "words" },
+    h(
+      "p",
+      { class: "caption" },
+      "Change the sentence above and watch: below each word is the probability that the model gave it, " +
+        "from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
+    ),
+    chips({ label: "Words and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
+  );
+}
+
+function guesses(before, row, loss) {
+  const target = row.top.some((x) => x.word === row.target)
+    ? []
+    : [bar(row.target, row.probability, "a", percent(row.probability), true)];
+  return h(
+    "section",
+    { class: "card", "aria-label": "What the model expected", key: "guesses" },
+    h("h3", {}, `What the model expected after ${quote(before)}`),
+    h(
+      "ul",
+      { class: "bars a" },
+      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      target,
+    ),
+    h(
+      "p",
+      { class: "caption" },
+      `${quote(row.target)} had rank ${row.rank.toLocaleString("en")}. The loss of this word is −log ` +
+        `${number(row.probability)} = ${number(loss)}: the less probable, the larger.`,
+    ),
+  );
+}
+
+/** What the model would write after the whole sentence. */
+const nextWord = (last) =>
+  h(
+    "p",
+    { class: "caption", key: "next", id: "next-word" },
+    `After the whole sentence the model would go on with ${quote(last.top[0].word)} ` +
+      `(${percent(last.top[0].p)}), ${quote(last.top[1].word)} (${percent(last.top[1].p)}) or ` +
+      `${quote(last.top[2].word)} (${percent(last.top[2].p)}).`,
+  );
+
+function blame(position, state, actions) {
+  const { objective, groups } = state.overview;
+  const known = !state.preview && objective.kind === "position" && objective.position === position;
+  return h(
+    "section",
+    { class: "card doors", "aria-label": "Which weights are to blame?", key: "doors" },
+    h("h3", {}, "Which weights are to blame?"),
+    h(
+      "p",
+      { class: "caption" },
+      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share.",
+      " Every layer on the way shows its formula with your numbers, and checks it.",
+    ),
+    known ? shares(groups, actions) : null,
+    h(
+      "div",
+      { class: "walk" },
+      h(
+        "button",
+        { type: "button", class: "primary", id: "follow-up", onclick: () => actions.followError(position) },
+        "Follow the error up ↑",
+      ),
+      known || offline
+        ? null
+        : h(
+            "button",
+            { type: "button", id: "blame", onclick: () => actions.explainWord(position) },
+            "Show their shares",
+          ),
+      h(
+        "button",
+        { type: "button", id: "story-tour", onclick: () => document.getElementById("tour-button")?.click() },
+        "Take the tour",
+      ),
+      h(
+        "button",
+        { type: "button", id: "story-map", onclick: () => actions.go("a_1", "forward") },
+        "Walk forward from the first layer",
+      ),
+    ),
+  );
+}
+
+/** The gradients of this word's loss with the largest share of the squared length of all. */
+function shares(groups, actions) {
+  const total = groups.reduce((sum, g) => sum + g.norm ** 2, 0) || 1;
+  const largest = [...groups].sort((a, b) => b.norm - a.norm).slice(0, 6);
+  const most = largest[0].norm ** 2 / total;
+  const row = (g) =>
+    h(
+      "li",
+      { key: `${g.layer} ${g.symbol}` },
+      h(
+        "button",
+        { type: "button", class: "word", onclick: () => actions.go(g.station, "backward") },
+        `${g.symbol} in ${g.layer}`,
+      ),
+      h(
+        "span",
+        { class: "track" },
+        h("i", { class: "fill size", style: { width: `${(100 * g.norm ** 2) / total / most}%` } }),
+      ),
+      h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
+    );
+  return [
+    h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
+    h(
+      "p",
+      { class: "soft" },
+      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient " + "comes from.",
+    ),
+  ];
+}

@@ -1,0 +1,43 @@
+// @ts-check
+// Station a_0: the tokens, and what the loss would be if another token stood in place of one of them.
+
+import { quote, signed, visible } from "./format.js";
+import { table } from "./parts.js";
+import { h } from "./render.js";
+
+const ABOUT =
+  "A replacement moves the embedding from one token to another. That is too large a step for a " +
+  "gradient, which describes" +
+  " small moves: the estimate is often wrong, even in sign. Choose a token above to measure its replacements.";
+const HEAD = ["position", "token", "id", "replacement: estimated change → measured change"];
+
+/** @param {any} view @param {any} measured  the replacements of the chosen token, or undefined @param {any} state */
+export function swapTable(view, measured, state) {
+  const { tokens } = state.overview;
+  const rows = view.swaps.map((row, t) => {
+    const swaps = measured?.position === t ? measured.swaps : row.swaps;
+    return h(
+      "tr",
+      { key: t, class: t === state.token ? "chosen" : null },
+      h("td", { class: "figure" }, t + 1),
+      h("td", {}, h("b", {}, visible(tokens[t].label))),
+      h("td", { class: "figure" }, row.id),
+      h("td", {}, swaps.length ? h("ul", { class: "swaps" }, swaps.map(swap)) : "none"),
+    );
+  });
+  const caption = measured ? `${quote(tokens[measured.position].label)}: ${measured.caption}` : null;
+  return h(
+    "section",
+    { class: "card", "aria-label": "Replacements", key: "tokens" },
+    h("h3", {}, "The sentence as token ids, and what could have stood there"),
+    h("p", { class: "caption" }, view.swaps_caption),
+    caption ? h("p", { class: "caption", id: "swaps-measured" }, caption) : null,
+    h("p", { class: "soft" }, ABOUT),
+    table("Tokens and possible replacements", HEAD, rows, { tall: true }),
+  );
+}
+
+const swap = (x) => {
+  const measured = h("b", { "data-id": x.id, "data-value": x.measured }, ` → ${signed(x.measured, 2)}`);
+  return h("li", { key: x.id }, `${quote(x.word)} ${signed(x.change, 2)}`, x.measured === null ? null : measured);
+};

@@ -1,0 +1,78 @@
+// @ts-check
+// The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of two
+// logits.
+
+import { offline } from "./api.js";
+import { number, percent, quote, visible } from "./format.js";
+import { choice } from "./parts.js";
+import { h } from "./render.js";
+
+const KINDS = { sentence: "the whole sentence", position: "one word", difference: "why not another word?" };
+let other = ""; // the word that the reader typed for a difference
+
+/** @param {any} state @param {any} actions */
+export function targetBar(state, actions) {
+  const { objective, losses, tokens } = state.overview;
+  const { kind } = objective;
+  if (offline) return [h("p", { class: "target-label" }, `Explained here: ${objective.label}.`)];
+  const position = objective.position ?? Math.min(state.token, losses.length - 1);
+  const choose = (/** @type {string} */ wanted) => {
+    if (wanted === "sentence") return actions.explain(null);
+    if (wanted === "position") return actions.explain({ kind: "position", position });
+    return actions.explain({ kind: "difference", position, against: tokens[position + 1].id });
+  };
+  return [
+    h("span", { class: "target-name", id: "target-name" }, "Explain"),
+    choice("What is differentiated", KINDS, kind, choose, "target-kinds"),
+    kind === "sentence" ? null : positions(objective, state, actions),
+    kind === "difference" ? against(objective, actions) : null,
+    h(
+      "p",
+      { class: "target-label", id: "objective", "data-value": objective.value },
+      `${objective.label}: ${number(objective.value)}`,
+    ),
+  ].filter(Boolean);
+}
+
+function positions(objective, state, actions) {
+  const { tokens, losses } = state.overview;
+  const options = losses.map((loss, t) =>
+    h(
+      "option",
+      { value: String(t), key: t },
+      `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(Math.exp(-loss))}`,
+    ),
+  );
+  const onchange = (event) => {
+    const position = Number(event.target.value);
+    const { kind } = objective;
+    actions.explain(kind === "position" ? { kind, position } : { kind, position, against: tokens[position + 1].id });
+  };
+  return h(
+    "select",
+    { id: "position", "aria-label": "Word to explain", value: String(objective.position), onchange },
+    options,
+  );
+}
+
+function against(objective, actions) {
+  const submit = (event) => {
+    event.preventDefault();
+    if (other)
+      actions.explain({ kind: "difference", position: objective.position, token: objective.token.id, against: other });
+  };
+  return h(
+    "form",
+    { class: "against", onsubmit: submit },
+    h("label", { for: "against" }, `why ${visible(objective.token.word)} and not`),
+    h("input", {
+      id: "against",
+      type: "text",
+      size: "8",
+      maxlength: "100",
+      placeholder: visible(objective.against.word),
+      oninput: (event) => (other = event.target.value),
+    }),
+    h("button", { type: "submit", class: "small" }, "explain"),
+  );
+}

@@ -1,0 +1,28 @@
+// @ts-check
+// The views of the page, in the order of their tabs.
+
+import { attributionView } from "./attribution.js";
+import { compareView } from "./compare.js";
+import { exercisesView } from "./exercises.js";
+import { flowView } from "./gradient_flow.js";
+import { headsView } from "./heads.js";
+import { stationView } from "./station.js";
+import { stepView } from "./step.js";
+import { storyView } from "./story.js";
+import { whatIfView } from "./what_if.js";
+
+/** @type {any[]} */
+const ALL = [
+  storyView,
+  stationView,
+  flowView,
+  headsView,
+  attributionView,
+  whatIfView,
+  compareView,
+  stepView,
+  exercisesView,
+];
+
+/** An exported file has only the views whose answers it contains. */
+export const VIEWS = ALL.filter((view) => view.available?.() ?? true);

@@ -1,0 +1,125 @@
+// Unit tests of the modules that need no browser. Run by tests/explain/test_assets.py.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { allStops, formatAddress, parseAddress } from "./address.js";
+import { colour, inkOn } from "./colours.js";
+import { csvText, pythonOf } from "./csv.js";
+import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
+import { count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
+import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
+import { joints, mapLines, widths } from "./map_lines.js";
+import { decodeObjective, encodeObjective } from "./objective.js";
+import { plotOf, resultOf } from "./step_plot.js";
+import { freeCorner, overlap } from "./tour_place.js";
+
+test("numbers have three digits, and never read null, undefined or NaN", () => {
+  const written = { 0: "0", 0.01234: "0.0123", 7: "7", 999.96: "1,000", 12345.6: "12,346", 1.5e-7: "1.50·10⁻⁷", 123456: "1.23·10⁵", 0.00099999: "0.001" };
+  for (const [x, text] of Object.entries(written)) assert.equal(number(Number(x)), text);
+  assert.equal(number(-0.5), "−0.5");
+  assert.equal(number(4.0676, 5), "4.0676");
+  for (const nothing of [null, undefined, NaN]) assert.equal(number(nothing), "–");
+  assert.equal(number(-Infinity), "−∞");
+  assert.deepEqual([signed(0.25), signed(-0.25), signed(0)], ["+0.25", "−0.25", "0"]);
+  assert.deepEqual([0.45123, 0.0019, 1, 0.9994, 1e-6, null].map(percent), ["45 %", "0.19 %", "100 %", "99.9 %", "1.0·10⁻⁴ %", "– %"]);
+  assert.deepEqual([count(1, "step"), count(2000, "step"), shapeOf([24, 1024]), exact(0.1 + 0.2)], ["1 step", "2,000 steps", "24 × 1,024", "0.3"]);
+});
+
+test("numbers in the server's sentences are written as all others", () => {
+  assert.equal(written("‘a’ has ⟦0.45123%⟧, length ⟦1.5e-07⟧, ⟦-0.5⟧ or ⟦inf⟧; ⟦nan⟧, ⟦x⟧"), "‘a’ has 45 %, length 1.50·10⁻⁷, −0.5 or ∞; –, ⟦x⟧");
+});
+
+test("tokens are visible", () => {
+  assert.equal(visible(" a\n\t\x01\x7f\u202e"), "␣a⏎⇥␁␡⟨202e⟩");
+  assert.deepEqual([fit("abcdef", 4), fit("abcd", 4)], ["abc…", "abcd"]);
+});
+
+test("a Δ below 0 is blue, above 0 red, in both themes", () => {
+  for (const theme of ["light", "dark"]) {
+    const [below, above] = [colour("delta", -0.6, theme), colour("delta", 0.6, theme)];
+    assert.ok(below[2] > below[0] + 40 && above[0] > above[2] + 40);
+    assert.deepEqual(colour("delta", 0, theme), colour("a", 0, theme));
+    assert.deepEqual(colour("size", 0.6, theme), below);
+  }
+  assert.deepEqual([inkOn([255, 255, 255]), inkOn([0, 0, 60])], ["#000", "#fff"]);
+});
+
+test("a picture can be cropped, and a cell be found again", () => {
+  const picture = { ...pictureOf([[0, 0.5, -1, 1], [1, 0, 0, -0.5]]), shape: [2, 8], columns: [0, 8], pool: [1, 2] };
+  assert.deepEqual([...cellsOf(picture)], [0, 64, -127, 127, 127, 0, 0, -63]);
+  const part = crop(picture, [2, 6]);
+  assert.deepEqual([part.columns, part.cells, [...cellsOf(part)]], [[2, 6], [2, 2], [64, -127, 0, 0]]);
+  assert.deepEqual([range(part, 1, 1), range(picture, 3, 1)], [[4, 6], [6, 8]]);
+  const at = layout(picture, { rowLabels: ["a", "bc"] }, 400);
+  assert.deepEqual(cellAt(picture, at, at.left + 2.5 * at.cw, at.top + 1.5 * at.ch), [1, 2]);
+  assert.equal(cellAt(picture, at, at.left - 1, at.top + 1), null);
+});
+
+test("short labels of columns stand upright, long ones are turned", () => {
+  const picture = pictureOf([[0, 1], [1, 0]]);
+  const short = { rowLabels: ["a", "b"], columnLabels: ["a", "b"], square: true }, long = { ...short, columnLabels: ["question", "b"] };
+  const turned = (labels) => labelsAt(picture, layout(picture, labels, 300), labels).filter((x) => x.row === null).map((x) => x.turned);
+  assert.deepEqual([turned(short), turned(long)], [[false, false], [true, true]]);
+  const crowded = pictureOf([Array(200).fill(0)]);
+  const labels = { columnLabels: Array(200).fill("m") };
+  const xs = labelsAt(crowded, layout(crowded, labels, 600), labels).map((x) => x.x);
+  assert.ok(xs.length > 10 && Math.min(...xs.slice(1).map((x, i) => x - xs[i])) >= 9);
+});
+
+test("the flow has short labels, and one row for each mode", () => {
+  assert.deepEqual(["Δ₁", "Δ₄ = Δ₅ of block 1", "Δ_gate, Δ_up of block 12"].map(shortLabel), ["Δ₁", "1·Δ₄=Δ₅", "12·Δ_gate,Δ_up"]);
+  const row = { station: "a_1", label: "Δ₁", a: [1, 2], delta: [3, 4], share: [0.36, 0.64] };
+  assert.deepEqual(["share", "delta", "product", "a"].map((mode) => cellsOfRow(row, mode)), [[0.36, 0.64], [3, 4], [3, 8], [1, 2]]);
+  const { least, most, shares } = logarithmic([[1e-9, 1, 100, 0]]);
+  assert.deepEqual([least, most, shares[0]], [-2, 2, [0.03, 0.5, 1, 0]]);
+});
+
+test("the axis of the steps follows the measured losses", () => {
+  const falling = [{ loss: 4, predicted: 3.5, measured: 3.6 }, { loss: 3.6, predicted: -60, measured: 3 }];
+  const plot = plotOf(falling);
+  assert.ok(!plot.logarithmic && plot.least > 2.5 && plot.most < 4.5);
+  assert.deepEqual(plot.guesses.map((g) => g.outside), [false, true]);
+  const ys = [...plot.points.map((p) => p.y), ...plot.guesses.map((g) => g.y1)];
+  assert.ok(ys.every((y) => y >= 0 && y <= 180));
+  assert.ok(plotOf([{ loss: 2, predicted: 1, measured: 900 }]).logarithmic);
+  assert.ok(plotOf([{ loss: 0.01, predicted: 0, measured: 0.02 }]).least >= 0);
+  assert.match(resultOf(falling[1]).impossible, /below 0, which no loss can reach/);
+  assert.deepEqual(["as predicted", "too large", "curved"], [[2, 1, 1.05], [2, 1, 3], [2, 1, 1.7]].map(([loss, predicted, measured]) => resultOf({ loss, predicted, measured }).kind));
+});
+
+test("an address holds the place, the objective and the sentence", () => {
+  const here = { view: "station", station: "blocks.1.a_3", direction: "backward", token: 4, head: 2, text: "a + b & c?", objective: "position-3" };
+  assert.deepEqual(parseAddress(formatAddress(here)), here);
+  assert.equal(formatAddress({ ...here, view: "flow", token: 0, head: 0, text: null, objective: null }), "#/flow");
+  assert.deepEqual(allStops(["x", "y"]), [["x", "forward"], ["y", "forward"], ["y", "backward"], ["x", "backward"]]);
+  for (const objective of [{ kind: "position", position: 5 }, { kind: "difference", position: 5, token: 12, against: 7 }]) {
+    const shown = { ...objective, token: { id: objective.token }, against: { id: objective.against } };
+    assert.deepEqual(decodeObjective(encodeObjective(shown)), objective);
+  }
+  assert.deepEqual([encodeObjective({ kind: "sentence" }), decodeObjective("position-x"), decodeObjective(null)], [null, null, null]);
+});
+
+test("the box of the tour avoids its subject", () => {
+  const box = { width: 300, height: 200 };
+  assert.equal(freeCorner({ left: 900, top: 600, width: 300, height: 200 }, box, 1280, 900), "bottom-left");
+  assert.equal(freeCorner({ left: 0, top: 500, width: 1280, height: 400 }, box, 1280, 900), "top-right");
+  assert.equal(overlap({ left: 0, top: 0, width: 4, height: 4 }, { left: 3, top: 2, width: 4, height: 4 }), 2);
+});
+
+test("the map connects its rows, and open blocks have two skip connections on each side", () => {
+  const rows = [
+    { y: 10, id: "a_1", block: null }, { y: 20, id: "a_1", block: 0, top: true }, { y: 40, id: "blocks.0.a_5", block: 0 },
+    { y: 60, id: "blocks.0.a_10", block: 0 }, { y: 80, id: "a_11", block: null },
+  ];
+  const lengths = { a_1: 1, "blocks.0.a_5": 2, "blocks.0.a_10": 4, a_11: 8 };
+  const lines = mapLines(rows, 300, lengths, lengths, "both");
+  const number_ = (kind, part) => lines.filter((line) => line.kind === kind && line.part === part).length;
+  assert.deepEqual([number_("forward", "skip"), number_("backward", "skip"), number_("forward", "flow"), number_("backward", "tip")], [2, 2, 4, 4]);
+  assert.ok(mapLines(rows, 300, lengths, lengths, "a").every((line) => line.kind === "forward"));
+  assert.equal(joints(rows, 300, "both").length, 10);
+  assert.ok(widths([1, 10, null])(10) > widths([1, 10, null])(1) && widths([1])(null) === 0);
+});
+
+test("tables become CSV, and tensors lines of Python", () => {
+  assert.equal(csvText([[1, 2.5], [-3, 4]], ['a"b', "c,d"], ["x", "y"]), ',x,y\r\n"a""b",1,2.5\r\n"c,d",-3,4\r\n');
+  assert.deepEqual([pythonOf("blocks.0.rho", 2), pythonOf("a_11")], ['trace["blocks.0.rho"][2]', 'trace["a_11"]']);
+});

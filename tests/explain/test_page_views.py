@@ -1,0 +1,238 @@
+"""The views of the page that ask the model a question, in a real browser: what they show equals Python."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from axe_playwright_python.sync_playwright import Axe
+from page_helpers import Open, expect_station
+from playwright.sync_api import Page, expect
+from tiny_session import LLAMA, TEXT, make_session
+
+import handgrad as hg
+from handgrad.explain.server import Server
+from handgrad.explain.session import Session
+
+pytest_plugins = ["page_fixtures"]
+
+
+def number(page: Page, selector: str, name: str = "value") -> float:
+    return float(page.locator(selector).first.get_attribute(f"data-{name}") or "")
+
+
+def check_accessibility(page: Page) -> None:
+    found = Axe().run(page).response["violations"]
+    assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
+
+
+def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
+    page = open_page("#/station/a_11/backward?token=3")
+    sentence = session.sentence(TEXT)
+    model, tokens, targets = session.model, sentence.tokens, sentence.targets
+    page.click("[data-choice=position]")
+    expect(page.locator("#objective")).to_contain_text("the loss of ‘e’")
+    trace = hg.trace(model, tokens, targets, objective=hg.PositionLoss(3))
+    assert number(page, "#objective") == pytest.approx(trace.loss, rel=1e-6)
+    id = session.sentence(TEXT, 0, hg.PositionLoss(3)).id
+    expect(page.locator("#view-station")).to_have_attribute("data-sentence", id)
+    assert number(page, "[data-stat='delta norm']") == pytest.approx(trace["delta_11"].double().norm().item(), rel=1e-6)
+    assert "objective=position-3" in page.url
+    expect(page.locator("#badge")).to_have_class("badge good")
+    page.select_option("#position", "6")
+    expect(page.locator("#objective")).to_contain_text("the loss of ‘o’")
+    page.click("[data-choice=difference]")
+    expect(page.locator("#against")).to_be_visible()
+    page.fill("#against", "x")
+    page.keyboard.press("Enter")
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
+    best = int(sentence.trace["a_12"][6].argmax())
+    trace = hg.trace(model, tokens, targets, objective=hg.LogitDifference(6, best, ord("x")))
+    assert number(page, "#objective") == pytest.approx(trace.loss, rel=1e-5)
+    assert f"objective=difference-6-{best}-{ord('x')}" in page.url
+    expect(page.locator("#badge")).to_have_class("badge good")
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]")
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
+    page.go_back()
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘o’")
+
+
+def test_follow_a_number_up_to_the_loss(open_page: Open, session: Session) -> None:
+    page = open_page("#/station/blocks.1.a_7/backward")
+    figure = page.locator("figure.heat", has=page.locator('canvas[data-name="blocks.1.grad_w_6"]'))
+    figure.locator("canvas[data-name]").click(position={"x": 90, "y": 40})
+    expect(page.locator("#follow")).to_be_visible()
+    row, column = (
+        int(x) for x in re.findall(r"\[row (\d+), column (\d+)\]", page.locator("#follow h3").inner_text())[0]
+    )
+    trace = session.sentence(TEXT).trace
+    assert number(page, "#followed-value") == trace["blocks.1.grad_w_6"][row, column].item()
+    for _ in range(9):
+        terms = page.locator("#follow [data-term]").evaluate_all("nodes => nodes.map((n) => Number(n.dataset.term))")
+        value = number(page, "#followed-value")
+        assert sum(terms) == pytest.approx(number(page, "#followed-sum"), rel=1e-6, abs=1e-12)
+        assert sum(terms) == pytest.approx(value, rel=1e-3, abs=1e-7)
+        sizes = [abs(x) for x in terms[:12]]
+        assert sizes == sorted(sizes, reverse=True)
+        if "Δ₁₂" in page.locator("#follow h3").inner_text():
+            break
+        before = page.locator("#follow h3").inner_text()
+        page.locator("#follow .factor", has_text="Δ").first.click()
+        expect(page.locator("#follow h3")).not_to_have_text(before)
+    else:
+        pytest.fail("Δ₁₂ was not reached")
+    check_accessibility(page)
+    page.locator(".path button").first.click()
+    expect(page.locator("#follow h3")).to_contain_text("∂w_6")
+    page.click("#follow-close")
+    expect(page.locator("#follow")).to_have_count(0)
+
+
+def test_what_if_a_part_did_not_exist(open_page: Open, session: Session) -> None:
+    page = open_page("#/whatif")
+    sentence = session.sentence(TEXT)
+    base = sentence.trace
+    page.click("[data-part='head 1 2']")
+    expect(page.locator("#change-measured")).to_be_visible()
+
+    def zero(x: torch.Tensor) -> torch.Tensor:
+        x[:, 16:24] = 0
+        return x
+
+    changed = hg.trace(session.model, sentence.tokens, sentence.targets, edit={"blocks.1.a_3": zero})
+    assert number(page, "#change-measured") == pytest.approx(changed.loss - base.loss, rel=1e-3, abs=1e-6)
+    expected = -(base["blocks.1.a_3"][:, 16:24].double() * base["blocks.1.delta_3"][:, 16:24].double()).sum().item()
+    assert number(page, "#change-predicted") == pytest.approx(expected, rel=1e-6)
+    expect(page.locator("[data-part='head 1 2']")).to_be_focused()
+    for part in ("[data-part='skip 0 10']", "[data-part^='neuron 1']"):
+        page.locator(part).first.click()
+        expect(page.locator(part).first).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(".outcome h3")).to_contain_text("skip connection" if "skip" in part else "neuron")
+    page.select_option("select[name=row]", "5")
+    page.select_option("select[name=column]", "2")
+    page.click("#weight-zero")
+    expect(page.locator(".outcome h3")).to_contain_text("the attention of ‘,’ to ‘␣’")
+    page.click("[data-choice=backward]")
+    expect(page.locator("#cut-caption")).to_contain_text("gradients change")
+    check_accessibility(page)
+
+
+def test_attribution_and_its_gap(open_page: Open, session: Session) -> None:
+    page = open_page("#/attribution?objective=position-7")
+    expect(page.locator("#view-attribution h2")).to_contain_text("Why ‘r’?")
+    found = hg.attribute(session.model, session.sentence(TEXT).ids, [8], steps=32)
+    shown = page.locator("#attributed button").evaluate_all("nodes => nodes.map((n) => Number(n.dataset.value))")
+    assert found.integrated is not None and len(shown) == 8
+    assert torch.allclose(torch.tensor(shown), found.integrated[:8].float(), rtol=1e-4, atol=1e-6)
+    gaps = [number(page, "#gap")]
+    for steps in ("64", "128"):
+        before = page.locator("#gap").get_attribute("data-value") or ""
+        page.select_option("#ig-steps", steps)
+        expect(page.locator("#gap")).not_to_have_attribute("data-value", before)
+        gaps.append(number(page, "#gap"))
+    assert abs(gaps[0]) > abs(gaps[1]) > abs(gaps[2])
+    page.click("[data-choice=removed]")
+    expect(page.locator("#view-attribution figcaption span").first).to_have_text("removed")
+    check_accessibility(page)
+
+
+def test_all_heads_at_a_glance(open_page: Open) -> None:
+    page = open_page("#/heads")
+    expect(page.locator("[data-head]")).to_have_count(6)
+    page.click("[data-choice=sent]")
+    check_accessibility(page)
+    page.click("[data-head='1.2']")
+    expect_station(page, "blocks.1.a_3")
+    expect(page.locator(".attention")).to_have_attribute("data-shown-head", "2")
+
+
+def test_compare(open_page: Open, session: Session) -> None:
+    page = open_page("#/compare")
+    page.fill("#other-sentence", "to be, or now")
+    page.click("#compare-sentence")
+    expect(page.locator(".trio")).to_have_count(2)
+    one, other = (session.sentence(text).trace for text in (TEXT, "to be, or now"))
+    page.select_option("#compare-station", "blocks.1.a_10")
+    expect(page.locator("[data-map='blocks.1.a_10']")).to_be_visible()
+    x, y = one["blocks.1.a_10"], other["blocks.1.a_10"]
+    relative = ((y - x).norm() / x.norm()).item()
+    assert number(page, "[data-map='blocks.1.a_10'] .caption[data-relative]", "relative") == pytest.approx(
+        relative, rel=1e-5
+    )
+    check_accessibility(page)
+    page.click("#tab-step")
+    page.click("#step-one")
+    expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+    page.click("#tab-compare")
+    page.click("#compare-before")
+    expect(page.locator("#view-compare")).to_contain_text("the weights before the steps")
+    expect(page.locator("#view-compare .trio")).to_have_count(2)
+
+
+def test_the_neuron_lens_of_a_gated_layer(open_page: Open) -> None:
+    session = make_session(**{**LLAMA, "n_blocks": 1})
+    with Server(session) as url:
+        page = open_page("#/station/blocks.0.a_8/backward", base=url)
+        trace = session.sentence(TEXT).trace
+        blame = (trace["blocks.0.a_8"].double() * trace["blocks.0.delta_8"].double()).sum(0)
+        first = int(blame.abs().argmax())
+        expect(page.locator("[data-neuron]").first).to_have_attribute("data-neuron", str(first))
+        page.locator("[data-neuron]").nth(1).click()
+        expect(page.locator("[data-neuron]").nth(1)).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(".inputs")).to_contain_text("gate is")
+        assert page.locator(".word-chip.up").count() >= 6
+        check_accessibility(page)
+
+
+def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) -> None:
+    page = open_page("#/station/a_0/forward?token=4")
+    sentence = session.sentence(TEXT)
+    shown = page.locator("tr.chosen b[data-value]")
+    expect(shown.first).to_be_visible()
+    ids = sentence.tokens
+    ids[0, 4] = int(shown.first.get_attribute("data-id") or "")
+    change = session.model.loss(ids, sentence.targets) - sentence.trace.loss
+    assert float(shown.first.get_attribute("data-value") or "") == pytest.approx(change, rel=1e-4, abs=1e-6)
+    expect(page.locator("#view-station")).to_contain_text("too large a step for a gradient")
+    page.goto(f"{page.url.split('#')[0]}#/station/a_12/backward")
+    expect_station(page, "a_12")
+    figure = page.locator("figure.heat", has=page.locator('canvas[data-name="delta_12"]'))
+    canvas = figure.locator("canvas[data-name]")
+    left, top, width, height = (
+        float(canvas.get_attribute(f"data-{x}") or "") for x in ("left", "top", "cell-width", "cell-height")
+    )
+    canvas.hover(position={"x": left + 0.5 * width, "y": top + 2.5 * height})
+    expect(figure.locator(".readout")).to_contain_text(f"token ‘{TEXT[1]}’")  # targets come first
+    expect(figure.locator(".readout")).to_have_attribute("data-column", str(ord(TEXT[1])))
+    assert number(page, "figure.heat .readout[data-column]") == sentence.trace["delta_12"][2, ord(TEXT[1])].item()
+
+
+def test_an_exercise_is_graded_in_the_page(open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path))  # the reader's own progress stays as it is
+    page = open_page("#/exercises")
+    expect(page.locator("[data-exercise]")).to_have_count(12)
+    page.click("[data-exercise=layernorm]")
+    page.click("#hint")
+    expect(page.locator(".hints li")).to_have_count(1)
+    page.click("#solution")
+    right = page.locator(".solution").inner_text()
+    page.fill("#code", right)
+    page.click("#grade")
+    expect(page.locator("#judgement")).to_have_class("badge good")
+    expect(page.locator("#grade")).to_be_focused()
+    page.fill("#code", "def backward(:")
+    page.click("#grade")
+    expect(page.locator("#judgement")).to_contain_text("not Python")
+    check_accessibility(page)
+    page.click("#restart")
+    expect(page.locator("#code")).not_to_have_value("def backward(:")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_questions_fit_any_width(open_page: Open, width: int) -> None:
+    page = open_page(viewport={"width": width, "height": 760}, color_scheme="dark")
+    for where in ("start", "attribution", "whatif", "heads", "compare", "exercises", "station/blocks.0.a_8/backward"):
+        page.goto(f"{page.url.split('#')[0]}#/{where}")
+        expect(page.locator("[role=tabpanel]:not([hidden]) h2")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, where
