@@ -180,7 +180,7 @@ def memory(size: Size) -> list[Case]:
 
 def bridged(size: Size) -> list[Case]:
     """A transformers model, and the same with hand-derived backward passes: all weights, and LoRA."""
-    models = {size.label: size.model, **size.bridge_models}
+    models = {size.label: size.model, **dict(size.bridge_models)}
     return [_bridged(label, config, adapted, size) for label, config in models.items() for adapted in (False, True)]
 
 

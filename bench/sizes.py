@@ -1,6 +1,6 @@
 """Sizes of every scenario: the published ones, --quick, and --tiny, which runs in seconds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import handgrad as hg
@@ -59,7 +59,7 @@ class Size:
     rounds: int  # maximum
     measure_seconds: float  # budget of each time prediction
     bridge: tuple[int, int] = (1, 512)  # sequences, tokens of each
-    bridge_models: dict[str, hg.ModelConfig] = field(default_factory=dict)  # besides `model`, by label
+    bridge_models: tuple[tuple[str, hg.ModelConfig], ...] = ()  # besides `model`, by label
     bridge_compiled: bool = False
     base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
 
@@ -113,7 +113,7 @@ FULL = Size(
     numbers_in_memory=1 << 27,
     generate_rounds=5,
     peaks=("train", "memory", "lora", "sft", "bridge"),
-    bridge_models={"SmolLM2 shape": hg.preset("smollm2-shape")},
+    bridge_models=(("SmolLM2 shape", hg.preset("smollm2-shape")),),
     bridge_compiled=True,
     explain=("gpt2", 64),
     rounds=40,
@@ -157,7 +157,7 @@ QUICK = Size(
     generate_rounds=2,
     peaks=("memory", "lora", "bridge"),  # train would take longer than everything else
     bridge=(1, 256),
-    bridge_models={"SmolLM2, 4 blocks, 8,192 ids": hg.preset("smollm2-shape", n_blocks=4, n_vocab=8192)},
+    bridge_models=(("SmolLM2, 4 blocks, 8,192 ids", hg.preset("smollm2-shape", n_blocks=4, n_vocab=8192)),),
     explain=("nano", 10),
     rounds=20,
     measure_seconds=0.2,
@@ -200,9 +200,6 @@ TINY = Size(
     generate_rounds=1,
     peaks=("memory", "lora", "bridge"),
     bridge=(2, 128),
-    bridge_models={
-        "tiny Llama": hg.preset("nano-llama", n_vocab=512, n_context=128, d_model=32, d_hidden=64, n_blocks=2)
-    },
     explain=("nano", 3),
     rounds=1,
     measure_seconds=0.02,

@@ -53,7 +53,9 @@ def public_names() -> Iterator[tuple[str, str]]:
     """Each public name as users write it, and the path of its definition."""
     for name in handgrad.__all__:
         thing = getattr(handgrad, name)
-        if isinstance(thing, ModuleType):
+        if callable(thing) and isinstance(thing, ModuleType):  # hg.explain is a package that can be called
+            yield f"hg.{name}", f"{thing.__name__}.notebook.{name}"
+        elif isinstance(thing, ModuleType):
             for inner in thing.__all__:
                 found = getattr(thing, inner)
                 if not isinstance(found, ModuleType):
@@ -94,7 +96,7 @@ def formulas(room: str, title: str, intro: str) -> str:
 
 def commands() -> str:
     """What --help prints, for every command."""
-    lines = ["# Commands", "", "What `handgrad COMMAND --help` prints."]
+    lines = ["# Commands", "", "What every command prints with `--help`."]
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "100", "NO_COLOR": "1"}).stdout
         lines += ["", f"## handgrad {name}", "", "```text", shown.rstrip(), "```"]

@@ -16,6 +16,9 @@ from handgrad.cli import explain as cli_explain
 from handgrad.cli.app import app
 from handgrad.cli.explain import choose, explain
 from handgrad.explain.server import Server
+from handgrad.formats import models
+from handgrad.formats.models import find_model
+from handgrad.text import downloads
 from handgrad.training import checkpoint
 from handgrad.training.run import Run
 
@@ -48,6 +51,7 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "small"))
+    monkeypatch.setattr(downloads, "is_cached", lambda name: False)
     assert "trained for 400 steps" in choose(None)[3]
     run_folder(tmp_path / "runs" / "mine")
     (tmp_path / "runs" / "begun").mkdir()
@@ -57,6 +61,12 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         name == "mine" and note == "trained in runs/mine" and tokenizer.n_vocab == 256 and network.config.n_blocks == 1
     )
     assert choose("nano")[3].startswith("random weights")
+    monkeypatch.setattr(downloads, "is_cached", lambda name: name == "smollm2")
+    monkeypatch.setattr(cli_explain, "DEFAULT", "smollm2")
+    asked: list[str | None] = []
+    monkeypatch.setattr(models, "find_model", lambda name: asked.append(name) or find_model("nano"))
+    choose(None)
+    assert asked == ["smollm2"]
     assert choose(str(model_directory(tmp_path / "bytes", with_tokenizer=False)))[1].encode("a") == [97]
 
 

@@ -90,11 +90,16 @@ def check_targets(tokens: Tensor, targets: Tensor, config: ModelConfig, device: 
     return flat
 
 
+def pieces_of(total: int, at_once: float) -> int:
+    """The number of pieces of a batch of `total` tokens, if sequences could be divided."""
+    return max(1, math.ceil(total / at_once - 0.25))
+
+
 def group(lengths: tuple[int, ...], at_once: float) -> list[tuple[int, ...]]:
     """Divide sequences into consecutive groups of about equal size, at_once tokens or up to a quarter more: a small last
     group would cost more than its share. A sequence is never divided."""
     total = sum(lengths)
-    count = max(1, math.ceil(total / at_once - 0.25))
+    count = pieces_of(total, at_once)
     groups: list[list[int]] = [[]]
     done = 0
     for length in lengths:

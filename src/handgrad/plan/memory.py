@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, group
+from ..model.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, pieces_of
 from ..model.config import ModelConfig
 from ..model.passes import Pass
 from ..model.readout import rows_at_once
@@ -40,7 +40,8 @@ def _tensors(saved: Any) -> list[Tensor]:
 
 def tokens_per_piece(batch: int, tokens: int, adapted: bool) -> int:
     """Tokens of the largest piece: complete sequences, as `GPT.loss_and_grads` groups them."""
-    return max(map(sum, group((tokens,) * batch, FROZEN_AT_ONCE if adapted else TOKENS_AT_ONCE)))
+    pieces = min(batch, pieces_of(batch * tokens, FROZEN_AT_ONCE if adapted else TOKENS_AT_ONCE))
+    return -(-batch // pieces) * tokens
 
 
 def saved(config: ModelConfig, batch: int, tokens: int, piece: int, recompute: str, together: bool = False) -> int:
