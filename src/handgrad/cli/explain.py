@@ -113,7 +113,8 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
             "; ".join(["random weights, not trained", found.note]).strip("; "),
         )
     network = open_folder(found.folder)
-    note = f"trained in {found.name}" if name is None else f"from {found.name}"
+    where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
+    note = f"trained in {where}" if name is None else f"from {where}"
     return network, _tokenizer(found.folder, network), Path(found.name).name, note
 
 
