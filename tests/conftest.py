@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,9 +129,13 @@ def make_batch(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, before the workers start and before a test chooses another cache."""
+    """Compile the kernels once, before the workers start and before a test chooses another cache. The progress of whoever
+    runs the tests stays as it is: exercises are remembered in a folder of this process."""
     for dtype in library.REAL:
         library.load(dtype)
+    data = tempfile.TemporaryDirectory(prefix="handgrad-data-")
+    config.add_cleanup(data.cleanup)
+    os.environ["HANDGRAD_DATA"] = data.name
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """The views of the page that ask the model a question, in a real browser: what they show equals Python."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -208,8 +207,7 @@ def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) ->
     assert number(page, "figure.heat .readout[data-column]") == sentence.trace["delta_12"][2, ord(TEXT[1])].item()
 
 
-def test_an_exercise_is_graded_in_the_page(open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path))  # the reader's own progress stays as it is
+def test_an_exercise_is_graded_in_the_page(open_page: Open) -> None:
     page = open_page("#/exercises")
     expect(page.locator("[data-exercise]")).to_have_count(12)
     page.click("[data-exercise=layernorm]")
