@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser docs release-check bench llama-bench lm-eval-check \
 	images clean
@@ -82,7 +82,7 @@ release-check: $(VENV)/.ready-for-tests
 	rm -rf build/release && mkdir -p build/release
 	$(BIN)/python -m build --outdir build/release
 	$(PYTHON) -m venv build/release/venv
-	build/release/venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt build/release/*.whl
+	build/release/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build/release/*.whl
 	cd build/release && venv/bin/handgrad verify && venv/bin/handgrad verify --model nano && venv/bin/handgrad verify --model nano-llama
 
 bench: $(VENV)/.ready-for-tests

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
@@ -74,7 +75,8 @@ def test_the_site(tmp_path: Path) -> None:
 
     if CHROMIUM is None and os.environ.get("CI") != "true":
         pytest.skip("no Chromium found: the test of the documentation in a real browser was LEFT OUT")
-    read_in_a_browser(site)
+    with ThreadPoolExecutor(1) as alone:  # other tests of this process may have a browser open in the main thread
+        alone.submit(read_in_a_browser, site).result()
 
 
 def read_in_a_browser(site: Path) -> None:
