@@ -103,7 +103,7 @@ llama-bench: $(VENV)/.ready
 	build/llama/tools/bin/cmake --build build/llama/made --target llama-bench
 	cp build/llama/made/bin/llama-bench $(BIN)/
 
-# lm-eval, in an environment of its own, scores a task over HTTP; the scores must be those of transformers.
+# lm-eval, in a separate environment, scores a task over HTTP; the scores must be those of transformers.
 lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready
 	$(BIN)/python tests/lm_eval_check.py --program build/lm-eval/bin/lm_eval --model smollm2
 

@@ -1,7 +1,7 @@
 """Products of a few rows with low-bit weights: handgrad's kernel against those of torch, on which the choice of the kernel
 rests. Part of `generate`.
 
-All take and return float32; those that compute with bfloat16 activations convert. Every layer has weights of its own, so
+All take and return float32; those that compute with bfloat16 activations convert. Every layer has separate weights, so
 that they come from memory, as in a network."""
 
 import time

@@ -129,8 +129,8 @@ def make_batch(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the kernels once, before the workers start and before a test chooses another cache. The progress of whoever
-    runs the tests stays as it is: exercises are remembered in a folder of this process."""
+    """Compile the kernels once, before the workers start and before a test chooses another cache. The user's
+    progress in exercises stays unchanged: each process has a temporary data folder."""
     for dtype in library.REAL:
         library.load(dtype)
     data = tempfile.TemporaryDirectory(prefix="handgrad-data-")

@@ -2,7 +2,7 @@
 
     python tests/lm_eval_check.py --program build/lm-eval/bin/lm_eval --model smollm2
 
-lm-eval is in an environment of its own (`make lm-eval-check` makes it); its model is `local-completions`, unmodified. The
+lm-eval is in a separate environment (`make lm-eval-check` makes it); its model is `local-completions`, unmodified. The
 log-likelihood of each of 64 answers must be that of transformers up to the rounding of float32, and the scores, acc and
 acc_norm, must be equal. The exit status is 1 if they are not.
 """

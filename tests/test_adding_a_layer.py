@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adding-a-layer.md"
-GAP = "…"  # a line of its own: lines left out
+GAP = "…"  # on a separate line: lines left out
 NAMES = {
     "difference_steps": "proof/verify.py",
     "weights_of": "proof/reference.py",

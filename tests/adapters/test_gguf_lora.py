@@ -95,7 +95,7 @@ def test_scores_are_those_of_our_model(tmp_path: Path, architecture: str, interl
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_equal_to_peft_with_patterns(tmp_path: Path, rslora: bool) -> None:
-    """Every layer's update with ranks and alphas of its own, against PEFT's."""
+    """Every layer's update with different ranks and alphas, against PEFT's."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3,

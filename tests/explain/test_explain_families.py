@@ -173,7 +173,7 @@ def test_adapters_on_some_layers(dora: bool) -> None:
 
 @pytest.mark.parametrize("lora", [0, 2])
 def test_projections_side_by_side_in_one_matrix(monkeypatch: pytest.MonkeyPatch, lora: int) -> None:
-    """A family that stores q, k and v, and gate and up, each as one transposed matrix needs nothing of its own."""
+    """A family that stores q, k and v, and gate and up, each as one transposed matrix needs no special case."""
     llama = FAMILIES["llama"]
     separate = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.expand")
     names = {name: path for name, path in llama.names.items() if name not in separate}

@@ -97,7 +97,7 @@ def test_blocks_take_turns_in_the_same_buffers() -> None:
     assert len(*seen) == 3
     assert scratch.nbytes == 4 * (2 * 5 * 64 + 3 * 32) + 8 * 5 * 64  # the last in float64
     pointers = next(iter(seen))
-    assert blocks[0][0].tensor().data_ptr() not in pointers  # outside, a tensor of its own
+    assert blocks[0][0].tensor().data_ptr() not in pointers  # outside, a new tensor
     scratch.clear()
     assert scratch.nbytes == 0
 

@@ -333,7 +333,7 @@ def test_a_model_that_does_not_save_everything_is_found() -> None:
 
 
 class Plain(nn.Module):
-    """A plain PyTorch module around GPT-2's blocks, with names of its own and no configuration."""
+    """A plain PyTorch module around GPT-2's blocks, with other names and no configuration."""
 
     def __init__(self) -> None:
         super().__init__()

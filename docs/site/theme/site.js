@@ -1,4 +1,4 @@
-// The search: every word must occur in a section; a word in its title counts most. The index is a script of its own.
+// The search: every word must occur in a section; a word in its title counts most. The index is a separate script.
 const query = document.getElementById("query"), found = document.getElementById("found");
 let chosen = -1;
 

@@ -37,7 +37,7 @@ def learn(
     The first call for an exercise writes a file to edit, later calls judge it: against autograd and finite differences, on
     numbers of different shapes. A wrong gradient gets a diagnosis: a factor, a sign, a transpose, a missing term or sum.
 
-    Your code runs in a process of its own, without files and network, and with limits of time and memory. Solved exercises
+    Your code runs in a separate process, without files and network, and with limits of time and memory. Solved exercises
     are remembered in your data folder ($HANDGRAD_DATA, or ~/.local/share/handgrad).
 
     Exit status 1 if an answer is wrong.

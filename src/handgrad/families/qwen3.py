@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with norms of queries and keys and a head width of its own; biases of attention are a choice."""
+"""Qwen3: Qwen2 with norms of queries and keys and a head width other than d/h; biases of attention are a choice."""
 
 from dataclasses import replace
 

@@ -91,7 +91,7 @@ class Linear(Affine):
     others; bias (f_out). A gradient has the orientation of its weight.
 
     parts    column widths of several layers side by side, by their letters: {"q": 768, "k": 768, "v": 768}
-    weight   a Parameter to share instead of one of its own: a tied head has the embedding's
+    weight   a Parameter to share instead of a new one: a tied head has the embedding's
 
     `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
 

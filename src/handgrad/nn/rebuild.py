@@ -34,7 +34,7 @@ class Shared:
 
 
 class Source(NamedTuple):
-    """How to rebuild a tensor. Only the tensor has it: whoever saves the tensors does so by `save_for_backward`."""
+    """How to rebuild a tensor. Only the tensor holds it; `save_for_backward` saves the tensors."""
 
     rebuild: Rebuild
     shared: Shared

@@ -144,7 +144,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
-    """The part for a module, or None and the reason; "" for a module without parameters of its own."""
+    """The part for a module, or None and the reason; "" for a module that owns no parameters."""
     kind, me = type(module).__name__, module
     known = getattr(getattr(me, "config", None), "model_type", None) in MODEL_TYPES
     if type(me) is nn.Linear:

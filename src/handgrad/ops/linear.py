@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels import calls
 
-FEW_ROWS = calls.FEW_ROWS  # products of so few rows have a kernel of their own, which is limited by reading the weights
+FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
 
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:

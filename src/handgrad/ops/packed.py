@@ -3,7 +3,7 @@
     data  (rows, bytes per row), uint8      out  (rows, f_in)      a  (n, f_in)
 
 A row is a sequence of blocks. A block holds q, small integers, and scales: d and m are float16; the 256 numbers of a
-K-quant are divided into groups g with integer scales s_g and t_g of their own.
+K-quant are divided into groups g, each with integer scales s_g and t_g.
 
     kind   bytes of a block (in order)                       numbers   w
     F32    4                                                       1   the number itself; so F16 and BF16, of 2 bytes

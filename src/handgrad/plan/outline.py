@@ -40,7 +40,7 @@ def kinds_of_blocks(config: ModelConfig) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer, or the part of one that has a letter of its own."""
+    """A linear layer, or the part of one that has a letter."""
 
     f_in: int
     f_out: int
@@ -60,7 +60,7 @@ def linear_layers(config: ModelConfig) -> dict[str, LinearLayer]:
     attn.c_attn.q, attn.c_attn.k and attn.c_attn.v are parts of attn.c_attn."""
     model = outline(config)
     first, *others = inputs = model.blocks[0].attn.projections()
-    every_row = list(others) if _is_single(first) else list(inputs)  # a query of its own is computed where it is needed
+    every_row = list(others) if _is_single(first) else list(inputs)  # a separate query: only where needed
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():
         name = without_block(path)

@@ -17,7 +17,7 @@ from .outline import linear_layers, outline
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of the model, or the part of one that has a symbol of its own."""
+    """A tensor of the model, or the part of one that has a symbol."""
 
     layer: str  # "embedding", "block", "final norm" or "logits"
     symbol: str  # in the paper

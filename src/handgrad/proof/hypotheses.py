@@ -194,7 +194,7 @@ def _order_name(order: list[int]) -> str:
 
 
 def _per_slice(computed: Tensor, expected: Tensor, fits: Fits) -> Iterator[Found]:
-    """A factor of its own for each slice of an axis: a gain that is missing or applied twice."""
+    """Another factor for each slice of an axis: a gain that is missing or applied twice."""
     for axis, n in enumerate(expected.shape):
         if n < 2 or expected.numel() < 4 * n:
             continue

@@ -1,4 +1,4 @@
-"""The sandboxed child that runs Python functions on tensors: each request in a fork of its own, which limits confine.
+"""The sandboxed child that runs Python functions on tensors: each request in a separate fork with limits.
 
 Run as `python -I -S tensor_worker.py PARENT FOLDER…`: the parent's process id, and the folders to import from. A request and
 a reply are JSON, preceded by its length in four bytes and followed by the bytes of its tensors.

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's interface, and one of our own, `/v1/attribution`.
+"""The routes of OpenAI's interface, and `/v1/attribution`, which is ours.
 
 By default only this machine can connect, and the Host must be ours: a page from elsewhere that is open in a browser on this
 machine could otherwise reach the server. Bodies are limited in size and in the time they take to arrive (`web`), requests in

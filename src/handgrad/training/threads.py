@@ -195,7 +195,7 @@ def trial_step(job: Job) -> Callable[[], None]:
     def run() -> None:
         job.model.zero_grad()  # of the last step
         try:
-            # A seed of its own: dropout must not draw from torch's random numbers.
+            # A separate seed: dropout must not draw from torch's random numbers.
             recompute = job.options.recompute
             job.model.loss_and_grads(tokens, targets, lengths, recompute=recompute, seed=0, finished=discard)
         finally:

@@ -37,7 +37,7 @@ def check(
 
     function   an autograd.Function, or any function of tensors that autograd differentiates
     inputs     what it takes: tensors, their dimensions as in "n d", or other arguments, which are passed as they are
-    backward   the backward pass, if it is a function of its own: backward(*deltas, *inputs) → a gradient for each input
+    backward   the backward pass, if it is a separate function: backward(*deltas, *inputs) → a gradient for each input
     dtypes     dtypes to check (default: those of float64, float32 and bfloat16 that the function takes)
     terms      functions of (*deltas, *inputs) that compute named terms of a gradient, so that a missing one is named
     scale      size of the random inputs that are given by their dimensions
