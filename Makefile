@@ -7,7 +7,7 @@ LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser docs release-check bench llama-bench lm-eval-check \
-	images clean
+	images constraints clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.ready
@@ -111,6 +111,15 @@ build/lm-eval/.ready: Makefile
 	$(PYTHON) -m venv build/lm-eval
 	build/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==$(LM_EVAL)' 'transformers>=5,<6'
 	@touch $@
+
+# Newest releases that pyproject.toml allows, except torch: pip then takes a CPU build; an unpinned torch brings gigabytes of CUDA
+# packages. Run the tests afterwards.
+constraints:
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[test,tensorboard,parquet]'
+	echo '# The versions that are tested; written by: make constraints' > constraints.txt
+	build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' >> constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,7 +25,7 @@ def main() -> None:
     base.config.use_cache = False
     network = PeftModel.from_pretrained(base, work["start"], is_trainable=True).train()
     if work["checkpointing"]:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+        network.activation_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     losses, seconds = [], []

@@ -242,7 +242,7 @@ def test_recomputed_blocks_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch
     }
     for network in (judge, model):
         network.requires_grad_(True)
-        network.gradient_checkpointing_enable()
+        network.activation_checkpointing_enable()
     assert_equal_steps(judge, model, padded("left"))
 
 

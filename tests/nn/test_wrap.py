@@ -51,7 +51,7 @@ def test_loss_backward_is_loss_and_grads(shape: dict[str, Any]) -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     wrapped.zero_grad()
-    wrapped.gradient_checkpointing_enable()
+    wrapped.activation_checkpointing_enable()
     out = wrapped(**batch(), num_items_in_batch=torch.tensor(18))
     out.loss.backward()
     assert "logits" not in out and out[0] is out.loss is out["loss"]

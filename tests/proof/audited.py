@@ -117,7 +117,7 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     elif kind != "full":
         model = adapted(model, family, filled=kind != "new adapter", use_dora=kind == "dora")
     if draw.random() < 0.3:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         if kind not in ("full", "head frozen"):
             model.enable_input_require_grads()
     made = batch(vocabulary, draw.choice([1, 2, 4]), draw.choice([4, 10, 24]), seed, left=draw.random() < 0.3)

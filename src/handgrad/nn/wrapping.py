@@ -86,12 +86,18 @@ class Wrapped(nn.Module):
         self.handgrad_model.training = mode
         return self
 
-    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+    def activation_checkpointing_enable(self, *args: Any, **options: Any) -> None:
         """Save only each block's input and recompute the block in the backward pass."""
         self.gradient_checkpointing = True
 
-    def gradient_checkpointing_disable(self) -> None:
+    def activation_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
+
+    # The names of transformers before 5.23.
+    gradient_checkpointing_enable, gradient_checkpointing_disable = (
+        activation_checkpointing_enable,
+        activation_checkpointing_disable,
+    )
 
     @opaque
     def forward(
