@@ -1,4 +1,5 @@
-"""The README's table of speed and memory, written from results of `handgrad bench --json` so that it cannot drift:
+"""The README's table of speed and memory, written from results of `handgrad bench --json` so that it cannot drift; the
+documentation's site has a longer one:
 
     handgrad bench table train.json lora.json --json docs/bench/results.json --into README.md
 
@@ -16,13 +17,14 @@ from handgrad.files.atomic import check_writable, write_text
 
 from . import SCENARIOS
 from .cases import LOOP, MATMULS
-from .generate import WITHOUT_CACHE
+from .generate import KINDS, WITHOUT_CACHE
 from .machine import Machine
 from .picture import draw
 from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
-LEFT_OUT = ("products", "examples", "explain")  # scenarios without a place in the table
+NOT_IN_A_TABLE = ("products", "examples", "explain")
+ONLY_IN_THE_SITE = ("memory", "sft", "attention", "context")
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",
@@ -138,13 +140,13 @@ def replace_table(page: Path, text: str) -> str:
     return before[: before.index(BEGIN)] + f"{BEGIN}\n{text}{END}" + before[before.index(END) + len(END) :]
 
 
-def render(results: list[Result]) -> str:
-    """The table, and below it what it was measured on."""
+def render(results: list[Result], every: bool = False) -> str:
+    """The table, and below it what it was measured on; with `every`, also what is too much for the README."""
     lines = ["| case | handgrad | compared with | ratio | command |", "|---|---|---|---|---|"]
     for scenario in SCENARIOS:
         for result in results:
-            rows = [row for row in rows_of(result) if row.scenario == scenario]
-            if not rows or scenario in LEFT_OUT:
+            rows = [row for row in rows_of(result) if row.scenario == scenario and (every or is_headline(row))]
+            if not rows or scenario in NOT_IN_A_TABLE:
                 continue
             model = f" --model {result['model']}" if "--model" in result["command"] else ""
             command = f"`handgrad bench {scenario}{model}`"
@@ -152,6 +154,13 @@ def render(results: list[Result]) -> str:
                 lines.append(f"| {' | '.join(cells)} | {command} |")
                 command = ""
     return "\n".join([*lines, "", provenance(results), ""])
+
+
+def is_headline(row: Row) -> bool:
+    """Whether the README shows this row: of generating, only single sequences, and a batch of uneven prompts."""
+    if row.scenario == "generate":
+        return row.case.startswith(("prefill, float32", *(f"decode, {kind}, 1×" for kind in KINDS))) or "uneven" in row.case
+    return row.scenario not in ONLY_IN_THE_SITE
 
 
 def provenance(results: list[Result]) -> str:

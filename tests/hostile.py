@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS, MEGABYTES = 2, 300
+SECONDS, MEGABYTES = 5, 300  # of processor time: a hostile file that succeeds costs minutes
 TIMEOUT = 20  # seconds until a case is killed
 
 

@@ -17,8 +17,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench import SCENARIOS, __main__, explain, finetune, machine, process, scenarios, shared, supervise
+from bench import SCENARIOS, __main__, compete, explain, finetune, machine, process, scenarios, shared, supervise
 from bench.attempts import Attempts
+from bench.bridge import REPLACED
 from bench.cases import CASES
 from bench.machine import Machine
 from bench.products import MatmulsOnly
@@ -28,6 +29,7 @@ from bench.sizes import SIZES, TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 import handgrad as hg
+from handgrad.cli.bench import bench as bench_command
 from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +67,7 @@ OF_INSTRUCTIONS = {
         "… --packed --recompute blocks",
     ],
 }
-WITH_MEMORY = {"memory", "lora", "bridge", "finetune"}
+WITH_MEMORY = {"memory", "finetune"}
 
 
 def bench(
@@ -156,6 +158,12 @@ def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examp
         assert text in plot
 
 
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_memory_of_a_replaced_model_is_measured_without_that_of_libraries() -> None:
+    case = CASES["bridge"](TINY)[1].name
+    assert 0 < compete._peak_in_own_process("bridge", case, REPLACED, TINY) < 50e6  # transformers alone is larger
+
+
 def test_different_losses_are_not_reported(tmp_path: Path) -> None:
     def claim(loss: float) -> finetune.Run:
         return lambda work, round_: finetune.Found([2.5, loss], [0.1, 0.1], 10**9)
@@ -215,6 +223,7 @@ def test_explain_page_is_timed(
 
 def test_every_scenario_is_tested_and_described() -> None:
     assert {*CONTENDERS, "context", "explain"} == set(SCENARIOS)
+    assert f"Scenarios: {', '.join(SCENARIOS)};" in " ".join((bench_command.__doc__ or "").split())
     for size in SIZES.values():
         assert size.loop in size.train and set(size.compiled) <= set(size.train)
         assert set(size.peaks) <= set(CASES)

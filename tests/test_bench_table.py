@@ -65,7 +65,10 @@ def test_table_of_several_files_is_written_into_a_page(tmp_path: Path) -> None:
 
 
 def test_every_scenario_of_the_table_has_lines() -> None:
-    text = table.render([result()])
+    text, headlines = table.render([result()], every=True), table.render([result()])
+    assert set(headlines.splitlines()) < set(text.splitlines())
+    for part, shown in {"| attention": False, "with and without": False, "| decode, 8": True, "uneven": True}.items():
+        assert part in text and (part in headlines) == shown
     for part in (
         "| memory of a step, GPT-2 124M, 4×1024 | 16.0 s, 1.00 GB (plan: 1.00 GB) |",
         "| the same, least memory | 18.0 s, 0.50 GB | handgrad 16.0 s | 12.5 % more time, 0.50 of the memory |",

@@ -109,7 +109,8 @@ class Folder:
             if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two need the real sizes
                 for name in ("gpt2", "nano"):
                     patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
-            done = CliRunner().invoke(app, words, input="more bottles\n" * (1 if words[0] == "chat" else 500))
+            lines = 500 if words[0] == "train" else 1  # a text, or a prompt
+            done = CliRunner().invoke(app, words, input="more bottles\n" * lines)
         assert done.exit_code == 0, f"handgrad {' '.join(words)}: {done.exception or done.output}"
         return done.output
 

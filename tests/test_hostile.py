@@ -322,16 +322,12 @@ def runner() -> Iterator[Runner]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hostile_files_are_rejected_or_read_within_limits(case: Case, runner: Runner, tmp_path: Path) -> None:
     case.make(tmp_path)
-    for _ in range(3):  # the machine may be busy
-        found = runner.run(case.name, tmp_path)
-        if found.seconds < SECONDS:
-            break
+    found = runner.run(case.name, tmp_path)
     assert found.crash is None
     assert (found.error is None) == (case.error is None), found
     assert case.error is None or (found.error is not None and case.error in found.error), found
     assert len(found.error or "") <= 1000 and "\n" not in (found.error or "").strip()
     assert found.cpu_seconds < SECONDS and found.megabytes < MEGABYTES, found
-    assert found.seconds < SECONDS or os.getloadavg()[0] > (os.cpu_count() or 1), found
 
 
 def test_case_names_are_unique() -> None:

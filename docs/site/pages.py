@@ -131,7 +131,7 @@ def benchmarks() -> str:
     results = json.loads((quotes.ROOT / "docs" / "bench" / "results.json").read_text())["results"]
     lines = ["# Benchmarks", "", "Contenders take turns in one run; the best round of each counts. Losses or gradients"]
     lines += ["are compared before anything is timed. Run a command below to measure it on your machine.", ""]
-    lines += [table.render(results)]
+    lines += [table.render(results, every=True)]
     for result in results:
         lines += [f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
         lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]

@@ -268,7 +268,7 @@ def test_several_processes_may_compile_at_the_same_time(tmp_path: Path) -> None:
     environment = os.environ | {"HANDGRAD_CACHE": str(tmp_path)}
     runs = [
         subprocess.Popen([sys.executable, "-c", TRAIN], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     assert len({run.communicate()[0].split()[0] for run in runs}) == 1
     assert len(list((tmp_path / "kernels").iterdir())) == 1

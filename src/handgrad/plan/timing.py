@@ -1,6 +1,6 @@
 """Predict the seconds of a training step, and measure the machine's matmul rate.
 
-Steps of the same shape with one and two blocks and a small vocabulary are timed on this machine, and extrapolated to all
+Steps of the same shape with one and three blocks and a small vocabulary are timed on this machine, and extrapolated to all
 blocks of each kind and the full vocabulary. This accounts for the dtype, attention, memory traffic and the overhead of
 every call.
 """
@@ -78,9 +78,9 @@ def _computing(plan: Plan, budget: float) -> float:
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
-    more = {((0, i), few): count - (i == 0) for i, count in kinds_of_blocks(c).items() if count > (i == 0)}
+    more = {((0, i, i), few): count - (i == 0) for i, count in kinds_of_blocks(c).items() if count > (i == 0)}
     piece = plan.piece
-    largest = replace(with_blocks(c, (0, 0)), n_vocab=many)
+    largest = replace(with_blocks(c, (0, 0, 0)), n_vocab=many)
     trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
     if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
@@ -89,8 +89,8 @@ def _computing(plan: Plan, budget: float) -> float:
     def extrapolate(get: Callable[[Times], float]) -> float:
         one = get(found[small])
         total = one
-        for two, count in more.items():
-            total += count * max(0.0, get(found[two]) - one)
+        for three, count in more.items():
+            total += count * max(0.0, get(found[three]) - one) / 2
         if c.n_vocab > FEW:
             total += (c.n_vocab - FEW) / (many - FEW) * max(0.0, get(found[large]) - one)
         return total
@@ -130,10 +130,11 @@ class _Trial:
 
 
 def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]:
-    """Best times over several interleaved rounds; the first round is a warm-up."""
+    """Best times over several interleaved rounds; the first round is a warm-up. Four more may take three times the budget:
+    the best of fewer is mostly noise."""
     best: dict[Shape, Times] = {}
-    end, rounds = time.perf_counter() + budget, 0
-    while rounds < 2 or (time.perf_counter() < end and rounds < 200):
+    start, rounds = time.perf_counter(), 0
+    while rounds < 2 or (rounds < 200 and time.perf_counter() - start < (3 if rounds < 5 else 1) * budget):
         for trial, step in steps.items():
             took = step.run()
             if rounds:
