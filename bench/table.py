@@ -28,8 +28,8 @@ ONLY_IN_THE_SITE = ("memory", "sft", "attention", "context")
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",
-    "lora": "{}",
-    "sft": "{}, prompt-masked",
+    "lora": "GPT-2 124M, {}",
+    "sft": "GPT-2 124M, {}, prompt-masked",
     "bridge": "`loss.backward()`, {}",
     "finetune": "`handgrad finetune`, {}",
     "shared": "nano recipe, {}",
@@ -150,8 +150,9 @@ def render(results: list[Result], every: bool = False) -> str:
                 continue
             model = f" --model {result['model']}" if "--model" in result["command"] else ""
             command = f"`handgrad bench {scenario}{model}`"
-            for cells in lines_of(scenario, rows):
-                lines.append(f"| {' | '.join(cells)} | {command} |")
+            for title, *cells in lines_of(scenario, rows):
+                named = f"{result['model']}: {title}" if model and not title.startswith("the same") else title
+                lines.append(f"| {' | '.join([named, *cells])} | {command} |")
                 command = ""
     return "\n".join([*lines, "", provenance(results), ""])
 
@@ -159,7 +160,10 @@ def render(results: list[Result], every: bool = False) -> str:
 def is_headline(row: Row) -> bool:
     """Whether the README shows this row: of generating, only single sequences, and a batch of uneven prompts."""
     if row.scenario == "generate":
-        return row.case.startswith(("prefill, float32", *(f"decode, {kind}, 1×" for kind in KINDS))) or "uneven" in row.case
+        return (
+            row.case.startswith(("prefill, float32", *(f"decode, {kind}, 1×" for kind in KINDS)))
+            or "uneven" in row.case
+        )
     return row.scenario not in ONLY_IN_THE_SITE
 
 

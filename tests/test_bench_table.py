@@ -55,7 +55,7 @@ def test_table_of_several_files_is_written_into_a_page(tmp_path: Path) -> None:
     assert of["training step, nano recipe, 12×64"][1:] == [
         "eager autograd 27.1 ms, torch.compile: missing: no C++ compiler", "0.84×",
     ]  # fmt: skip
-    assert of["LoRA r=16, 1×256"][2] == "0.75×, 0.06 of the memory", "the last file decides"
+    assert of["GPT-2 124M, LoRA r=16, 1×256"][2] == "0.75×, 0.06 of the memory", "the last file decides"
     measured = (
         "Measured on 2026-01-02 to 2026-01-03: A Processor, 2 cores, 8 GB, 2 threads; load at most 0.05 before each run"
     )

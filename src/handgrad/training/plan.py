@@ -25,7 +25,8 @@ def plan_job(job: Job) -> Plan:
     longest = max(job.training.size(i, 1, False)[0] for i in range(count))
     largest = max(job.training.size(i, job.batch)[0] for i in range(0, max(1, count - job.batch + 1), job.batch))
     most = max(
-        (make(job.batch, -(-largest // job.batch)), make(1, longest)), key=lambda plan: plan.bytes_saved + plan.bytes_temporary
+        (make(job.batch, -(-largest // job.batch)), make(1, longest)),
+        key=lambda plan: plan.bytes_saved + plan.bytes_temporary,
     )
     plan = make(job.batch, tokens, rows=targets)
     return replace(plan, bytes_saved=most.bytes_saved, bytes_temporary=most.bytes_temporary)
