@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
+TORCH := 2.13.0# version of torch for make constraints
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser docs release-check bench llama-bench lm-eval-check \
@@ -112,14 +113,14 @@ build/lm-eval/.ready: Makefile
 	build/lm-eval/bin/python -m pip install --quiet --disable-pip-version-check 'lm-eval[api]==$(LM_EVAL)' 'transformers>=5,<6'
 	@touch $@
 
-# Newest releases that pyproject.toml allows, except torch: pip then takes a CPU build; an unpinned torch brings gigabytes of CUDA
-# packages. Run the tests afterwards.
+# The newest releases that pyproject.toml allows, except torch, whose version is raised here by hand: `pip install torch` without a
+# version may fetch gigabytes of CUDA packages. Run the tests afterwards.
 constraints:
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
-	build/constraints/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 --editable '.[test,tensorboard,parquet]'
-	echo '# The versions that are tested; written by: make constraints' > constraints.txt
-	build/constraints/bin/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' >> constraints.txt
+	build/constraints/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[test,tensorboard,parquet]'
+	build/constraints/bin/python -m pip freeze --exclude-editable > build/constraints/installed.txt
+	(echo '# The versions that are tested; written by: make constraints' && sed 's/+cpu$$//' build/constraints/installed.txt) > constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

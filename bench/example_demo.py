@@ -1,6 +1,6 @@
 """`make example-norms-demo`: do gradients of single examples find wrong labels, and the example that taught a fact?
 
-    python -m bench.example_demo [--model smollm2] [--examples 500] [--wrong 10] [--out FOLDER]
+    python -m bench.example_demo [--model smollm2] [--examples 500] [--wrong 10] [--seed 0] [--out FOLDER]
 
 Wrong labels: SmolLM2 learns to tell questions from requests, with real instructions as texts; ten of 500 labels are wrong.
 `finetune --example-norms` ranks all of them by the norms of their gradients. Planted fact: an example states a fact that
@@ -57,7 +57,8 @@ def find_wrong(model: str, records: list[Record], wrong: set[int], folder: Path,
     ranking = example_report.ranking_of(result.job, Run(result.folder))
     numbers = result.job.training.record_numbers
     places = {int(numbers[outlier.example]): k for k, outlier in enumerate(ranking, 1)}
-    out.print(outliers_table(result.outlying, len(records)))
+    if result.outlying is not None:
+        out.print(outliers_table(result.outlying))
     found = sum(places[i] <= FIRST for i in wrong)
     ranks = sorted(places[i] for i in wrong)
     out.print(
@@ -77,16 +78,20 @@ def find_fact(model: hg.GPT, records: list[Record], out: Console) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None, records: list[Record] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.example_demo")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--examples", type=int, default=500)
-    parser.add_argument("--wrong", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("build/example-norms-demo"))
+    parser = argparse.ArgumentParser(prog="python -m bench.example_demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2", help="what is fine-tuned (default: smollm2)")
+    parser.add_argument("--examples", type=int, default=500, help="labelled texts (default: 500)")
+    parser.add_argument("--wrong", type=int, default=10, help="texts with the wrong label (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses them (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("build/example-norms-demo"), help="new folder for the results")
     options = parser.parse_args(arguments)
+    if options.out.exists():
+        parser.error(f"{options.out} exists: delete it, or give another --out")
     out = Console(width=110)
-    options.out.mkdir(parents=True)
     data = labelled(instructions() if records is None else records, options.examples)
+    if not 0 < options.wrong <= len(data):
+        parser.error(f"--wrong {options.wrong}: there are {len(data)} texts to label")
+    options.out.mkdir(parents=True)
     fact = find_fact(hg.load(options.model), data[:60], out)
     norms = find_wrong(options.model, *with_wrong(data, options.wrong, options.seed), options.out, out)
     (options.out / "found.json").write_text(json.dumps({"fact": fact, "norms": norms}, indent=1) + "\n")

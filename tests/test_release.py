@@ -11,7 +11,9 @@ from pathlib import Path
 import handgrad as hg
 
 ROOT = Path(__file__).parent.parent
-NOT_COPIED = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "node_modules")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "runs", "*.egg-info", "__pycache__", "node_modules"
+)  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv[1]; b.build_wheel(to); b.build_sdist(to)"
 
 
@@ -37,6 +39,7 @@ def test_wheel_and_source_archive_are_complete(tmp_path: Path) -> None:
     needed = {str(p.relative_to(tree)) for part in ("src", "tests", "docs", "bench") for p in (tree / part).rglob("*")}
     assert {name for name in needed if not name.endswith(".egg-info") and ".egg-info/" not in name} <= names
     assert {"Makefile", "constraints.txt", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "LICENSE"} <= names
+    assert ".github/workflows/test.yml" in names, "a test reads it"
 
 
 def test_one_version() -> None:

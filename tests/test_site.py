@@ -12,10 +12,12 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import yaml
+from bench.row import Row
 from playwright.sync_api import expect, sync_playwright
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
+import pages  # type: ignore[import-not-found]  # noqa: E402
 import quotes  # type: ignore[import-not-found]  # noqa: E402
 
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
@@ -101,6 +103,13 @@ def read_in_a_browser(site: Path) -> None:
         assert box is not None and box["width"] > 40
         browser.close()
     assert errors == []
+
+
+def test_benchmarks_show_what_was_measured() -> None:
+    row = Row("train", "nanoGPT", "handgrad", seconds=0.03012, ratio=1.1)
+    assert pages.result_line(row) == "| nanoGPT | handgrad | 0.0301 |  |  | 1.10× |"
+    failed = Row("train", "nanoGPT", "peer", problem="missing: peft")
+    assert pages.result_line(failed) == "| nanoGPT | peer | missing: peft |  |  |  |"
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ lines = [
 Path("capitals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 4))
 
 # %% [markdown]
-# **Before.** `handgrad get smollm2` fetches the model once. `hg.load` opens it; the first question is asked as it is.
+# **Before.** `handgrad get smollm2` fetches the model once. `hg.load` opens it. The question is asked as
+# it is, without a chat template.
 
 # %%
 model = hg.load("smollm2")
@@ -55,7 +56,7 @@ print(hg.generate(tuned, question, max_new_tokens=8, temperature=0))
 moved = {}
 with torch.no_grad():
     for name, layer in hg.lora.adapters_of(tuned).items():
-        moved[name] = (layer.scale * layer.down @ layer.up).norm().item()
+        moved[name] = ((layer.scale * layer.down @ layer.up).norm() / layer.base.w.norm()).item()
 for name, size in sorted(moved.items(), key=lambda item: -item[1])[:5]:
     print(f"{name:36} {size:.4f}")
 assert any(size > 0 for size in moved.values())

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import typer
 from bench import table
+from bench.row import Row
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
@@ -28,6 +29,8 @@ GROUPS = {
     "adapters": "Adapters (`hg.lora`)",
     "inference": "Generation",
     "formats": "Models on disk",
+    "per_example": "Single examples",
+    "explain": "The explain page",
     "proof": "Checks",
     "errors": "Errors",
 }
@@ -69,11 +72,12 @@ def python_reference() -> str:
     for name, path in public_names():
         by_room.setdefault(path.split(".")[1], []).append((name, path))
     lines = ["# Python", "", "`import handgrad as hg` gives these names. The text is that of the docstrings."]
-    for room in (*GROUPS, *sorted(set(by_room) - set(GROUPS))):
-        if room in by_room:
-            lines += ["", f"## {GROUPS.get(room, room.capitalize())}"]
-            for name, path in by_room[room]:
-                lines += ["", f"::: {path}", "    options:", f"      heading: {name}", f"      toc_label: {name}"]
+    if unknown := set(by_room) - set(GROUPS):
+        raise ValueError(f"GROUPS in docs/site/pages.py has no heading for the names of {unknown}")
+    for room, heading in GROUPS.items():
+        lines += ["", f"## {heading}"]
+        for name, path in by_room[room]:
+            lines += ["", f"::: {path}", "    options:", f"      heading: {name}", f"      toc_label: {name}"]
     return "\n".join(lines) + "\n"
 
 
@@ -135,13 +139,21 @@ def benchmarks() -> str:
     for result in results:
         lines += [f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
         lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]
-        for row in table.rows_of(result):
-            figures = [f"{row.seconds:.3g}", f"{row.median:.3g}", f"{row.memory / 1e9:.2f} GB" if row.memory else ""]
-            ratio = "" if row.ratio != row.ratio else f"{row.ratio:.2f}×"
-            cells = [row.case, row.contender, *(figures if not row.problem else [row.problem, "", ""]), ratio]
-            lines.append("| " + " | ".join(cells).replace("nan", "") + " |")
+        lines += [result_line(row) for row in table.rows_of(result)]
         lines += ["", "Seconds of the best round; the ratio is the reference's time ÷ this one's.", ""]
     return "\n".join(lines)
+
+
+def result_line(row: Row) -> str:
+    """A measurement as a line of a table."""
+    memory = f"{row.memory / 1e9:.2f} GB" if row.memory else ""
+    figures = [row.problem or _figure(row.seconds), _figure(row.median), memory, _figure(row.ratio, ".2f", "×")]
+    return f"| {' | '.join([row.case, row.contender, *figures])} |"
+
+
+def _figure(x: float, form: str = ".3g", unit: str = "") -> str:
+    """A figure, or nothing if it was not measured."""
+    return "" if x != x else f"{x:{form}}{unit}"
 
 
 # ── source files ────────────────────────────────────────────────────────────────────────────────────────────────────

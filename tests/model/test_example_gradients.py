@@ -184,3 +184,15 @@ def test_norms_in_other_dtypes(dtype: torch.dtype, way: str) -> None:
     model.loss_and_grads(tokens, targets, LENGTHS, examples=found)
     wide.loss_and_grads(tokens, targets, LENGTHS, examples=expected)
     assert relative_error(found.result(), expected.result()) <= (1e-4 if dtype == torch.float32 else 0.05)
+
+
+def test_a_measurement_can_be_used_again_after_an_interrupted_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gpt2, tied")
+    tokens, targets = batch_of(model)
+    norms, expected = ExampleNorms(), ExampleNorms()
+    with monkeypatch.context() as interrupted, pytest.raises(ZeroDivisionError):
+        interrupted.setattr(model.embed, "backward", lambda *_: 1 // 0)
+        model.loss_and_grads(tokens, targets, LENGTHS, examples=norms)
+    for measured in (norms, expected):
+        model.loss_and_grads(tokens, targets, LENGTHS, examples=measured)
+    assert torch.equal(norms.result(), expected.result())

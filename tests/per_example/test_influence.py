@@ -10,8 +10,8 @@ import torch
 import handgrad as hg
 from conftest import handgrad
 from handgrad.per_example import measure, page
-from handgrad.per_example.inputs import as_examples
-from handgrad.per_example.outliers import Measurement, ranked
+from handgrad.per_example.inputs import Shown, as_examples
+from handgrad.per_example.outliers import Measurement, Outlier, Outlying, ranked
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
 
@@ -154,6 +154,15 @@ def test_outliers_are_relative_to_the_number_of_targets_and_to_the_epoch() -> No
 # ── pages and the command ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_page_counts_all_outlying_examples() -> None:
+    rows = [(Outlier(0, 1.0, 2.0, True), Shown(1, "prompt", "answer", 3))]
+    assert "30 of 500 examples are far from the others: look at their texts. These are the furthest 1." in page.outliers(
+        Outlying(rows, 30, 500)
+    )
+    assert "1 of 500 examples is far from the others: look at their texts. Norm" in page.outliers(Outlying(rows, 1, 500))
+    assert "None of 500 examples is far from the others." in page.outliers(Outlying(rows, 0, 500))
+
+
 def test_page_escapes_and_asks_for_nothing(taught: hg.GPT) -> None:
     records = [{"prompt": "<img src=x onerror=alert(1)>", "completion": "</details><script>alert(2)</script>"}, *FACTS]
     html = page.influence(page.as_data(hg.influence(taught, records[:4], records[:2], rank=2, tokenizer=BYTES)))
@@ -175,7 +184,8 @@ def test_command_ranks_examples_and_writes_a_page(
     assert re.search(r"helped by\s+record\s+score\s+cosine\s+example\s+6 .*Zoe keeps → two quokkas", done.stdout)
     done = handgrad(*base, "--queries", "asked.jsonl", "--html", "page.html", "--json", "-")
     data = json.loads(done.stdout)
-    assert data["queries"][0]["helped"][0]["record"] == 6 and data["examples"] == 12
+    assert data["queries"][0]["helped"][0]["record"] == 6 and data["examples"] == 12 and data["by"] == "score"
+    assert 0 < data["queries"][1]["helped"][0]["cosine"] <= 1.0001
     text = Path("page.html").read_text()
     assert "default-src 'none'" in text and "http:" not in text and "https:" not in text and "<script" not in text
     for arguments, message in (

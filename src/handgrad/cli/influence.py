@@ -41,9 +41,9 @@ def influence(
     """Rank training examples by how much they push an answer: the product of their gradients and the answer's.
 
     A step on an example with a positive score makes the answer more probable, one with a negative score less (TracIn, at one
-    checkpoint). With an adapter, its gradients are compared; all examples are measured in one pass.
+    checkpoint). With an adapter, the gradients of its factors are compared.
 
-      handgrad influence --model runs/mine --data examples.jsonl --prompt "2+2=" --answer "4 bottles"
+      handgrad influence --model runs/mine --data examples.jsonl --prompt "2+2=" --answer "4"
       handgrad influence --model runs/mine --data examples.jsonl --queries questions.jsonl
     """
     from ..display.influence import influence_tables

@@ -99,8 +99,8 @@ def _print_result(result: Result) -> None:
             f" {loss_text(job.best)}. The best trained step was saved; try a smaller --lr, fewer steps or more data.",
             style="bold yellow", highlight=False,
         )  # fmt: skip
-    if result.outlying:
-        console.out.print(outliers_table(result.outlying, job.training.per_epoch))
+    if result.outlying is not None:
+        console.out.print(outliers_table(result.outlying))
     what = "adapter" if job.model.adapter is not None else "model"
     written = [(what, result.path), ("gguf", result.folder / GGUF_ADAPTER), ("report", result.folder / "report.html")]
     for name, path in written if job.options.gguf else (written[0], written[2]):

@@ -1,27 +1,24 @@
 """Tables of examples for a terminal: those with outlying gradients, and those that pushed an answer."""
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..formatting import number, plural
 from ..per_example.inputs import Shown
-from ..per_example.outliers import Outlier
+from ..per_example.outliers import Outlying
 from ..per_example.ranking import Influence
 
 SHORT = 160  # characters of an example
 
 
-def outliers_table(rows: Sequence[tuple[Outlier, Shown]], total: int) -> RenderableType:
+def outliers_table(found: Outlying) -> RenderableType:
     """The examples with the longest gradients; those far from the others are bold."""
-    far = sum(outlier.outlying for outlier, _ in rows)
-    title = f"examples with the longest gradients, of {total:,}: {far} far from the others (bold)"
-    if not far:
-        title = f"examples with the longest gradients, of {total:,}: none is far from the others"
+    title = f"examples with the longest gradients for their number of targets, of {found.total:,}:"
+    listed = f", the furthest {len(found.rows)} of them listed" if found.far > len(found.rows) else ""
+    title += f" {found.far:,} far from the others (bold){listed}" if found.far else " none is far from the others"
     table = _table("record", "norm", "× typical", "targets")
-    for outlier, shown in rows:
+    for outlier, shown in found.rows:
         table.add_row(
             f"{shown.record:,}", number(outlier.norm), f"{outlier.times:.1f}", f"{shown.targets:,}", _text(shown),
             style="bold" if outlier.outlying else "",

@@ -72,14 +72,13 @@ class ExampleNorms(ExampleGradients):
     def __init__(self, grads: bool = False):
         self.grads = grads
         self.squares = torch.zeros(0, dtype=torch.float64, device=CPU)
-        self._input: tuple[Tensor, list[Tensor]] | None = None  # the Gram matrices of an input that layers share
-        self._head: dict[
-            int, list[tuple[Tensor, Tensor]]
-        ] = {}  # by example: a_11, and the columns of Δ_12 of its tokens
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
         self.squares = torch.zeros(n_examples, dtype=torch.float64, device=CPU)
+        self._input: tuple[Tensor, list[Tensor]] | None = None  # the Gram matrices of an input that layers share
+        # by example: a_11, and the columns of Δ_12 of its tokens
+        self._head: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def result(self) -> Tensor:
         """(B) norms, float64"""

@@ -28,7 +28,9 @@ def example_norms(model: GPT, examples: Given, *, tokenizer: Tokenizer | None = 
     """The norm of each example's gradient, (N) in float64: that of the example's mean loss, over all parameters that
     train. An example of wrong or broken text stands out.
 
-    examples    records as in fine-tuning ({"prompt": …, "completion": …}), paths of files, or a text.Examples
+    examples    records as in fine-tuning ({"prompt": …, "completion": …}), paths of files, or a text.Examples; they are read
+                as fine-tuning reads them: a text longer than the context is several examples, and a record with nothing
+                to learn is none
     tokenizer   default: the model's
 
     hg.example_norms(model, "examples.jsonl").topk(10)
@@ -103,7 +105,9 @@ def _gradients(model: GPT, found: Examples, chosen: Sequence[int]) -> dict[nn.Pa
 def _measured(model: GPT, found: Examples, chosen: Sequence[int], gradients: G) -> G:
     """Measure these examples; `.grad` does not change."""
     if not any(p.requires_grad for p in model.parameters()):
-        raise HandgradError("every parameter is frozen, so there are no gradients: model.requires_grad_(True)")
+        raise HandgradError(
+            "every parameter is frozen, so there are no gradients: model.requires_grad_(True), or hg.lora.inject(model)"
+        )
     tokens, targets, lengths = found.select(chosen)
     recompute = "blocks" if gradients.together and len(tokens) > TOKENS_AT_ONCE else "none"
     with _without_dropout(model):

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-FAR = 3.0  # standard deviations above the mean from which a score is outlying
+from .inputs import Shown
+
+FAR = 3.0  # robust standard deviations above the median from which a score is outlying
 LISTED = 25  # most examples that are listed
 NEAR = 32  # examples before and after whose median is typical of the time
 
@@ -36,6 +38,14 @@ class Outlier(NamedTuple):
     norm: float  # mean over its measurements
     times: float  # how many times longer than is typical for its number of targets
     outlying: bool  # FAR above the others
+
+
+class Outlying(NamedTuple):
+    """What is shown of the examples of a run."""
+
+    rows: list[tuple[Outlier, Shown]]  # those with the longest gradients for their number of targets
+    far: int  # how many are outlying, listed or not
+    total: int  # how many were measured
 
 
 def ranked(measured: Iterable[Measurement]) -> list[Outlier]:

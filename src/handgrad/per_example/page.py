@@ -1,16 +1,15 @@
 """Parts of HTML pages: examples with outlying gradients, and the examples that pushed each answer. No scripts: an answer
 opens by <details>."""
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from ..formatting import number, plural
 from .inputs import Shown
-from .outliers import Outlier
+from .outliers import Outlying
 from .ranking import Influence
 
-SHORT = 280  # characters shown of a text before it has to be opened
+SHORT = 280  # characters shown of a text
 STYLE = """
 .examples th{font-weight:500;color:var(--soft);text-align:right;padding:2px 16px 6px 0}
 .examples td{border-top:1px solid var(--line)}
@@ -26,82 +25,82 @@ details.query h3{font-size:.95rem;margin:14px 0 4px}summary:focus-visible{outlin
 """
 
 
-def outliers(rows: Sequence[tuple[Outlier, Shown]], total: int) -> str:
+def outliers(found: Outlying) -> str:
     """A table of the examples with the longest gradients."""
-    far = sum(outlier.outlying for outlier, _ in rows)
     cells = "".join(
         f'<tr{" class=far" if outlier.outlying else ""}><td class="n">{shown.record:,}</td>'
         f'<td class="n">{number(outlier.norm)}</td><td class="n">{outlier.times:.1f} ×</td>'
         f'<td class="n">{shown.targets:,}</td><td class="text">{_texts(shown)}</td></tr>'
-        for outlier, shown in rows
+        for outlier, shown in found.rows
     )
     return (
         "<h2>Examples with outlying gradients</h2>"
-        f"<p class=lead>{_judgement(far, total)} Norm is that of the gradient of the example’s mean loss, over the"
+        f"<p class=lead>{_judgement(found)} Norm is that of the gradient of the example’s mean loss, over the"
         " weights that train; × compares it with what is typical for its number of targets.</p>"
         '<table class="examples"><tr><th>record<th>norm<th>×<th>targets<th>example</tr>'
         f"{cells}</table>"
     )
 
 
-def _judgement(far: int, total: int) -> str:
+def _judgement(found: Outlying) -> str:
+    total, far = plural(found.total, "example"), found.far
     if not far:
-        return f"None of {plural(total, 'example')} is far from the others; the first of them:"
-    return (
-        f"{far} of {plural(total, 'example')} {'is' if far == 1 else 'are'} far from the others: look at their texts."
-    )
+        return f"None of {total} is far from the others. These are the furthest."
+    listed = f" These are the furthest {len(found.rows)}." if far > len(found.rows) else ""
+    return f"{far:,} of {total} {'is' if far == 1 else 'are'} far from the others: look at their texts.{listed}"
 
 
 def influence(data: dict[str, Any]) -> str:
     """Answers that open to the examples that pushed them, from `as_data`."""
-    answers = "".join(_query(query) for query in data["queries"])
+    answers = "".join(_query(query, data["by"]) for query in data["queries"])
     return (
         "<h2>What pushed these answers</h2>"
-        f"<p class=lead>Open an answer to see which of {plural(data['examples'], 'training example')} pushed it: the product"
-        " of their gradients, by which a small step on the example changes the answer’s loss.</p>" + answers
+        f"<p class=lead>Open an answer to see which of {plural(data['examples'], 'training example')} pushed it, ranked by"
+        f" {data['by']}. The score is the product of the example’s gradient and the answer’s: a small step on an example with"
+        " a positive score makes the answer more probable. The cosine compares their directions alone.</p>" + answers
     )
 
 
 def as_data(found: Influence, count: int = 8, by: str = "score") -> dict[str, Any]:
     """The part of an influence that a page shows, as JSON's types."""
 
-    def listed(rows: list[tuple[int, float]]) -> list[dict[str, Any]]:
-        return [{"score": score, **found.example(i)._asdict()} for i, score in rows]
+    def listed(rows: list[tuple[int, float]], k: int) -> list[dict[str, Any]]:
+        return [
+            {"score": score, "cosine": float(found.cosines[i, k]), **found.example(i)._asdict()} for i, score in rows
+        ]
 
     queries = [
         {
             **found.query(k)._asdict(),
-            "helped": listed(found.helped(k, count, by)),
-            "hindered": listed(found.hindered(k, count, by)),
+            "helped": listed(found.helped(k, count, by), k),
+            "hindered": listed(found.hindered(k, count, by), k),
         }
         for k in range(found.scores.shape[1])
     ]
-    return {"examples": len(found.scores), "queries": queries}
+    return {"examples": len(found.scores), "by": by, "queries": queries}
 
 
-def _query(query: dict[str, Any]) -> str:
-    most = max((abs(row["score"]) for row in query["helped"] + query["hindered"]), default=1.0)
-    parts = [
-        f"<h3>{title}</h3>{_listed(query[which], most, which == 'hindered')}"
-        for which, title in (("helped", "helped"), ("hindered", "hindered"))
-    ]
+def _query(query: dict[str, Any], by: str) -> str:
+    most = max((abs(row[by]) for row in query["helped"] + query["hindered"]), default=1.0)
+    parts = [f"<h3>{name} by</h3>{_listed(query[name], by, most, name)}" for name in ("helped", "hindered")]
     return (
         f'<details class="query" name="answer"><summary><span class="prompt">{_short(query["prompt"])}</span> '
         f'<span class="answer pick">{_short(query["answer"])}</span></summary>{"".join(parts)}</details>'
     )
 
 
-def _listed(rows: list[dict[str, Any]], most: float, against: bool) -> str:
+def _listed(rows: list[dict[str, Any]], by: str, most: float, name: str) -> str:
     if not rows:
         return '<p class="none">none</p>'
+    against = " against" if name == "hindered" else ""
     cells = "".join(
-        f'<tr><td class="n">{row["record"]:,}</td><td class="n"><span class="bar{" against" if against else ""}"'
-        f' style="width:{max(2, round(80 * abs(row["score"]) / most))}px"></span></td>'
-        f'<td class="n">{number(row["score"])}</td>'
+        f'<tr><td class="n">{row["record"]:,}</td><td class="n"><span class="bar{against}"'
+        f' style="width:{max(2, round(80 * abs(row[by]) / most))}px"></span></td>'
+        f'<td class="n">{number(row["score"])}</td><td class="n">{row["cosine"]:+.2f}</td>'
         f'<td class="text">{_texts(Shown(row["record"], row["prompt"], row["answer"], row["targets"]))}</td></tr>'
         for row in rows
     )
-    return f'<table class="examples"><tr><th>record<th><th>score<th>example</tr>{cells}</table>'
+    return f'<table class="examples"><tr><th>record<th><th>score<th>cosine<th>example</tr>{cells}</table>'
 
 
 def _texts(shown: Shown) -> str:
@@ -109,7 +108,7 @@ def _texts(shown: Shown) -> str:
 
 
 def _short(text: str) -> str:
-    """Escaped; of a long text the beginning, the end and nothing in between."""
+    """Escaped; of a long text the beginning and the end."""
     if len(text) > SHORT:
         text = f"{text[: SHORT - 80].rstrip()} … {text[-70:].lstrip()}"
     return escape(text)

@@ -11,8 +11,8 @@ from ..files.atomic import write_text
 from ..files.reading import read_json
 from ..formatting import plural
 from ..per_example import page, ranking
-from ..per_example.inputs import Shown, as_text
-from ..per_example.outliers import LISTED, Measurement, Outlier, ranked
+from ..per_example.inputs import as_text
+from ..per_example.outliers import LISTED, Measurement, Outlier, Outlying, ranked
 from ..text.examples import Examples
 from .job import Job
 from .run import Run
@@ -20,21 +20,21 @@ from .run import Run
 INFLUENCE = "influence.json"
 SHOWN = 5  # examples that are listed if fewer are outlying
 
-Found = list[tuple[Outlier, Shown]]
-
 
 def record_of(step: int, norms: list[float]) -> dict[str, Any]:
     """The line of metrics.jsonl with the norms of a step's examples, in the order of the batch."""
     return {"step": step, "example_norms": [float(f"{norm:.6g}") for norm in norms]}
 
 
-def outlying(job: Job, run: Run) -> Found:
-    """The examples with the longest gradients, as text; none if they were not measured."""
+def outlying(job: Job, run: Run) -> Outlying | None:
+    """The examples with the longest gradients, as text; None if they were not measured."""
     found = ranking_of(job, run)
     if not found or not isinstance(job.training, Examples):
-        return []
-    count = min(LISTED, max(SHOWN, sum(outlier.outlying for outlier in found)))
-    return [(outlier, as_text(job.training, job.tokenizer, outlier.example)) for outlier in found[:count]]
+        return None
+    far = sum(outlier.outlying for outlier in found)
+    listed = found[: min(LISTED, max(SHOWN, far))]
+    rows = [(outlier, as_text(job.training, job.tokenizer, outlier.example)) for outlier in listed]
+    return Outlying(rows, far, len(found))
 
 
 def ranking_of(job: Job, run: Run) -> list[Outlier]:
@@ -65,9 +65,10 @@ def write_influence(job: Job, run: Run, say: Callable[[str], None]) -> None:
     if not job.options.influence or not isinstance(training, Examples) or not isinstance(validation, Examples):
         return
     file = run.folder / INFLUENCE
-    if file.exists() and read_json(file).get("step") == job.step:
-        return
     count = min(job.options.influence, validation.per_epoch)
+    kept = read_json(file) if file.exists() else {}
+    if (kept.get("step"), kept.get("by"), len(kept.get("queries", ()))) == (job.step, "score", count):
+        return
     say(f"ranking {plural(training.per_epoch, 'training example')} by their influence on {plural(count, 'answer')}")
     queries = validation.part(range(count))
     found = ranking.influence(job.model, training, queries, tokenizer=job.tokenizer)
@@ -77,8 +78,8 @@ def write_influence(job: Job, run: Run, say: Callable[[str], None]) -> None:
 def sections(job: Job, run: Run) -> str:
     """The parts of report.html about examples, or nothing."""
     parts = []
-    if found := outlying(job, run):
-        parts.append(page.outliers(found, job.training.per_epoch))
+    if (found := outlying(job, run)) is not None:
+        parts.append(page.outliers(found))
     file = run.folder / INFLUENCE
     if job.options.influence and file.exists():
         parts.append(page.influence(read_json(file)))

@@ -23,6 +23,7 @@ from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..kernels import library
 from ..model.gpt import GPT
+from ..per_example.outliers import Outlying
 from . import checkpoint as checkpoint_files
 from . import example_report, tensorboard
 from .config import TrainOptions
@@ -72,7 +73,7 @@ class Result:
     outcome: Outcome
     path: Path  # of the model or the adapter
     text: str  # a sample of the model, or ""
-    outlying: example_report.Found = field(default_factory=list)  # examples with the longest gradients, if measured
+    outlying: Outlying | None = None  # examples with the longest gradients, if measured
 
     @property
     def val_loss(self) -> float | None:
@@ -154,7 +155,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                 ranks.run_on_first(lambda: example_report.write_influence(job, run, display.say))
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
             job.model.text_source = str(path.absolute())
-            outlying = example_report.outlying(job, run) if ranks.first else []
+            outlying = example_report.outlying(job, run) if ranks.first else None
             return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "", outlying)
     finally:
         display.end()
