@@ -175,7 +175,7 @@ def test_page_runs_as_printed(page: Path, folder: Folder) -> None:
     blocks = re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}
     for i, (language, code) in enumerate(blocks):
-        if language == "sh":
+        if language in ("sh", "console"):  # console: commands to paste, or what one prints
             for arguments in commands_in(code):
                 check_parses(arguments)
                 if arguments[0] != "bench":

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,9 @@ def test_wrong_examples_are_named(given: object, message: str) -> None:
 
 def test_frozen_models_and_wrong_ranks_are_refused() -> None:
     model = small().requires_grad_(False)
-    with pytest.raises(hg.HandgradError, match="every parameter is frozen"):
-        hg.example_norms(model, FACTS, tokenizer=BYTES)
+    for call in (hg.example_norms, hg.example_products, partial(hg.influence, query=FACTS[0], rank=0)):
+        with pytest.raises(hg.HandgradError, match="every parameter is frozen"):
+            call(model, FACTS, tokenizer=BYTES)
     for rank in (-1, 1.5, "4"):
         with pytest.raises(hg.HandgradError, match="rank must be an integer"):
             hg.influence(model, FACTS, FACTS[0], rank=rank, tokenizer=BYTES)  # type: ignore[arg-type]

@@ -70,8 +70,7 @@ def example_products(
 
 def products_with(model: GPT, found: Examples, others: Examples) -> tuple[Tensor, Tensor, Tensor]:
     """⟨∂_i, ∂_k⟩ of examples and others, (N, M), ‖∂_i‖, (N), from the same passes, and ‖∂_k‖, (M)."""
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    at_once = max(1, HELD // max(1, size))
+    at_once = max(1, HELD // sum(p.numel() for p in _trained(model)))
     columns, norms, of_others = [], torch.zeros(0), []
     for first in range(0, others.per_epoch, at_once):
         chosen = range(first, min(first + at_once, others.per_epoch))
@@ -86,7 +85,7 @@ def products_with(model: GPT, found: Examples, others: Examples) -> tuple[Tensor
 
 def _gradients(model: GPT, found: Examples, chosen: Sequence[int]) -> dict[nn.Parameter, Tensor]:
     """The gradients of these examples, (K, *shape) of every parameter that trains."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = _trained(model)
     before = [p.grad for p in trained]
     rows: list[list[Tensor]] = []
     try:
@@ -104,15 +103,21 @@ def _gradients(model: GPT, found: Examples, chosen: Sequence[int]) -> dict[nn.Pa
 
 def _measured(model: GPT, found: Examples, chosen: Sequence[int], gradients: G) -> G:
     """Measure these examples; `.grad` does not change."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise HandgradError(
-            "every parameter is frozen, so there are no gradients: model.requires_grad_(True), or hg.lora.inject(model)"
-        )
+    _trained(model)
     tokens, targets, lengths = found.select(chosen)
     recompute = "blocks" if gradients.together and len(tokens) > TOKENS_AT_ONCE else "none"
     with _without_dropout(model):
         model.loss_and_grads(tokens, targets, lengths, recompute=recompute, examples=gradients)
     return gradients
+
+
+def _trained(model: GPT) -> list[nn.Parameter]:
+    """The parameters that train; raises if there are none."""
+    if found := [p for p in model.parameters() if p.requires_grad]:
+        return found
+    raise HandgradError(
+        "every parameter is frozen, so there are no gradients: model.requires_grad_(True), or hg.lora.inject(model)"
+    )
 
 
 @contextmanager

@@ -35,14 +35,14 @@ def outliers(found: Outlying) -> str:
     )
     return (
         "<h2>Examples with outlying gradients</h2>"
-        f"<p class=lead>{_judgement(found)} Norm is that of the gradient of the example’s mean loss, over the"
+        f"<p class=lead>{_summary(found)} Norm is that of the gradient of the example’s mean loss, over the"
         " weights that train; × compares it with what is typical for its number of targets.</p>"
         '<table class="examples"><tr><th>record<th>norm<th>×<th>targets<th>example</tr>'
         f"{cells}</table>"
     )
 
 
-def _judgement(found: Outlying) -> str:
+def _summary(found: Outlying) -> str:
     total, far = plural(found.total, "example"), found.far
     if not far:
         return f"None of {total} is far from the others. These are the furthest."
