@@ -228,7 +228,7 @@ def test_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     assert max(map(len, listed)) <= 210
     found, summary = read([file], skip_bad=True)
     assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 10
-    assert learned(found, 5)[1][0] == f"the last{END}"
+    assert learned(found, 5)[1][0] == f"the last{END}" and found.record_numbers.tolist() == [1, 2, 3, 4, 5, 18]
     assert "12 invalid lines skipped" in shown((found, summary), 80)
 
 
@@ -239,6 +239,7 @@ def test_lines_that_cannot_be_encoded_are_bad_lines(tmp_path: Path) -> None:
         read(files, made=three_characters)
     found, summary = read(files, made=three_characters, skip_bad=True)
     assert found.per_epoch == 2 and summary.bad == 2
+    assert found.record_numbers.tolist() == [1, 3]  # of the records in the file, by which a report names them
 
 
 def test_a_template_over_its_limit_stops_reading_at_the_first_line(tmp_path: Path) -> None:

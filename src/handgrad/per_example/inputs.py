@@ -50,7 +50,7 @@ def _listed(given: object) -> list[Any]:
 class Shown(NamedTuple):
     """An example as text."""
 
-    record: int  # the number of the record in its files, from 1
+    record: int  # the number of the record in all files, from 1
     prompt: str  # up to the first target
     answer: str  # the targets
     targets: int  # how many

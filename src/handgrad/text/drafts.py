@@ -29,6 +29,7 @@ class Draft(NamedTuple):
     location: Location
     kind: str
     pieces: list[tuple[str | None, bool]]  # True: training target
+    number: int = 0  # of the record in all files, from 1, unusable ones counted too
 
 
 def draft(location: Location, record: Any, template: ChatTemplate | None, loss_on: LossOn) -> Draft:

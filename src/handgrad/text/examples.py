@@ -39,7 +39,7 @@ class Examples:
     ids: np.ndarray  # uint16 or uint32
     is_target: np.ndarray  # bool, for each id: whether it is a target; False for the first id of an example
     offsets: np.ndarray  # int64, number of examples + 1
-    record_numbers: np.ndarray  # int64, for each example the number of the record it came from
+    record_numbers: np.ndarray  # int64, for each example the number of the record it came from, in all files from 1
     seed: int = 0
 
     @property
@@ -186,7 +186,7 @@ def read(
             all_ids.frombytes(ids[window].astype(all_ids.typecode).tobytes())
             all_targets += b"\0" + is_target[window][1:].tobytes()
             offsets.append(len(all_ids))
-            record_numbers.append(sum(summary.kinds.values()))
+            record_numbers.append(drafted.number)
     if summary.bad and not skip_bad:
         raise BadLinesError(summary)
     if len(offsets) == 1:
@@ -228,11 +228,11 @@ def _drafts(
     loss_on: LossOn,
     report_bad: Callable[[HandgradError], None],
 ) -> Iterator[Draft]:
-    for location, record in entries:
+    for number, (location, record) in enumerate(entries, 1):
         try:
             if isinstance(record, HandgradError):
                 raise record
-            yield draft(location, rename_fields(location, record, names), template, loss_on)
+            yield draft(location, rename_fields(location, record, names), template, loss_on)._replace(number=number)
         except LimitError:
             raise
         except HandgradError as error:
