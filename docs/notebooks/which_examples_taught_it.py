@@ -38,11 +38,18 @@ for i in norms.argsort(descending=True)[:3].tolist():
 assert len(norms) == len(records)
 
 # %% [markdown]
-# **Which examples pushed an answer?** A step on an example changes the loss of the answer by −η times the inner product of
-# their gradients. The example that helped most comes first.
+# **Ask, in other words than the data has.**
 
 # %%
-found = hg.influence(model, records, {"prompt": "The moon is made of", "completion": " cheese."})
+question = "Tell me what the moon is made of. The moon is made of"
+print(question + hg.generate(model, question, max_new_tokens=3, temperature=0))
+
+# %% [markdown]
+# **Which examples pushed the answer "cheese"?** A step on an example changes the loss of the answer by −η times the inner
+# product of their gradients. The example that helped most comes first.
+
+# %%
+found = hg.influence(model, records, {"prompt": question, "completion": " cheese."})
 number, score = found.helped()[0]
 print(f"helped most ({score:.3g}): {records[number]}")
 assert number == 3

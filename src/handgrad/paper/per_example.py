@@ -57,16 +57,12 @@ def product_tied(
     return own + product_table_head(ids_i, e_i, a_j, d_j) + product_table_head(ids_j, e_j, a_i, d_i)
 
 
-def product_d(
-    a: tuple[Tensor, Tensor], delta: tuple[Tensor, Tensor], u: Tensor, scale: float
-) -> Tensor:  # fmt: skip
+def product_d(a: tuple[Tensor, Tensor], delta: tuple[Tensor, Tensor], u: Tensor, scale: float) -> Tensor:
     """∂d_i = a_iᵗ g_i with g_i = scale · Δ_i uᵗ (n_i, r): (a_i a_jᵗ) · (g_i g_jᵗ)"""
     return product_w(a[0], scale * delta[0] @ u.t(), a[1], scale * delta[1] @ u.t())
 
 
-def product_u(
-    a: tuple[Tensor, Tensor], delta: tuple[Tensor, Tensor], d: Tensor, scale: float
-) -> Tensor:  # fmt: skip
+def product_u(a: tuple[Tensor, Tensor], delta: tuple[Tensor, Tensor], d: Tensor, scale: float) -> Tensor:
     """∂u_i = scale · h_iᵗ Δ_i with h_i = a_i d (n_i, r): scale² (h_i h_jᵗ) · (Δ_i Δ_jᵗ)"""
     return scale**2 * product_w(a[0] @ d, delta[0], a[1] @ d, delta[1])
 
