@@ -22,7 +22,7 @@ PACKAGE = "src/handgrad/"
 DIRECTIVE = re.compile(
     r"(?:(?P<formula>^\$\$\n(?:(?!\$\$).)*\n\$\$)\n+)?^<!-- source: (?P<names>[^>]+?) -->", re.M | re.S
 )
-KINDS = {"paper": "as printed", "ops": "as computed", "model": "in the network", "kernels": "compiled"}
+KINDS = {"paper": "the formula", "ops": "as computed", "model": "in the network", "kernels": "compiled"}
 FENCE = re.compile(r"(^ *```.*?^ *```\n?)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 

@@ -158,10 +158,13 @@ def test_outliers_are_relative_to_the_number_of_targets_and_to_the_epoch() -> No
 
 def test_page_counts_all_outlying_examples() -> None:
     rows = [(Outlier(0, 1.0, 2.0, True), Shown(1, "prompt", "answer", 3))]
-    assert "30 of 500 examples are far from the others: look at their texts. These are the furthest 1." in page.outliers(
-        Outlying(rows, 30, 500)
+    assert (
+        "30 of 500 examples are far from the others: look at their texts. These are the furthest 1."
+        in page.outliers(Outlying(rows, 30, 500))
     )
-    assert "1 of 500 examples is far from the others: look at their texts. Norm" in page.outliers(Outlying(rows, 1, 500))
+    assert "1 of 500 examples is far from the others: look at their texts. Norm" in page.outliers(
+        Outlying(rows, 1, 500)
+    )
     assert "None of 500 examples is far from the others." in page.outliers(Outlying(rows, 0, 500))
 
 

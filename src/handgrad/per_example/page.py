@@ -56,8 +56,9 @@ def influence(data: dict[str, Any]) -> str:
     return (
         "<h2>What pushed these answers</h2>"
         f"<p class=lead>Open an answer to see which of {plural(data['examples'], 'training example')} pushed it, ranked by"
-        f" {data['by']}. The score is the product of the example’s gradient and the answer’s: a small step on an example with"
-        " a positive score makes the answer more probable. The cosine compares their directions alone.</p>" + answers
+        f" {data['by']}. The score is the product of the example’s gradient and the answer’s: a small step on an example"
+        " with a positive score makes the answer more probable. The cosine compares their directions alone.</p>"
+        + answers
     )
 
 
