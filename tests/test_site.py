@@ -96,9 +96,10 @@ def read_in_a_browser(site: Path) -> None:
         expect(page.locator("#found a").first).to_contain_text("LayerNorm", timeout=120_000)
         page.press("#query", "Enter")
         page.wait_for_url("**/layers/layernorm.html#gain-and-offset")
-        for width in (390, 1280):
+        for name, width in (("layernorm", 360), ("layernorm", 1280), ("linear", 360)):
             page.set_viewport_size({"width": width, "height": 800})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is too wide"
+            page.goto((site / "layers" / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is too wide"
         box = page.locator(".beside math").first.bounding_box()
         assert box is not None and box["width"] > 40
         browser.close()
