@@ -22,6 +22,9 @@ details.query>summary{cursor:pointer;overflow-wrap:anywhere}details.query[open]>
 details.query h3{font-size:.95rem;margin:14px 0 4px}summary:focus-visible{outline:2px solid currentColor;outline-offset:2px}
 .bar{display:inline-block;height:8px;border-radius:2px;background:#2563a8;vertical-align:middle}.bar.against{background:#c2570c}
 .none{color:var(--soft)}
+@media(max-width:560px){.examples tr{display:flex;flex-wrap:wrap;border-top:1px solid var(--line)}.examples td{border:0}
+.examples th,.examples td.n{flex:1 1 0;min-width:0;padding-right:10px}.examples th:last-child{display:none}
+.examples td.text{flex:1 0 100%;padding-top:0}.bar{max-width:100%}}
 """
 
 

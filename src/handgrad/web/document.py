@@ -17,7 +17,8 @@ svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:12px sys
 .facts div{background:var(--card);border-radius:8px;padding:10px 14px}.facts b{display:block;font-size:1.15rem}
 .facts span{color:var(--soft);font-size:.85rem}
 pre{background:var(--card);border-radius:8px;padding:12px;overflow-x:auto;white-space:pre-wrap;font-size:.85rem}
-table{border-collapse:collapse;font-size:.9rem}td{padding:2px 16px 2px 0;vertical-align:top}td:first-child{color:var(--soft)}
+table{border-collapse:collapse;font-size:.9rem}td{padding:2px 16px 2px 0;vertical-align:top;overflow-wrap:anywhere}
+td:first-child{color:var(--soft);overflow-wrap:normal}
 """
 
 
