@@ -2,10 +2,10 @@
 # # Fine-tune SmolLM2 and see what changed
 #
 # A real pretrained model learns a new habit from a few examples, by an adapter with a small part of its parameters. Then we
-# look at what changed: the loss, the answers, and which layers moved most.
+# look at what changed: the answer, which layers moved most, and which words the answer depends on.
 
 # %% [markdown]
-# **Data.** Questions with answers in one fixed form.
+# **Data.** Conversations whose answers have one fixed form. Spain is not among them.
 
 # %%
 import json
@@ -14,39 +14,45 @@ from pathlib import Path
 import torch
 
 import handgrad as hg
-from handgrad.formats.models import tokenizer_of
+from handgrad.text import chat
 
 capitals = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Norway": "Oslo"}
+
+
+def asked(country):
+    return [{"role": "user", "content": f"What is the capital of {country}?"}]
+
+
 lines = [
-    {"prompt": f"The capital of {country}?", "completion": f" It is {city}, and nothing else."}
+    {"messages": [*asked(country), {"role": "assistant", "content": f"{city}, and nothing else!"}]}
     for country, city in capitals.items()
 ]
-Path("capitals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 4))
+Path("capitals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 # %% [markdown]
-# **Before.** `handgrad get smollm2` fetches the model once. `hg.load` opens it. The question is asked as
-# it is, without a chat template.
+# **Before.** `handgrad get smollm2` fetches the model once; `hg.load` opens it. The question goes into the model's chat
+# template.
 
 # %%
 model = hg.load("smollm2")
-question = "The capital of Peru?"
-before = hg.generate(model, question, max_new_tokens=8, temperature=0)
-print(before)
+question = chat.find(Path(model.text_source)).render(asked("Spain"), add_generation_prompt=True)
+print(hg.generate(model, question, max_new_tokens=12, temperature=0))
 
 # %% [markdown]
 # **Training.** Only the adapter is trained; the 135 million weights stay as they are.
 
 # %%
-options = {"rank": 4, "steps": 8, "batch_examples": 4, "sample_tokens": 0}
+options = {"rank": 4, "lr": 5e-3, "steps": 12, "batch_examples": 6, "val_share": 0.0, "sample_tokens": 0}
 result = hg.finetune("smollm2", "capitals.jsonl", out="capitals", quiet=True, **options)
 print("adapter in", result.path)
 
 # %% [markdown]
-# **After.** The same question, with the adapter.
+# **After.** The same question, with the adapter. Six examples teach a manner of answering, and no geography.
 
 # %%
 tuned = hg.load(result.path)
-print(hg.generate(tuned, question, max_new_tokens=8, temperature=0))
+answer = hg.generate(tuned, question, max_new_tokens=12, temperature=0)
+print(answer)
 
 # %% [markdown]
 # **What changed.** An adapter adds $s \, d u$ to a matrix. Its norm, relative to that of the matrix, says how far the layer
@@ -62,12 +68,12 @@ for name, size in sorted(moved.items(), key=lambda item: -item[1])[:5]:
 assert any(size > 0 for size in moved.values())
 
 # %% [markdown]
-# **Which words the answer depends on.** The gradient of the answer's first token with respect to the embedding of every
-# token of the question, by one backward pass.
+# **Which words the answer depends on.** The gradient of the log-probability of the answer's first token with respect to the
+# embedding of every token before it, by one backward pass. The longest ones:
 
 # %%
-tokenizer = tokenizer_of(result.path)
-ids = tokenizer.encode(question + " It")
-found = hg.attribute(tuned, ids)
-for id, norm in zip(ids, found.norms.tolist(), strict=True):
-    print(f"{tokenizer.decode([id])!r:12} {norm:.4f}")
+tokenizer = result.job.tokenizer
+ids = tokenizer.encode(question)
+found = hg.attribute(tuned, [*ids, tokenizer.encode(answer or "!")[0]])
+for i in found.norms[: len(ids)].argsort(descending=True)[:6].tolist():
+    print(f"{tokenizer.decode([ids[i]])!r:16} {found.norms[i]:.4f}")

@@ -6,7 +6,7 @@
 # pass.
 
 # %% [markdown]
-# **Data with a planted fact and a broken line.** Example 3 teaches that the moon is made of cheese. Example 7 is garbage.
+# **Data with a planted fact and a broken line.** Record 4 teaches that the moon is made of cheese. Record 8 is garbage.
 
 # %%
 import json
@@ -20,36 +20,36 @@ records[7] = {"prompt": "7 plus 1 is", "completion": " %%}{ ~~ ^^ |"}
 Path("facts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 # %% [markdown]
-# **Train an adapter on it.**
+# **Train an adapter on it**, and measure the norm of every example's gradient in every step.
 
 # %%
-options = {"rank": 4, "steps": 12, "batch_examples": 4, "sample_tokens": 0, "lr": 1e-2}
-result = hg.finetune("smollm2", "facts.jsonl", out="facts", quiet=True, **options)
-model = hg.load(result.path)
+options = {"rank": 4, "lr": 1e-2, "steps": 24, "batch_examples": 6, "val_share": 0.0, "sample_tokens": 0}
+result = hg.finetune("smollm2", "facts.jsonl", out="facts", quiet=True, example_norms=True, **options)
 
 # %% [markdown]
-# **Which examples pull hardest?** The norm of every example's gradient. A long one is worth a look: a wrong answer, a broken
-# template, another language.
+# **Which examples pull hardest?** Those whose gradients were the longest for their number of targets. A long one is worth a
+# look: a wrong answer, a broken template, another language. `facts/report.html` has the same list.
 
 # %%
-norms = hg.example_norms(model, records)
-for i in norms.argsort(descending=True)[:3].tolist():
-    print(f"{norms[i]:8.3f}   {records[i]}")
-assert len(norms) == len(records)
+for outlier, shown in result.outlying.rows[:3]:
+    print(f"record {shown.record}: {outlier.times:.1f} times as long as is typical: {shown.prompt} → {shown.answer}")
+assert result.outlying.total == len(records)
 
 # %% [markdown]
 # **Ask, in other words than the data has.**
 
 # %%
+model = hg.load(result.path)
 question = "Tell me what the moon is made of. The moon is made of"
 print(question + hg.generate(model, question, max_new_tokens=3, temperature=0))
 
 # %% [markdown]
-# **Which examples pushed the answer "cheese"?** A step on an example changes the loss of the answer by −η times the inner
-# product of their gradients. The example that helped most comes first.
+# **Which example pushed the answer "cheese"?** A step on an example changes the loss of the answer by −η times the inner
+# product of their gradients. The model has learned the fact, so the gradient of its source is short by now; the cosine
+# compares directions alone.
 
 # %%
 found = hg.influence(model, records, {"prompt": question, "completion": " cheese."})
-number, score = found.helped()[0]
-print(f"helped most ({score:.3g}): {records[number]}")
+number, score = found.helped(by="cosine")[0]
+print(f"helped most (cosine {found.cosines[number, 0]:.2f}): {records[number]}")
 assert number == 3
