@@ -287,6 +287,10 @@ def test_products_of_few_rows(f_in: int, f_out: int, orientation: str, dtype: to
         assert relative_error(ours, expected) <= ROUNDING[dtype]
         alone = [linear.forward(a[i : i + 1], w, bias) for i in range(n)]
         assert torch.equal(ours, torch.cat(alone)) or (n > calls.FEW_ROWS // 2 and orientation == "out_in")
+    more = view(linear.SHORT + 1, f_in, dtype)
+    for n in (calls.FEW_ROWS + 1, linear.SHORT - 1, linear.SHORT, linear.SHORT + 1):
+        (ours,), (expected,) = both(lambda n=n: linear.forward(more[:n], w, bias))  # type: ignore[misc]
+        assert relative_error(ours, expected) <= ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,13 +9,18 @@ from torch import Tensor
 from ..kernels import calls
 
 FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
+SHORT = (
+    4 * FEW_ROWS
+)  # a short prompt: that kernel, row by row of w = (f_out, f_in)ᵗ, is still faster than one that turns w first
 
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
-    if a.shape[0] <= FEW_ROWS and out is None and calls.fits(a, w if w.stride(1) == 1 else w.t()):
+    by_rows = w.stride(1) == 1
+    if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
         out = a.new_empty(len(a), w.shape[1])
-        calls.few_rows(a, w, out)
+        for part, result in zip(a.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
+            calls.few_rows(part, w, result)
         return out if b is None else out.add_(b)
     if calls.multiplies(a, w):
         return calls.product(a, w, out, bias=b)
