@@ -9,9 +9,7 @@ from torch import Tensor
 from ..kernels import calls
 
 FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
-SHORT = (
-    4 * FEW_ROWS
-)  # a short prompt: that kernel, row by row of w = (f_out, f_in)ᵗ, is still faster than one that turns w first
+SHORT = 4 * FEW_ROWS  # rows of a short prompt: for w stored by columns that kernel is still faster than turning w first
 
 
 def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
