@@ -152,6 +152,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def table() -> Response:
         return JSONAnswer(views.table(session))
 
+    @app.get("/api/progress")
+    async def progress() -> Response:
+        return JSONAnswer(session.progress.report())
+
     @app.post("/api/sentence")
     async def trace_sentence(body: SentenceRequest) -> Response:
         def trace() -> dict[str, Any]:
@@ -212,8 +216,8 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def attribution(
         id: str,
         position: int | None = None,
-        word: int | str | None = None,
-        against: int | str | None = None,
+        word: int | None = None,  # token ids
+        against: int | None = None,
         steps: int = attribution_view.STEPS,
     ) -> Response:
         return await answer(attribution_view.attribution, id, position, word, against, steps)

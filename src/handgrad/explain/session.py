@@ -26,6 +26,7 @@ from ..model.objective import MEAN_LOSS, Objective
 from ..model.trace import Trace, trace
 from ..text.token_text import TokenText
 from ..text.tokenizer import Tokenizer
+from .progress import Progress
 from .stations import Station, stations_of
 
 MAX_TEXT_BYTES = 4000
@@ -85,6 +86,7 @@ class Session:
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())
+        self.progress = Progress(model.config.n_blocks)
         self.max_tokens = min(MAX_TOKENS, model.config.n_context)
         self.lock = threading.RLock()  # held while the model computes
         self.waiting_clients = 0  # requests being answered
@@ -112,8 +114,7 @@ class Session:
             found = self._sentences.get(id)
             if found is None:
                 targets = torch.tensor([[*ids[1:], -100]])
-                with self.model_at(version) as model:
-                    made = trace(model, torch.tensor([ids]), targets, objective=objective)
+                made = self._trace(ids, targets, version, objective)
                 found = TracedSentence(id, text, version, ids, targets, made, objective)
                 self._sentences[id] = found
                 self._requests[id] = (text, version, objective)
@@ -122,6 +123,14 @@ class Session:
                 _shrink(self._sentences, TRACE_CACHE_BYTES)
             self._sentences.move_to_end(id)
             return found
+
+    def _trace(self, ids: list[int], targets: Tensor, version: int, objective: Objective) -> Trace:
+        self.progress.begin()
+        try:
+            with self.model_at(version) as model:
+                return trace(model, torch.tensor([ids]), targets, objective=objective, record=self.progress.record)
+        finally:
+            self.progress.end()
 
     def find(self, id: str) -> TracedSentence:
         """Return a traced sentence by its id; trace it again if the cache has dropped it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from .attention_view import attention_head
 from .pictures import picture
 from .session import Session, TracedSentence
 from .swaps_view import estimates, relaxed_signal
@@ -21,12 +22,16 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
             return relaxed_signal(model, sentence)
     if name == "swaps":
         return estimates(session, sentence)
-    if name.endswith(".sent") or name not in sentence.trace:
+    here, _, last = name.rpartition(".")
+    x = sentence.trace.get(f"{here}.rho" if last == "sent" else name)
+    if x is None:
         raise HandgradError(f"the trace has no matrix {name!r}")
-    x = sentence.trace[name]
     if x.ndim == 3:
         if head is None or not 0 <= head < len(x):
             raise HandgradError(f"{name} has {len(x)} heads: pass head=0 to {len(x) - 1}")
+        if last == "sent":  # not recorded: computed from what is
+            with session.model_at(sentence.version) as model:
+                return attention_head(model, sentence.trace, int(here.split(".")[1]), head).sent
         x = x[head]
     return x[None] if x.ndim == 1 else x
 

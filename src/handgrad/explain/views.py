@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..model.gpt import GPT
-from ..model.objective import MEAN_LOSS
+from ..model.objective import MEAN_LOSS, LogitDifference
 from . import captions, swaps_view
+from .exercises import offered_at
 from .formulas import ERRATA, Formula, mathml
 from .objectives import describe
 from .pictures import picture, statistics
@@ -35,11 +36,11 @@ def table(session: Session) -> dict[str, Any]:
         "vocabulary": c.n_vocab, "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
         "large": session.size > LARGE, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
-        "stations": [_station_entry(station) for station in session.stations],
+        "stations": [_station_entry(session, station) for station in session.stations],
     }  # fmt: skip
 
 
-def _station_entry(station: Station) -> dict[str, Any]:
+def _station_entry(session: Session, station: Station) -> dict[str, Any]:
     def split(formulas: tuple[Formula, ...]) -> list[dict[str, Any]]:
         """Split a line of several formulas, so that a narrow page can break it."""
         parts = [(f.latex.split(r"\qquad"), f.equation) for f in formulas]
@@ -54,6 +55,7 @@ def _station_entry(station: Station) -> dict[str, Any]:
         "errata": station.errata, "sources": readable_first(station.sources), "stream": station.stream,
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
+        "exercises": offered_at(station, session.model),
     }  # fmt: skip
 
 
@@ -96,14 +98,34 @@ def _flow(session: Session, sentence: TracedSentence, labels: list[str]) -> dict
         where = "" if station.block is None else f" of block {station.block + 1}"
         equal = {5: "Δ₄ = ", 10: "Δ₉ = "}.get(station.index, "")
         rows.append({
-            "station": station.id, "label": f"{equal}{symbols(station.incoming)}{where}", "name": station.incoming[0],
+            "station": station.id, "label": f"{equal}{symbols(station.incoming)}{where}",
+            "a_label": f"{symbols(station.a)}{where}", "name": station.incoming[0],
             "a": a.tolist(), "delta": delta.tolist(), "share": (squares / squares.sum().clamp(min=1e-300)).tolist(),
             "python": f"trace[{station.incoming[0]!r}].norm(dim=1)",
         })  # fmt: skip
     shares, lengths = (torch.tensor([row[key] for row in rows]) for key in ("share", "delta"))
     return {
         "rows": rows, "rank": shares.mean(0).tolist(), "caption": captions.about_flow(shares, lengths, labels),
+        "python": _flow_python(session),
     }  # fmt: skip
+
+
+def _flow_python(session: Session) -> dict[str, str]:
+    """The lines of Python that make the data of the gradient flow, by what is shown."""
+    inside = [s for s in session.stations if s.block == 0 and s.index not in (4, 9)]
+    parts = [[name.rpartition("_")[2] for name in s.incoming] for s in inside]
+    lengths = (
+        f"parts = {parts}\n\ndef lengths(kind):\n"
+        f"    inside = [[f'blocks.{{b}}.{{kind}}_{{i}}' for i in part] for b in range({session.model.config.n_blocks})"
+        " for part in parts]\n"
+        "    rows = [[f'blocks.0.{kind}_1'], *inside, [f'{kind}_11']]\n"
+        "    return torch.stack([torch.cat([trace[x] for x in row], 1).norm(dim=1) for row in rows])\n\n"
+    )
+    shown = {
+        "share": "lengths('delta') ** 2 / (lengths('delta') ** 2).sum(1, keepdim=True)",
+        "delta": "lengths('delta')", "product": "lengths('a') * lengths('delta')", "a": "lengths('a')",
+    }  # fmt: skip
+    return {key: lengths + line for key, line in shown.items()}
 
 
 def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -170,14 +192,14 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
             caption = captions.about_scores(x, labels, session.token_text)
         else:
             caption = captions.about_activations(x, labels)
-        columns = _columns(sentence, x) if station.index >= 12 else None
+        columns = vocabulary_columns(sentence, x) if station.index >= 12 else None
         view["maps"].append(_map(session, x, kind, name, caption, limit, columns))
     if station.id == "a_0":
         found = swaps_view.swaps(session, sentence, labels)
         change = found.pop("matrix")
         python = "(trace['blocks.0.delta_1'] @ model.embed.w.T)"
         python = f"{python}[:, :{change.shape[1]}] - {python}.gather(1, trace['a_0'][:, None])"
-        columns = _columns(sentence, change)
+        columns = vocabulary_columns(sentence, change)
         made = _map(
             session, change, "delta", "swaps", found["swaps_caption"], limit, columns, f"({python})[:, {columns}]"
         )
@@ -210,16 +232,21 @@ def _map(
 ) -> dict[str, Any]:
     """A matrix as the page draws it; of a matrix with a column per token of the vocabulary only these columns."""
     shown = x if columns is None else x[:, columns]
-    words = None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
+    words = vocabulary(session, columns)
     return {
         "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(shown, limit=limit),
-        "vocabulary": words, "words": words and words["words"], "statistics": statistics(x),
+        "vocabulary": words, "statistics": statistics(x),
         "lengths": x.norm(dim=1).tolist(), "caption": caption,
         "python": python or f"trace[{name!r}]" + ("" if columns is None else f"[:, {columns}]"),
     }  # fmt: skip
 
 
-def _columns(sentence: TracedSentence, x: Tensor) -> list[int]:
+def vocabulary(session: Session, columns: list[int] | None) -> dict[str, Any] | None:
+    """The ids and the texts of the tokens whose columns are shown."""
+    return None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
+
+
+def vocabulary_columns(sentence: TracedSentence, x: Tensor) -> list[int]:
     """The columns of a matrix over the vocabulary that are worth showing: the targets, then those with the largest
     entries."""
     targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:VOCABULARY_COLUMNS]
@@ -245,30 +272,43 @@ def _positions(session: Session, sentence: TracedSentence, top: int = 5, bars: i
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
     y_pred, delta = sentence.trace["y_pred"], sentence.trace["delta_12"]
     labels = labels_of(session, sentence)
-    targets = sentence.targets[0].tolist()
     rows = []
-    for t, target in enumerate(targets):
+    for t, target in enumerate(sentence.targets[0].tolist()):
         best = torch.topk(y_pred[t], min(top, y_pred.shape[1]))
-        first = int(best.indices[0])
+        strongest = torch.topk(delta[t].abs(), min(bars, y_pred.shape[1])).indices.tolist()
         row: dict[str, Any] = {
-            "token": labels[t], "target": None, "probability": None, "rank": None, "push": [], "caption": "",
+            "token": labels[t], "target": None, "probability": None, "rank": None,
             "top": with_probabilities(session, best),
+            "push": [
+                {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target}
+                for i in strongest if delta[t, i]
+            ],
         }  # fmt: skip
         if target >= 0:
             p = y_pred[t, target].item()
-            strongest = torch.topk(delta[t].abs(), min(bars, y_pred.shape[1])).indices.tolist()
             row |= {
                 "target": session.token_text(target), "probability": p,
                 "rank": int((y_pred[t] > y_pred[t, target]).sum()) + 1,
-                "push": [
-                    {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target} for i in strongest
-                ],
-                "caption": captions.about_push(
-                    labels[t], session.token_text(target), p, session.token_text(first), best.values[0].item()
-                ),
             }  # fmt: skip
-        rows.append(row)
+        rows.append({**row, "caption": _about_push(session, sentence, t, row)})
     return rows
+
+
+def _about_push(session: Session, sentence: TracedSentence, t: int, row: dict[str, Any]) -> str:
+    """Describe row t of Δ_12, which depends on what is differentiated."""
+    objective, after = sentence.objective, f"After {captions.quote(row['token'])}"
+    if getattr(objective, "position", t) != t:
+        return f"{after}: what is explained does not depend on this position, so its row of Δ₁₂ is 0."
+    if isinstance(objective, LogitDifference):
+        word, other = (captions.quote(session.token_text(id)) for id in (objective.token, objective.against))
+        return (
+            f"{after}: the logit of {word} minus that of {other} is differentiated, so Δ₁₂ is 1 for {word}, −1 for {other}"
+            " and 0 for every other token."
+        )
+    if row["target"] is None:
+        return "The last token has no target, so its row of Δ₁₂ is 0."
+    first = row["top"][0]
+    return captions.about_push(row["token"], row["target"], row["probability"], first["word"], first["p"])
 
 
 def with_probabilities(session: Session, best: Any) -> list[dict[str, Any]]:

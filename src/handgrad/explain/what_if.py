@@ -99,9 +99,10 @@ def predicted(t: Trace, place: Place) -> float:
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     values: dict[str, Tensor] = {}
+    edit = {place.name: place.zeroed}
     with session.model_at(sentence.version) as model, torch.no_grad():
         changed = edited_pass(
-            model, sentence.tokens, sentence.targets, None, sentence.objective, {place.name: place.zeroed}, values
+            model, sentence.tokens, sentence.targets, None, sentence.objective, edit, values.__setitem__
         )
         measured = changed.forward(sentence.objective)[0]
     value, guess = sentence.trace.loss, predicted(sentence.trace, place)

@@ -19,7 +19,7 @@ from .gpt import GPT
 from .layers import Affine
 from .norms import Norm
 from .objective import MEAN_LOSS, Objective
-from .passes import no_record
+from .passes import Record, no_record
 from .trace_html import trace_html
 
 
@@ -70,6 +70,7 @@ def trace(
     *,
     objective: Objective = MEAN_LOSS,
     edit: Edits | None = None,
+    record: Record = no_record,
 ) -> Trace:
     """Run the model forward and backward once and record everything. Parameters keep the `.grad` they had.
 
@@ -78,20 +79,26 @@ def trace(
                 activation changes everything after it, and Δ passes it unchanged; an edited Δ ("blocks.3.delta_3")
                 changes everything below it. With an edit, an empty one included, skip connections and the signals
                 inside attention are recorded as well.
+    record      Called with every name and tensor as soon as it is computed, for example to show progress.
     """
     if not isinstance(objective, Objective):
         raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
     values: dict[str, Tensor] = {}
+
+    def keep(name: str, value: Tensor) -> None:
+        values[name] = value
+        record(name, value)
+
     before = {p: p.grad for p in model.parameters()}
     try:
         for p in before:
             p.grad = None
         if edit is None:
             loss = model.loss_and_grads(
-                tokens, targets, lengths, record=values.__setitem__, all_signals=True, objective=objective
+                tokens, targets, lengths, record=keep, all_signals=True, objective=objective
             )
         else:
-            loss = _edited(edited_pass(model, tokens, targets, lengths, objective, edit, values), objective)
+            loss = _edited(edited_pass(model, tokens, targets, lengths, objective, edit, keep), objective)
         values |= gradients(model)
     finally:
         for p, grad in before.items():
@@ -106,13 +113,13 @@ def edited_pass(
     lengths: list[int] | None,
     objective: Objective,
     edit: Edits,
-    into: dict[str, Tensor] | None = None,
+    record: Record = no_record,
 ) -> EditedPass:
-    """Prepare a pass with edits, recorded into this dict."""
+    """Prepare a pass with edits."""
     pieces = model.pieces(tokens, objective.select(targets, model.config.n_vocab), lengths, math.inf)
     if not pieces:
         raise HandgradError("every target is ignored (−100): there is nothing to trace in this batch")
-    return EditedPass(model, pieces[0], edit, no_record if into is None else into.__setitem__)
+    return EditedPass(model, pieces[0], edit, record)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ async function request(path, options) {
   return body;
 }
 
-const CHANGING = ["table", "overview", "proof", "proofs", "learn"]; // answers that are not cached
+const CHANGING = ["table", "overview", "proof", "proofs", "learn", "progress"]; // answers that are not cached
 const CACHE_SIZE = 80;
 const cache = new Map();
 

@@ -2,7 +2,7 @@
 // Heat maps: matrices as coloured cells, with exact values, zoom, and control by mouse, touch and keyboard.
 
 import { get, offline } from "./api.js";
-import { exact, number, quote, shapeOf } from "./format.js";
+import { count, exact, number, quote, shapeOf } from "./format.js";
 import { cellAt, cellsOf, crop, layout, range } from "./heat_geometry.js";
 import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
 import { h, widget } from "./render.js";
@@ -15,6 +15,7 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {string} title       what it is
  * @property {string} [caption]   what to notice
  * @property {import("./heat_geometry.js").Picture} picture
+ * @property {number[]} [shape]  of the matrix, if the picture shows only some of its columns
  * @property {import("./colours.js").Kind} kind
  * @property {string} [sentence]  id of the traced sentence, and
  * @property {string | null} [name]  of the tensor, to request exact values and parts; without a name there are none
@@ -31,15 +32,16 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {(row: number, column: number) => void} [choose]  called on a click, with the entry that the cell shows
  * @property {string} [chooses]   what a click does
  * @property {boolean} [positive] show the scale from 0 only
- * @property {(value: number) => string} [describe]  how to write a value, if not as a number
+ * @property {(row: number, column: number) => string} [entry]  the text of an entry, if the page knows all of them
  * @property {[string, string]} [scale]  the texts at both ends of the colour scale
  * @property {string} [python]    the line of Python that makes the data
- * @property {() => number[][]} [values]  the entries, if the page has them
+ * @property {() => number[][] | Promise<number[][]>} [values]  the entries, for a file, if there is no name
  */
 
 /** @param {Options} options */
 export function heat(options) {
-  const { key, title, kind, square, caption, picture } = options;
+  const { key, title, kind, square, caption, picture, shape, columnIds } = options;
+  const part = columnIds ? `, ${count(columnIds.length, "column")} shown` : "";
   return h(
     "figure",
     { key, class: `heat ${kind}${square ? " square" : ""}` },
@@ -47,7 +49,7 @@ export function heat(options) {
       "figcaption",
       {},
       h("span", { class: "heat-title" }, title),
-      h("span", { class: "shape" }, shapeOf(picture.shape)),
+      h("span", { class: "shape" }, shapeOf(shape ?? picture.shape) + part),
       saveMenu(options),
     ),
     widget("map", heatmap, options),
@@ -62,6 +64,9 @@ export const numbered = (what) => (/** @type {number} */ from, /** @type {number
 /** Name entries of an axis by their tokens. @param {string[]} labels */
 export const positioned = (labels) => (/** @type {number} */ from) => `${quote(labels[from])} (position ${from + 1})`;
 
+/** Name columns of a matrix over the vocabulary by their tokens. @param {string[]} words */
+export const worded = (words) => (/** @type {number} */ from) => `token ${quote(words[from] ?? "")}`;
+
 /** @param {string} tag @param {Record<string, string>} attributes @returns {any} */
 function make(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -69,6 +74,9 @@ function make(tag, attributes, ...children) {
   node.append(...children);
   return node;
 }
+
+/** @param {Options} options */
+const headOf = ({ head }) => (head === null || head === undefined ? {} : { head });
 
 /** @param {Options} given */
 function heatmap(given) {
@@ -116,7 +124,9 @@ function heatmap(given) {
     ];
     legend.replaceChildren(`${low} `, bar, ` ${high}`);
     legend.title =
-      options.kind === "delta" && !options.positive ? "blue: raising this lowers the loss; red: lowering it does" : "";
+      options.kind === "delta" && !options.positive
+        ? "blue: raising this lowers what is explained; red: lowering it does"
+        : "";
   }
 
   function redraw() {
@@ -137,7 +147,7 @@ function heatmap(given) {
     }
     canvas.setAttribute(
       "aria-label",
-      `${next.title}, ${shapeOf(next.picture.shape)}${next.chooses ? `. Enter ${next.chooses}` : ""}`,
+      `${next.title}, ${shapeOf(next.shape ?? next.picture.shape)}${next.chooses ? `. Enter ${next.chooses}` : ""}`,
     );
     for (const name of ["name", "head"])
       next[name] === undefined || next[name] === null
@@ -167,13 +177,8 @@ function heatmap(given) {
     const rows = range(picture, cell[0], 0),
       columns = columnsOf(cell[1]);
     if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
-    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
-    return get("value", options.sentence, {
-      name: options.name,
-      rows: rows.join(":"),
-      columns: columns.join(":"),
-      ...head,
-    });
+    const where = { name: options.name, rows: rows.join(":"), columns: columns.join(":"), ...headOf(options) };
+    return get("value", options.sentence, where);
   }
 
   /** Show the value of a cell. @param {number[] | null} cell */
@@ -183,10 +188,13 @@ function heatmap(given) {
     clearTimeout(timer);
     const mine = ++requested;
     if (!cell) return void (readout.textContent = "");
-    const where = nameOf(cell),
-      describe = options.describe ?? number;
+    const where = nameOf(cell);
+    if (options.entry) {
+      const [row, column] = [0, 1].map((axis) => range(picture, cell[axis], axis)[0]);
+      return void (readout.textContent = `${where}: ${options.entry(row, column)}`);
+    }
     const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
-    readout.textContent = `${where}: ≈ ${describe(approximate)}`;
+    readout.textContent = `${where}: ≈ ${number(approximate)}`;
     if (!options.name || offline) return;
     timer = setTimeout(async () => {
       try {
@@ -210,16 +218,19 @@ function heatmap(given) {
   /** Show some columns only, or all. @param {number[] | null} columns */
   async function zoom(columns) {
     if (columns && columns[1] - columns[0] < 2) return;
-    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
-    if (!columns) picture = options.picture;
-    else if (!options.name || offline) picture = crop(picture, columns);
-    else
-      picture = await get("slice", options.sentence, {
-        name: options.name,
-        rows: picture.rows.join(":"),
-        columns: columns.join(":"),
-        ...head,
-      });
+    const { picture: all, name, sentence } = options;
+    let next = all;
+    if (columns && (!name || offline)) next = crop(picture, columns);
+    else if (columns) {
+      const part = { name, rows: picture.rows.join(":"), columns: columns.join(":"), ...headOf(options) };
+      try {
+        next = await get("slice", sentence, part);
+      } catch (reason) {
+        return void (readout.textContent = /** @type {Error} */ (reason).message);
+      }
+      if (options.picture !== all) return; // another matrix is shown meanwhile
+    }
+    picture = next;
     cells = cellsOf(picture);
     reset.hidden = picture === options.picture;
     show(null);
@@ -229,8 +240,12 @@ function heatmap(given) {
   /** @param {number[]} cell */
   async function choose(cell) {
     if (!options.choose) return;
-    const { row, column } = await entryOf(cell);
-    options.choose(row, column);
+    try {
+      const { row, column } = await entryOf(cell);
+      options.choose(row, column);
+    } catch (reason) {
+      readout.textContent = /** @type {Error} */ (reason).message;
+    }
   }
 
   /** @param {PointerEvent} event */
@@ -293,13 +308,14 @@ function heatmap(given) {
 
 // Heat maps are drawn again when their size or the theme changes.
 const drawn = new Map();
-const resizing = new ResizeObserver((entries) => entries.forEach((entry) => drawn.get(entry.target)?.()));
+const resizing = new ResizeObserver((entries) => entries.forEach(({ target }) => renew(target)));
 export function redrawHeatmaps() {
-  for (const [frame, redraw] of drawn) frame.isConnected ? redraw() : forget(frame);
+  for (const frame of drawn.keys()) renew(frame);
 }
 
 /** @param {Element} frame */
-function forget(frame) {
-  drawn.delete(frame);
+function renew(frame) {
+  if (frame.isConnected) return drawn.get(frame)?.();
+  drawn.delete(frame); // the view has removed it
   resizing.unobserve(frame);
 }

@@ -8,6 +8,7 @@ import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
+import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { h, render } from "./render.js";
 import { state } from "./state.js";
@@ -104,6 +105,8 @@ async function show({ push = true } = {}) {
 /** @param {string} key */
 async function load(key) {
   redraw(); // the map and the tabs move at once
+  const panel = find(`view-${state.view}`);
+  panel.setAttribute("aria-busy", "true");
   const entries = Object.entries(currentView().needs(state)),
     { id } = state.overview;
   const one = async ([name, [request, parameters]]) => [name, await get(request, id, parameters)];
@@ -115,6 +118,8 @@ async function load(key) {
     if (key !== keyOf()) return;
     loaded = { key, data: {}, problem: reason.message };
     setStatus(reason.message, true);
+  } finally {
+    if (key === keyOf()) panel.removeAttribute("aria-busy");
   }
 }
 
@@ -152,7 +157,7 @@ function writeAddress(push) {
  * @param {() => Promise<any>} request @param {{ push?: boolean, discard?: boolean }} options */
 async function showTraced(request, { push = false, discard = false } = {}) {
   const mine = ++newest;
-  const overview = await busy(request());
+  const overview = await busy(withProgress(request()));
   if (mine !== newest) return;
   if (discard) discardSteps();
   setStatus("");
@@ -176,8 +181,10 @@ async function preview() {
   const text = find("sentence").value;
   try {
     const found = await post("predict", { text, version: weights() });
-    if (text !== find("sentence").value || text === state.overview?.text) return;
-    state.preview = found;
+    if (text !== find("sentence").value) return;
+    const known = text === state.overview?.text; // typed back to the traced sentence
+    if (known) setStatus("");
+    state.preview = known ? null : found;
     redraw();
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason; // the trace will report what is wrong with the sentence
@@ -189,7 +196,7 @@ async function preview() {
  * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
 async function trace(text, { push = false, version = weights(), wanted = null } = {}) {
   discardSteps();
-  if (state.table.large) setStatus("Computing forward and backward pass…");
+  if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
@@ -198,6 +205,7 @@ async function trace(text, { push = false, version = weights(), wanted = null } 
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
     setStatus(reason.message, true);
+    if (state.overview) state.objective = encodeObjective(state.overview.objective); // what is shown stays
     redraw();
     return reason.message;
   }
@@ -231,8 +239,10 @@ export const actions = {
     return show();
   },
 
+  /** After a failed request. A number that cannot be followed is left. */
   retry() {
     setStatus("");
+    state.followed = state.followed.slice(0, -1);
     return show({ push: false });
   },
 
@@ -333,15 +343,18 @@ function savedTheme() {
 }
 
 async function start() {
+  find("opening").hidden = false;
   setTheme(savedTheme() ? savedTheme() === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
   try {
     state.table = await busy(get("table"));
   } catch (reason) {
+    find("opening").hidden = true;
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
   const t = state.table,
     address = location.hash;
+  document.title = `${t.name} · handgrad explain`;
   find("model").textContent =
     `${t.name} · ${count(t.blocks, "block")} · d = ${t.d} · ${count(t.parameters, "parameter")} · ${t.note}`;
   render(
@@ -362,9 +375,12 @@ async function start() {
     state.objective = null;
     find("sentence").value = t.text;
     fitSentence();
-    if (await trace(t.text)) return;
+    const failed = await trace(t.text);
+    find("opening").hidden = true;
+    if (failed) return;
     problem += ". Showing the default sentence instead.";
   }
+  find("opening").hidden = true;
   problem = [problem, wanted.wrong].filter(Boolean).join(" ");
   if (problem) setStatus(problem, true);
   document.documentElement.dataset.ready = "yes";

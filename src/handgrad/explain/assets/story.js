@@ -6,6 +6,7 @@ import { filled } from "./colours.js";
 import { number, percent, quote, visible } from "./format.js";
 import { bar, chips } from "./parts.js";
 import { h } from "./render.js";
+import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
 
@@ -41,7 +42,7 @@ export const storyView = {
     return [
       headline(context(tokens, position), row, position === worst(losses)),
       words(tokens, losses, position, choose),
-      guesses(context(tokens, position), row, losses[position]),
+      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
@@ -90,14 +91,20 @@ function words(tokens, losses, position, choose) {
   );
 }
 
-function guesses(before, row, loss) {
+function guesses(before, row, loss, position) {
   const target = row.top.some((x) => x.word === row.target)
     ? []
     : [bar(row.target, row.probability, "a", percent(row.probability), true)];
-  return h(
-    "section",
-    { class: "card", "aria-label": "What the model expected", key: "guesses" },
-    h("h3", {}, `What the model expected after ${quote(before)}`),
+  return savedFigure(
+    {
+      class: "card",
+      key: "guesses",
+      tag: "h3",
+      title: `What the model expected after ${quote(before)}`,
+      python: position === undefined ? undefined : `trace['y_pred'][${position}].topk(5)`,
+      values: () => row.top.map((x) => [x.word, x.p]),
+      columnLabels: ["token", "probability"],
+    },
     h(
       "ul",
       { class: "bars a" },
@@ -133,8 +140,8 @@ function blame(position, state, actions) {
     h(
       "p",
       { class: "caption" },
-      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share.",
-      " Every layer on the way shows its formula with your numbers, and checks it.",
+      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. " +
+        "Every layer on the way shows its formula with your numbers, and checks it.",
     ),
     known ? shares(groups, actions) : null,
     h(
@@ -187,12 +194,18 @@ function shares(groups, actions) {
       ),
       h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
     );
-  return [
+  return savedFigure(
+    {
+      title: "The largest shares",
+      python: "{name: x.norm() ** 2 for name, x in trace.items() if 'grad_' in name}",
+      values: () => groups.map((g) => [g.layer, g.symbol, g.norm ** 2 / total]),
+      columnLabels: ["layer", "parameter", "share"],
+    },
     h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
     h(
       "p",
       { class: "soft" },
-      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient " + "comes from.",
+      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from.",
     ),
-  ];
+  );
 }

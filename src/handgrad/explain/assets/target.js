@@ -1,6 +1,5 @@
 // @ts-check
-// The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of two
-// logits.
+// The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of logits.
 
 import { offline } from "./api.js";
 import { number, percent, quote, visible } from "./format.js";
@@ -23,7 +22,7 @@ export function targetBar(state, actions) {
   };
   return [
     h("span", { class: "target-name", id: "target-name" }, "Explain"),
-    choice("What is differentiated", KINDS, kind, choose, "target-kinds"),
+    choice("What is differentiated", KINDS, kind, choose, { class: "target-kinds", moves: false }),
     kind === "sentence" ? null : positions(objective, state, actions),
     kind === "difference" ? against(objective, actions) : null,
     h(

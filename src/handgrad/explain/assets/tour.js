@@ -1,6 +1,5 @@
 // @ts-check
-// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover the
-// subject.
+// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover it.
 
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
