@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
@@ -112,7 +113,8 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
             found.name,
             "; ".join(["random weights, not trained", found.note]).strip("; "),
         )
-    network = open_folder(found.folder)
+    with out.status(f"Loading {escape(Path(found.name).name)}…"):  # shown on a terminal only
+        network = open_folder(found.folder)
     where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
     note = f"trained in {where}" if name is None else f"from {where}"
     return network, _tokenizer(found.folder, network), Path(found.name).name, note

@@ -26,26 +26,37 @@ export const pictureFiles = new WeakMap();
 export function saveMenu(about) {
   const { title, python, values, name } = about;
   const file = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "picture";
-  const item = (/** @type {string} */ text, /** @type {(figure: Element) => Promise<any>} */ act) =>
-    h("button", { type: "button", class: "small", onclick: (event) => run(event, act) }, text);
-  return h(
+  return menu(`Save ${title}`, "save ▾", [
+    python ? lines(python) : null,
+    item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
+    item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
+    values || (name && !offline)
+      ? item("CSV", async () => download(`${file}.csv`, address(await csvOf(about), "text/csv")))
+      : null,
+  ]);
+}
+
+/** A menu with lines of Python alone. @param {string} label @param {string} python */
+export const pythonMenu = (label, python) => menu(label, "as Python ▾", lines(python));
+
+/** @param {string} label @param {string} text @param {any} items */
+const menu = (label, text, items) =>
+  h(
     "details",
     { class: "save", onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
-    h("summary", { "aria-label": `Save ${title}` }, "save ▾"),
-    h(
-      "div",
-      { class: "save-menu" },
-      python ? h("pre", { class: "python", tabindex: "0" }, python) : null,
-      python ? item("copy as Python", () => navigator.clipboard.writeText(python)) : null,
-      item("PNG", async (figure) => download(`${file}.png`, await pngOf(figure))),
-      item("SVG", async (figure) => download(`${file}.svg`, address(svgOf(figure), "image/svg+xml"))),
-      values || (name && !offline)
-        ? item("CSV", async () => download(`${file}.csv`, address(await csvOf(about), "text/csv")))
-        : null,
-      h("output", { class: "saved", "aria-live": "polite" }),
-    ),
+    h("summary", { "aria-label": label }, text),
+    h("div", { class: "save-menu" }, items, h("output", { class: "saved", "aria-live": "polite" })),
   );
-}
+
+/** @param {string} python */
+const lines = (python) => [
+  h("pre", { class: "python", tabindex: "0" }, python),
+  item("copy as Python", () => navigator.clipboard.writeText(python)),
+];
+
+/** @param {string} text @param {(figure: Element) => Promise<any>} act */
+const item = (text, act) =>
+  h("button", { type: "button", class: "small", onclick: (event) => run(event, act) }, text);
 
 /** A picture with its title, a heading if `tag` is one, and its menu.
  * @param {Saved & { class?: string, key?: string, tag?: string, attributes?: any }} about @param {...any} content */
