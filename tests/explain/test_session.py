@@ -24,6 +24,24 @@ def test_a_sentence_holds_its_trace() -> None:
     assert session.sentence(TEXT) is sentence and session.find(sentence.id) is sentence
 
 
+
+def test_progress_follows_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, seen = make_session(), []
+    record = session.progress.record
+
+    def watch(name: str, value: torch.Tensor) -> None:
+        record(name, value)
+        seen.append(session.progress.report())
+
+    monkeypatch.setattr(session.progress, "record", watch)
+    session.sentence(TEXT)
+    shares = [found["share"] for found in seen]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] > 0.6 and all(found["busy"] for found in seen)
+    places = dict.fromkeys((found["backward"], found["block"]) for found in seen)
+    assert list(places) == [(False, 0), (False, 1), (True, 1), (True, 0)]
+    assert not session.progress.report()["busy"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -115,6 +115,14 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
             raise HandgradError(f"invalid range {text[:40]!r}: write from:to, for example 0:16") from None
         return low, high
 
+    def numbers(text: str | None) -> list[int] | None:
+        if text is None:
+            return None
+        try:
+            return [int(x) for x in text.split(",")]
+        except ValueError:
+            raise HandgradError(f"invalid list {text[:40]!r}: write 3,5,8") from None
+
     async def compute(f: Callable[..., Any], *arguments: Any) -> Any:
         """Run on the only compute thread: two at once would compete for cores and memory."""
         return await asyncio.get_running_loop().run_in_executor(worker, f, *arguments)
@@ -257,8 +265,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
         return await answer(values.value_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/matrix")
-    async def entries(id: str, name: str, head: int | None = None) -> Response:
-        return await answer(values.entries_of, id, name, head)
+    async def entries(
+        id: str, name: str, head: int | None = None, rows: str | None = None, columns: str | None = None
+    ) -> Response:
+        return await answer(values.entries_of, id, name, head, numbers(rows), numbers(columns))
 
     @app.get("/api/proof")
     async def proof(id: str, station: str) -> Response:

@@ -60,9 +60,22 @@ def value_of(
     return {"value": part[i, j].item(), "row": rows[0] + i, "column": columns[0] + j}
 
 
-def entries_of(session: Session, sentence: TracedSentence, name: str, head: int | None) -> dict[str, Any]:
-    """Return all entries of a matrix, for a file."""
+def entries_of(
+    session: Session,
+    sentence: TracedSentence,
+    name: str,
+    head: int | None,
+    rows: list[int] | None = None,
+    columns: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return the entries of a matrix, for a file: all, or those of some rows and columns."""
     x = matrix(session, sentence, name, head)
+    for axis, chosen in enumerate((rows, columns)):
+        if chosen is None:
+            continue
+        if not all(0 <= i < x.shape[axis] for i in chosen):
+            raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}: there is no such row or column")
+        x = x.index_select(axis, torch.tensor(chosen))
     if x.numel() > MAX_ENTRIES:
         raise HandgradError(
             f"{name} has {x.numel():,} entries; a file has at most {MAX_ENTRIES:,}: read it from Python (copy as Python)"

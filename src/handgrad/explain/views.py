@@ -21,6 +21,8 @@ from .steps import OPTIMIZERS
 from .symbols import symbol, symbols
 
 VOCABULARY_COLUMNS = 64  # of a matrix with a column for every token of the vocabulary
+VOCABULARY_ROWS = 32  # of a gradient with a row or a column for every token of the vocabulary
+VOCABULARY_AXIS = {"grad_w_tok": 0, "grad_w_11": 1}
 LARGE = 5_000_000  # parameters; above, finite differences are taken only for the station being viewed
 
 
@@ -208,7 +210,7 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
     sizes: dict[str, float] = {}
     with session.model_at(sentence.version) as model:
         for parameter in station.parameters:
-            shown = _parameter(model, sentence, parameter, limit)
+            shown = _parameter(session, model, sentence, parameter, limit)
             sizes[parameter.symbol] = shown["norm"]
             if shown["frozen"]:
                 view["frozen"].append({key: shown[key] for key in ("symbol", "shape", "norm")})
@@ -246,25 +248,35 @@ def vocabulary(session: Session, columns: list[int] | None) -> dict[str, Any] | 
     return None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
 
 
-def vocabulary_columns(sentence: TracedSentence, x: Tensor) -> list[int]:
+def vocabulary_columns(sentence: TracedSentence, x: Tensor, most: int = VOCABULARY_COLUMNS) -> list[int]:
     """The columns of a matrix over the vocabulary that are worth showing: the targets, then those with the largest
     entries."""
-    targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:VOCABULARY_COLUMNS]
-    size = x.abs().amax(0)
+    targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:most]
+    size = torch.linalg.vector_norm(x, torch.inf, dim=0)
     size[targets] = -1
-    best = torch.topk(size, min(VOCABULARY_COLUMNS, x.shape[1])).indices.tolist()
-    return [*targets, *(i for i in best if i not in targets)][: max(VOCABULARY_COLUMNS, len(targets))]
+    best = torch.topk(size, min(most, x.shape[1])).indices.tolist()
+    return [*targets, *(i for i in best if i not in targets)][:most]
 
 
-def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int) -> dict[str, Any]:
+def _parameter(
+    session: Session, model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int
+) -> dict[str, Any]:
+    """A parameter and its gradient; of a gradient over the vocabulary the rows or columns of some tokens."""
     full = model.get_parameter(parameter.name)
     value = parameter.view(full.data)
     grad = sentence.trace.get(parameter.gradient) if full.requires_grad else None
+    axis, part, words = VOCABULARY_AXIS.get(parameter.gradient), "", None
+    shown = grad
+    if grad is not None and axis is not None:
+        ids = vocabulary_columns(sentence, grad if axis else grad.t(), VOCABULARY_ROWS)
+        shown, part = grad.index_select(axis, torch.tensor(ids)), f"[:, {ids}]" if axis else f"[{ids}]"
+        words = {**(vocabulary(session, ids) or {}), "axis": axis}
     return {
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
         "norm": value.norm().item(), "name": parameter.gradient,
         "grad_norm": None if grad is None else grad.norm().item(),
-        "picture": None if grad is None else picture(grad, limit=limit // 2), "python": f"trace[{parameter.gradient!r}]",
+        "picture": None if shown is None else picture(shown, limit=limit // 2), "vocabulary": words,
+        "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 
 

@@ -145,9 +145,9 @@ function results(all, found, state, actions) {
 
 /** The entries of the difference. */
 async function difference({ name, vocabulary }, { one, other: theirs, rows }) {
-  const [x, y] = await Promise.all([one, theirs].map(({ id }) => entriesOf(id, { name })));
-  const columns = vocabulary?.ids ?? [...x[0].keys()];
-  return y.slice(0, rows).map((row, i) => columns.map((j) => row[j] - x[i][j]));
+  const which = { name, columnIds: vocabulary?.ids };
+  const [x, y] = await Promise.all([one, theirs].map(({ id }) => entriesOf(id, which)));
+  return y.slice(0, rows).map((row, i) => row.map((value, j) => value - x[i][j]));
 }
 
 /** This trace, the other one on the same scale, and the difference. */

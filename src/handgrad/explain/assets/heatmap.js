@@ -22,8 +22,8 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {number | null} [head]
  * @property {string[] | null} [rowLabels]     tokens, if rows are tokens
  * @property {string[] | null} [columnLabels]
- * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not
- * all are shown
+ * @property {number[] | null} [rowIds]     the row of the tensor that each row of the picture shows, if not all are shown
+ * @property {number[] | null} [columnIds]  the column, likewise
  * @property {(from: number, to: number) => string} [nameRow]   how to write which rows a cell shows
  * @property {(from: number, to: number) => string} [nameColumn]
  * @property {string} [join]      what stands between the row and the column
@@ -40,8 +40,8 @@ import { pictureFiles, saveMenu } from "./save.js";
 
 /** @param {Options} options */
 export function heat(options) {
-  const { key, title, kind, square, caption, picture, shape, columnIds } = options;
-  const part = columnIds ? `, ${count(columnIds.length, "column")} shown` : "";
+  const { key, title, kind, square, caption, picture, shape, rowIds, columnIds } = options;
+  const part = rowIds ? count(rowIds.length, "row") : columnIds ? count(columnIds.length, "column") : "";
   return h(
     "figure",
     { key, class: `heat ${kind}${square ? " square" : ""}` },
@@ -49,7 +49,7 @@ export function heat(options) {
       "figcaption",
       {},
       h("span", { class: "heat-title" }, title),
-      h("span", { class: "shape" }, shapeOf(shape ?? picture.shape) + part),
+      h("span", { class: "shape" }, shapeOf(shape ?? picture.shape) + (part && `, ${part} shown`)),
       saveMenu(options),
     ),
     widget("map", heatmap, options),
@@ -99,6 +99,7 @@ function heatmap(given) {
   reset.hidden = true;
   reset.onclick = () => zoom(null);
 
+  const zoomable = () => !options.square && !options.rowIds && !options.columnIds;
   const at = () => layout(picture, options, frame.clientWidth);
   const marks = () => ({
     selected: options.selected === undefined ? -1 : options.selected - picture.rows[0],
@@ -157,25 +158,27 @@ function heatmap(given) {
     redraw();
   }
 
-  /** @param {number[]} cell */
-  const nameOf = (cell) => {
-    const { nameRow = numbered("row"), nameColumn = numbered("feature"), join = " · " } = options;
-    const [rows, columns] = [range(picture, cell[0], 0), range(picture, cell[1], 1)];
+  /** What a cell shows: all its entries, or the one that was found.
+   * @param {number[]} cell @param {{ row: number, column: number }} [found] */
+  const nameOf = (cell, found) => {
+    const { nameRow = numbered("row"), nameColumn = numbered("feature"), join = " · ", rowIds, columnIds } = options;
+    const rows = found && !rowIds ? [found.row, found.row + 1] : range(picture, cell[0], 0);
+    const columns = found && !columnIds ? [found.column, found.column + 1] : range(picture, cell[1], 1);
     const row = options.picture.shape[0] > 1 ? nameRow(rows[0], rows[1]) : "";
     return [row, nameColumn(columns[0], columns[1])].filter(Boolean).join(join);
   };
 
-  /** @param {number} j */
-  const columnsOf = (j) => {
-    const [from, to] = range(picture, j, 1),
-      ids = options.columnIds;
+  /** The entries of the tensor that cell i of an axis shows, first and after the last. @param {number} i */
+  const entriesOf = (i, axis) => {
+    const [from, to] = range(picture, i, axis),
+      ids = axis ? options.columnIds : options.rowIds;
     return ids ? [ids[from], ids[from] + 1] : [from, to];
   };
 
   /** Which entry a cell shows: the one furthest from 0. @param {number[]} cell */
   async function entryOf(cell) {
-    const rows = range(picture, cell[0], 0),
-      columns = columnsOf(cell[1]);
+    const rows = entriesOf(cell[0], 0),
+      columns = entriesOf(cell[1], 1);
     if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
     const where = { name: options.name, rows: rows.join(":"), columns: columns.join(":"), ...headOf(options) };
     return get("value", options.sentence, where);
@@ -200,14 +203,7 @@ function heatmap(given) {
       try {
         const found = await entryOf(cell);
         if (mine !== requested) return;
-        const { nameRow, nameColumn = numbered("feature") } = options;
-        const pooled = !options.columnIds && picture.pool[0] * picture.pool[1] > 1;
-        const exactly = pooled
-          ? [nameRow?.(found.row, found.row + 1), nameColumn(found.column, found.column + 1)]
-              .filter(Boolean)
-              .join(options.join ?? " · ")
-          : where;
-        readout.textContent = `${exactly}: ${exact(found.value)}`;
+        readout.textContent = `${nameOf(cell, found)}: ${exact(found.value)}`;
         Object.assign(readout.dataset, { value: found.value, row: found.row, column: found.column });
       } catch {
         // the approximate value stays
@@ -270,7 +266,7 @@ function heatmap(given) {
     const cell = under(event);
     const dragged = drag && drag[0] !== drag[1] ? [Math.min(...drag), Math.max(...drag)] : null;
     drag = null;
-    if (dragged && !options.square && !options.columnIds)
+    if (dragged && zoomable())
       return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
     if (!cell) return;
     const again = tapped === String(cell);
@@ -286,7 +282,7 @@ function heatmap(given) {
       const [i, j] = cursor ?? [0, 0];
       const [di, dj] = cursor ? moves[event.key] : [0, 0];
       show([Math.max(0, Math.min(rows - 1, i + di)), Math.max(0, Math.min(columns - 1, j + dj))]);
-    } else if (event.key === "+" && cursor && !options.square && !options.columnIds) {
+    } else if (event.key === "+" && cursor && zoomable()) {
       const [from, to] = picture.columns,
         middle = range(picture, cursor[1], 1)[0];
       const half = Math.max(1, Math.floor((to - from) / 4));

@@ -19,7 +19,8 @@ export const pictureFiles = new WeakMap();
  * @property {string} [sentence]  id of the traced sentence
  * @property {string[] | null} [rowLabels]
  * @property {string[] | null} [columnLabels]
- * @property {number[] | null} [columnIds]  the columns of the tensor that are shown, if not all are
+ * @property {number[] | null} [rowIds]  the rows of the tensor that are shown, if not all are
+ * @property {number[] | null} [columnIds]  the columns, likewise
  */
 
 /** The menu of a picture; it is inside the picture's figure. @param {Saved} about */
@@ -100,16 +101,16 @@ async function run(event, act) {
 }
 
 /** @param {Saved} about */
-async function csvOf({ values, name, head, sentence, rowLabels, columnLabels, columnIds }) {
+async function csvOf({ values, name, head, sentence, rowLabels, columnLabels, rowIds, columnIds }) {
   if (values) return csvText(await values(), rowLabels, columnLabels);
-  const rows = await entriesOf(sentence ?? "", { name, head });
-  return csvText(columnIds ? rows.map((row) => columnIds.map((j) => row[j])) : rows, rowLabels, columnLabels);
+  return csvText(await entriesOf(sentence ?? "", { name, head, rowIds, columnIds }), rowLabels, columnLabels);
 }
 
-/** All entries of a matrix. @param {string} sentence @param {{ name?: string | null, head?: number | null }} which
- * @returns {Promise<number[][]>} */
-export async function entriesOf(sentence, { name, head }) {
-  return (await get("matrix", sentence, { name, ...(head === null || head === undefined ? {} : { head }) })).values;
+/** The entries of a matrix, or of some of its rows and columns. @param {string} sentence
+ * @param {Pick<Saved, "name" | "head" | "rowIds" | "columnIds">} which @returns {Promise<number[][]>} */
+export async function entriesOf(sentence, { name, head, rowIds: rows, columnIds: columns }) {
+  const given = Object.entries({ name, head, rows, columns }).filter(([, value]) => value !== null && value !== undefined);
+  return (await get("matrix", sentence, Object.fromEntries(given))).values;
 }
 
 /** @param {string} text @param {string} type */

@@ -158,6 +158,15 @@ function statistics(view) {
   return table("Statistics", ["", ...Object.values(STATISTICS)], rows, { class: "statistics" });
 }
 
+/** How the tokens of a gradient over the vocabulary are shown: as its rows, or as its columns. */
+function vocabularyOf({ vocabulary: tokens }) {
+  if (!tokens) return {};
+  const { words, ids, axis } = tokens;
+  return axis
+    ? { columnLabels: words, columnIds: ids, nameColumn: worded(words) }
+    : { rowLabels: words, rowIds: ids, nameRow: worded(words) };
+}
+
 function parameters(view, state, actions) {
   const { parameters: trained, frozen } = view;
   const zeroDown = state.table.lora && trained.some((p) => /^d_/.test(p.symbol) && p.grad_norm === 0);
@@ -181,10 +190,12 @@ function parameters(view, state, actions) {
             key: "gradient",
             title: `∂${p.symbol.split(" ")[0]}`,
             picture: p.picture,
+            shape: p.shape,
             kind: "delta",
             name: p.name,
             sentence: state.overview.id,
             nameColumn: numbered("column"),
+            ...vocabularyOf(p),
             python: p.python,
             ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
           })
