@@ -61,6 +61,13 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     assert number(page, "#objective") == pytest.approx(trace.loss, rel=1e-5)
     assert f"objective=difference-6-{best}-{ord('x')}" in page.url
     expect(page.locator("#badge")).to_have_class("badge good")
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]")
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
+    page.go_back()
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘o’")
+    page.go_forward()
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
     page.click(".loss-card .strip button >> nth=6")
     expect(page.locator("#push-caption")).to_contain_text("Δ₁₂ is 1 for")
     page.click("#tab-attribution")
@@ -71,12 +78,6 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     assert torch.allclose(torch.tensor(shown), found.integrated[:7].float(), rtol=1e-4, atol=1e-6)
     page.click("#tab-step")
     expect(page.locator("#view-step")).to_contain_text("minus that of ‘x’")
-    go(page, "station/loss/backward" + page.url[page.url.index("?") :])
-    page.reload()
-    page.wait_for_selector("html[data-ready=yes]")
-    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
-    page.go_back()
-    expect(page.locator("#objective")).to_contain_text("minus that of ‘o’")
 
 
 def test_follow_a_number_up_to_the_loss(open_page: Open, session: Session) -> None:
