@@ -13,6 +13,7 @@ from tiny_session import QWEN3, TEXT, evaluate, make_session
 
 import handgrad as hg
 from handgrad.explain.export import MAX_BYTES, export
+from handgrad.explain.notebook import Page as Notebook
 from handgrad.explain.server import Server
 from handgrad.explain.session import Session
 from handgrad.ops import layernorm
@@ -568,6 +569,15 @@ def test_html_in_an_exported_sentence_stays_text(open_page: Open, tmp_path: Path
         torch.tensor(float(page.locator("#loss").get_attribute("data-value") or "")),
         torch.tensor(session.sentence(text).trace.loss),
     )
+    notebook = tmp_path / "notebook.html"  # the same file in a frame without an address, as a notebook shows it
+    notebook.write_text(f"<html data-ready=yes>{Notebook(file.read_text(encoding='utf-8'))._repr_html_()}</html>")
+    frame = open_page(base=notebook.as_uri(), offline=True).frame_locator("iframe")
+    expect(frame.locator("#story")).to_be_visible()
+    frame.locator("#skip").press("Enter")
+    frame.locator("#tab-station").click()
+    expect(frame.locator("#badge")).to_have_class("badge good")
+    frame.locator("#walk-on").click()
+    expect(frame.locator("#view-station")).to_have_attribute("data-station", "blocks.0.a_2")
 
 
 # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,8 @@
 // of its entry of Δ, so blue means “more of this” wherever it is shown. Each half of a scale differs in lightness, and the
 // halves differ with any colour vision.
 
+import { isDark } from "./theme.js";
+
 /** @typedef {[number, number, number]} RGB */
 /** @typedef {"a" | "delta" | "size"} Kind */
 
@@ -77,7 +79,7 @@ const STOPS = {
   },
 };
 
-const theme = () => (document.documentElement.dataset.theme === "dark" ? "dark" : "light");
+const theme = () => (isDark() ? "dark" : "light");
 
 /** x from −1 to 1 → red, green, blue
  * @param {Kind} kind

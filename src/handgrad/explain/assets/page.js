@@ -16,6 +16,7 @@ import { discardSteps, lastStep } from "./step.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
+import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
@@ -126,7 +127,7 @@ async function load(key) {
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** Read the view from the address bar; return its sentence and a message if it names something that does not exist. */
-export function readAddress(hash = location.hash) {
+function readAddress(hash = location.hash) {
   const here = parseAddress(hash);
   const knownView = VIEWS.some((view) => view.id === here.view);
   const knownStation = state.table.stations.some((/** @type {any} */ s) => s.id === here.station);
@@ -148,7 +149,12 @@ export function readAddress(hash = location.hash) {
 function writeAddress(push) {
   const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
   const hash = formatAddress({ ...state, text });
-  if (hash !== location.hash) history[push ? "pushState" : "replaceState"](null, "", hash);
+  if (hash === location.hash) return;
+  try {
+    history[push ? "pushState" : "replaceState"](null, "", hash);
+  } catch {
+    // a notebook shows the page in a frame that has no address
+  }
 }
 
 // ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +225,7 @@ function showFollowed() {
 
 // ── what the views may do to the page ──────────────────────────────────────────────────────────────────────────────
 
-export const actions = {
+const actions = {
   busy,
   redraw,
   setStatus,
@@ -327,24 +333,15 @@ export const actions = {
 // ── start ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** @param {boolean} dark */
-export function setTheme(dark) {
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  find("theme").setAttribute("aria-pressed", String(dark));
+function setTheme(dark) {
+  applyTheme(dark);
   redraw();
   redrawHeatmaps();
 }
 
-function savedTheme() {
-  try {
-    return localStorage.getItem("handgrad theme");
-  } catch {
-    return null; // no storage: the browser's setting decides
-  }
-}
-
 async function start() {
   find("opening").hidden = false;
-  setTheme(savedTheme() ? savedTheme() === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  applyTheme(opensDark());
   try {
     state.table = await busy(get("table"));
   } catch (reason) {
