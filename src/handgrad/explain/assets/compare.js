@@ -121,7 +121,8 @@ function results(all, found, state, actions) {
     actions.show({ push: false });
   };
   const after = (steps) => (steps ? `, after ${count(steps, "step")}` : "");
-  const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, loss ${number(loss, 4)}`;
+  const what = state.overview.objective.kind === "difference" ? "difference" : "loss";
+  const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, ${what} ${number(loss, 4)}`;
   const options = known.map((s) => h("option", { value: s.id, key: s.id }, `${name(s)} ${s.symbol}`));
   const change = (event) => open(event.target.value);
   return [
