@@ -103,7 +103,7 @@ export function attentionCard(head, state, actions, labels) {
       ),
       square(
         "delta_raw",
-        "Δ_raw · error of the attention scores",
+        "Δ_raw · error of the scores",
         "delta",
         false,
         "Below 0: more attention would lower the loss. Above 0: less would. Each row sums to 0.",
