@@ -24,7 +24,6 @@ def test_a_sentence_holds_its_trace() -> None:
     assert session.sentence(TEXT) is sentence and session.find(sentence.id) is sentence
 
 
-
 def test_progress_follows_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     session, seen = make_session(), []
     record = session.progress.record

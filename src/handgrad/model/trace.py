@@ -94,9 +94,7 @@ def trace(
         for p in before:
             p.grad = None
         if edit is None:
-            loss = model.loss_and_grads(
-                tokens, targets, lengths, record=keep, all_signals=True, objective=objective
-            )
+            loss = model.loss_and_grads(tokens, targets, lengths, record=keep, all_signals=True, objective=objective)
         else:
             loss = _edited(edited_pass(model, tokens, targets, lengths, objective, edit, keep), objective)
         values |= gradients(model)
