@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEFAULT = "smollm2"  # if it was fetched
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
+TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
 SMALL = 5_000_000  # parameters; below, a second thread does not help
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
@@ -37,7 +38,7 @@ def explain(
             " runs/, or else a small model that is trained first]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT}]")] = None,
+    text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
@@ -70,7 +71,7 @@ def explain(
         note += f", with adapters of rank {lora}"
     if network.size < SMALL:
         torch.set_num_threads(1)
-    session = Session(network, tokenizer, name, note, text or TEXT)
+    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..display.progress import watch

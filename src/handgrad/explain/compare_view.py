@@ -63,7 +63,7 @@ def compare_station(
         maps.append({
             "kind": kind, "name": name, "symbol": symbol(name), "one": picture(sides[0], limit=limit, scale=scale),
             "other": picture(sides[1], limit=limit, scale=scale), "difference": picture(sides[2], limit=limit),
-            "vocabulary": vocabulary(session, columns),
+            "vocabulary": vocabulary(session, columns), "width": x.shape[1],
             "lengths": difference.norm(dim=1).tolist(), "statistics": statistics(difference),
             "relative": _relative(x[:n], y[:n]), "caption": _about(session, one, x[:n], difference),
             "python": f"(other[{name!r}][:{n}] - trace[{name!r}][:{n}]){part}", "python_one": f"trace[{name!r}]{part}",

@@ -159,6 +159,7 @@ function trio(map, found, state) {
       key,
       title,
       picture: map[key],
+      shape: [map[key].shape[0], map.width],
       kind: map.kind,
       rowLabels: labels,
       columnLabels: columns?.words,

@@ -3,10 +3,10 @@
 
 /** @typedef {{ station: string, label: string, a_label: string, a: number[], delta: number[], share: number[] }} Row */
 
-/** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅ @param {string} label */
+/** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅; Δ_gate, Δ_up of block 1 → 1·Δ_gate,up @param {string} label */
 export function shortLabel(label) {
   const [, symbols, block] = /^(.*?)(?: of block (\d+))?$/.exec(label) ?? ["", label];
-  return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "")}`;
+  return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "").replaceAll(",Δ_", ",")}`;
 }
 
 /** What a mode shows of a row. @param {Row} row @param {string} mode */

@@ -1,7 +1,7 @@
 // @ts-check
 // “Follow one number”: the sum of products that made a cell, its terms largest first. Every factor can be followed in turn.
 
-import { exact, number, quote, signed } from "./format.js";
+import { count, exact, number, quote, signed } from "./format.js";
 import { middleBar, table } from "./parts.js";
 import { h } from "./render.js";
 
@@ -44,7 +44,7 @@ export function followCard(found, state, actions) {
       : h(
           "p",
           { class: "soft" },
-          `Sum of all ${found.count.toLocaleString("en")} terms: `,
+          `Sum of ${found.count === 1 ? "the only term" : `all ${count(found.count, "term")}`}: `,
           h("b", { id: "followed-sum", "data-value": found.sum }, exact(found.sum)),
           matches
             ? ", the number above up to rounding."
@@ -100,7 +100,7 @@ function terms(found, actions) {
       h(
         "tr",
         { key: "rest" },
-        h("td", {}, `${found.rest.count.toLocaleString("en")} smaller terms`),
+        h("td", {}, `${count(found.rest.count)} smaller terms`),
         h("td", { class: "move" }, middleBar(found.rest.value, most, "term")),
         h("td", { class: "figure", "data-term": found.rest.value }, signed(found.rest.value)),
       ),

@@ -61,7 +61,10 @@ function visibleCharacter(c) {
   if (NAMED.has(c)) return NAMED.get(c);
   if (code < 32) return String.fromCodePoint(0x2400 + code);
   const unseen =
-    (code >= 0x80 && code < 0xa0) || (code >= 0x200b && code <= 0x200f) || (code >= 0x202a && code <= 0x202e);
+    (code >= 0x80 && code < 0xa0) ||
+    (code >= 0x200b && code <= 0x200f) ||
+    (code >= 0x202a && code <= 0x202e) ||
+    (code >= 0xe000 && code <= 0xf8ff); // private use: no font knows it
   return unseen || code === 0xfeff ? `⟨${code.toString(16)}⟩` : c;
 }
 

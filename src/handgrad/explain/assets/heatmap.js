@@ -38,10 +38,16 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {() => number[][] | Promise<number[][]>} [values]  the entries, for a file, if there is no name
  */
 
+/** 15 × 576; if only some columns are shown, 15 × 64 of 49,152. @param {Options} options */
+function shownShape({ shape, picture, rowIds, columnIds }) {
+  const all = shape ?? picture.shape;
+  const part = [rowIds, columnIds];
+  return all.map((n, i) => (part[i] ? `${count(part[i].length)} of ` : "") + count(n)).join(" × ");
+}
+
 /** @param {Options} options */
 export function heat(options) {
-  const { key, title, kind, square, caption, picture, shape, rowIds, columnIds } = options;
-  const part = rowIds ? count(rowIds.length, "row") : columnIds ? count(columnIds.length, "column") : "";
+  const { key, title, kind, square, caption } = options;
   return h(
     "figure",
     { key, class: `heat ${kind}${square ? " square" : ""}` },
@@ -49,7 +55,7 @@ export function heat(options) {
       "figcaption",
       {},
       h("span", { class: "heat-title" }, title),
-      h("span", { class: "shape" }, shapeOf(shape ?? picture.shape) + (part && `, ${part} shown`)),
+      h("span", { class: "shape" }, shownShape(options)),
       saveMenu(options),
     ),
     widget("map", heatmap, options),

@@ -71,7 +71,7 @@ export function drawMap(nav, state, actions) {
   if (moved) scrollTo(nav);
 }
 
-const short = (x) => number(x, x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
+const short = (x) => number(Number(x.toPrecision(2)), x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
 
 function item(station, state, actions, lengths) {
   const proof = state.proofs?.[station.id];

@@ -284,7 +284,8 @@ const actions = {
    * @param {number | null} head */
   async follow(name, row, column, head) {
     if (offline) return actions.select({ token: row });
-    state.followed = [{ name, row, column, head, label: `${name.split(".").at(-1)} [${row}, ${column}]` }];
+    const symbol = /** @type {string} */ (name.split(".").at(-1)).replace("grad_", "∂").replace("delta_", "Δ_");
+    state.followed = [{ name, row, column, head, label: `${symbol} [${row}, ${column}]` }];
     await show({ push: false });
     showFollowed();
   },

@@ -173,7 +173,7 @@ function parameters(view, state, actions) {
   const one = (p) =>
     h(
       "div",
-      { class: "parameter", key: p.symbol },
+      { class: p.vocabulary ? "parameter wide" : "parameter", key: p.symbol },
       h("h4", {}, p.symbol),
       h(
         "p",

@@ -10,16 +10,23 @@ import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
 
+const CONTEXT = 3; // tokens before the word of the story, if the sentence is long enough: at its beginning everything is improbable
+
 /** The position whose next token the model found least probable. @param {number[]} losses */
-export const worst = (losses) => losses.indexOf(Math.max(...losses));
+export function worst(losses) {
+  const first = losses.length > 2 * CONTEXT ? CONTEXT : 0;
+  return first + losses.slice(first).indexOf(Math.max(...losses.slice(first)));
+}
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
 export function context(tokens, position) {
+  const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
     text = tokens[t].label + text;
-    if (/^\s+\S/.test(text) || (/\S/.test(text) && text.length > 10)) break;
+    const whole = /^\s+\S/.test(text) && text.trim().length >= enough;
+    if (whole || (/\S/.test(text) && text.length > 10)) break;
   }
   return text.trimStart() || text;
 }
@@ -40,7 +47,7 @@ export const storyView = {
       actions.redraw();
     };
     return [
-      headline(context(tokens, position), row, position === worst(losses)),
+      headline(context(tokens, position), row, position === worst(losses), losses.length),
       words(tokens, losses, position, choose),
       guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position),
       nextWord(positions.at(-1)),
@@ -49,11 +56,12 @@ export const storyView = {
   },
 };
 
-function headline(before, row, isWorst) {
+function headline(before, row, isWorst, length) {
+  const worstOf = length > 2 * CONTEXT ? "worst, apart from the first ones" : "worst";
   return h(
     "div",
     { class: "story-head", key: "headline" },
-    h("p", { class: "where" }, isWorst ? "the word that this model predicted worst" : "the word that you chose"),
+    h("p", { class: "where" }, isWorst ? `the word that this model predicted ${worstOf}` : "the word that you chose"),
     h(
       "h2",
       { id: "story" },
