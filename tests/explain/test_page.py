@@ -48,7 +48,7 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
     assert "#/station/loss/backward?token=3" in page.url
     held: list[Route] = []
     page.route("**/api/sentence", lambda route: held.append(route))
-    page.route("**/api/progress", lambda route: route.fulfill(json=HALFWAY))
+    page.route("**/api/progress*", lambda route: route.fulfill(json=HALFWAY))
     page.reload()
     expect(page.locator("#opening-text")).to_have_text("Backward pass, block 21 of 30")
     assert float(page.locator("#opening-bar").get_attribute("value") or "") == HALFWAY["share"]

@@ -38,7 +38,9 @@ def explain(
             " runs/, or else a small model that is trained first]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")] = None,
+    text: Annotated[
+        str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
