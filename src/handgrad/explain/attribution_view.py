@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import HandgradError
 from ..inference.attribution import Attribution, attribute
+from ..model.objective import LogitDifference
 from .captions import quote
 from .marks import percent, typeset
 from .objectives import token_id
@@ -25,8 +26,10 @@ def attribution(
 ) -> dict[str, Any]:
     """Explain the token after `position`: the target there unless another `word` is given; with `against`, its logit minus
     that token's. The default position is that of the objective, or of the target with the least probability, apart from the
-    first ones."""
-    ids, targets = sentence.ids, sentence.targets[0].tolist()
+    first ones; where the objective is a difference of logits, that difference is explained."""
+    ids, targets, o = sentence.ids, sentence.targets[0].tolist(), sentence.objective
+    if isinstance(o, LogitDifference) and position in (None, o.position) and word is None and against is None:
+        position, word, against = o.position, o.token, o.against
     position = _chosen(sentence) if position is None else position
     if not 0 <= position < len(ids):
         raise HandgradError(f"the sentence has {len(ids)} tokens: there is no position {position}")

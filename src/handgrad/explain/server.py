@@ -281,6 +281,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.post("/api/step")
     async def step(body: StepRequest) -> Response:
+        prover.release()
         return await answer(take_step, body.id, body.lr, body.optimizer)
 
     add_routes(app, session, compute, JSONAnswer)

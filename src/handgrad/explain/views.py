@@ -137,10 +137,9 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, 
     for station in session.stations:
         layer = _layer(station)
         for parameter in station.parameters:
-            grad = sentence.trace.get(parameter.gradient)
-            if grad is None or (session.model.config.tied and station.id == "a_12" and parameter.symbol != "b_11"):
+            norm = sentence.trace.norms.get(parameter.gradient)
+            if norm is None or parameter.shared:
                 continue
-            norm = grad.norm().item()
             groups.append({"layer": layer, "station": station.id, "symbol": parameter.symbol, "norm": norm})
             sizes[f"{parameter.symbol} in {layer}"] = norm
     return groups, sizes
