@@ -215,7 +215,7 @@ class LayerwiseChecker:
             self._add_gradient(head.bias, linear.grad_b(self.ours["delta_12"], None), self._expected.sum(0))
         tied = model.config.tied
         for name, table in model.tables().items():
-            if table.weight is None:
+            if table.weight is None or not table.weight.requires_grad:
                 continue
             rows = ids if name == "w_tok" else self.piece.positions
             used, inverse = torch.unique(rows, return_inverse=True)
@@ -226,7 +226,7 @@ class LayerwiseChecker:
                 self._add_gradient(table.weight, ours, lookup)
                 continue
             self._check_head(table.weight, used, ours, lookup)
-        if head.weight is not None and not tied:
+        if head.weight is not None and not tied and head.weight.requires_grad:
             self._check_head(head.weight, torch.empty(0, dtype=torch.long), a_11[:0], a_11[:0])
         del self._expected  # as large as the vocabulary
 
