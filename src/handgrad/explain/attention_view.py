@@ -13,15 +13,18 @@ from . import captions
 from .follow_tensors import Pair, products
 from .marks import typeset
 from .norms import frozen
-from .pictures import picture
+from .pictures import COLUMNS, picture
 from .session import Session, TracedSentence
 from .views import labels_of
 
 IMPORT = "from handgrad.explain.attention_view import attention_head\n"  # for lines of Python that the page shows
 
 
-def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -> dict[str, Any]:
-    """Return one head: its attention weights, Δ_raw, and the error that each token sends back to each other token."""
+def at_head(
+    session: Session, sentence: TracedSentence, block: int, head: int, limit: int = COLUMNS
+) -> dict[str, Any]:
+    """Return one head: its attention weights, Δ_raw, and the error that each token sends back to each other token;
+    pictures have at most `limit` columns."""
     config = session.model.config
     if not 0 <= block < config.n_blocks or not 0 <= head < config.n_heads:
         raise HandgradError(
@@ -51,11 +54,11 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
             for h in range(config.n_heads)
         ],
         "maps": {
-            name: {"picture": picture(x, full_range=name == "rho"), "name": here + name, "python": lines[name]}
+            name: {"picture": picture(x, limit=limit, full_range=name == "rho"), "name": here + name, "python": lines[name]}
             for name, x in maps.items()
         },
         "vectors": {
-            name: {"picture": picture(x), "name": here + name, "head": indices[name]}
+            name: {"picture": picture(x, limit=limit), "name": here + name, "head": indices[name]}
             for name, x in (("q", q), ("k", k), ("v", v))
         },
         "group": list(range(head // size * size, (head // size + 1) * size)),

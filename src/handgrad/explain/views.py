@@ -13,7 +13,7 @@ from . import captions, swaps_view
 from .exercises import offered_at
 from .formulas import ERRATA, Formula, mathml
 from .objectives import describe
-from .pictures import picture, statistics
+from .pictures import ROWS, picture, statistics
 from .session import Session, TracedSentence
 from .sources import readable_first, source
 from .stations import Parameter, Station
@@ -235,7 +235,8 @@ def _map(
     shown = x if columns is None else x[:, columns]
     words = vocabulary(session, columns)
     return {
-        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(shown, limit=limit),
+        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape),
+        "picture": picture(shown, limit=limit if columns is None else VOCABULARY_COLUMNS),
         "vocabulary": words, "statistics": statistics(x),
         "lengths": x.norm(dim=1).tolist(), "caption": caption,
         "python": python or f"trace[{name!r}]" + ("" if columns is None else f"[:, {columns}]"),
@@ -270,11 +271,12 @@ def _parameter(
         ids = vocabulary_columns(sentence, grad if axis else grad.t(), VOCABULARY_ROWS)
         shown, part = grad.index_select(axis, torch.tensor(ids)), f"[:, {ids}]" if axis else f"[{ids}]"
         words = {**(vocabulary(session, ids) or {}), "axis": axis}
+    most = {"limit": max(VOCABULARY_ROWS, limit // 2), "rows_limit": max(VOCABULARY_ROWS, min(ROWS, limit))}
     return {
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
         "norm": value.norm().item(), "name": parameter.gradient,
-        "grad_norm": None if grad is None else grad.norm().item(),
-        "picture": None if shown is None else picture(shown, limit=limit // 2), "vocabulary": words,
+        "grad_norm": sentence.trace.norms.get(parameter.gradient),
+        "picture": None if shown is None else picture(shown, **most), "vocabulary": words,
         "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 
