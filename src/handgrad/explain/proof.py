@@ -160,7 +160,9 @@ class Prover:
         """Add the results of one station; the first call adds autograd's for all stations."""
         checker = self._checker_for(sentence)
         if not results.checks:
-            checks = {s.id: self._compare_with_autograd(checker, sentence, s) for s in self.session.stations}
+            checks = self._on_worker(
+                lambda: {s.id: self._compare_with_autograd(checker, sentence, s) for s in self.session.stations}
+            )
             with self._changed:
                 results.checks = checks
                 self._changed.notify_all()
