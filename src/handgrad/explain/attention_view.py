@@ -20,9 +20,7 @@ from .views import labels_of
 IMPORT = "from handgrad.explain.attention_view import attention_head\n"  # for lines of Python that the page shows
 
 
-def at_head(
-    session: Session, sentence: TracedSentence, block: int, head: int, limit: int = COLUMNS
-) -> dict[str, Any]:
+def at_head(session: Session, sentence: TracedSentence, block: int, head: int, limit: int = COLUMNS) -> dict[str, Any]:
     """Return one head: its attention weights, Δ_raw, and the error that each token sends back to each other token;
     pictures have at most `limit` columns."""
     config = session.model.config

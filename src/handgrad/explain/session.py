@@ -80,7 +80,6 @@ class Version:
         return sum(x.bytes for x in (self.weights, self.optimizer_state) if isinstance(x, TensorFile))
 
 
-
 class Session:
     """A model, its tokenizer, and everything the page has asked for. Safe to use from several threads."""
 

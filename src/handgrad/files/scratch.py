@@ -1,6 +1,7 @@
 """Tensors in a temporary file: what is needed again, but not now, and would fill the memory."""
 
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from io import BufferedRandom
 from typing import cast
@@ -18,7 +19,8 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self) -> None:
         folder = cache_path("scratch")  # /tmp may be in memory
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = cast(BufferedRandom, tempfile.TemporaryFile(dir=folder))
+        self._file = cast(BufferedRandom, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._index: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         self.bytes = 0
 

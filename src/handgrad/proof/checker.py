@@ -88,9 +88,7 @@ class Checker:
             self.errors[name] = relative_error(grad, expected.grads[name], floor)
         self.errors["loss"] = loss_error(self.loss, expected)
 
-    def _errors_by_rounding(
-        self, expected: Reference, dtype: torch.dtype, floor: float, seed: int
-    ) -> dict[str, float]:
+    def _errors_by_rounding(self, expected: Reference, dtype: torch.dtype, floor: float, seed: int) -> dict[str, float]:
         """The largest relative error that rounding in this dtype explains, by the name of the error signal."""
         reference, config = self._reference, self._reference.model.config
         generator = torch.Generator(reference.model.device).manual_seed(seed)
