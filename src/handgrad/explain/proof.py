@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -269,7 +269,9 @@ class Prover:
             found.append(("∂w_tok is the sum of the gradients of both uses (R9)", self._tied_gradient_error(checker)))
         return found
 
-    def _norm_identity(self, ours: dict[str, Tensor], station: Station, here: str, centred: bool) -> tuple[str, float]:
+    def _norm_identity(
+        self, ours: Mapping[str, Tensor], station: Station, here: str, centred: bool
+    ) -> tuple[str, float]:
         """A norm that subtracts the mean ignores shifts of a row. One that does not ignores its scale, but for ε: the error
         signal it sends back has the product ε/rms³ (G ⊖ ā) with ā."""
         (name,) = station.outgoing

@@ -234,6 +234,12 @@ class Session:
             _shrink(self._versions, VERSION_CACHE_BYTES, MAX_VERSIONS)
             return number
 
+    def free_gradients(self) -> None:
+        """Free the gradients of the layer that was shown last, and return free memory to the system."""
+        with self.lock:
+            self._gradients = ("", "", {})
+            trim_heap()
+
     def drop_version(self, number: int) -> None:
         """Forget a version, and go back to the weights as loaded if it is in use."""
         with self.lock:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import HandgradError, NonFiniteError
 from ..files.scratch import TensorFile
 from ..formatting import size
+from ..machine import trim_heap
 from ..model.trace import own_gradients
 from ..optim import maker, step
 from .marks import typeset
@@ -33,6 +34,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
     if not 0 < lr <= 100:
         raise HandgradError(f"the learning rate must be above 0 and at most 100, not {lr}")
     with session.lock:
+        session.free_gradients()
         loss, expected, made = _stepped(session, sentence, lr, optimizer)
         version = session.add_version(made)
         try:
@@ -82,6 +84,7 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
                 f" ({reason.strerror}): free some space, or set HANDGRAD_CACHE to a folder on another disk"
             ) from None
     assert len(weights) == len(names)
+    trim_heap()
     return loss, expected, Version(weights, new_state, optimizer, old.steps + 1)
 
 

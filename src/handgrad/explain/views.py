@@ -271,12 +271,12 @@ def _parameter(
         ids = vocabulary_columns(sentence, grad if axis else grad.t(), VOCABULARY_ROWS)
         shown, part = grad.index_select(axis, torch.tensor(ids)), f"[:, {ids}]" if axis else f"[{ids}]"
         words = {**(vocabulary(session, ids) or {}), "axis": axis}
-    most = {"limit": max(VOCABULARY_ROWS, limit // 2), "rows_limit": max(VOCABULARY_ROWS, min(ROWS, limit))}
+    columns, rows = max(VOCABULARY_ROWS, limit // 2), max(VOCABULARY_ROWS, min(ROWS, limit))
     return {
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
         "norm": value.norm().item(), "name": parameter.gradient,
         "grad_norm": sentence.trace.norms.get(parameter.gradient),
-        "picture": None if shown is None else picture(shown, **most), "vocabulary": words,
+        "picture": None if shown is None else picture(shown, limit=columns, rows_limit=rows), "vocabulary": words,
         "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 

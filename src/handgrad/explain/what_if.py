@@ -151,7 +151,8 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
             model, sentence.tokens, sentence.targets, objective=sentence.objective, edit={place.delta: place.zeroed},
             record=changed.__setitem__, finished=compare,
         )  # fmt: skip
-    rows, stations = [], []
+    rows: list[dict[str, Any]] = []
+    stations = []
     for station in session.stations:
         for name in station.incoming:
             change = torch.dist(changed[name], base[name]).item()

@@ -3,8 +3,7 @@
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from io import BufferedRandom
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self) -> None:
         folder = cache_path("scratch")  # /tmp may be in memory
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = cast(BufferedRandom, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         self._index: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         self.bytes = 0
@@ -52,4 +51,5 @@ class TensorFile(Mapping[str, Tensor]):
 
 def _bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(x.view(-1).view(torch.uint8).numpy())
+    array: Any = x.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -33,7 +33,7 @@ def layer_gradients(model: GPT, trace: Trace, targets: Tensor, layer: str) -> di
 
 
 def _positions(trace: Trace) -> Tensor:
-    return torch.cat([torch.arange(n) for n in trace.lengths]).to(trace["a_0"].device)
+    return torch.cat([torch.arange(n, device=trace["a_0"].device) for n in trace.lengths])
 
 
 def _run_block(model: GPT, trace: Trace, i: int) -> None:

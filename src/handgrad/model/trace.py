@@ -115,10 +115,10 @@ def record_pass(
     targets: Tensor,
     lengths: list[int] | None = None,
     *,
-    objective: Objective = MEAN_LOSS,
-    edit: Edits | None = None,
     record: Record,
     finished: Finished = no_hook,
+    objective: Objective = MEAN_LOSS,
+    edit: Edits | None = None,
 ) -> float:
     """Record every activation and error signal of one pass; return the value of the objective. The gradients are added into
     `.grad`; `finished` is called with the parameters of each layer as soon as theirs are final, and may free them."""

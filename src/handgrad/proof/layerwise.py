@@ -99,7 +99,9 @@ class LayerwiseChecker:
         self.rounding_limits = dict.fromkeys(self.rounding, TOLERANCE[model.dtype])
         if any(error > TOLERANCE[model.dtype] for error in self.rounding.values()):
             explained = errors_by_rounding(self, seed)
-            self.rounding_limits = {name: max(x, explained[name]) for name, x in self.rounding_limits.items()}
+            self.rounding_limits |= {
+                name: max(x, explained[name]) for name, x in self.rounding_limits.items() if self.rounding[name] > x
+            }
 
     # ── layers in float64 ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -269,7 +271,7 @@ class LayerwiseChecker:
         """The gradient of a parameter of a block, computed again."""
         i, layer = self._layer_of(name)
         pairs = zip(self._original(i).parameters(), layer.parameters(), strict=True)
-        found = next(q.grad for p, q in pairs if self.names[p] == name)
+        found: Tensor | None = next(q.grad for p, q in pairs if self.names[p] == name)
         assert found is not None
         return found
 

@@ -38,15 +38,14 @@ def errors_by_rounding(checker: "LayerwiseChecker", seed: int = 0) -> dict[str, 
     inputs = [[checker.embeddings()] * len(changes)]  # of every block, in every pass
     for i in range(len(model.blocks)):
         block = _block(checker, i)
-        inputs.append([block(a, lambda _, x: x, change) for a, change in zip(inputs[-1], changes, strict=True)])
+        inputs.append([block(change, a, lambda _, x: x) for a, change in zip(inputs[-1], changes, strict=True)])
     parts = [_readout(checker, a, change) for a, change in zip(inputs.pop(), changes, strict=True)]
     for i in reversed(range(len(model.blocks))):
         _compare(found, parts)
         block, upstream = _block(checker, i), [part.delta for part in parts]
         parts = []
         for a, delta, change in zip(inputs.pop(), upstream, changes, strict=True):
-            f: Callable[[Tensor, Hook], Tensor] = partial(block, change=change)
-            parts.append(differentiate_part(f, a, (), delta))
+            parts.append(differentiate_part(partial(block, change), a, (), delta))
     _compare(found, parts)
     return {name: MARGIN * error for name, error in found.relative(NORM_FLOOR).items()}
 
@@ -58,11 +57,11 @@ def _compare(found: TensorErrors, parts: list[Part]) -> None:
             found.add(name, signal, parts[0].deltas[name], norm=True)
 
 
-def _block(checker: "LayerwiseChecker", i: int) -> Callable[[Tensor, Hook, Change], Tensor]:
+def _block(checker: "LayerwiseChecker", i: int) -> Callable[[Change, Tensor, Hook], Tensor]:
     """a_1 → a_10 of a block, with every intermediate changed before the hook sees it"""
     weights = block_weights(checker.ours.block(i), checker.model.config)
 
-    def run(a: Tensor, hook: Hook, change: Change) -> Tensor:
+    def run(change: Change, a: Tensor, hook: Hook) -> Tensor:
         return reference_block(weights, checker.choices, i, a, lambda name, x: hook(name, change(x)), change)
 
     return run
