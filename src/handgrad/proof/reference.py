@@ -294,7 +294,9 @@ class ReferenceModel:
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.pause: Callable[[], None] = lambda: None
-        self.inside: Inside | None = None  # applied within norms and to queries, keys and values, whose terms may cancel
+        self.inside: Inside | None = (
+            None  # applied within norms and to queries, keys and values, whose terms may cancel
+        )
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins
