@@ -1,5 +1,5 @@
 """Waiting times of the page of handgrad explain in Chromium: from the start of the command to the first view, for every
-kind of station, after a change of the sentence, and with eight clients at once; and the server's peak memory."""
+kind of station, after a change of the sentence, of a step, and with eight clients at once; and the server's peak memory."""
 
 import http.client
 import json
@@ -45,6 +45,8 @@ def measure(model: str, words: int) -> tuple[int, list[Found]]:
         found: list[Found] = [("start to listening", time.perf_counter() - began, 0)]
         tokens = browse(url, began, found)
         found[-1] = (*found[-1][:2], peak(process.pid))
+        for optimizer in ("SGD", "Adam"):
+            found.append((f"a step of {optimizer}", step(url, text, optimizer), peak(process.pid)))
         found.append(("eight clients at once, a sentence and four stations each", eight(url, text), peak(process.pid)))
         return tokens, found
     finally:
@@ -111,6 +113,13 @@ def get(url: str, path: str, body: dict[str, object] | None = None) -> bytes:
     if answer.status != 200:
         raise HandgradError(f"{path}: status {answer.status}, {found[:200]!r}")
     return found
+
+
+def step(url: str, text: str, optimizer: str) -> float:
+    id = json.loads(get(url, "/api/sentence", {"text": text}))["id"]
+    started = time.perf_counter()
+    get(url, "/api/step", {"id": id, "lr": 0.001, "optimizer": optimizer})
+    return time.perf_counter() - started
 
 
 def eight(url: str, text: str) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, make_session
+from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session
 
 import handgrad as hg
 from handgrad.explain import attention_view, values, views
@@ -123,6 +123,9 @@ def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
         sent = torch.stack([torch.autograd.grad(row, a_2, retain_graph=True)[0].norm(dim=1) for row in rows])
     assert view["joined"] == pytest.approx(joined.norm().item(), rel=1e-9)
     assert view["maps"]["sent"]["picture"]["largest"] == pytest.approx(sent.max().item(), rel=1e-9)
+    copied = evaluate(view["maps"]["sent"]["python"], model=session.model, trace=t)
+    assert torch.allclose(copied, sent, rtol=1e-7, atol=1e-12)
+    assert torch.equal(values.matrix(session, sentence, f"blocks.{block}.sent", head), copied)
     for name, x, i in (("q", q, head), ("k", k, group), ("v", v, group)):
         given = view["vectors"][name]
         assert given["head"] == i

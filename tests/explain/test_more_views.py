@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, TEXT, make_session
+from tiny_session import LLAMA, QWEN3, TEXT, evaluate, make_session
 
 import handgrad as hg
 from handgrad.explain import attention_view, compare_view, neuron_view, swaps_view, values, views
@@ -118,6 +118,9 @@ def test_gradient_flow_compares_rows_with_themselves() -> None:
     for row in rows:
         assert sum(row["share"]) == pytest.approx(1)
         assert eval(row["python"], {"trace": sentence.trace}).tolist() == pytest.approx(row["delta"])
+    for mode in ("share", "delta", "a"):
+        made = evaluate(flow["python"][mode], trace=sentence.trace, torch=torch)
+        assert torch.allclose(made.double(), torch.tensor([row[mode] for row in rows], dtype=torch.float64))
     mean = [sum(r["share"][t] for r in rows) / len(rows) for t in range(len(sentence.ids))]
     assert flow["rank"] == pytest.approx(mean)
     best = max(range(len(mean)), key=mean.__getitem__)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from page_helpers import Open, expect_station
-from playwright.sync_api import Browser, Route, expect
-from tiny_session import QWEN3, TEXT, make_session
+from playwright.sync_api import Browser, Locator, Page, Route, expect
+from tiny_session import QWEN3, TEXT, evaluate, make_session
 
 import handgrad as hg
 from handgrad.explain.export import MAX_BYTES, export
+from handgrad.explain.notebook import Page as Notebook
 from handgrad.explain.server import Server
 from handgrad.explain.session import Session
 from handgrad.ops import layernorm
@@ -28,7 +29,7 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
             page.fill("#sentence", text)
         sentence = session.sentence(text)
         chances = sentence.trace["y_pred"][range(len(text) - 1), sentence.ids[1:]]
-        t = int(chances.argmin())
+        t = 3 + int(chances[3:].argmin())  # the first ones have no context
         expect(page.locator("#view-start")).to_have_attribute("data-sentence", sentence.id)
         before, word = re.findall(r"\S+\s*$", text[: t + 1])[0], text[t + 1]
         story = f"After ‘{before}’ the model gave ‘{word}’".replace("‘ ’", "‘␣’")
@@ -45,6 +46,18 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
     expect_station(page, "loss")
     expect(page.locator("#map .here")).to_have_attribute("data-key", "loss")
     assert "#/station/loss/backward?token=3" in page.url
+    held: list[Route] = []
+    page.route("**/api/sentence", lambda route: held.append(route))
+    page.route("**/api/progress*", lambda route: route.fulfill(json=HALFWAY))
+    page.reload()
+    expect(page.locator("#opening-text")).to_have_text("Backward pass, block 21 of 30")
+    assert float(page.locator("#opening-bar").get_attribute("value") or "") == HALFWAY["share"]
+    held[0].continue_()
+    expect(page.locator("#opening")).to_be_hidden()
+    expect_station(page, "loss")
+
+
+HALFWAY = {"busy": True, "backward": True, "share": 0.5, "block": 20, "blocks": 30}
 
 
 def test_every_station_shows_formulas_matrices_and_a_green_badge(open_page: Open, session: Session) -> None:
@@ -556,6 +569,15 @@ def test_html_in_an_exported_sentence_stays_text(open_page: Open, tmp_path: Path
         torch.tensor(float(page.locator("#loss").get_attribute("data-value") or "")),
         torch.tensor(session.sentence(text).trace.loss),
     )
+    notebook = tmp_path / "notebook.html"  # the same file in a frame without an address, as a notebook shows it
+    notebook.write_text(f"<html data-ready=yes>{Notebook(file.read_text(encoding='utf-8'))._repr_html_()}</html>")
+    frame = open_page(base=notebook.as_uri(), offline=True).frame_locator("iframe")
+    expect(frame.locator("#story")).to_be_visible()
+    frame.locator("#skip").press("Enter")
+    frame.locator("#tab-station").click()
+    expect(frame.locator("#badge")).to_have_class("badge good")
+    frame.locator("#walk-on").click()
+    expect(frame.locator("#view-station")).to_have_attribute("data-station", "blocks.0.a_2")
 
 
 # ── input ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -621,20 +643,55 @@ def test_pictures_can_be_saved(open_page: Open, session: Session) -> None:
     line = page.evaluate("navigator.clipboard.readText()")
     expected = eval(line, {"trace": session.sentence(TEXT).trace})
     assert torch.equal(expected, session.sentence(TEXT).trace["blocks.0.delta_raw"][1])
+    found = saved(page, figure)
+    assert found["PNG"].startswith(b"\x89PNG") and b"<image" in found["SVG"] and b"<text" in found["SVG"]
+    head, *rows = found["CSV"].decode().strip().split("\r\n")
+    read = torch.tensor([[float(x) for x in row.rsplit(",", len(TEXT))[1:]] for row in rows])
+    assert torch.equal(read, expected) and head.endswith(",t")
+    figure.locator(".save summary").press("Escape")
+    expect(figure.locator(".save-menu")).to_be_hidden()
+    for where, chosen, drawn in (
+        ("station/blocks.0.a_3/backward", "figure.branches", b"<path"),
+        ("heads", "figure.all-heads", b"<image"),
+        ("whatif", ".parts figure >> nth=0", b"head 3"),
+    ):
+        page.goto(f"{page.url.split('#')[0]}#/{where}")
+        files = saved(page, page.locator(chosen))
+        assert files["PNG"].startswith(b"\x89PNG") and drawn in files["SVG"] and b"<text" in files["SVG"]
+        assert len(files["CSV"].splitlines()) >= 3
+    assert files["CSV"].decode().startswith("block,head 1,head 2,head 3\r\n1,")
+
+
+def saved(page: Page, figure: Locator) -> dict[str, bytes]:
+    """The files of a picture, by their kind."""
+    if not figure.locator(".save-menu").is_visible():
+        figure.locator(".save summary").click()
     found = {}
     for kind in ("PNG", "SVG", "CSV"):
         with page.expect_download() as download:
             figure.locator(f".save-menu button:text-is('{kind}')").click()
         found[kind] = Path(download.value.path()).read_bytes()
-    assert found["PNG"].startswith(b"\x89PNG") and b"<image" in found["SVG"] and b"<text" in found["SVG"]
-    head, *rows = found["CSV"].decode().strip().split("\r\n")
-    read = torch.tensor([[float(x) for x in row.rsplit(",", len(TEXT))[1:]] for row in rows])
-    assert torch.equal(read, expected) and head.endswith(",t")
-    branches = page.locator("figure.branches")
-    branches.locator(".save summary").click()
-    with page.expect_download() as download:
-        branches.locator(".save-menu button:text-is('PNG')").click()
-    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+    return found
+
+
+def test_every_line_of_python_on_the_page_runs(open_page: Open, session: Session) -> None:
+    page = open_page("#/station/a_0/forward")
+    sentence = session.sentence(TEXT)
+    lines = page.locator("#target .python").text_content() or ""
+    names: dict[str, object] = {"model": session.model}
+    exec(lines, names)
+    trace = names["trace"]
+    assert isinstance(trace, hg.Trace) and trace.loss == sentence.trace.loss
+    tried = 0
+    for where in ("start", "station/a_0/forward", "station/a_1/backward", "station/blocks.0.a_3/backward?head=1", "flow",
+                  "station/blocks.1.a_8/backward", "station/loss/backward", "heads", "attribution", "whatif"):  # fmt: skip
+        page.goto(f"{page.url.split('#')[0]}#/{where}")
+        panel = page.locator("[role=tabpanel]:not([hidden]):not([aria-busy])")
+        expect(panel.locator("h2").first).to_be_visible()
+        for copied in panel.locator(".save .python").all_text_contents():
+            assert evaluate(copied, **names) is not None
+            tried += 1
+    assert tried >= 25
 
 
 def test_a_step_that_diverges_is_said_to(open_page: Open) -> None:

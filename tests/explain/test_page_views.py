@@ -20,6 +20,12 @@ def number(page: Page, selector: str, name: str = "value") -> float:
     return float(page.locator(selector).first.get_attribute(f"data-{name}") or "")
 
 
+def go(page: Page, where: str) -> None:
+    """Open another view of the same page."""
+    page.goto(f"{page.url.split('#')[0]}#/{where}")
+    expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2")).to_be_visible()
+
+
 def check_accessibility(page: Page) -> None:
     found = Axe().run(page).response["violations"]
     assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
@@ -38,6 +44,11 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     assert number(page, "[data-stat='delta norm']") == pytest.approx(trace["delta_11"].double().norm().item(), rel=1e-6)
     assert "objective=position-3" in page.url
     expect(page.locator("#badge")).to_have_class("badge good")
+    go(page, "station/loss/backward?token=3&objective=position-3")
+    expect(page.locator(".loss-card")).to_contain_text("not divided by the number of targets")
+    page.click(".loss-card .strip button >> nth=5")
+    expect(page.locator("#push-caption")).to_contain_text("does not depend on this position")
+    assert page.locator(".bars.push").count() == 0
     page.select_option("#position", "6")
     expect(page.locator("#objective")).to_contain_text("the loss of ‘o’")
     page.click("[data-choice=difference]")
@@ -55,6 +66,18 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
     page.go_back()
     expect(page.locator("#objective")).to_contain_text("minus that of ‘o’")
+    page.go_forward()
+    expect(page.locator("#objective")).to_contain_text("minus that of ‘x’")
+    page.click(".loss-card .strip button >> nth=6")
+    expect(page.locator("#push-caption")).to_contain_text("Δ₁₂ is 1 for")
+    page.click("#tab-attribution")
+    expect(page.locator("#view-attribution h2")).to_contain_text("rather than ‘x’")
+    found = hg.attribute(model, [*sentence.ids[:7], best], against=ord("x"), steps=32)
+    shown = page.locator("#attributed button").evaluate_all("nodes => nodes.map((n) => Number(n.dataset.value))")
+    assert found.integrated is not None
+    assert torch.allclose(torch.tensor(shown), found.integrated[:7].float(), rtol=1e-4, atol=1e-6)
+    page.click("#tab-step")
+    expect(page.locator("#view-step")).to_contain_text("minus that of ‘x’")
 
 
 def test_follow_a_number_up_to_the_loss(open_page: Open, session: Session) -> None:
@@ -115,6 +138,10 @@ def test_what_if_a_part_did_not_exist(open_page: Open, session: Session) -> None
     page.click("[data-choice=backward]")
     expect(page.locator("#cut-caption")).to_contain_text("gradients change")
     check_accessibility(page)
+    page.fill("#sentence", "to be")  # too short for the chosen weight, which is left
+    expect(page.locator("#tokens button")).to_have_count(5)
+    expect(page.locator(".outcome")).to_have_count(0)
+    expect(page.locator("[data-part='head 1 2']")).to_be_visible()
 
 
 def test_attribution_and_its_gap(open_page: Open, session: Session) -> None:
@@ -144,6 +171,8 @@ def test_all_heads_at_a_glance(open_page: Open) -> None:
     page.click("[data-head='1.2']")
     expect_station(page, "blocks.1.a_3")
     expect(page.locator(".attention")).to_have_attribute("data-shown-head", "2")
+    page.click(".attention .what-if")
+    expect(page.locator("#view-whatif .outcome h3")).to_contain_text("head 3 of block 2")
 
 
 def test_compare(open_page: Open, session: Session) -> None:
@@ -194,7 +223,7 @@ def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) ->
     change = session.model.loss(ids, sentence.targets) - sentence.trace.loss
     assert float(shown.first.get_attribute("data-value") or "") == pytest.approx(change, rel=1e-4, abs=1e-6)
     expect(page.locator("#view-station")).to_contain_text("too large a step for a gradient")
-    page.goto(f"{page.url.split('#')[0]}#/station/a_12/backward")
+    go(page, "station/a_12/backward")
     expect_station(page, "a_12")
     figure = page.locator("figure.heat", has=page.locator('canvas[data-name="delta_12"]'))
     canvas = figure.locator("canvas[data-name]")
@@ -213,9 +242,10 @@ def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) ->
 
 
 def test_an_exercise_is_graded_in_the_page(open_page: Open) -> None:
-    page = open_page("#/exercises")
+    page = open_page("#/station/blocks.1.a_6/backward")
+    page.click("[data-open=layernorm]")
     expect(page.locator("[data-exercise]")).to_have_count(12)
-    page.click("[data-exercise=layernorm]")
+    expect(page.locator("#exercise-station")).to_have_value("blocks.1.a_6")
     page.click("#hint")
     expect(page.locator(".hints li")).to_have_count(1)
     page.click("#solution")
@@ -230,6 +260,8 @@ def test_an_exercise_is_graded_in_the_page(open_page: Open) -> None:
     check_accessibility(page)
     page.click("#restart")
     expect(page.locator("#code")).not_to_have_value("def backward(:")
+    page.click("#undo")
+    expect(page.locator("#code")).to_have_value("def backward(:")
 
 
 @pytest.mark.parametrize("width", [360, 1280])

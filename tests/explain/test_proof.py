@@ -48,6 +48,18 @@ def test_every_station_passes(shape: dict[str, object]) -> None:
         assert "∂b_k is 0" in quantities and "sum of the gradients of both uses" in quantities
 
 
+@pytest.mark.parametrize("shape", [{}, {"tied": False, "logits_bias": True}, QWEN3])
+def test_every_station_of_a_large_model_passes(shape: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer; the tables are small enough here for finite differences, which are not taken of them."""
+    monkeypatch.setattr(module, "LARGE", 0)
+    session = make_session(**shape)  # type: ignore[arg-type]
+    session.last_response_at = -1e9  # idle
+    results = check_all(session)
+    assert failed_stations(results) == set() and set(results.complete) == {s.id for s in session.stations}
+    kinds = {id: {c["kind"] for c in checks} for id, checks in results.checks.items()}
+    assert kinds["blocks.0.a_7"] == {"twin", "autograd", "differences", "identity", "rounding"}
+
+
 def without_second_mean(
     delta: torch.Tensor, a_bar: torch.Tensor, inv_sigma: torch.Tensor, w: torch.Tensor
 ) -> torch.Tensor:

@@ -182,10 +182,20 @@ def test_attribution_is_that_of_python() -> None:
     assert "Completeness gap" in found["caption"]
     worst = attribution_view.attribution(session, sentence, steps=1)["position"]
     losses = views.overview(session, sentence)["losses"]
-    assert worst == max(range(len(losses)), key=losses.__getitem__)
+    assert worst == max(range(3, len(losses)), key=losses.__getitem__)  # the first ones have no context
     with pytest.raises(hg.HandgradError, match="no target"):
         attribution_view.attribution(session, sentence, len(sentence.ids) - 1)
     assert attribution_view.attribution(session, sentence, len(sentence.ids) - 1, "x", steps=2)["word"]["word"] == "x"
+
+
+def test_attribution_follows_a_difference_of_logits() -> None:
+    """At the last position as well, where there is no target."""
+    session, sentence = traced(kind="difference", position=12, token="a", against="z")
+    found = attribution_view.attribution(session, sentence, 12, steps=4)
+    assert found["word"]["word"] == "a" and found["against"]["word"] == "z"
+    assert found["value"] == pytest.approx(sentence.trace.loss)
+    a, delta = sentence.trace["blocks.0.a_1"], sentence.trace["blocks.0.delta_1"]
+    assert [row["score"] for row in found["rows"]] == pytest.approx((a * delta).sum(1).tolist())
 
 
 # ── follow one number ───────────────────────────────────────────────────────────────────────────────────────────────

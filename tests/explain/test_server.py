@@ -116,6 +116,7 @@ def test_invalid_parameters_get_an_error_message(server: Server) -> None:
         "station?station=nonsense", "head?block=9&head=0", "head?block=0&head=-1", "lens?station=a_0",
         "slice?name=a_11&rows=0:3&columns=9:2", "slice?name=a_11&rows=x&columns=0:1",
         "value?name=delta_x&rows=0:1&columns=0:1", "slice?name=blocks.0.sent&rows=0:1&columns=0:1",
+        "matrix?name=a_11&rows=x", "matrix?name=a_11&columns=3,999", "matrix?name=x.sent&head=0",
     ]:  # fmt: skip
         status, found, _ = call(server, "GET", f"/api/{about}&id={id}")
         assert status == 400 and found["error"], about

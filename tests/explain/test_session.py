@@ -1,10 +1,11 @@
 """The session: traced sentences, versions of the weights, steps, and the input it rejects."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
-from tiny_session import TEXT, make_session
+from tiny_session import LLAMA, QWEN3, TEXT, make_session
 
 import handgrad as hg
 from handgrad.explain import attention_view, views
@@ -13,15 +14,45 @@ from handgrad.explain.session import ExpiredError
 from handgrad.explain.steps import take_step
 
 
-def test_a_sentence_holds_its_trace() -> None:
-    session = make_session()
+@pytest.mark.parametrize(
+    "shape", [{}, LLAMA, QWEN3, {"lora": 2}, {"tied": False, "logits_bias": True}, {"dtype": torch.bfloat16}]
+)
+def test_a_sentence_holds_its_trace(shape: dict[str, Any]) -> None:
+    session = make_session(**shape)
     sentence = session.sentence(TEXT)
     tokens = torch.tensor([list(TEXT.encode())])
     targets = torch.cat([tokens[:, 1:], torch.tensor([[-100]])], 1)
     trace = hg.trace(session.model, tokens, targets)
     assert sentence.trace.loss == trace.loss and set(sentence.trace) == set(trace)
     assert all(torch.equal(sentence.trace[name], x) for name, x in trace.items())
+    grads = {name: x for name, x in trace.items() if "grad_" in name}
+    assert sentence.trace.norms == {name: x.norm().item() for name, x in grads.items()}
     assert session.sentence(TEXT) is sentence and session.find(sentence.id) is sentence
+    assert sentence.trace.bytes == stored_bytes(trace)
+    assert all(p.grad is None for p in session.model.parameters())
+
+
+def stored_bytes(trace: hg.Trace) -> int:
+    """What a traced sentence keeps: everything but the gradients."""
+    storages = [x.untyped_storage() for name, x in trace.items() if "grad_" not in name]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+def test_progress_follows_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, seen = make_session(), []
+    record = session.progress.record
+
+    def watch(name: str, value: torch.Tensor) -> None:
+        record(name, value)
+        seen.append(session.progress.report())
+
+    monkeypatch.setattr(session.progress, "record", watch)
+    session.sentence(TEXT)
+    shares = [found["share"] for found in seen]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] > 0.6 and all(found["busy"] for found in seen)
+    places = dict.fromkeys((found["backward"], found["block"]) for found in seen)
+    assert list(places) == [(False, 0), (False, 1), (True, 1), (True, 0)]
+    assert not session.progress.report()["busy"]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +126,31 @@ def test_adam_continues_with_its_state() -> None:
         optimizer.step()
     assert taken["measured"] == pytest.approx(model.loss(sentence.tokens, sentence.targets), rel=1e-9)
     assert taken["steps"] == 2
+
+
+def test_steps_from_one_version_are_independent() -> None:
+    """The optimizer's state belongs to a version: a step does not change it for the next step from there."""
+    session = make_session()
+    for p in session.model.parameters():
+        p.grad = torch.ones_like(p)  # the user's own
+    first = take_step(session, session.sentence(TEXT), 1e-3, "Adam")
+    middle = session.find(first["id"])
+    one, other = (take_step(session, middle, 1e-3, "Adam") for _ in range(2))
+    assert one["measured"] == other["measured"] and one["predicted"] == other["predicted"]
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in session.model.parameters() if p.grad is not None)
+    assert session.find(one["id"]).trace.loss == session.find(other["id"]).trace.loss < middle.trace.loss
+
+
+def test_one_version_is_in_memory() -> None:
+    session = make_session()
+    sentence = session.sentence(TEXT)
+    for _ in range(3):
+        sentence = session.find(take_step(session, sentence, 1e-3, "SGD")["id"])
+    assert session._loaded[0] == 3 and session._active_version == 3
+    with session.model_at(1) as model:
+        kept = {p.data_ptr() for p in model.parameters()}
+        assert kept == {x.data_ptr() for x in session._loaded[1].values()} and session._loaded[0] == 1
+    assert session.version(2).bytes == sum(p.numel() * p.element_size() for p in session.model.parameters())
 
 
 def test_only_adapters_are_trained() -> None:

@@ -107,6 +107,14 @@ def test_products_are_equal_to_torch_calls(
         assert (ours - plain).abs().max() <= ROUNDING[dtype] * scale
 
 
+def test_a_long_sum_is_as_exact_as_a_short_one() -> None:
+    """As over a vocabulary: the sum of a part begins at 0, so that it does not round like the sum of all parts."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.rand(16, 1 << 15, generator=generator), torch.rand(1 << 15, 64, generator=generator)
+    exact = a.double() @ b.double()
+    assert (calls.product(a, b, None) - exact).norm() <= 1e-6 * exact.norm()
+
+
 def test_the_processor_decides_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a measurement: a machine always computes the same bits."""
     for given, expected in (("own", True), ("torch", False)):

@@ -86,6 +86,13 @@ def test_terms_and_mistakes_are_what_they_say() -> None:
         ("    import torch\n    torch.hub.load('a/b', 'c')", "refused", "no network", 3),
         ("    import torch\n    torch.os.remove('precious.txt')", "refused", "os.remove is refused", 3),
         ("    import torch\n    torch.os.fork()", "refused", "no other programs", 3),
+        ("    import torch\n    torch.os.mkfifo('left')", "refused", "os.mkfifo is refused", 3),
+        (
+            "    import torch\n    torch.sys.modules['signal'].setitimer(2, 0)",
+            "refused",
+            "signal.setitimer is refused",
+            3,
+        ),
         ("    import torch\n    torch.os._exit(0)", "exit", "ended its process", None),
         ("    raise SystemExit(0)", "exit", "ended its process", 2),
         ("    return delta @", "syntax", "not Python", 2),

@@ -1,5 +1,6 @@
 """The sandbox of Python functions on tensors: arguments, results, files that stay as they are, a replaced child."""
 
+import json
 import os
 import signal
 import threading
@@ -66,7 +67,11 @@ def test_a_killed_child_is_replaced_and_threads_share_it() -> None:
 
 def test_a_reply_that_cannot_be_read_is_a_crash() -> None:
     """The reply comes from a process in which the answer ran."""
-    limits = tensor_client.Limits()
-    for reply in (b"", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\xff\xff\xff\xff", b"\0\0\0\x10" + b'{"outputs": [7]}'):
-        made = tensor_client._decode(reply, limits)
+    forged = (
+        {}, [], {"outputs": [7]}, {"outputs": [], "changed": []}, {"outputs": [[{"shape": [10**30], "dtype": "float64"}]]},
+        {"outputs": [[{"shape": [1], "dtype": "os"}]]}, {"outputs": [[{"shape": None}] * 2], "changed": []},
+    )  # fmt: skip
+    heads = [json.dumps(x).encode() for x in forged]
+    for reply in (b"", b"\xff\xff\xff\xff", *(len(x).to_bytes(4, "big") + x + bytes(8) for x in heads)):
+        made = tensor_client._decode(reply, tensor_client.Limits(), [["y"]])
         assert made.problem is not None and made.problem.kind == "crash"

@@ -1,28 +1,31 @@
 """The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
 import webbrowser
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from threading import Thread, Timer
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
 from ..files.cache import cache_path
-from ..formatting import plural, size
+from ..formatting import loss, plural, size
 from ..training.config import TrainOptions
 from .options import MODEL
 
 if TYPE_CHECKING:
+    from ..explain.session import Session
     from ..model.gpt import GPT
     from ..text.tokenizer import Tokenizer
 
 DEFAULT = "smollm2"  # if it was fetched
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
+TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
 SMALL = 5_000_000  # parameters; below, a second thread does not help
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
@@ -36,7 +39,9 @@ def explain(
             " runs/, or else a small model that is trained first]"
         ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT}]")] = None,
+    text: Annotated[
+        str | None, typer.Option(help=f"Sentence to show first. [default: {TEXT} For smollm2: {TEXTS[DEFAULT]}]")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the page as one file that needs no server, and exit.")
     ] = None,
@@ -57,11 +62,12 @@ def explain(
       handgrad explain --model nano --text "Once upon a time" --html page.html
       handgrad explain --model runs/mine --no-open
     """
-    import torch
-
     if html is not None:
         check_writable(html)
-    from ..explain.session import Session, add_adapters
+    with _waiting("Starting …"):
+        import torch
+
+        from ..explain.session import Session, add_adapters
 
     network, tokenizer, name, note = choose(model)
     if lora:
@@ -69,7 +75,7 @@ def explain(
         note += f", with adapters of rank {lora}"
     if network.size < SMALL:
         torch.set_num_threads(1)
-    session = Session(network, tokenizer, name, note, text or TEXT)
+    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..display.progress import watch
@@ -83,16 +89,28 @@ def explain(
     server = Server(session, port)
     out.print(f"{name}, {note}", highlight=False, markup=False)
     out.print(f"{server.url}   Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
-    Thread(target=session.sentence, args=[session.text], daemon=True).start()  # ready when the browser opens
+    Thread(target=_trace_first, args=[session], daemon=True).start()
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
     with suppress(KeyboardInterrupt):  # the normal way to stop
         server.run()
 
 
+def _waiting(what: str) -> AbstractContextManager[object]:
+    """Show on a terminal what is being done, until the context ends."""
+    return err.status(escape(what)) if err.is_terminal else nullcontext()
+
+
+def _trace_first(session: "Session") -> None:
+    """Trace the first sentence while the browser opens."""
+    with suppress(HandgradError):  # the page reports it
+        value = session.sentence(session.text).trace.loss
+        out.print(f"Ready: the sentence was run forward and backward; its loss is {loss(value)}.", highlight=False)
+
+
 def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
     """Return the model, its tokenizer, its name, and a note on where its weights come from."""
-    from ..formats.models import find_model, open_folder
+    from ..formats.models import find_model
     from ..formats.run_folder import model_folder, newest_run
     from ..model.gpt import GPT
     from ..text.downloads import is_cached
@@ -101,8 +119,8 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
         name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
         folder = model_folder(_train_small_model())
-        network = open_folder(folder)
-        return network, _tokenizer(folder, network), "nano", f"trained for {plural(STEPS, 'step')}"
+        network, tokenizer = _open(folder, "nano")
+        return network, tokenizer, "nano", f"trained for {plural(STEPS, 'step')}"
     found = find_model(name)
     if found.folder is None:
         network = GPT(found.config)
@@ -112,10 +130,18 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
             found.name,
             "; ".join(["random weights, not trained", found.note]).strip("; "),
         )
-    network = open_folder(found.folder)
+    network, tokenizer = _open(found.folder, found.name)
     where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
     note = f"trained in {where}" if name is None else f"from {where}"
-    return network, _tokenizer(found.folder, network), Path(found.name).name, note
+    return network, tokenizer, Path(found.name).name, note
+
+
+def _open(folder: Path, name: str) -> "tuple[GPT, Tokenizer]":
+    from ..formats.models import open_folder
+
+    with _waiting(f"Loading {Path(name).name} …"):
+        network = open_folder(folder)
+        return network, _tokenizer(folder, network)
 
 
 def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":

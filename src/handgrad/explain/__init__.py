@@ -6,7 +6,8 @@ steps.py changes a copy of its weights. Nothing here differentiates: gradients c
 `handgrad.proof`.
 
 stations.py   the list of stations, one per layer        formulas.py   their formulas    sources.py   their source code
-session.py    traced sentences and versions of the weights, within a memory limit
+session.py    traced sentences and versions of the weights, within a memory limit; progress.py: how far a trace has come;
+              sentence_trace.py: a trace that computes the gradients of a layer when one is read
 objectives.py what is differentiated                     notebook.py   the page in a notebook
 views.py      the data of the overview and of a station; attention_view.py, lens_view.py, neuron_view.py, swaps_view.py and
               values.py: of attention heads, of the lenses, of token swaps, of single cells; compare_view.py: of two traces

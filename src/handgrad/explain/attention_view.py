@@ -13,13 +13,16 @@ from . import captions
 from .follow_tensors import Pair, products
 from .marks import typeset
 from .norms import frozen
-from .pictures import picture
+from .pictures import COLUMNS, picture
 from .session import Session, TracedSentence
 from .views import labels_of
 
+IMPORT = "from handgrad.explain.attention_view import attention_head\n"  # for lines of Python that the page shows
 
-def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -> dict[str, Any]:
-    """Return one head: its attention weights, Δ_raw, and the error that each token sends back to each other token."""
+
+def at_head(session: Session, sentence: TracedSentence, block: int, head: int, limit: int = COLUMNS) -> dict[str, Any]:
+    """Return one head: its attention weights, Δ_raw, and the error that each token sends back to each other token;
+    pictures have at most `limit` columns."""
     config = session.model.config
     if not 0 <= block < config.n_blocks or not 0 <= head < config.n_heads:
         raise HandgradError(
@@ -28,7 +31,7 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
     t, here = sentence.trace, f"blocks.{block}."
     with session.model_at(sentence.version) as model, torch.no_grad():
         attn = model.blocks[block].attn
-        found = _head(model, t, block, head)
+        found = attention_head(model, t, block, head)
     rho, raw, sent, indices = found.rho, found.raw, found.sent, found.indices
     signal, value, query, key = found.signal, *found.branches
     q, k, v = found.vectors
@@ -38,6 +41,8 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
     norms = {"value": value.norm().item(), "query": query.norm().item(), "key": key.norm().item()}
     signals = delta_3.view(len(delta_3), config.n_heads, width)
     maps = {"rho": rho, "delta_raw": raw, "sent": sent}
+    lines = {name: f"trace[{here + name!r}][{head}]" for name in ("rho", "delta_raw")}
+    lines["sent"] = f"{IMPORT}attention_head(model, trace, {block}, {head}).sent"
     return {
         "block": block, "head": head, "branches": norms, "incoming": signal.norm().item(),
         "joined": (value + query + key).norm().item(), "all_heads": t[f"{here}delta_2"].norm().item(),
@@ -47,20 +52,22 @@ def at_head(session: Session, sentence: TracedSentence, block: int, head: int) -
             for h in range(config.n_heads)
         ],
         "maps": {
-            name: {"picture": picture(x, full_range=name == "rho"), "name": here + name} for name, x in maps.items()
+            name: {"picture": picture(x, limit=limit, full_range=name == "rho"), "name": here + name, "python": lines[name]}
+            for name, x in maps.items()
         },
         "vectors": {
-            name: {"picture": picture(x), "name": here + name, "head": indices[name]}
+            name: {"picture": picture(x, limit=limit), "name": here + name, "head": indices[name]}
             for name, x in (("q", q), ("k", k), ("v", v))
         },
         "group": list(range(head // size * size, (head // size + 1) * size)),
         "sent_caption": captions.about_sent(attn.rotated, attn.normed),
         "caption": captions.about_attention(rho, sent, labels),
         "branches_caption": captions.about_branches(norms["value"], norms["query"], norms["key"]),
+        "branches_python": f"{IMPORT}[x.norm() for x in attention_head(model, trace, {block}, {head}).branches]",
     }  # fmt: skip
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """One head, forward and backward."""
 
     indices: dict[str, int]  # of its queries, keys and values
@@ -72,8 +79,10 @@ class _Head(NamedTuple):
     sent: Tensor  # (n, n), length of the error that each token sends to each other token
 
 
-def _head(model: GPT, t: Trace, block: int, head: int) -> _Head:
-    config, here = model.config, f"blocks.{block}."
+@torch.no_grad()
+def attention_head(model: GPT, trace: Trace, block: int, head: int) -> Head:
+    """Return one head of a traced model: its attention, its error on the way back, and what its tokens send each other."""
+    t, config, here = trace, model.config, f"blocks.{block}."
     rho, raw, delta_3 = (_wide(t[here + name]) for name in ("rho", "delta_raw", "delta_3"))
     rho, raw = rho[head], raw[head]
     width, size = config.value_width, config.n_heads // config.kv_heads
@@ -93,7 +102,7 @@ def _head(model: GPT, t: Trace, block: int, head: int) -> _Head:
     along_k = ((x @ (w_k.t() @ w_k)) * x).sum(2)
     product = (x @ (signal @ (w_v.t() @ w_k))[:, :, None])[:, :, 0]
     squares = rho**2 * along_v + 2 * rho * raw * product + raw**2 * along_k
-    return _Head(indices, (q, k, v), rho, raw, signal, (value, query, key), squares.clamp(min=0).sqrt())
+    return Head(indices, (q, k, v), rho, raw, signal, (value, query, key), squares.clamp(min=0).sqrt())
 
 
 def all_heads(session: Session, sentence: TracedSentence, limit: int = 16) -> dict[str, Any]:
@@ -104,7 +113,7 @@ def all_heads(session: Session, sentence: TracedSentence, limit: int = 16) -> di
         for b in range(config.n_blocks):
             heads = []
             for h in range(config.n_heads):
-                found = _head(model, t, b, h)
+                found = attention_head(model, t, b, h)
                 size = found.signal.norm().item()
                 largest = max(largest, (size, b, h))
                 heads.append({
@@ -114,11 +123,14 @@ def all_heads(session: Session, sentence: TracedSentence, limit: int = 16) -> di
                 })  # fmt: skip
             rows.append(heads)
     _, b, h = largest
+    every = f"for b in range({config.n_blocks}) for h in range({config.n_heads})"
     return {
         "blocks": rows,
-        "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}. Click a head to"
-        " enter it.",
-        "python": {"rho": "trace['blocks.{block}.rho'][{head}]"},
+        "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}.",
+        "python": {
+            "rho": f"{{(b, h): trace[f'blocks.{{b}}.rho'][h] {every}}}",
+            "sent": f"{IMPORT}{{(b, h): attention_head(model, trace, b, h).sent {every}}}",
+        },
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import HandgradError
 from ..inference.attribution import Attribution, attribute
+from ..model.objective import LogitDifference
 from .captions import quote
 from .marks import percent, typeset
 from .objectives import token_id
@@ -12,6 +13,7 @@ from .session import Session, TracedSentence
 
 STEPS, MAX_STEPS = 32, 256
 REMOVED = 24  # most tokens that are removed one at a time
+CONTEXT = 3  # tokens before the word that is explained by default, if the sentence is long enough
 
 
 def attribution(
@@ -23,8 +25,11 @@ def attribution(
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Explain the token after `position`: the target there unless another `word` is given; with `against`, its logit minus
-    that token's. The default position is that of the objective, or the target with the least probability."""
-    ids, targets = sentence.ids, sentence.targets[0].tolist()
+    that token's. The default position is that of the objective, or of the target with the least probability, apart from the
+    first ones; where the objective is a difference of logits, that difference is explained."""
+    ids, targets, o = sentence.ids, sentence.targets[0].tolist(), sentence.objective
+    if isinstance(o, LogitDifference) and position in (None, o.position) and word is None and against is None:
+        position, word, against = o.position, o.token, o.against
     position = _chosen(sentence) if position is None else position
     if not 0 <= position < len(ids):
         raise HandgradError(f"the sentence has {len(ids)} tokens: there is no position {position}")
@@ -62,15 +67,16 @@ def _chosen(sentence: TracedSentence) -> int:
         return int(position)
     y_pred = sentence.trace["y_pred"]
     targets = sentence.targets[0, :-1].tolist()
-    return min(range(len(targets)), key=lambda t: y_pred[t, targets[t]].item())
+    first = CONTEXT if len(targets) > 2 * CONTEXT else 0  # a word at the beginning depends on almost nothing
+    return min(range(first, len(targets)), key=lambda t: y_pred[t, targets[t]].item())
 
 
 def _caption(found: Attribution, labels: list[str], rows: list[dict[str, Any]]) -> str:
     measured = [t for t, row in enumerate(rows) if row["removed"] is not None]
     total = sum(row["integrated"] for row in rows)
     assert found.gap is not None
-    share = percent(abs(found.gap) / abs(total)) if total else "all"
-    text = f"Completeness gap of the integrated gradients: {typeset(found.gap)}, {share} of their sum."
+    text = f"Completeness gap of the integrated gradients: {typeset(found.gap)}"
+    text += f", {percent(abs(found.gap) / abs(total))} of their sum." if total else "."
     if not measured:
         return f"No token can be removed here. {text}"
     t = max(measured, key=lambda t: abs(rows[t]["removed"]))

@@ -11,7 +11,7 @@ from .pictures import picture, statistics
 from .session import Session, TracedSentence
 from .stations import Station
 from .symbols import symbol
-from .views import labels_of
+from .views import labels_of, vocabulary, vocabulary_columns
 
 
 def compare(session: Session, one: TracedSentence, other: TracedSentence) -> dict[str, Any]:
@@ -28,12 +28,14 @@ def compare(session: Session, one: TracedSentence, other: TracedSentence) -> dic
     same = one.ids == other.ids
     losses = [x.trace.loss for x in (one, other)]
     furthest = max(rows, key=lambda row: row["a"])
+    place = session.by_id[furthest["station"]]
+    where = place.title + ("" if place.block is None else f" of block {place.block + 1}")
     text = f"The objective is {typeset(losses[0])} here and {typeset(losses[1])} there."
     if not same:
         differs = next((t for t in range(n) if one.ids[t] != other.ids[t]), n)
         text += f" The first {differs} tokens are equal, and so are their activations." if differs else ""
     if furthest["a"]:
-        text += f" The activations differ most at {furthest['station']}: by {percent(furthest['a'])} of their length."
+        text += f" The activations differ most at “{where}”: by {percent(furthest['a'])} of their length."
     else:
         text += " All activations are equal."
     return {
@@ -54,13 +56,18 @@ def compare_station(
         if x.ndim != 2:
             continue
         difference = y[:n] - x[:n]
-        scale = max(picture(part, limit=limit)["scale"] for part in (x, y))
+        columns = vocabulary_columns(one, difference) if station.index >= 12 else None
+        sides = [part if columns is None else part[:, columns] for part in (x, y, difference)]
+        scale = max(picture(side, limit=limit)["scale"] for side in sides[:2])
+        part = "" if columns is None else f"[:, {columns}]"
         maps.append({
-            "kind": kind, "name": name, "symbol": symbol(name), "one": picture(x, limit=limit, scale=scale),
-            "other": picture(y, limit=limit, scale=scale), "difference": picture(difference, limit=limit),
+            "kind": kind, "name": name, "symbol": symbol(name), "one": picture(sides[0], limit=limit, scale=scale),
+            "other": picture(sides[1], limit=limit, scale=scale), "difference": picture(sides[2], limit=limit),
+            "vocabulary": vocabulary(session, columns), "width": x.shape[1],
             "lengths": difference.norm(dim=1).tolist(), "statistics": statistics(difference),
             "relative": _relative(x[:n], y[:n]), "caption": _about(session, one, x[:n], difference),
-            "python": f"other[{name!r}][:{n}] - trace[{name!r}][:{n}]",
+            "python": f"(other[{name!r}][:{n}] - trace[{name!r}][:{n}]){part}", "python_one": f"trace[{name!r}]{part}",
+            "python_other": f"other[{name!r}]{part}",
         })  # fmt: skip
     return {
         "station": station.id, "rows": n, "one": _side(session, one), "other": _side(session, other), "maps": maps,

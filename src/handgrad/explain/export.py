@@ -19,7 +19,7 @@ from .session import Session, TracedSentence
 from .steps import take_step
 
 MAX_BYTES = 8_000_000
-COLUMNS = 128  # most columns of a picture
+COLUMNS = (128, 64, 32)  # most columns of a picture: the first number with which the file is small enough
 RATES = (0.001, 0.01, 0.1)
 STEPS = 12  # precomputed at each rate
 Watch = Callable[[Sequence[str]], Iterable[str]]
@@ -33,9 +33,20 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
         "learn": course_view(session, {}, ""),
         **answers(session, sentence, watch),
     }
-    data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
+    for columns in COLUMNS:
+        page = _page({**embedded, **_pictures(session, sentence, columns)})
+        if len(page.encode()) <= MAX_BYTES:
+            return page
+    raise HandgradError(
+        f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a shorter sentence"
+        " or a smaller model"
     )
+
+
+def _page(embedded: dict[str, Any]) -> str:
+    """The HTML of the page with these answers."""
+    data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
     style, script = asset("style.css") + asset("views.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
@@ -45,31 +56,32 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
     body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
-    page = re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
-    if len(page.encode()) > MAX_BYTES:
-        raise HandgradError(
-            f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a shorter sentence"
-            " or a smaller model"
-        )
-    return page
+    return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
-    """Return all answers of the server, by the request as assets/api.js makes it."""
+    """Return the answers of the server, by the request as assets/api.js makes it; `_pictures` has the others."""
     found: dict[str, Any] = {"overview": views.overview(session, sentence)}
     for station in session.stations:
-        found[f"station?station={station.id}"] = views.at_station(session, sentence, station, COLUMNS)
         if station.stream:
             found[f"lens?station={station.id}"] = lens_view.lens(session, sentence, station)
-    config = session.model.config
     found["heads"] = attention_view.all_heads(session, sentence)
     found["attribution"] = attribution_view.attribution(session, sentence)
-    for block in range(config.n_blocks):
+    for block in range(session.model.config.n_blocks):
         found[f"neurons?block={block}"] = neuron_view.neurons(session, sentence, block)
-        for head in range(config.n_heads):
-            found[f"head?block={block}&head={head}"] = attention_view.at_head(session, sentence, block, head)
     found |= _proofs(session, sentence, watch)
     found["steps"] = _steps(session, sentence)
+    return found
+
+
+def _pictures(session: Session, sentence: TracedSentence, columns: int) -> dict[str, Any]:
+    """Return the answers that consist of pictures, with at most so many columns."""
+    config = session.model.config
+    found = {f"station?station={s.id}": views.at_station(session, sentence, s, columns) for s in session.stations}
+    for block in range(config.n_blocks):
+        for head in range(config.n_heads):
+            made = attention_view.at_head(session, sentence, block, head, columns)
+            found[f"head?block={block}&head={head}"] = made
     return found
 
 

@@ -4,6 +4,7 @@ blocks.0.score                   q kᵗ/√d_ρ, the scores before the softmax  
 blocks.0.x_q, n_q                queries before the norm and before the rotation, if there are any  (h, n, d_ρ)
 blocks.0.delta_q, delta_x_q …    the error signals of q, k and v, and of what comes before them
 blocks.0.h_8, g_8                inside an adapter: its input a d, and scale · Δ uᵗ                 (n, r)
+delta_0                          Δ_1 w_tokᵗ, of tokens relaxed to vectors                           (n, V)
 blocks.0.w_8, b_8, w_11, w_tok   weights, oriented as in the paper, with their adapter's product
 """
 
@@ -138,23 +139,30 @@ class Tensors:
 
     def _derived(self, name: str) -> Tensor:
         here, last = split(name)
+        if here and here not in [f"blocks.{i}." for i in range(len(self.model.blocks))]:
+            raise HandgradError(f"there is no tensor {name!r} to follow")
         kind, _, rest = last.partition("_")
         weights = self.weights(here) if kind in ("w", "b") else {}
         if kind in ("w", "b") and rest in weights:
             x = weights[rest][0 if kind == "w" else 1]
             if x is not None:
                 return x.detach()
-        if kind in ("w", "b") and rest in ("1", "5", "10"):
-            return dict(self.norm(here, rest).named_parameters())["weight" if kind == "w" else "bias"].detach()
+        if kind in ("w", "b") and rest in (("1", "5") if here else ("10",)):
+            found = self.norm(here, rest).named_symbols().get(kind)
+            if found is not None:
+                return found.detach()
         if last in self.model.tables():
             table = self.model.tables()[last]
             return table.table(torch.arange(self.model.config.n_vocab))[0].detach() if table.weight is None else table.w
+        if last == "delta_0" and not here:
+            return linear.backward(self["blocks.0.delta_1"], self["w_tok"])
+        if last[:2] in ("h_", "g_") and self._adapted(here, last[2:]):
+            return self._adapter(here, last[0], last[2:])
         if here and (made := self._inside_block(here, last)) is not None:
             return made
         raise HandgradError(f"there is no tensor {name!r} to follow")
 
     def _inside_block(self, here: str, last: str) -> Tensor | None:
-        letters = {"q": ("q", "k"), "k": ("k", "q")}
         signal = last.removeprefix("delta_")
         if last == "score":
             q, k = self.wide(here + "q"), self.shared(here, "k")
@@ -166,14 +174,10 @@ class Tensors:
             if last == "delta_q":
                 return raw @ self.shared(here, "k")
             return self._grouped(here, raw.mT @ self.wide(here + "q"))
-        if signal[-1] in letters and signal[:2] in ("x_", "n_"):
-            steps = self.steps(here, signal[-1])
-            if last == signal:
-                return self._forward_to(here, last, steps)
-            return self._backward_to(here, signal, steps)
-        if last[:2] in ("h_", "g_"):
-            return self._adapter(here, last[0], last[2:])
-        return None
+        steps = self.steps(here, signal[-1]) if signal[2:] in ("q", "k") else []
+        if here + signal not in [step.before for step in steps]:
+            return None
+        return self._forward_to(here, last, steps) if last == signal else self._backward_to(here, signal, steps)
 
     def _forward_to(self, here: str, last: str, steps: list[Step]) -> Tensor:
         """The projection's output, or that after its norm."""
@@ -196,6 +200,11 @@ class Tensors:
         saved = norm.forward(x)[1]
         return norm.backward(after.contiguous(), norm.rebuild_output(saved)[0], saved).transpose(0, 1)
 
+    def _adapted(self, here: str, number: str) -> bool:
+        """Whether w_number has an adapter."""
+        layer = self.block(here).numbered().get(number) if here else {"11": self.model.head}.get(number)
+        return isinstance(layer, Affine) and layer.adapted
+
     def _adapter(self, here: str, kind: str, number: str) -> Tensor:
         """h = a d, or g = scale · Δ uᵗ, of the adapter of w_number"""
         layer, source, outputs = self.layer(here, number)
@@ -203,9 +212,8 @@ class Tensors:
             d = layer.named_symbols()["d"]
             assert d is not None
             return self.wide(source) @ d.detach().double()
-        delta = self.flat(outputs).to(self.model.dtype)
-        found: Tensor = layer.share(delta).h
-        return found
+        signal: Tensor = layer.share(self.flat(outputs).to(self.model.dtype)).h
+        return signal
 
     # ── layers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import HandgradError
+from ..model.gpt import GPT
 from ..ops import linear
 from . import captions
 from .norms import frozen
@@ -13,21 +15,28 @@ from .stations import Station
 from .views import labels_of, with_probabilities
 
 
+@torch.no_grad()
+def read_stream(model: GPT, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Read rows of the residual stream through the last norm and the head: the probabilities of the next token, and how a
+    step along −Δ changes the logits, to first order. That is −Δ through the derivative of the norm, which is its backward
+    pass with the gain on the other side, and then through the head."""
+    norm = model.final_norm
+    a_11, saved = norm.forward(a)
+    unit = frozen(norm)
+    unit.weight.fill_(1)
+    change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.weight
+    push = linear.forward(change, model.head.effective_weight(), None)
+    return torch.softmax(model.head.forward(a_11), 1), push
+
+
 def lens(session: Session, sentence: TracedSentence, station: Station, top: int = 5) -> dict[str, Any]:
-    """Read each row of the residual stream through the last norm and the head: the tokens the model would predict here,
-    and the tokens that a step along −Δ makes more and less likely. That change of the logits is, to first order, −Δ through
-    the derivative of the norm, which is its backward pass with the gain on the other side, and then through the head."""
+    """Return for each row of the stream the tokens that the model would predict here, and those that −Δ makes more and
+    less likely."""
     if not station.stream:
         raise HandgradError("the lens reads the residual stream only: choose the embedding or a skip connection")
-    a, delta = sentence.trace[station.a[0]], sentence.trace[station.incoming[0]]
-    with session.model_at(sentence.version) as model, torch.no_grad():
-        norm = model.final_norm
-        a_11, saved = norm.forward(a)
-        probabilities = torch.softmax(model.head.forward(a_11), 1)
-        unit = frozen(norm)
-        unit.weight.fill_(1)
-        change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.weight
-        push = linear.forward(change, model.head.effective_weight(), None)
+    names = station.a[0], station.incoming[0]
+    with session.model_at(sentence.version) as model:
+        probabilities, push = read_stream(model, *(sentence.trace[name] for name in names))
     rows = []
     targets = sentence.targets[0].tolist()
     labels = labels_of(session, sentence)
@@ -43,7 +52,11 @@ def lens(session: Session, sentence: TracedSentence, station: Station, top: int 
             "towards": _pushed(session, up, 1), "away": _pushed(session, down, -1),
             "caption": captions.about_lens(labels[t], session.token_text(first), chance, word, share or 0.0),
         })  # fmt: skip
-    return {"station": station.id, "rows": rows}
+    python = (
+        "from handgrad.explain.lens_view import read_stream\n"
+        f"probabilities, push = read_stream(model, trace[{names[0]!r}], trace[{names[1]!r}])"
+    )
+    return {"station": station.id, "rows": rows, "python": python}
 
 
 def _pushed(session: Session, found: Any, sign: int) -> list[dict[str, Any]]:

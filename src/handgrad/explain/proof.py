@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from ..machine import trim_heap
 from ..proof.checker import Checker
 from ..proof.layerwise import LayerwiseChecker, shared_copy
 from ..proof.oracles import relative_error
-from ..tolerances import ENTRY_FLOOR
+from ..tolerances import ENTRY_FLOOR, TOLERANCE
 from . import objectives
 from .session import Session, TracedSentence
 from .stations import Station
@@ -55,6 +55,7 @@ class Prover:
         self._known: OrderedDict[str, CheckResults] = OrderedDict()
         self._queue: list[tuple[str, str]] = []  # sentence id and station id, newest last
         self._checker: tuple[str, AnyChecker] | None = None
+        self._checking = False  # in the background
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -92,6 +93,12 @@ class Prover:
             return {"passed": passed, "state": state}
         return {"passed": passed, "state": state, "problem": results.problem, "checks": checks}
 
+    def release(self) -> None:
+        """Free the checker of the last sentence, which holds its version of the weights, unless it is at work."""
+        with self._changed:
+            if not self._checking:
+                self._checker = None
+
     def stop(self) -> None:
         with self._changed:
             self._stopping = True
@@ -126,11 +133,14 @@ class Prover:
                     self._queue.append((id, station))
                     self._changed.wait(0.2)
                 continue
+            with self._changed:
+                self._checking = True
             try:
                 self.check_now(self.session.find(id), results, self.session.by_id[station])
             except Exception as reason:  # the page must report it instead of waiting forever
                 results.problem = f"{reason}".splitlines()[0] if isinstance(reason, HandgradError) else repr(reason)
             with self._changed:
+                self._checking = False
                 self._changed.notify_all()
 
     def _may_start(self) -> bool:
@@ -150,7 +160,9 @@ class Prover:
         """Add the results of one station; the first call adds autograd's for all stations."""
         checker = self._checker_for(sentence)
         if not results.checks:
-            checks = {s.id: self._compare_with_autograd(checker, sentence, s) for s in self.session.stations}
+            checks = self._on_worker(
+                lambda: {s.id: self._compare_with_autograd(checker, sentence, s) for s in self.session.stations}
+            )
             with self._changed:
                 results.checks = checks
                 self._changed.notify_all()
@@ -207,7 +219,9 @@ class Prover:
         for name in _trained_names(station, checker):
             add(f"gradient of {name.removeprefix(prefix)}", "autograd", checker.errors[name], checker.limit)
         for name in station.incoming:
-            add(f"{symbol(name)} as the model computed it", "rounding", checker.rounding[name], checker.rounding_limit)
+            limit, usual = checker.rounding_limits[name], TOLERANCE[self.session.model.dtype]
+            why = "; limit: what rounding explains here" if limit > usual else ""
+            add(f"{symbol(name)} as the model computed it{why}", "rounding", checker.rounding[name], limit)
         for what, error in self._identities(checker, sentence, station):
             add(what, "identity", error, checker.limit)
         return checks
@@ -218,7 +232,7 @@ class Prover:
         for name in signals[: 1 if self.session.size > LARGE else None]:
             error = checker.difference(name)
             checks.append((f"{symbol(name)} along a random direction", error))
-        names = _trained_names(station, checker)
+        names = [name for name in _trained_names(station, checker) if checker.can_differentiate(name)]
         if names and sum(checker.trained[name] for name in names) <= MAX_DIFFERENCE_PARAMETERS:
             checks.append(("all gradients here along a random direction", checker.difference_of(names)))
         limit = checker.difference_limit
@@ -255,7 +269,9 @@ class Prover:
             found.append(("∂w_tok is the sum of the gradients of both uses (R9)", self._tied_gradient_error(checker)))
         return found
 
-    def _norm_identity(self, ours: dict[str, Tensor], station: Station, here: str, centred: bool) -> tuple[str, float]:
+    def _norm_identity(
+        self, ours: Mapping[str, Tensor], station: Station, here: str, centred: bool
+    ) -> tuple[str, float]:
         """A norm that subtracts the mean ignores shifts of a row. One that does not ignores its scale, but for ε: the error
         signal it sends back has the product ε/rms³ (G ⊖ ā) with ā."""
         (name,) = station.outgoing

@@ -115,6 +115,14 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
             raise HandgradError(f"invalid range {text[:40]!r}: write from:to, for example 0:16") from None
         return low, high
 
+    def numbers(text: str | None) -> list[int] | None:
+        if text is None:
+            return None
+        try:
+            return [int(x) for x in text.split(",")]
+        except ValueError:
+            raise HandgradError(f"invalid list {text[:40]!r}: write 3,5,8") from None
+
     async def compute(f: Callable[..., Any], *arguments: Any) -> Any:
         """Run on the only compute thread: two at once would compete for cores and memory."""
         return await asyncio.get_running_loop().run_in_executor(worker, f, *arguments)
@@ -151,6 +159,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.get("/api/table")
     async def table() -> Response:
         return JSONAnswer(views.table(session))
+
+    @app.get("/api/progress")
+    async def progress() -> Response:
+        return JSONAnswer(session.progress.report())
 
     @app.post("/api/sentence")
     async def trace_sentence(body: SentenceRequest) -> Response:
@@ -212,8 +224,8 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     async def attribution(
         id: str,
         position: int | None = None,
-        word: int | str | None = None,
-        against: int | str | None = None,
+        word: int | None = None,  # token ids
+        against: int | None = None,
         steps: int = attribution_view.STEPS,
     ) -> Response:
         return await answer(attribution_view.attribution, id, position, word, against, steps)
@@ -253,8 +265,10 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
         return await answer(values.value_of, id, name, head, pair(rows), pair(columns))
 
     @app.get("/api/matrix")
-    async def entries(id: str, name: str, head: int | None = None) -> Response:
-        return await answer(values.entries_of, id, name, head)
+    async def entries(
+        id: str, name: str, head: int | None = None, rows: str | None = None, columns: str | None = None
+    ) -> Response:
+        return await answer(values.entries_of, id, name, head, numbers(rows), numbers(columns))
 
     @app.get("/api/proof")
     async def proof(id: str, station: str) -> Response:
@@ -267,6 +281,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
 
     @app.post("/api/step")
     async def step(body: StepRequest) -> Response:
+        prover.release()
         return await answer(take_step, body.id, body.lr, body.optimizer)
 
     add_routes(app, session, compute, JSONAnswer)

@@ -1,18 +1,19 @@
 """A model with its traced sentences and the versions of its weights, both cached within a memory limit.
 
 A traced sentence is one sentence run on one version of the weights and differentiated for one objective. It has an id by
-which a client refers to it, and is traced again if the cache has dropped it. A step adds a version and leaves all others
-unchanged, so clients are independent of each other.
+which a client refers to it, and is traced again if the cache has dropped it. A step adds a version, which is on disk, and
+leaves all others unchanged, so clients are independent of each other. In memory are the weights as loaded, those of one
+other version, and the gradients of one layer.
 """
 
 import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,17 +21,21 @@ from torch import Tensor
 
 from .. import adapters
 from ..errors import HandgradError
+from ..files.scratch import TensorFile
 from ..machine import trim_heap
 from ..model.gpt import GPT
+from ..model.layer_gradients import layer_gradients, layer_of
 from ..model.objective import MEAN_LOSS, Objective
-from ..model.trace import Trace, trace
 from ..text.token_text import TokenText
 from ..text.tokenizer import Tokenizer
+from .progress import Progress
+from .sentence_trace import SentenceTrace, trace_sentence
 from .stations import Station, stations_of
 
 MAX_TEXT_BYTES = 4000
 MAX_TOKENS = 256
-TRACE_CACHE_BYTES = VERSION_CACHE_BYTES = 1_200_000_000  # the newest entry is always kept
+TRACE_CACHE_BYTES = 400_000_000  # the newest trace is always kept
+VERSION_CACHE_BYTES, MAX_VERSIONS = 4_000_000_000, 200  # on disk; the newest version is always kept
 BASE = -1  # the version of the weights without adapters
 MAX_IDS = 10_000  # ids of sentences that can be traced again
 
@@ -48,7 +53,7 @@ class TracedSentence:
     version: int
     ids: list[int]
     targets: Tensor  # (1, n), −100 at the last position
-    trace: Trace
+    trace: SentenceTrace
     objective: Objective = MEAN_LOSS
 
     @property
@@ -57,24 +62,22 @@ class TracedSentence:
 
     @cached_property
     def bytes(self) -> int:
-        found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.trace.values()}
-        return sum(found.values())
+        return self.trace.bytes
 
 
 @dataclass
 class Version:
     """The trainable parameters after some steps, and the optimizer's state. Version 0 is the model as loaded."""
 
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    optimizer_state: dict[str, Any] | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer_state: Mapping[str, Tensor] = field(default_factory=dict)  # by parameter and kind: "wte.weight exp_avg"
     optimizer: str = ""
     steps: int = 0
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        state = (self.optimizer_state or {}).get("state", {}).values()
-        tensors = [*self.weights.values(), *(x for s in state for x in s.values() if isinstance(x, Tensor))]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        """Size on disk."""
+        return sum(x.bytes for x in (self.weights, self.optimizer_state) if isinstance(x, TensorFile))
 
 
 class Session:
@@ -85,12 +88,15 @@ class Session:
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())
+        self.progress = Progress(model.config.n_blocks)
         self.max_tokens = min(MAX_TOKENS, model.config.n_context)
         self.lock = threading.RLock()  # held while the model computes
         self.waiting_clients = 0  # requests being answered
         self.last_response_at = 0.0  # time.monotonic() of the last response
         self._original_weights = {name: p.data for name, p in model.named_parameters()}
         self._active_version = 0
+        self._loaded: tuple[int, Mapping[str, Tensor]] = (0, {})  # the version whose weights are in memory besides 0
+        self._gradients: tuple[str, str, dict[str, Tensor]] = ("", "", {})  # of a layer: sentence, layer, by name
         self._versions: OrderedDict[int, Version] = OrderedDict()
         self._next_version = 1
         self._sentences: OrderedDict[str, TracedSentence] = OrderedDict()
@@ -112,8 +118,7 @@ class Session:
             found = self._sentences.get(id)
             if found is None:
                 targets = torch.tensor([[*ids[1:], -100]])
-                with self.model_at(version) as model:
-                    made = trace(model, torch.tensor([ids]), targets, objective=objective)
+                made = self._trace(id, ids, targets, version, objective)
                 found = TracedSentence(id, text, version, ids, targets, made, objective)
                 self._sentences[id] = found
                 self._requests[id] = (text, version, objective)
@@ -122,6 +127,16 @@ class Session:
                 _shrink(self._sentences, TRACE_CACHE_BYTES)
             self._sentences.move_to_end(id)
             return found
+
+    def _trace(self, id: str, ids: list[int], targets: Tensor, version: int, objective: Objective) -> SentenceTrace:
+        gradient = partial(self._gradient, id, version, targets)
+        self.progress.begin()
+        try:
+            with self.model_at(version) as model:
+                tokens = torch.tensor([ids])
+                return trace_sentence(model, tokens, targets, objective, gradient, self.progress.record)
+        finally:
+            self.progress.end()
 
     def find(self, id: str) -> TracedSentence:
         """Return a traced sentence by its id; trace it again if the cache has dropped it."""
@@ -165,11 +180,27 @@ class Session:
         """Provide the model with the weights of that version, and hold the lock meanwhile."""
         with self.lock:
             if version != self._active_version:
-                weights = {} if version == 0 else self.version(version).weights
-                for name, p in self.model.named_parameters():
-                    p.data = weights.get(name, self._original_weights[name])
-                self._active_version = version
+                if version not in (0, self._loaded[0]):
+                    stored = self.version(version).weights
+                    self._set_weights(0, {})
+                    self._loaded = (0, {})  # frees the weights of the other version before these are read
+                    self._loaded = (version, {name: stored[name] for name in stored})
+                self._set_weights(version, self._loaded[1] if version else {})
             yield self.model
+
+    def _set_weights(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        for name, p in self.model.named_parameters():
+            p.data = weights.get(name, self._original_weights[name])
+        self._active_version = version
+
+    def _gradient(self, id: str, version: int, targets: Tensor, trace: SentenceTrace, name: str) -> Tensor:
+        """A gradient of a traced sentence. Those of its layer stay in memory until another layer is asked for."""
+        layer = layer_of(name)
+        with self.model_at(version) as model:
+            if self._gradients[:2] != (id, layer):
+                self._gradients = ("", "", {})
+                self._gradients = (id, layer, layer_gradients(model, trace, targets, layer))
+            return self._gradients[2][name]
 
     def version(self, number: int) -> Version:
         if number == 0:
@@ -179,7 +210,7 @@ class Session:
         with self.lock:
             if number not in self._versions:
                 raise ExpiredError(
-                    "the weights after these steps were freed to save memory: press reset and take the steps again"
+                    "the weights after these steps were deleted to save space: press reset and take the steps again"
                 )
             self._versions.move_to_end(number)
             return self._versions[number]
@@ -200,15 +231,30 @@ class Session:
         with self.lock:
             number, self._next_version = self._next_version, self._next_version + 1
             self._versions[number] = version
-            _shrink(self._versions, VERSION_CACHE_BYTES)
+            _shrink(self._versions, VERSION_CACHE_BYTES, MAX_VERSIONS)
             return number
 
+    def free_gradients(self) -> None:
+        """Free the gradients of the layer that was shown last, and return free memory to the system."""
+        with self.lock:
+            self._gradients = ("", "", {})
+            trim_heap()
 
-def _shrink(cache: "OrderedDict[Any, Any]", budget: int) -> None:
-    """Drop the oldest entries until the rest fits the budget."""
+    def drop_version(self, number: int) -> None:
+        """Forget a version, and go back to the weights as loaded if it is in use."""
+        with self.lock:
+            if self._active_version == number:
+                self._set_weights(0, {})
+            if self._loaded[0] == number:
+                self._loaded = (0, {})
+            del self._versions[number]
+
+
+def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS) -> None:
+    """Drop the oldest entries until the rest fits the budget and the number of entries."""
     sizes = {key: value.bytes for key, value in cache.items()}
     before = len(cache)
-    while len(cache) > 1 and sum(sizes.values()) > budget:
+    while len(cache) > 1 and (sum(sizes.values()) > budget or len(cache) > most):
         oldest, _ = cache.popitem(last=False)
         del sizes[oldest]
     if len(cache) < before:

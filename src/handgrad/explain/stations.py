@@ -29,6 +29,11 @@ class Parameter(NamedTuple):
     view: Callable[[Tensor], Tensor]  # the parameter, or its gradient → this part of it, oriented as in the paper
     gradient: str  # its gradient's name in the trace
 
+    @property
+    def shared(self) -> bool:
+        """Whether this is the weight of another station: a tied head."""
+        return " = " in self.symbol
+
 
 @dataclass(frozen=True)
 class Station:

@@ -1,17 +1,29 @@
-"""One optimizer step on the sentence: the loss that the gradient predicts, and the loss that is then measured."""
+"""One optimizer step on the sentence: the loss that the gradient predicts, and the loss that is then measured.
+
+Each layer is stepped as soon as its gradients are final, and the new weights are written to the new version's file, so that
+neither all gradients nor all new weights are in memory.
+"""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import HandgradError, NonFiniteError
-from ..optim import maker
+from ..files.scratch import TensorFile
+from ..formatting import size
+from ..machine import trim_heap
+from ..model.trace import own_gradients
+from ..optim import maker, step
 from .marks import typeset
 from .session import Session, TracedSentence, Version
 
 ENTRIES_AT_ONCE = 1 << 22  # of a parameter, in float64
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
+Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> dict[str, Any]:
@@ -21,46 +33,92 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         raise HandgradError(f"unknown optimizer {optimizer!r}: choose {' or '.join(OPTIMIZERS)}")
     if not 0 < lr <= 100:
         raise HandgradError(f"the learning rate must be above 0 and at most 100, not {lr}")
-    with session.model_at(sentence.version) as model:
-        old = session.version(sentence.version)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        before = {name: p.data for name, p in trained.items()}
+    with session.lock:
+        session.free_gradients()
+        loss, expected, made = _stepped(session, sentence, lr, optimizer)
+        version = session.add_version(made)
         try:
-            for p in trained.values():
-                p.data = p.data.clone()
-            loss = model.loss_and_grads(sentence.tokens, sentence.targets, objective=sentence.objective)
-            stepper = maker(optimizer, lr, 0.0, (0.9, 0.99))(list(trained.values()))
-            if old.optimizer_state is not None and old.optimizer == optimizer:
-                stepper.load_state_dict(old.optimizer_state)
-                for group in stepper.param_groups:
-                    group["lr"] = lr
-            stepper.step()
-            expected = 0.0
-            for name, p in trained.items():
-                assert p.grad is not None
-                parts = (torch.split(x.flatten(), ENTRIES_AT_ONCE) for x in (p.grad, p.data, before[name]))
-                for grad, new, was in zip(*parts, strict=True):
-                    expected += torch.sum(grad.double() * (new.double() - was.double())).item()
-            after = {name: p.data for name, p in trained.items()}
-            try:
-                measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
-            except NonFiniteError:
-                raise HandgradError(
-                    f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
-                ) from None
-            if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
-                raise HandgradError(
-                    f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
-                )
-        finally:
-            for name, p in trained.items():
-                p.data, p.grad = before[name], None
-        version = session.add_version(Version(after, stepper.state_dict(), optimizer, old.steps + 1))
+            measured = _measured(session, sentence, version, lr)
+        except Exception:
+            session.drop_version(version)
+            raise
     new = session.sentence(sentence.text, version, sentence.objective)
     return {
-        "id": new.id, "version": version, "steps": old.steps + 1,
+        "id": new.id, "version": version, "steps": made.steps,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
     }  # fmt: skip
+
+
+def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> tuple[float, float, Version]:
+    """The loss, its change to first order, ⟨∂, step⟩, and the version after the step."""
+    old = session.version(sentence.version)
+    state = old.optimizer_state if old.optimizer == optimizer else {}
+    make = maker(optimizer, lr, 0.0, (0.9, 0.99))
+    weights, new_state = TensorFile(), TensorFile()
+    expected = 0.0
+    with session.model_at(sentence.version) as model, own_gradients(model.parameters()):
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+
+        def step_layer(parameters: list[nn.Parameter]) -> None:
+            nonlocal expected
+            for p in parameters:
+                if p.grad is None:  # frozen
+                    continue
+                name = names[p]
+                before = {key: state[key] for key in state if key.startswith(f"{name} ")}
+                stepped, after = _step(p, make, {key.rpartition(" ")[2]: x for key, x in before.items()})
+                expected += _along(p.grad, stepped, p.data)
+                p.grad = None
+                weights.write(name, stepped)
+                for key, x in after.items():
+                    new_state.write(f"{name} {key}", x)
+
+        try:
+            loss = model.loss_and_grads(
+                sentence.tokens, sentence.targets, objective=sentence.objective, finished=step_layer
+            )
+        except OSError as reason:
+            needed = size(sum(p.numel() * p.element_size() for p in names) * (3 if optimizer == "Adam" else 1))
+            raise HandgradError(
+                f"the weights after a step of {OPTIMIZERS[optimizer]} need {needed} in the cache folder"
+                f" ({reason.strerror}): free some space, or set HANDGRAD_CACHE to a folder on another disk"
+            ) from None
+    assert len(weights) == len(names)
+    trim_heap()
+    return loss, expected, Version(weights, new_state, optimizer, old.steps + 1)
+
+
+def _step(p: nn.Parameter, make: Make, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The parameter after the step, and the optimizer's state of it."""
+    made = nn.Parameter(p.data.clone())
+    made.grad = p.grad
+    stepper = make([made])
+    if state:
+        stepper.state[made] = state
+    step(stepper, 1.0)
+    return made.data, {key: x for key, x in stepper.state[made].items() if isinstance(x, Tensor)}
+
+
+def _along(grad: Tensor, new: Tensor, old: Tensor) -> float:
+    """⟨∂, new − old⟩ in float64"""
+    parts = (torch.split(x.reshape(-1), ENTRIES_AT_ONCE) for x in (grad, new, old))
+    return sum(torch.sum(g.double() * (x.double() - y.double())).item() for g, x, y in zip(*parts, strict=True))
+
+
+def _measured(session: Session, sentence: TracedSentence, version: int, lr: float) -> float:
+    """The loss after the step; an error if it is beyond what can be shown."""
+    with session.model_at(version) as model:
+        try:
+            measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
+        except NonFiniteError:
+            raise HandgradError(
+                f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
+            ) from None
+        if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
+            raise HandgradError(
+                f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
+            )
+        return measured
 
 
 def _moves(session: Session, old: TracedSentence, new: TracedSentence) -> list[dict[str, Any]]:

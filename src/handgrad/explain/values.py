@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
+from .attention_view import attention_head
 from .pictures import picture
 from .session import Session, TracedSentence
 from .swaps_view import estimates, relaxed_signal
@@ -21,12 +22,16 @@ def matrix(session: Session, sentence: TracedSentence, name: str, head: int | No
             return relaxed_signal(model, sentence)
     if name == "swaps":
         return estimates(session, sentence)
-    if name.endswith(".sent") or name not in sentence.trace:
+    here, _, last = name.rpartition(".")
+    x = sentence.trace.get(f"{here}.rho" if last == "sent" else name)
+    if x is None:
         raise HandgradError(f"the trace has no matrix {name!r}")
-    x = sentence.trace[name]
     if x.ndim == 3:
         if head is None or not 0 <= head < len(x):
             raise HandgradError(f"{name} has {len(x)} heads: pass head=0 to {len(x) - 1}")
+        if last == "sent":  # not recorded: computed from what is
+            with session.model_at(sentence.version) as model:
+                return attention_head(model, sentence.trace, int(here.split(".")[1]), head).sent
         x = x[head]
     return x[None] if x.ndim == 1 else x
 
@@ -55,9 +60,22 @@ def value_of(
     return {"value": part[i, j].item(), "row": rows[0] + i, "column": columns[0] + j}
 
 
-def entries_of(session: Session, sentence: TracedSentence, name: str, head: int | None) -> dict[str, Any]:
-    """Return all entries of a matrix, for a file."""
+def entries_of(
+    session: Session,
+    sentence: TracedSentence,
+    name: str,
+    head: int | None,
+    rows: list[int] | None = None,
+    columns: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return the entries of a matrix, for a file: all, or those of some rows and columns."""
     x = matrix(session, sentence, name, head)
+    for axis, chosen in enumerate((rows, columns)):
+        if chosen is None:
+            continue
+        if not all(0 <= i < x.shape[axis] for i in chosen):
+            raise HandgradError(f"{name} is {x.shape[0]} × {x.shape[1]}: there is no such row or column")
+        x = x.index_select(axis, torch.tensor(chosen))
     if x.numel() > MAX_ENTRIES:
         raise HandgradError(
             f"{name} has {x.numel():,} entries; a file has at most {MAX_ENTRIES:,}: read it from Python (copy as Python)"

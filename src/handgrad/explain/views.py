@@ -8,11 +8,12 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..model.gpt import GPT
-from ..model.objective import MEAN_LOSS
+from ..model.objective import MEAN_LOSS, LogitDifference
 from . import captions, swaps_view
+from .exercises import offered_at
 from .formulas import ERRATA, Formula, mathml
 from .objectives import describe
-from .pictures import picture, statistics
+from .pictures import ROWS, picture, statistics
 from .session import Session, TracedSentence
 from .sources import readable_first, source
 from .stations import Parameter, Station
@@ -20,6 +21,8 @@ from .steps import OPTIMIZERS
 from .symbols import symbol, symbols
 
 VOCABULARY_COLUMNS = 64  # of a matrix with a column for every token of the vocabulary
+VOCABULARY_ROWS = 32  # of a gradient with a row or a column for every token of the vocabulary
+VOCABULARY_AXIS = {"grad_w_tok": 0, "grad_w_11": 1}
 LARGE = 5_000_000  # parameters; above, finite differences are taken only for the station being viewed
 
 
@@ -35,11 +38,11 @@ def table(session: Session) -> dict[str, Any]:
         "vocabulary": c.n_vocab, "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
         "large": session.size > LARGE, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
-        "stations": [_station_entry(station) for station in session.stations],
+        "stations": [_station_entry(session, station) for station in session.stations],
     }  # fmt: skip
 
 
-def _station_entry(station: Station) -> dict[str, Any]:
+def _station_entry(session: Session, station: Station) -> dict[str, Any]:
     def split(formulas: tuple[Formula, ...]) -> list[dict[str, Any]]:
         """Split a line of several formulas, so that a narrow page can break it."""
         parts = [(f.latex.split(r"\qquad"), f.equation) for f in formulas]
@@ -54,6 +57,7 @@ def _station_entry(station: Station) -> dict[str, Any]:
         "errata": station.errata, "sources": readable_first(station.sources), "stream": station.stream,
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
+        "exercises": offered_at(station, session.model),
     }  # fmt: skip
 
 
@@ -96,14 +100,34 @@ def _flow(session: Session, sentence: TracedSentence, labels: list[str]) -> dict
         where = "" if station.block is None else f" of block {station.block + 1}"
         equal = {5: "Δ₄ = ", 10: "Δ₉ = "}.get(station.index, "")
         rows.append({
-            "station": station.id, "label": f"{equal}{symbols(station.incoming)}{where}", "name": station.incoming[0],
+            "station": station.id, "label": f"{equal}{symbols(station.incoming)}{where}",
+            "a_label": f"{symbols(station.a)}{where}", "name": station.incoming[0],
             "a": a.tolist(), "delta": delta.tolist(), "share": (squares / squares.sum().clamp(min=1e-300)).tolist(),
             "python": f"trace[{station.incoming[0]!r}].norm(dim=1)",
         })  # fmt: skip
     shares, lengths = (torch.tensor([row[key] for row in rows]) for key in ("share", "delta"))
     return {
         "rows": rows, "rank": shares.mean(0).tolist(), "caption": captions.about_flow(shares, lengths, labels),
+        "python": _flow_python(session),
     }  # fmt: skip
+
+
+def _flow_python(session: Session) -> dict[str, str]:
+    """The lines of Python that make the data of the gradient flow, by what is shown."""
+    inside = [s for s in session.stations if s.block == 0 and s.index not in (4, 9)]
+    parts = [[name.rpartition("_")[2] for name in s.incoming] for s in inside]
+    lengths = (
+        f"parts = {parts}\n\ndef lengths(kind):\n"
+        f"    inside = [[f'blocks.{{b}}.{{kind}}_{{i}}' for i in part] for b in range({session.model.config.n_blocks})"
+        " for part in parts]\n"
+        "    rows = [[f'blocks.0.{kind}_1'], *inside, [f'{kind}_11']]\n"
+        "    return torch.stack([torch.cat([trace[x] for x in row], 1).norm(dim=1) for row in rows])\n\n"
+    )
+    shown = {
+        "share": "lengths('delta') ** 2 / (lengths('delta') ** 2).sum(1, keepdim=True)",
+        "delta": "lengths('delta')", "product": "lengths('a') * lengths('delta')", "a": "lengths('a')",
+    }  # fmt: skip
+    return {key: lengths + line for key, line in shown.items()}
 
 
 def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -113,10 +137,9 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, 
     for station in session.stations:
         layer = _layer(station)
         for parameter in station.parameters:
-            grad = sentence.trace.get(parameter.gradient)
-            if grad is None or (session.model.config.tied and station.id == "a_12" and parameter.symbol != "b_11"):
+            norm = sentence.trace.norms.get(parameter.gradient)
+            if norm is None or parameter.shared:
                 continue
-            norm = grad.norm().item()
             groups.append({"layer": layer, "station": station.id, "symbol": parameter.symbol, "norm": norm})
             sizes[f"{parameter.symbol} in {layer}"] = norm
     return groups, sizes
@@ -170,14 +193,14 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
             caption = captions.about_scores(x, labels, session.token_text)
         else:
             caption = captions.about_activations(x, labels)
-        columns = _columns(sentence, x) if station.index >= 12 else None
+        columns = vocabulary_columns(sentence, x) if station.index >= 12 else None
         view["maps"].append(_map(session, x, kind, name, caption, limit, columns))
     if station.id == "a_0":
         found = swaps_view.swaps(session, sentence, labels)
         change = found.pop("matrix")
         python = "(trace['blocks.0.delta_1'] @ model.embed.w.T)"
         python = f"{python}[:, :{change.shape[1]}] - {python}.gather(1, trace['a_0'][:, None])"
-        columns = _columns(sentence, change)
+        columns = vocabulary_columns(sentence, change)
         made = _map(
             session, change, "delta", "swaps", found["swaps_caption"], limit, columns, f"({python})[:, {columns}]"
         )
@@ -186,7 +209,7 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
     sizes: dict[str, float] = {}
     with session.model_at(sentence.version) as model:
         for parameter in station.parameters:
-            shown = _parameter(model, sentence, parameter, limit)
+            shown = _parameter(session, model, sentence, parameter, limit)
             sizes[parameter.symbol] = shown["norm"]
             if shown["frozen"]:
                 view["frozen"].append({key: shown[key] for key in ("symbol", "shape", "norm")})
@@ -210,34 +233,51 @@ def _map(
 ) -> dict[str, Any]:
     """A matrix as the page draws it; of a matrix with a column per token of the vocabulary only these columns."""
     shown = x if columns is None else x[:, columns]
-    words = None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
+    words = vocabulary(session, columns)
     return {
-        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape), "picture": picture(shown, limit=limit),
-        "vocabulary": words, "words": words and words["words"], "statistics": statistics(x),
+        "kind": kind, "name": name, "symbol": symbol(name), "shape": list(x.shape),
+        "picture": picture(shown, limit=limit if columns is None else VOCABULARY_COLUMNS),
+        "vocabulary": words, "statistics": statistics(x),
         "lengths": x.norm(dim=1).tolist(), "caption": caption,
         "python": python or f"trace[{name!r}]" + ("" if columns is None else f"[:, {columns}]"),
     }  # fmt: skip
 
 
-def _columns(sentence: TracedSentence, x: Tensor) -> list[int]:
+def vocabulary(session: Session, columns: list[int] | None) -> dict[str, Any] | None:
+    """The ids and the texts of the tokens whose columns are shown."""
+    return None if columns is None else {"ids": columns, "words": [session.token_text(i) for i in columns]}
+
+
+def vocabulary_columns(sentence: TracedSentence, x: Tensor, most: int = VOCABULARY_COLUMNS) -> list[int]:
     """The columns of a matrix over the vocabulary that are worth showing: the targets, then those with the largest
     entries."""
-    targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:VOCABULARY_COLUMNS]
-    size = x.abs().amax(0)
+    targets = list(dict.fromkeys(t for t in sentence.targets[0].tolist() if t >= 0))[:most]
+    size = torch.linalg.vector_norm(x, torch.inf, dim=0)
     size[targets] = -1
-    best = torch.topk(size, min(VOCABULARY_COLUMNS, x.shape[1])).indices.tolist()
-    return [*targets, *(i for i in best if i not in targets)][: max(VOCABULARY_COLUMNS, len(targets))]
+    best = torch.topk(size, min(most, x.shape[1])).indices.tolist()
+    return [*targets, *(i for i in best if i not in targets)][:most]
 
 
-def _parameter(model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int) -> dict[str, Any]:
+def _parameter(
+    session: Session, model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int
+) -> dict[str, Any]:
+    """A parameter and its gradient; of a gradient over the vocabulary the rows or columns of some tokens."""
     full = model.get_parameter(parameter.name)
     value = parameter.view(full.data)
     grad = sentence.trace.get(parameter.gradient) if full.requires_grad else None
+    axis, part, words = VOCABULARY_AXIS.get(parameter.gradient), "", None
+    shown = grad
+    if grad is not None and axis is not None:
+        ids = vocabulary_columns(sentence, grad if axis else grad.t(), VOCABULARY_ROWS)
+        shown, part = grad.index_select(axis, torch.tensor(ids)), f"[:, {ids}]" if axis else f"[{ids}]"
+        words = {**(vocabulary(session, ids) or {}), "axis": axis}
+    columns, rows = max(VOCABULARY_ROWS, limit // 2), max(VOCABULARY_ROWS, min(ROWS, limit))
     return {
         "symbol": parameter.symbol, "shape": list(value.shape), "frozen": not full.requires_grad,
         "norm": value.norm().item(), "name": parameter.gradient,
-        "grad_norm": None if grad is None else grad.norm().item(),
-        "picture": None if grad is None else picture(grad, limit=limit // 2), "python": f"trace[{parameter.gradient!r}]",
+        "grad_norm": sentence.trace.norms.get(parameter.gradient),
+        "picture": None if shown is None else picture(shown, limit=columns, rows_limit=rows), "vocabulary": words,
+        "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 
 
@@ -245,30 +285,43 @@ def _positions(session: Session, sentence: TracedSentence, top: int = 5, bars: i
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
     y_pred, delta = sentence.trace["y_pred"], sentence.trace["delta_12"]
     labels = labels_of(session, sentence)
-    targets = sentence.targets[0].tolist()
     rows = []
-    for t, target in enumerate(targets):
+    for t, target in enumerate(sentence.targets[0].tolist()):
         best = torch.topk(y_pred[t], min(top, y_pred.shape[1]))
-        first = int(best.indices[0])
+        strongest = torch.topk(delta[t].abs(), min(bars, y_pred.shape[1])).indices.tolist()
         row: dict[str, Any] = {
-            "token": labels[t], "target": None, "probability": None, "rank": None, "push": [], "caption": "",
+            "token": labels[t], "target": None, "probability": None, "rank": None,
             "top": with_probabilities(session, best),
+            "push": [
+                {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target}
+                for i in strongest if delta[t, i]
+            ],
         }  # fmt: skip
         if target >= 0:
             p = y_pred[t, target].item()
-            strongest = torch.topk(delta[t].abs(), min(bars, y_pred.shape[1])).indices.tolist()
             row |= {
                 "target": session.token_text(target), "probability": p,
                 "rank": int((y_pred[t] > y_pred[t, target]).sum()) + 1,
-                "push": [
-                    {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target} for i in strongest
-                ],
-                "caption": captions.about_push(
-                    labels[t], session.token_text(target), p, session.token_text(first), best.values[0].item()
-                ),
             }  # fmt: skip
-        rows.append(row)
+        rows.append({**row, "caption": _about_push(session, sentence, t, row)})
     return rows
+
+
+def _about_push(session: Session, sentence: TracedSentence, t: int, row: dict[str, Any]) -> str:
+    """Describe row t of Δ_12, which depends on what is differentiated."""
+    objective, after = sentence.objective, f"After {captions.quote(row['token'])}"
+    if getattr(objective, "position", t) != t:
+        return f"{after}: what is explained does not depend on this position, so its row of Δ₁₂ is 0."
+    if isinstance(objective, LogitDifference):
+        word, other = (captions.quote(session.token_text(id)) for id in (objective.token, objective.against))
+        return (
+            f"{after}: the logit of {word} minus that of {other} is differentiated, so Δ₁₂ is 1 for {word}, −1 for {other}"
+            " and 0 for every other token."
+        )
+    if row["target"] is None:
+        return "The last token has no target, so its row of Δ₁₂ is 0."
+    first = row["top"][0]
+    return captions.about_push(row["token"], row["target"], row["probability"], first["word"], first["p"])
 
 
 def with_probabilities(session: Session, best: Any) -> list[dict[str, Any]]:

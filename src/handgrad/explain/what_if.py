@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import HandgradError
-from ..model.trace import Trace, edited_pass, trace
+from ..model.objective import MEAN_LOSS, Objective
+from ..model.trace import Trace, edited_pass, gradients, own_gradients, record_pass
 from . import captions
 from .marks import percent, typeset
 from .session import Session, TracedSentence
@@ -19,6 +20,7 @@ from .symbols import symbol
 
 Index = tuple[Any, ...]
 KINDS = ("head", "skip", "neuron", "weight")
+GRADIENTS_MOVED = "{x: (changed[x] - trace[x]).norm() for x in trace if 'grad_' in x}"  # in Python, for the reader
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ class Place:
         x[self.index] = 0
         return x
 
-    def python(self, name: str, compared: str) -> str:
+    def python(self, name: str, objective: Objective, compared: str) -> str:
         """Lines that make the same change to a tensor of that name, and what to compare then."""
         index = ", ".join(map(_written, self.index)) or "..."
         zero = f"def zero(x):\n    x[{index}] = 0\n    return x\n"
-        return f"{zero}\nchanged = hg.trace(model, tokens, targets, edit={{{name!r}: zero}})\n{compared}"
+        what = "" if objective == MEAN_LOSS else f"objective=hg.{objective}, "
+        return f"{zero}\nchanged = hg.trace(model, tokens, targets, {what}edit={{{name!r}: zero}})\n{compared}"
 
 
 def place_of(session: Session, sentence: TracedSentence, kind: str, block: int, **where: int | None) -> Place:
@@ -99,9 +102,10 @@ def predicted(t: Trace, place: Place) -> float:
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     values: dict[str, Tensor] = {}
+    edit = {place.name: place.zeroed}
     with session.model_at(sentence.version) as model, torch.no_grad():
         changed = edited_pass(
-            model, sentence.tokens, sentence.targets, None, sentence.objective, {place.name: place.zeroed}, values
+            model, sentence.tokens, sentence.targets, None, sentence.objective, edit, values.__setitem__
         )
         measured = changed.forward(sentence.objective)[0]
     value, guess = sentence.trace.loss, predicted(sentence.trace, place)
@@ -119,7 +123,7 @@ def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[st
     return {
         "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
         "moves": moves, "caption": _about(place, guess, measured - value),
-        "python": place.python(place.name, "changed.loss - trace.loss"),
+        "python": place.python(place.name, sentence.objective, "changed.loss - trace.loss"),
     }  # fmt: skip
 
 
@@ -133,35 +137,47 @@ def _about(place: Place, guess: float, change: float) -> str:
 def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
     """Set the error signal of a place to 0 in the backward pass: which signals and gradients change, and by how much."""
     base = sentence.trace
-    with session.model_at(sentence.version) as model:
-        changed = trace(
-            model, sentence.tokens, sentence.targets, objective=sentence.objective, edit={place.delta: place.zeroed}
-        )
-    gradients, stations = [], []
+    changed: dict[str, Tensor] = {}
+    moved: dict[str, tuple[float, float]] = {}  # of each gradient: its new length, and the length of its change
+    with session.model_at(sentence.version) as model, own_gradients(model.parameters()):
+
+        def compare(parameters: list[nn.Parameter]) -> None:
+            for name, grad in gradients(model, parameters).items():
+                moved[name] = (grad.norm().item(), torch.dist(grad, base[name]).item())
+            for p in parameters:
+                p.grad = None
+
+        record_pass(
+            model, sentence.tokens, sentence.targets, objective=sentence.objective, edit={place.delta: place.zeroed},
+            record=changed.__setitem__, finished=compare,
+        )  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    stations = []
     for station in session.stations:
         for name in station.incoming:
-            size = base[name].norm().item()
-            change = _distance(changed[name], base[name])
-            stations.append({"station": station.id, "symbol": symbol(name), "before": size, "change": change})
-        for parameter in station.parameters:
-            if parameter.gradient not in base or parameter.symbol.startswith("w_11 ="):
-                continue
-            x, y = base[parameter.gradient], changed[parameter.gradient]
-            gradients.append({
-                "station": station.id, "block": station.block, "symbol": parameter.symbol, "name": parameter.gradient,
-                "before": x.norm().item(), "after": y.norm().item(), "change": _distance(y, x),
+            change = torch.dist(changed[name], base[name]).item()
+            stations.append({
+                "station": station.id, "symbol": symbol(name), "before": base[name].norm().item(), "change": change,
             })  # fmt: skip
-    gradients.sort(key=lambda row: -row["change"] / (row["before"] or 1.0))
-    touched = [row for row in gradients if row["change"] > 1e-6 * row["before"]]
-    caption = f"{len(touched)} of {len(gradients)} gradients change if no error flows back through {place.label}."
+        for parameter in station.parameters:
+            if parameter.gradient not in moved or parameter.shared:
+                continue
+            after, change = moved[parameter.gradient]
+            rows.append({
+                "station": station.id, "block": station.block, "symbol": parameter.symbol, "name": parameter.gradient,
+                "before": base.norms[parameter.gradient], "after": after, "change": change,
+            })  # fmt: skip
+    rows.sort(key=lambda row: -row["change"] / (row["before"] or 1.0))
+    touched = [row for row in rows if row["change"] > 1e-6 * row["before"]]
+    caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {place.label}."
     if touched:
         first = touched[0]
         where = "" if first["block"] is None else f" of block {first['block'] + 1}"
         share = percent(first["change"] / first["before"]) if first["before"] else "all"
         caption += f" The most, relative to its length: ∂{first['symbol']}{where}, by {share}."
     return {
-        "label": place.label, "name": place.delta, "gradients": gradients, "signals": stations, "caption": caption,
-        "python": place.python(place.delta, "{x: (changed[x] - trace[x]).norm() for x in trace if 'grad_' in x}"),
+        "label": place.label, "name": place.delta, "gradients": rows, "signals": stations, "caption": caption,
+        "python": place.python(place.delta, sentence.objective, GRADIENTS_MOVED),
     }  # fmt: skip
 
 
@@ -186,10 +202,6 @@ def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dic
         top = torch.topk(blame.abs(), min(neurons, len(blame))).indices.tolist()
         best.append([{"neuron": j, "predicted": blame[j].item()} for j in top])
     return {"heads": heads, "skips": skips, "neurons": best}
-
-
-def _distance(x: Tensor, y: Tensor) -> float:
-    return float((x - y).norm().item())
 
 
 def _written(i: object) -> str:

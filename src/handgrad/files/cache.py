@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["downloads", "tokens", "stdin", "demo", "kernels"]
+Kind = Literal["downloads", "tokens", "stdin", "demo", "kernels", "scratch"]
 
 _SUBFOLDERS: dict[Kind, str] = {
     "downloads": "material",  # the name on disk since the first version: existing caches stay valid
@@ -15,6 +15,7 @@ _SUBFOLDERS: dict[Kind, str] = {
     "stdin": "stdin",  # copies of standard input, named by a hash of their content
     "demo": "explain",  # models trained for `handgrad explain`
     "kernels": "kernels",  # compiled for this machine
+    "scratch": "scratch",  # files without a name, of running processes
 }
 
 

@@ -20,7 +20,7 @@ ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real
 #pragma GCC unroll 8
     for (size i = 0; i < HIGH; i++)
 #pragma GCC unroll 4
-        for (size v = 0; v < wide; v++) sum[i][v] = add ? *(const vec *)(c + i * cs + v * LANES) : (vec){0};
+        for (size v = 0; v < wide; v++) sum[i][v] = (vec){0};
     for (size k = 0; k < n; k++) {
         vec row[WIDE];
 #pragma GCC unroll 4
@@ -35,7 +35,11 @@ ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real
 #pragma GCC unroll 8
     for (size i = 0; i < HIGH; i++)
 #pragma GCC unroll 4
-        for (size v = 0; v < wide; v++) *(vec *)(c + i * cs + v * LANES) = sum[i][v];
+        for (size v = 0; v < wide; v++) {
+            vec *out = (vec *)(c + i * cs + v * LANES);
+            if (add) sum[i][v] += *out; /* last, not first: a long sum in parts rounds less */
+            *out = sum[i][v];
+        }
 }
 
 /* HIGH rows of c (+)= a b, w columns, a multiple of LANES */

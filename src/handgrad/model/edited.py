@@ -24,7 +24,7 @@ from .attention import Attention, Projected
 from .batch import Piece
 from .block import Block
 from .branches import ErrorSignals
-from .gpt import GPT
+from .gpt import GPT, Finished, no_hook
 from .objective import MEAN_LOSS, Objective
 from .passes import Pass, Record, no_record
 
@@ -90,21 +90,28 @@ class EditedPass:
         value, rows = objective.forward_and_delta(a_12[piece.rows].clone(), piece.targets, weight)
         return model.check_finite(value).item() * weight, torch.zeros_like(a_12).index_copy_(0, piece.rows, rows)
 
-    def backward(self, delta_12: Tensor) -> None:
-        """Δ_12 → every error signal and every parameter's gradient, which is added into `.grad`."""
+    def backward(self, delta_12: Tensor, finished: Finished = no_hook) -> None:
+        """Δ_12 → every error signal and every parameter's gradient, which is added into `.grad`. `finished` is called with
+        the parameters of a layer as soon as theirs are final."""
         model, piece = self.model, self.piece
+        layers = iter(model.layers())
         delta_12 = self.at("delta_12", delta_12)
         with model.unpacked(model.head):
             delta_11 = self.at("delta_11", model.head.backward(delta_12, self.run))
             model.head.accumulate(delta_12, self.a_11, self.run)
+        if not model.config.tied:
+            finished(next(layers))
         a_bar_10, _ = model.final_norm.rebuild_output(self.norm_10)
         delta = model.final_norm.backward(delta_11, a_bar_10, self.norm_10)
+        finished(next(layers))
         for i, block in reversed(list(enumerate(model.blocks))):
             with model.unpacked(block):
                 delta = self._backward_block(block, delta, self.blocks.pop(), self._within(i))
+            finished(next(layers))
         model.embed.backward(delta, piece.ids)
         if model.has("positions"):
             model.positions.backward(delta, piece.positions)
+        finished(next(layers))
 
     def check_names(self) -> None:
         """Raise if an edit has a name that the pass did not meet."""

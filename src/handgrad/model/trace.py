@@ -7,19 +7,20 @@ Rows are tokens, all sequences end to end; maps between tokens are (heads, n, n)
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import HandgradError
 from .edited import EditedPass, Edits
-from .gpt import GPT
+from .gpt import GPT, Finished, no_hook
 from .layers import Affine
 from .norms import Norm
 from .objective import MEAN_LOSS, Objective
-from .passes import no_record
+from .passes import Record, no_record
 from .trace_html import trace_html
 
 
@@ -70,6 +71,7 @@ def trace(
     *,
     objective: Objective = MEAN_LOSS,
     edit: Edits | None = None,
+    record: Record = no_record,
 ) -> Trace:
     """Run the model forward and backward once and record everything. Parameters keep the `.grad` they had.
 
@@ -78,25 +80,58 @@ def trace(
                 activation changes everything after it, and Δ passes it unchanged; an edited Δ ("blocks.3.delta_3")
                 changes everything below it. With an edit, an empty one included, skip connections and the signals
                 inside attention are recorded as well.
+    record      Called with every name and tensor as soon as it is computed, for example to show progress.
     """
     if not isinstance(objective, Objective):
         raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
     values: dict[str, Tensor] = {}
-    before = {p: p.grad for p in model.parameters()}
+
+    def keep(name: str, value: Tensor) -> None:
+        values[name] = value
+        record(name, value)
+
+    with own_gradients(model.parameters()):
+        loss = record_pass(model, tokens, targets, lengths, objective=objective, edit=edit, record=keep)
+        values |= gradients(model)
+    return Trace(values, loss, model.pack(tokens, lengths).lengths, objective)
+
+
+@contextmanager
+def own_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within the context no parameter has a `.grad` at first; afterwards each has the one it had before."""
+    before = {p: p.grad for p in parameters}
     try:
         for p in before:
             p.grad = None
-        if edit is None:
-            loss = model.loss_and_grads(
-                tokens, targets, lengths, record=values.__setitem__, all_signals=True, objective=objective
-            )
-        else:
-            loss = _edited(edited_pass(model, tokens, targets, lengths, objective, edit, values), objective)
-        values |= gradients(model)
+        yield
     finally:
         for p, grad in before.items():
             p.grad = grad
-    return Trace(values, loss, model.pack(tokens, lengths).lengths, objective)
+
+
+def record_pass(
+    model: GPT,
+    tokens: Tensor,
+    targets: Tensor,
+    lengths: list[int] | None = None,
+    *,
+    record: Record,
+    finished: Finished = no_hook,
+    objective: Objective = MEAN_LOSS,
+    edit: Edits | None = None,
+) -> float:
+    """Record every activation and error signal of one pass; return the value of the objective. The gradients are added into
+    `.grad`; `finished` is called with the parameters of each layer as soon as theirs are final, and may free them."""
+    if edit is None:
+        return model.loss_and_grads(
+            tokens, targets, lengths, record=record, all_signals=True, objective=objective, finished=finished
+        )
+    run = edited_pass(model, tokens, targets, lengths, objective, edit, record)
+    with torch.no_grad():
+        value, delta_12 = run.forward(objective)
+        run.backward(delta_12, finished)
+    run.check_names()
+    return value
 
 
 def edited_pass(
@@ -106,42 +141,39 @@ def edited_pass(
     lengths: list[int] | None,
     objective: Objective,
     edit: Edits,
-    into: dict[str, Tensor] | None = None,
+    record: Record = no_record,
 ) -> EditedPass:
-    """Prepare a pass with edits, recorded into this dict."""
+    """Prepare a pass with edits."""
     pieces = model.pieces(tokens, objective.select(targets, model.config.n_vocab), lengths, math.inf)
     if not pieces:
         raise HandgradError("every target is ignored (−100): there is nothing to trace in this batch")
-    return EditedPass(model, pieces[0], edit, no_record if into is None else into.__setitem__)
+    return EditedPass(model, pieces[0], edit, record)
 
 
-@torch.no_grad()
-def _edited(run: EditedPass, objective: Objective) -> float:
-    value, delta_12 = run.forward(objective)
-    run.backward(delta_12)
-    run.check_names()
-    return value
-
-
-def gradients(model: GPT) -> dict[str, Tensor]:
-    """Every parameter's `.grad` under the paper's name; w_q, w_k and w_v hold all heads side by side."""
+def gradients(model: GPT, of: Collection[nn.Parameter] | None = None) -> dict[str, Tensor]:
+    """The `.grad` of every parameter, or of these, under the paper's name; w_q, w_k and w_v hold all heads side by side."""
     named: dict[str, Tensor] = {}
+    chosen = None if of is None else set(of)
+
+    def gradient(p: nn.Parameter | None) -> Tensor | None:
+        return None if p is None or (chosen is not None and p not in chosen) else p.grad
 
     def keep(prefix: str, number: str, layer: Affine | Norm) -> None:
         for letter, p in layer.named_symbols().items():
-            if p is None or p.grad is None:
+            grad = gradient(p)
+            if grad is None:
                 continue
             plain = layer.plain() if isinstance(layer, Affine) else None
             if plain is not None and plain.parts and letter in "wb":
-                for part, grad in plain.parts_of(letter, p.grad).items():
-                    named[f"{prefix}grad_{letter}_{part}"] = grad
+                for part, its_grad in plain.parts_of(letter, grad).items():
+                    named[f"{prefix}grad_{letter}_{part}"] = its_grad
             else:
                 turned = plain is not None and letter == "w" and not plain.in_out
-                named[f"{prefix}grad_{letter}_{number}"] = p.grad.t() if turned else p.grad
+                named[f"{prefix}grad_{letter}_{number}"] = grad.t() if turned else grad
 
     for name, table in model.tables().items():
-        if table.weight is not None and table.weight.grad is not None:
-            named[f"grad_{name}"] = table.weight.grad
+        if (grad := gradient(table.weight)) is not None:
+            named[f"grad_{name}"] = grad
     for i, block in enumerate(model.blocks):
         for number, layer in block.numbered().items():
             keep(f"blocks.{i}.", number, layer)

@@ -2,7 +2,8 @@
 
 Forward, only the input of every block is stored. Backward, each block is copied to float64, run by hand and by autograd,
 compared, and freed; autograd's error signal goes on to the block below. The head and the token table are compared in groups
-of rows. Nothing of the size of the model exists twice.
+of rows. Nothing of the size of the model exists twice, and what the formulas computed is computed again, block by block,
+when it is read.
 """
 
 import copy
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.injection import adapters_of
-from ..model.block import Block
 from ..model.gpt import GPT
 from ..model.objective import MEAN_LOSS, Objective
 from ..model.passes import Pass
 from ..ops import attention, embedding, linear, rotary
 from ..ops.loss import NO_TARGET
 from ..tolerances import DIFFERENCE_FLOOR, ENTRY_FLOOR, LOSS_FLOOR, NORM_FLOOR, TOLERANCE
+from .by_hand import ByHand
+from .layerwise_rounding import errors_by_rounding
 from .oracles import directional_error
 from .reference import (
     block_weights,
@@ -31,26 +33,10 @@ from .reference import (
     reference_norm,
     reference_objective,
 )
+from .tensor_errors import TensorErrors
 from .verify import check_finite_and_trained, concatenate, difference_steps, loss_of
 
 VOCABULARY_AT_ONCE = 4096  # rows of the head that are compared at a time
-
-
-class _Errors:
-    """Errors of one kind, relative to at least a share of the largest tensor of that kind."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[float, float]] = {}  # the error, and the size it is relative to
-
-    def add(self, name: str, ours: Tensor, expected: Tensor, norm: bool = False) -> None:
-        difference = ours.double() - expected
-        error, size = (x.norm().item() if norm else x.abs().max().item() for x in (difference, expected))
-        before = self.found.get(name, (0.0, 0.0))
-        self.found[name] = (max(before[0], math.inf if math.isnan(error) else error), max(before[1], size))
-
-    def relative(self, floor: float) -> dict[str, float]:
-        least = floor * max((size for _, size in self.found.values()), default=0.0)
-        return {name: error / (max(size, least) or 1.0) for name, (error, size) in self.found.items()}
 
 
 def shared_copy(model: GPT) -> GPT:
@@ -63,7 +49,9 @@ class LayerwiseChecker:
     """Check one model on one sequence, layer by layer.
 
     errors     relative errors, by the trace's names of activations and signals and the model's names of parameters
-    rounding   errors of `computed`, the tensors that the model computed in its own dtype
+    rounding   errors of `computed`, the signals that the model computed in its own dtype
+    rounding_limits   the largest such errors allowed: the tolerance of the dtype; where that is exceeded, what rounding
+               explains, if that is more
     trained    sizes of the trainable parameters by name
 
     The weights are not copied: replace them meanwhile, but do not change them in place.
@@ -92,16 +80,15 @@ class LayerwiseChecker:
         self.targets[self.piece.rows] = self.piece.targets
         self.names = {p: name for name, p in model.named_parameters()}
         self.trained = {name: p.numel() for p, name in self.names.items() if p.requires_grad}
-        self.limit, self.rounding_limit = TOLERANCE[torch.float64], TOLERANCE[model.dtype]
+        self.limit = TOLERANCE[torch.float64]
         self.steps, self.difference_limit = difference_steps(model.config)
-        self.ours: dict[str, Tensor] = {}
+        self.ours = ByHand(model, Pass(attention.spans_of(self.piece.lengths), rotation=self._rotation()), pause)
         self._generator = torch.Generator().manual_seed(seed)
-        self._run = Pass(attention.spans_of(self.piece.lengths), rotation=self._rotation())
-        self._activations, self._signals, self._gradients, self._roundings = (_Errors() for _ in range(4))
-        self._computed = computed or {}
+        self._activations, self._signals, self._gradients, self._roundings = (TensorErrors() for _ in range(4))
         self._norms: dict[str, float] = {}  # of the gradients
+        self._largest_signal = 0.0  # its norm
         with torch.no_grad():
-            self._check()
+            self._check(computed or {})
         self.errors = {
             **self._activations.relative(0.0),
             **self._signals.relative(ENTRY_FLOOR),
@@ -109,6 +96,12 @@ class LayerwiseChecker:
             "loss": abs(self.loss - self._expected_loss) / max(abs(self._expected_loss), LOSS_FLOOR),
         }
         self.rounding = self._roundings.relative(NORM_FLOOR)
+        self.rounding_limits = dict.fromkeys(self.rounding, TOLERANCE[model.dtype])
+        if any(error > TOLERANCE[model.dtype] for error in self.rounding.values()):
+            explained = errors_by_rounding(self, seed)
+            self.rounding_limits |= {
+                name: max(x, explained[name]) for name, x in self.rounding_limits.items() if self.rounding[name] > x
+            }
 
     # ── layers in float64 ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -119,18 +112,14 @@ class LayerwiseChecker:
         theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, torch.float64)
         return rotary.angles(self.piece.positions, theta, factor)
 
-    def _wide_block(self, i: int) -> Block:
-        self.pause()
-        return copy.deepcopy(self.model.blocks[i]).double()
-
-    def _vocabulary(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    def vocabulary(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Rows of the head in float64: (rows, d), and their bias"""
         w, b = self.model.head.effective_weight().t(), self.model.head.plain().added_bias()
         for start in range(0, len(w), VOCABULARY_AT_ONCE):
             rows = slice(start, min(start + VOCABULARY_AT_ONCE, len(w)))
             yield rows, w[rows].double(), None if b is None else b[rows].double()
 
-    def _embeddings(self) -> Tensor:
+    def embeddings(self) -> Tensor:
         """a_1 in float64"""
         table, rows = self.model.embed.table(self.piece.ids)
         a = table[rows].double()
@@ -140,28 +129,30 @@ class LayerwiseChecker:
 
     # ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _check(self) -> None:
-        model = self.model
-        self.ours["a_0"] = self.piece.ids
-        a = self._embeddings()
-        inputs = []
-        for i in range(len(model.blocks)):
-            inputs.append(a)
-            a = self._wide_block(i).forward(a, self._run)[0]
-        delta, upstream = self._check_readout(a)
-        for i in reversed(range(len(model.blocks))):
-            delta, upstream = self._check_block(i, inputs[i], delta, upstream)
-        self._check_tables(delta, upstream)
+    def _check(self, computed: Mapping[str, Tensor]) -> None:
+        self.ours.outside["a_0"] = self.piece.ids
+        self.ours.forward(self.embeddings())
+        upstream = self._check_readout(computed)
+        for i in reversed(range(len(self.model.blocks))):
+            upstream = self._check_block(i, upstream, computed)
+        self._check_tables(upstream)
 
-    def _compare(self, values: Mapping[str, Tensor], deltas: Mapping[str, Tensor]) -> None:
-        """Compare activations and signals, by the names of their Δ, with what was recorded."""
+    def _compare(
+        self,
+        ours: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        deltas: Mapping[str, Tensor],
+        computed: Mapping[str, Tensor],
+    ) -> None:
+        """Compare activations and signals, by the names of their Δ, with what the formulas and the model computed."""
         for name, signal in deltas.items():
-            ours = self.ours.get(name)
-            self._signals.add(name, torch.full_like(signal, math.nan) if ours is None else ours, signal)
-            if name in self._computed:
-                self._roundings.add(name, self._computed[name], signal, norm=True)
-            if (a := name.replace("delta_", "a_")) in self.ours:
-                self._activations.add(a, self.ours[a], values[name])
+            found = ours.get(name)
+            self._signals.add(name, torch.full_like(signal, math.nan) if found is None else found, signal)
+            self._largest_signal = max(self._largest_signal, signal.norm().item())
+            if name in computed:
+                self._roundings.add(name, computed[name], signal, norm=True)
+            if (a := name.replace("delta_", "a_")) in ours:
+                self._activations.add(a, ours[a], values[name])
 
     def _add_gradient(self, p: nn.Parameter, ours: Tensor | None, expected: Tensor) -> None:
         name = self.names[p]
@@ -169,71 +160,64 @@ class LayerwiseChecker:
             self._gradients.add(name, torch.full_like(expected, math.nan) if ours is None else ours, expected)
             self._norms[name] = math.hypot(self._norms.get(name, 0.0), expected.norm().item())
 
-    def _check_readout(self, a_10: Tensor) -> tuple[Tensor, Tensor]:
-        """a_10 → the loss and Δ_10, by hand and by autograd"""
-        model, piece = self.model, self.piece
+    def _check_readout(self, computed: Mapping[str, Tensor]) -> Tensor:
+        """a_10 → the loss and Δ_10, by hand and by autograd, which is returned"""
+        model, piece, a_10 = self.model, self.piece, self.ours.inputs[-1]
         norm, weight = copy.deepcopy(model.final_norm).double(), 1 / len(piece.targets)
         a_11, saved = norm.forward(a_10)
-        a_12 = torch.cat([linear.forward(a_11, w.t(), b, None) for _, w, b in self._vocabulary()], 1)
+        a_12 = torch.cat([linear.forward(a_11, w.t(), b, None) for _, w, b in self.vocabulary()], 1)
+        end = differentiate_part(lambda a, _: reference_objective(a, self.targets, self.objective) * weight, a_12)
+        self._expected_loss, self._expected = end.out.item(), end.delta  # Δ_12
         total, rows = self.objective.forward_and_delta(a_12[piece.rows].clone(), piece.targets, weight)
         self.loss = total.item() * weight
         delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, rows)
-        delta_11 = torch.zeros_like(a_11)
-        for columns, w, _ in self._vocabulary():
+        self._compare({"a_12": a_12, "delta_12": delta_12}, {"delta_12": a_12}, {"delta_12": end.delta}, computed)
+        del a_12, rows, end  # as large as the vocabulary
+        delta_11, upstream = torch.zeros_like(a_11), torch.zeros_like(a_11)
+        for columns, w, _ in self.vocabulary():
             self.pause()
             delta_11 += linear.backward(delta_12[:, columns], w.t())
-        self.ours |= {"a_11": a_11, "a_12": a_12, "delta_12": delta_12, "delta_11": delta_11}
-        self.ours |= {f"{name}_10": x for name, x in norm.statistics(saved).items()}
-        delta_10 = norm.backward(delta_11, norm.rebuild_output(saved)[0], saved)
-
-        f = lambda a, _: reference_objective(a, self.targets, self.objective) * weight  # noqa: E731
-        end = differentiate_part(f, a_12)
-        self._expected_loss = end.out.item()
-        self._compare({"delta_12": a_12}, {"delta_12": end.delta})
-        self._expected = end.delta  # Δ_12
-        upstream = torch.zeros_like(a_11)
-        for columns, w, _ in self._vocabulary():
-            upstream += differentiate_part(lambda a, _, w=w: a @ w.T, a_11, (), end.delta[:, columns]).delta  # type: ignore[misc]
-        mine = list(model.final_norm.parameters())
-        wide = list(norm.parameters())
-        grads = [p.grad for p in wide]
-        pair = (norm.weight, getattr(norm, "bias", None))
+            upstream += differentiate_part(lambda a, _, w=w: a @ w.T, a_11, (), self._expected[:, columns]).delta  # type: ignore[misc]
+        self.ours.deltas[len(model.blocks) - 1] = norm.backward(delta_11, norm.rebuild_output(saved)[0], saved)
+        grads = [p.grad for p in norm.parameters()]
+        pair, choices = (norm.weight, getattr(norm, "bias", None)), self.choices
         part = differentiate_part(
-            lambda a, _: reference_norm(a, pair, self.choices.norm, self.choices.eps), a_10, wide, upstream
+            lambda a, _: reference_norm(a, pair, choices.norm, choices.eps), a_10, list(norm.parameters()), upstream
         )
-        self._compare({"delta_11": part.out}, {"delta_11": upstream})
-        for p, ours, expected in zip(mine, grads, part.grads, strict=True):
-            self._add_gradient(p, ours, expected)
-        return delta_10, part.delta
+        ours = {"a_11": a_11, "delta_11": delta_11}
+        self._compare(ours, {"delta_11": part.out}, {"delta_11": upstream}, computed)
+        for p, mine, expected in zip(model.final_norm.parameters(), grads, part.grads, strict=True):
+            self._add_gradient(p, mine, expected)
+        statistics = {f"{name}_10": x for name, x in norm.statistics(saved).items()}
+        self.ours.outside |= {**ours, "delta_12": delta_12, **statistics}
+        return part.delta
 
-    def _check_block(self, i: int, a_1: Tensor, delta: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
-        block = self._wide_block(i)
-        run = self._run._replace(record=lambda name, x: self.ours.__setitem__(f"blocks.{i}.{name}", x))
-        saved = block.forward(a_1, run)[1]
-        delta = block.backward(delta, saved, run)
+    def _check_block(self, i: int, upstream: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Δ_10 → Δ_1, by hand and by autograd, which is returned"""
+        ours, block = self.ours.run_block(i)
         parameters = list(block.parameters())
         grads = [p.grad for p in parameters]
         self.pause()
         part = differentiate_part(
             lambda a, hook: reference_block(block_weights(block, self.model.config), self.choices, i, a, hook),
-            a_1,
+            self.ours.inputs[i],
             parameters,
             upstream,
         )
-        self._compare(part.values, part.deltas)
-        for p, ours, expected in zip(self.model.blocks[i].parameters(), grads, part.grads, strict=True):
-            self._add_gradient(p, ours, expected)
-        return delta, part.delta
+        self._compare(ours, part.values, part.deltas, computed)
+        for p, mine, expected in zip(self.model.blocks[i].parameters(), grads, part.grads, strict=True):
+            self._add_gradient(p, mine, expected)
+        return part.delta
 
-    def _check_tables(self, delta_1: Tensor, upstream: Tensor) -> None:
+    def _check_tables(self, upstream: Tensor) -> None:
         """The embeddings and the head, whose weight may be the same"""
-        model, ids = self.model, self.piece.ids
+        model, ids, delta_1 = self.model, self.piece.ids, self.ours.deltas[-1]
         head, a_11 = model.head.plain(), self.ours["a_11"]
         if head.bias is not None:
             self._add_gradient(head.bias, linear.grad_b(self.ours["delta_12"], None), self._expected.sum(0))
         tied = model.config.tied
         for name, table in model.tables().items():
-            if table.weight is None:
+            if table.weight is None or not table.weight.requires_grad:
                 continue
             rows = ids if name == "w_tok" else self.piece.positions
             used, inverse = torch.unique(rows, return_inverse=True)
@@ -244,13 +228,14 @@ class LayerwiseChecker:
                 self._add_gradient(table.weight, ours, lookup)
                 continue
             self._check_head(table.weight, used, ours, lookup)
-        if head.weight is not None and not tied:
+        if head.weight is not None and not tied and head.weight.requires_grad:
             self._check_head(head.weight, torch.empty(0, dtype=torch.long), a_11[:0], a_11[:0])
+        del self._expected  # as large as the vocabulary
 
     def _check_head(self, weight: nn.Parameter, used: Tensor, ours: Tensor, expected: Tensor) -> None:
         """The gradient of the head in groups of rows; to the rows `used` the embedding adds its part"""
         a_11 = self.ours["a_11"]
-        for columns, w, _ in self._vocabulary():
+        for columns, w, _ in self.vocabulary():
             self.pause()
             mine = linear.grad_w(a_11, self.ours["delta_12"][:, columns], None)  # Δᵗ a, as the head is stored
             part = differentiate_part(lambda w, _: a_11 @ w.T, w, (), self._expected[:, columns]).delta
@@ -264,45 +249,52 @@ class LayerwiseChecker:
     def difference(self, signal: str) -> float:
         """Error of a signal by finite differences of the loss along a random direction."""
         claimed = self.ours[signal]
-        floor = DIFFERENCE_FLOOR * max(self.ours[name].norm().item() for name in self._signals.found)
+        floor = DIFFERENCE_FLOOR * self._largest_signal
         f = lambda x: self._loss(signal, x)  # noqa: E731
         return directional_error(f, torch.zeros_like(claimed), claimed, self._generator, floor, self.steps)
+
+    def can_differentiate(self, name: str) -> bool:
+        """Whether finite differences of a parameter can be taken: of the blocks and the final norm, not of the tables."""
+        return self._layer_number(name) is not None
 
     def difference_of(self, names: Sequence[str]) -> float:
         """Error of the gradients of several parameters of one layer, by finite differences along a random direction."""
         i, layer = self._layer_of(names[0])
-        grads = self._gradients_of(i, layer)
         parameters = {self.names[p]: q for p, q in zip(self._original(i).parameters(), layer.parameters(), strict=True)}
-        members, claimed = [parameters[name] for name in names], concatenate([grads[name] for name in names])
+        members = [parameters[name] for name in names]
+        claimed = concatenate([q.grad for q in members if q.grad is not None])
         floor = DIFFERENCE_FLOOR * max(self._norms.values())
         f = loss_of(members, lambda: self._loss("", self.piece.ids, i, layer))
         return directional_error(f, concatenate(members), claimed, self._generator, floor, self.steps)
 
     def gradient(self, name: str) -> Tensor:
         """The gradient of a parameter of a block, computed again."""
-        return self._gradients_of(*self._layer_of(name))[name]
+        i, layer = self._layer_of(name)
+        pairs = zip(self._original(i).parameters(), layer.parameters(), strict=True)
+        found: Tensor | None = next(q.grad for p, q in pairs if self.names[p] == name)
+        assert found is not None
+        return found
 
     def _original(self, i: int) -> nn.Module:
         return self.model.blocks[i] if i < len(self.model.blocks) else self.model.final_norm
 
-    def _layer_of(self, name: str) -> tuple[int, Any]:
-        """The number of the block that has this parameter, and a copy in float64; after the last one, the final norm."""
-        for i in range(len(self.model.blocks) + 1):
-            if any(self.names[p] == name for p in self._original(i).parameters()):
-                return i, copy.deepcopy(self._original(i)).double()
-        raise KeyError(name)
+    def _layer_number(self, name: str) -> int | None:
+        """The number of the block that has this parameter; after the last one, the final norm; None for all others."""
+        layers = range(len(self.model.blocks) + 1)
+        return next((i for i in layers if any(self.names[p] == name for p in self._original(i).parameters())), None)
 
-    def _gradients_of(self, i: int, layer: Any) -> dict[str, Tensor]:
-        """The gradients of one layer by hand, by the model's names."""
+    def _layer_of(self, name: str) -> tuple[int, Any]:
+        """The number of this parameter's layer, and a copy of the layer in float64 with its gradients by hand."""
+        i = self._layer_number(name)
+        if i is None:
+            raise KeyError(name)
+        if i < len(self.model.blocks):
+            return i, self.ours.run_block(i)[1]
+        norm = copy.deepcopy(self.model.final_norm).double()
         with torch.no_grad():
-            if i < len(self.model.blocks):
-                saved = layer.forward(self.ours[f"blocks.{i}.a_1"], self._run)[1]
-                layer.backward(self.ours[f"blocks.{i}.delta_10"], saved, self._run)
-            else:
-                saved = layer.forward(self.ours[f"blocks.{i - 1}.a_10"])[1]
-                layer.backward(self.ours["delta_11"], layer.rebuild_output(saved)[0], saved)
-        pairs = zip(self._original(i).parameters(), layer.parameters(), strict=True)
-        return {self.names[p]: q.grad for p, q in pairs if q.grad is not None}
+            saved = norm.forward(self.ours.inputs[-1])[1]
+            norm.backward(self.ours["delta_11"], norm.rebuild_output(saved)[0], saved)
+        return i, norm
 
     def _loss(self, signal: str, change: Tensor, first: int | None = None, layer: Any = None) -> float:
         """The loss of the reference from one block on, with `change` added to one intermediate, or with another layer in the
@@ -315,14 +307,14 @@ class LayerwiseChecker:
             return x + change if name == signal else x
 
         with torch.no_grad():
-            a = self.ours[f"blocks.{first}.a_1"] if first < blocks else self.ours[f"blocks.{blocks - 1}.a_10"]
+            a = self.ours.inputs[first]
             for i in range(first, blocks):
-                block = layer if layer is not None and i == first else self._wide_block(i)
+                block = layer if layer is not None and i == first else self.ours.block(i)
                 a = reference_block(block_weights(block, self.model.config), self.choices, i, a, hook)
             replaced = layer is not None and first == blocks
             norm = layer if replaced else copy.deepcopy(self.model.final_norm).double()
             pair = (norm.weight, getattr(norm, "bias", None))
             a_11 = hook("delta_11", reference_norm(a, pair, self.choices.norm, self.choices.eps))
-            parts = [a_11 @ w.T if b is None else a_11 @ w.T + b for _, w, b in self._vocabulary()]
+            parts = [a_11 @ w.T if b is None else a_11 @ w.T + b for _, w, b in self.vocabulary()]
             logits = hook("delta_12", torch.cat(parts, 1))
             return reference_objective(logits, self.targets, self.objective).item() / len(self.piece.targets)

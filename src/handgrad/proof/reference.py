@@ -118,7 +118,7 @@ def reference_loss(
 ) -> Tensor:
     """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
     intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it; `inside` changes the
-    centred input within a norm."""
+    centred input within a norm, and queries, keys and values."""
     outside, blocks = weights
     a = F.embedding(ids, outside["w_tok"][0])
     if "w_pos" in outside:
@@ -158,6 +158,8 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
         q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
     if c.rotated and c.rotated[i]:
         q, k = ([_rotate(x, c) for x in heads] for heads in (q, k))
+    if inside is not None:
+        q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
     group = len(q) // len(k)  # queries that share a key and a value
     raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
     scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
@@ -292,7 +294,9 @@ class ReferenceModel:
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.pause: Callable[[], None] = lambda: None
-        self.inside: Inside | None = None  # applied within norms, whose terms may cancel
+        self.inside: Inside | None = (
+            None  # applied within norms and to queries, keys and values, whose terms may cancel
+        )
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins

@@ -8,7 +8,7 @@ fork. It exits with this process, or when it has had nothing to do for some minu
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ def run(
     ).encode()  # fmt: skip
     request = b"".join([len(head).to_bytes(4, "big"), head, *tensors])
     try:
-        return _decode(_service.call(request, START_TIMEOUT + limits.wall), limits)
+        return _decode(_service.call(request, START_TIMEOUT + limits.wall), limits, returns)
     except ChildExited as reason:
         raise HandgradError(f"the sandbox process ended (exit status {reason.args[0]})") from None
 
@@ -119,7 +119,7 @@ def _start() -> Child:
 _service = Service(_start)
 
 
-def _decode(reply: bytes, limits: Limits) -> Run:
+def _decode(reply: bytes, limits: Limits, returns: Sequence[Names]) -> Run:
     """Read a reply. It comes from a process that ran untrusted code, so nothing about it is taken for granted."""
     try:
         length = int.from_bytes(reply[:4], "big")
@@ -129,21 +129,32 @@ def _decode(reply: bytes, limits: Limits) -> Run:
             return Run(problem=_problem(problem, limits), printed=printed)
         data, start = memoryview(reply)[4 + length :], 0
         cases: list[list[Output]] = []
-        for outputs in answer["outputs"]:
+        for outputs, names in zip(answer["outputs"], returns, strict=True):
             cases.append([])
-            for about in outputs:
+            for about, name in zip(outputs, _flat(names), strict=True):
                 if about["shape"] is None:
-                    cases[-1].append(Output(str(about["name"]), None, ""))
+                    cases[-1].append(Output(name, None, ""))
                     continue
                 shape = [int(n) for n in about["shape"]]
                 end = start + 8 * int(torch.Size(shape).numel())
                 raw = bytearray(data[start:end])
                 flat = torch.frombuffer(raw, dtype=torch.float64) if raw else torch.empty(0, dtype=torch.float64)
-                cases[-1].append(Output(str(about["name"]), flat.reshape(shape), str(about["dtype"])))
+                if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
+                    raise TypeError
+                cases[-1].append(Output(name, flat.reshape(shape), about["dtype"]))
                 start = end
         return Run(cases, None, printed, tuple(map(str, answer["changed"])))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, OverflowError, MemoryError):
         return Run(problem=Problem("crash", "the answer's process sent a reply that cannot be read"))
+
+
+def _flat(names: Names) -> Iterator[str]:
+    """The names of single outputs: a list is a tuple's name, then those of its fields."""
+    for name in names:
+        if isinstance(name, list):
+            yield from _flat(name[1:])
+        else:
+            yield str(name)
 
 
 def _problem(given: Mapping[str, Any], limits: Limits) -> Problem:

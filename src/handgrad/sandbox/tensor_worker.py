@@ -5,7 +5,7 @@ a reply are JSON, preceded by its length in four bytes and followed by the bytes
 
 A fork cannot open a file or a socket, by any call of any library: it may have no more open files than it has. It ends after
 its time, and gets no more than its memory. An audit hook refuses what needs no open file: deleting, renaming, other
-processes, foreign functions.
+processes, foreign functions; calls that Python does not report to the hook are taken away.
 """
 
 import ast
@@ -15,8 +15,10 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +29,12 @@ MESSAGE = 600  # characters
 NO_MEMORY = 3  # exit status
 REFUSED = ("open", "os", "socket", "subprocess", "ctypes", "shutil", "resource", "mmap", "fcntl", "signal", "glob", "pty",
            "tempfile", "urllib", "http", "ftplib", "smtplib", "sqlite3", "webbrowser", "pathlib")  # fmt: skip
+UNREPORTED = {  # calls that no audit hook sees, by module
+    "os": ("mkfifo", "mknod", "setpgid", "setsid", "setpriority", "nice", "chroot", "unshare", "setns", "closerange",
+           "sched_setaffinity", "sched_setscheduler", "sched_setparam", "dup", "dup2", "close"),
+    "signal": ("setitimer", "alarm", "signal", "pthread_sigmask", "siginterrupt", "set_wakeup_fd", "raise_signal"),
+}  # fmt: skip
+GRACE = 5.0  # seconds that a fork may take after its time to end by itself
 ALWAYS = ("torch", "torch.nn", "torch.nn.functional", "math", "typing", "collections", "collections.abc", "functools",
           "itertools", "operator", "__future__")  # fmt: skip
 
@@ -82,16 +90,21 @@ def _in_a_fork(raw: bytes, worker: Any) -> bytes:
         finally:
             os._exit(0)
     os.close(writing)
-    reply = bytearray()
-    while len(reply) <= request["reply"] and (part := os.read(reading, 1 << 20)):
+    deadline = time.monotonic() + request["wall"] + GRACE
+    reply, late = bytearray(), False
+    while len(reply) <= request["reply"]:
+        late = not select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if late or not (part := os.read(reading, 1 << 20)):
+            break
         reply += part
     os.close(reading)
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)  # nothing of it is left, whatever it started
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)  # nothing of it is left, whatever it started
     status = os.waitpid(pid, 0)[1]
-    if len(reply) >= 4 and 4 + int.from_bytes(reply[:4], "big") <= len(reply) <= request["reply"]:
+    if not late and len(reply) >= 4 and 4 + int.from_bytes(reply[:4], "big") <= len(reply) <= request["reply"]:
         return bytes(reply)
-    return _encode({"problem": {"kind": _ending(status, len(reply) > request["reply"])}})
+    return _encode({"problem": {"kind": "time" if late else _ending(status, len(reply) > request["reply"])}})
 
 
 def _ending(status: int, too_long: bool) -> str:
@@ -155,16 +168,32 @@ def _confine(request: dict[str, Any], worker: Any) -> None:
         os.dup2(null, standard)
     os.close(null)
     worker.limit_memory(request["memory"])
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    seconds = int(request["cpu"]) + 2  # in case that its timers do not end it
+    hard = {resource.RLIMIT_NOFILE: 0, resource.RLIMIT_NPROC: 0, resource.RLIMIT_AS: soft, resource.RLIMIT_CPU: seconds}
+    for limit, most in hard.items():
+        resource.setrlimit(limit, (most, most))
     signal.setitimer(signal.ITIMER_PROF, request["cpu"])
     signal.setitimer(signal.ITIMER_REAL, request["wall"])
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event.partition(".")[0] in REFUSED:
-            raise Refused(f"{event} is refused: an answer uses no files, no network and no other programs")
+            _refusing(event)()
 
+    for name, calls in UNREPORTED.items():
+        for module in (sys.modules[name], sys.modules[{"os": "posix", "signal": "_signal"}[name]]):
+            for call in calls:
+                vars(module)[call] = _refusing(f"{name}.{call}")
     sys.addaudithook(refuse)
+
+
+def _refusing(name: str, why: str = "an answer uses no files, no network and no other programs") -> Callable[..., Any]:
+    """A function to stand for the one of that name."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Refused(f"{name} is refused: {why}")
+
+    return refuse
 
 
 def _parse(request: dict[str, Any]) -> ast.Module:
@@ -202,16 +231,11 @@ def _builtins(request: dict[str, Any], printed: list[str]) -> dict[str, Any]:
         room[0] -= len(text)
         printed.append(text)
 
-    def refused(name: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise Refused(f"{name}() is refused: an answer uses no files and asks no questions")
-
-        return refuse
-
     def leave(*_: Any) -> Any:
         raise SystemExit
 
-    made |= {name: refused(name) for name in ("open", "input", "breakpoint", "help")}
+    why = "an answer uses no files and asks no questions"
+    made |= {name: _refusing(f"{name}()", why) for name in ("open", "input", "breakpoint", "help")}
     made |= {"__import__": guarded, "print": show, "exit": leave, "quit": leave}
     return made
 

@@ -3,9 +3,13 @@
 
 import { written } from "./format.js";
 
+const READERS = ["text", "label", "word", "token", "target"]; // fields with the reader's own words, which stay as they are
+
 /** @param {string} text */
 const parse = (text) =>
-  JSON.parse(text, (_, value) => (typeof value === "string" && value.includes("⟦") ? written(value) : value));
+  JSON.parse(text, (key, value) =>
+    typeof value === "string" && value.includes("⟦") && !READERS.includes(key) ? written(value) : value,
+  );
 
 const embedded = document.getElementById("embedded-answers");
 const answers = embedded ? parse(embedded.textContent ?? "") : null;
@@ -31,7 +35,7 @@ async function request(path, options) {
   return body;
 }
 
-const CHANGING = ["table", "overview", "proof", "proofs", "learn"]; // answers that are not cached
+const CHANGING = ["table", "overview", "proof", "proofs", "learn", "progress"]; // answers that are not cached
 const CACHE_SIZE = 80;
 const cache = new Map();
 

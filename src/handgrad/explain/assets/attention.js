@@ -1,12 +1,14 @@
 // @ts-check
 // The attention picture: one head's attention weights, the error that flows back between tokens, and its branches.
 
+import { offline } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
 import { chips } from "./parts.js";
 import { h } from "./render.js";
-import { saveMenu } from "./save.js";
+import { savedFigure } from "./save.js";
+import { whatIfButton } from "./what_if.js";
 
 /** `head` is one head of the block (attention_view.at_head): ρ, Δ_raw, the error between tokens, and its branches.
  * @param {any} head @param {any} state @param {any} actions @param {string[]} labels */
@@ -32,8 +34,8 @@ export function attentionCard(head, state, actions, labels) {
   });
   const shared = { sentence: state.overview.id, rowLabels: labels, selected: state.token };
   const square = (key, title, kind, positive, caption, join = " ← ") => {
-    const { picture, name } = head.maps[key];
-    const stored = key !== "sent";
+    const { picture, name, python } = head.maps[key];
+    const followed = key !== "sent" && !offline;
     return heat({
       key,
       title,
@@ -41,7 +43,7 @@ export function attentionCard(head, state, actions, labels) {
       positive,
       caption,
       picture,
-      name: stored ? name : null,
+      name,
       head: head.head,
       columnLabels: labels,
       square: true,
@@ -49,9 +51,10 @@ export function attentionCard(head, state, actions, labels) {
       nameRow: positioned(labels),
       nameColumn: positioned(labels),
       ...shared,
-      python: stored ? pythonOf(name, head.head) : undefined,
-      choose: (row, column) => (stored ? actions.follow(name, row, column, head.head) : actions.select({ token: row })),
-      chooses: stored ? "follows this number" : "selects the token",
+      python,
+      choose: (row, column) =>
+        followed ? actions.follow(name, row, column, head.head) : actions.select({ token: row }),
+      chooses: followed ? "follows this number" : "selects the token",
     });
   };
   const vector = (key) => {
@@ -87,6 +90,7 @@ export function attentionCard(head, state, actions, labels) {
         )
       : null,
     h("p", { class: "caption", id: "head-caption" }, head.caption),
+    whatIfButton({ kind: "head", block: head.block, head: head.head }, "this head", actions),
     h(
       "div",
       { class: "squares" },
@@ -99,7 +103,7 @@ export function attentionCard(head, state, actions, labels) {
       ),
       square(
         "delta_raw",
-        "Δ_raw · error of the attention scores",
+        "Δ_raw · error of the scores",
         "delta",
         false,
         "Below 0: more attention would lower the loss. Above 0: less would. Each row sums to 0.",
@@ -146,7 +150,8 @@ function branches(head) {
     text(578, 75, "to Δ₂"),
     text(578, 122, number(head.joined)),
   );
-  const title = "How the error splits into branches and merges again (33)";
+  const title = "How the error splits into branches and merges again (33)",
+    python = head.branches_python;
   const rows = [
     ["arrives", head.incoming],
     ["values", value],
@@ -154,10 +159,8 @@ function branches(head) {
     ["keys", key],
     ["together", head.joined],
   ];
-  return h(
-    "figure",
-    { class: "branches", key: "branches" },
-    h("figcaption", {}, h("span", {}, title), saveMenu({ title: "branches", values: () => rows })),
+  return savedFigure(
+    { class: "branches", key: "branches", title, python, values: () => rows, columnLabels: ["branch", "length"] },
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Branches" }, drawing),
     h(
       "p",

@@ -6,7 +6,7 @@ import { filled } from "./colours.js";
 import { number, quote, signed, visible } from "./format.js";
 import { chips, choice, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
-import { saveMenu } from "./save.js";
+import { savedFigure } from "./save.js";
 
 const METHODS = { score: "gradient × input", integrated: "integrated gradients", removed: "removed" };
 let shown = "integrated";
@@ -19,9 +19,10 @@ export const attributionView = {
 
   /** @param {any} state */
   needs(state) {
-    const { objective } = state.overview;
-    const position = objective.kind === "sentence" ? {} : { position: objective.position };
-    return { found: ["attribution", { ...position, ...(steps === "32" ? {} : { steps }) }] };
+    const { kind, position, token, against } = state.overview.objective;
+    const about = kind === "sentence" ? {} : { position };
+    if (kind === "difference") Object.assign(about, { word: token.id, against: against.id });
+    return { found: ["attribution", { ...about, ...(steps === "32" ? {} : { steps }) }] };
   },
 
   /** @param {any} state @param {any} data @param {any} actions */
@@ -33,7 +34,7 @@ export const attributionView = {
     const versus = found.against ? ` rather than ${quote(found.against.word)}` : "";
     return [
       viewHead(
-        "which tokens made the model say it",
+        "which tokens this word depends on",
         `Why ${quote(found.word.word)}${versus}?`,
         choice("Method", METHODS, shown, change),
       ),
@@ -59,21 +60,16 @@ function sentence(found, state, actions) {
     style: row[shown] === null ? null : filled("delta", (-0.9 * row[shown]) / most),
     data: { "data-value": row[shown] ?? "" },
   }));
-  return h(
-    "figure",
-    { class: "card", "aria-label": "Attribution", key: "sentence" },
-    h(
-      "figcaption",
-      {},
-      h("span", {}, METHODS[shown]),
-      saveMenu({
-        title: `attribution ${METHODS[shown]}`,
-        python: found.python,
-        text: true,
-        values: () => found.rows.map((row) => [row.label, row.score, row.integrated, row.removed]),
-        columnLabels: ["token", "gradient × input", "integrated gradients", "removed"],
-      }),
-    ),
+  return savedFigure(
+    {
+      class: "card",
+      key: "sentence",
+      attributes: { "aria-label": "Attribution" },
+      title: METHODS[shown],
+      python: found.python,
+      values: () => found.rows.map((row) => [row.label, row.score, row.integrated, row.removed]),
+      columnLabels: ["token", ...Object.values(METHODS)],
+    },
     chips({
       label: "Tokens and what they contribute",
       items,
@@ -128,9 +124,9 @@ function gap(found, actions) {
     h(
       "p",
       { class: "caption" },
-      "Integrated gradients must sum to the whole difference between this sentence and a baseline: ",
-      h("b", {}, number(found.total)),
-      ". In this many steps the sum misses it by ",
+      "Integrated gradients must add up to the whole difference between this sentence and a baseline without its words: ",
+      h("b", {}, number(found.total - found.gap)),
+      ". In this many steps their sum misses it by ",
       h("b", { id: "gap", "data-value": found.gap }, number(found.gap)),
       ". More steps, a smaller gap.",
     ),

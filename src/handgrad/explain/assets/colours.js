@@ -1,11 +1,10 @@
 // @ts-check
-// The colours of the pictures, in both themes. Three kinds: activations ("a"), error signals ("delta") and lengths
-// ("size").
-// An entry of Δ below 0 is blue: raising it lowers the loss. Above 0 it is red: lowering it does. A push −Δ has the
-// colour of
-// its entry of Δ, so that blue means “more of this” wherever it is shown. Each half of a scale differs in lightness,
-// and the
+// The colours of the pictures, in both themes. Three kinds: activations ("a"), error signals ("delta"), lengths ("size").
+// An entry of Δ below 0 is blue: raising it lowers the loss. Above 0 it is red: lowering it does. A push −Δ has the colour
+// of its entry of Δ, so blue means “more of this” wherever it is shown. Each half of a scale differs in lightness, and the
 // halves differ with any colour vision.
+
+import { isDark } from "./theme.js";
 
 /** @typedef {[number, number, number]} RGB */
 /** @typedef {"a" | "delta" | "size"} Kind */
@@ -80,7 +79,7 @@ const STOPS = {
   },
 };
 
-const theme = () => (document.documentElement.dataset.theme === "dark" ? "dark" : "light");
+const theme = () => (isDark() ? "dark" : "light");
 
 /** x from −1 to 1 → red, green, blue
  * @param {Kind} kind

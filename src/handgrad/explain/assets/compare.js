@@ -1,19 +1,24 @@
 // @ts-check
-// The view “Compare”: this trace and another one side by side and as a difference: another sentence, the weights before
-// the
-// steps, or the model without its adapters.
+// The view “Compare”: this trace and another one, side by side and as a difference. The other one has another sentence, the
+// weights before the steps, or no adapters.
 
 import { offline, post } from "./api.js";
 import { filled } from "./colours.js";
-import { pythonOf } from "./csv.js";
 import { count, number, percent, quote, visible } from "./format.js";
-import { heat, positioned } from "./heatmap.js";
-import { card, table, viewHead } from "./parts.js";
+import { heat, numbered, positioned, worded } from "./heatmap.js";
+import { decodeObjective, encodeObjective } from "./objective.js";
+import { table, viewHead } from "./parts.js";
 import { h } from "./render.js";
+import { entriesOf, savedFigure } from "./save.js";
 
 let other = { id: "", what: "" }; // the trace to compare with
 let typed = "";
 let problem = "";
+
+const PYTHON =
+  "n = min(len(trace['a_0']), len(other['a_0']))\n" +
+  "names = [x for x in trace if x.split('.')[-1].startswith(('a_', 'delta_')) and trace[x].ndim == 2]\n" +
+  "{x: (other[x][:n] - trace[x][:n]).norm() / trace[x][:n].norm() for x in names}";
 
 export const compareView = {
   id: "compare",
@@ -51,7 +56,10 @@ function chooser(state, actions) {
   const { text, version, steps } = state.overview;
   const sentence = (event) => {
     event.preventDefault();
-    choose(() => post("sentence", { text: typed || text, version }), "the other sentence", actions);
+    const request = () => post("sentence", { text: typed, version, ...wanted(state) });
+    if (typed) return choose(request, "the other sentence", actions);
+    problem = "Type the sentence to compare with.";
+    actions.redraw();
   };
   const before = () =>
     choose(() => post("sentence", { text, version: 0, ...wanted(state) }), "the weights before the steps", actions);
@@ -96,13 +104,10 @@ function chooser(state, actions) {
   );
 }
 
-/** The same objective, for the same sentence. */
+/** The same objective, as a part of a request. */
 const wanted = (state) => {
-  const { kind, position, token, against } = state.overview.objective;
-  if (kind === "sentence") return {};
-  return {
-    objective: kind === "position" ? { kind, position } : { kind, position, token: token.id, against: against.id },
-  };
+  const objective = decodeObjective(encodeObjective(state.overview.objective));
+  return objective ? { objective } : {};
 };
 
 /** Station a_0 has no activations to compare. */
@@ -116,7 +121,8 @@ function results(all, found, state, actions) {
     actions.show({ push: false });
   };
   const after = (steps) => (steps ? `, after ${count(steps, "step")}` : "");
-  const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, loss ${number(loss, 4)}`;
+  const what = state.overview.objective.kind === "difference" ? "difference" : "loss";
+  const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, ${what} ${number(loss, 4)}`;
   const options = known.map((s) => h("option", { value: s.id, key: s.id }, `${name(s)} ${s.symbol}`));
   const change = (event) => open(event.target.value);
   return [
@@ -138,29 +144,50 @@ function results(all, found, state, actions) {
   ];
 }
 
+/** The entries of the difference. */
+async function difference({ name, vocabulary }, { one, other: theirs, rows }) {
+  const which = { name, columnIds: vocabulary?.ids };
+  const [x, y] = await Promise.all([one, theirs].map(({ id }) => entriesOf(id, which)));
+  return y.slice(0, rows).map((row, i) => row.map((value, j) => value - x[i][j]));
+}
+
 /** This trace, the other one on the same scale, and the difference. */
 function trio(map, found, state) {
-  const one = (key, title, picture, labels, python, id) =>
+  const columns = map.vocabulary;
+  const one = (key, title, labels, about) =>
     heat({
       key,
       title,
-      picture,
+      picture: map[key],
+      shape: [map[key].shape[0], map.width],
       kind: map.kind,
       rowLabels: labels,
+      columnLabels: columns?.words,
+      columnIds: columns?.ids,
       nameRow: positioned(labels),
+      nameColumn: columns ? worded(columns.words) : numbered("feature"),
       selected: state.token,
-      python,
-      sentence: id,
-      name: id ? map.name : null,
+      ...about,
     });
   const { one: mine, other: theirs, rows } = found;
   const share = `Altogether the difference is ${percent(map.relative)} of the length of ${map.symbol}.`;
   return h(
     "section",
     { class: "trio", "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
-    one("one", `${map.symbol} · this trace`, map.one, mine.tokens, pythonOf(map.name), mine.id),
-    one("other", `${map.symbol} · ${other.what}`, map.other, theirs.tokens, pythonOf(map.name), theirs.id),
-    one("difference", `${other.what} − this trace`, map.difference, mine.tokens.slice(0, rows), map.python, ""),
+    one("one", `${map.symbol} · this trace`, mine.tokens, {
+      name: map.name,
+      sentence: mine.id,
+      python: map.python_one,
+    }),
+    one("other", `${map.symbol} · ${other.what}`, theirs.tokens, {
+      name: map.name,
+      sentence: theirs.id,
+      python: map.python_other,
+    }),
+    one("difference", `${other.what} − this trace`, mine.tokens.slice(0, rows), {
+      values: () => difference(map, found),
+      python: map.python,
+    }),
     h("p", { class: "caption", "data-relative": map.relative }, `${map.caption} ${share}`),
   );
 }
@@ -179,6 +206,16 @@ function stations(all, known, name, shown, open) {
       cell(row.delta),
     );
   });
-  const found = table("Relative differences", ["station", "a", "Δ"], rows, { tall: true, class: "compared" });
-  return card("All stations", "Where the two differ, relative to the length", found);
+  return savedFigure(
+    {
+      class: "card",
+      key: "stations",
+      tag: "h3",
+      title: "Where the two differ, relative to the length",
+      python: PYTHON,
+      values: () => all.stations.map((row) => [row.station, row.a, row.delta]),
+      columnLabels: ["station", "a", "Δ"],
+    },
+    table("Relative differences", ["station", "a", "Δ"], rows, { tall: true, class: "compared" }),
+  );
 }

@@ -1,6 +1,5 @@
 // @ts-check
-// The view “Exercises”: the reader writes a backward function; the prover grades it on this sentence and says what is
-// wrong.
+// The view “Exercises”: the reader writes a backward function; the prover grades it on this sentence.
 
 import { has, post } from "./api.js";
 import { judgement } from "./exercise_result.js";
@@ -8,17 +7,36 @@ import { chips, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
 
 let chosen = ""; // name of the exercise
-/** @type {Record<string, { code?: string, station?: string, hints?: number, solution?: boolean, result?: any, busy?:
- * boolean, problem?: string, progress?: any }>} */
-const work = {}; // what the reader has done with each exercise since the page was opened
+/**
+ * @typedef {object} Work  what the reader has done with an exercise since the page was opened
+ * @property {string} [code]
+ * @property {string} [before]    the answer that “start again” has replaced
+ * @property {string} [station]   whose numbers judge it
+ * @property {number} [hints]     how many are shown
+ * @property {boolean} [solution] whether it is shown
+ * @property {any} [result]
+ * @property {any} [progress]
+ * @property {boolean} [busy]
+ * @property {string} [problem]
+ */
+
+/** @type {Record<string, Work>} */
+const work = {};
 
 const workOf = (/** @type {any} */ exercise) => (work[exercise.name] ??= {});
 const progressOf = (/** @type {any} */ exercise) => workOf(exercise).progress ?? exercise.progress;
 
-/** Open an exercise from a station. @param {string} name @param {string} station */
-export function chooseExercise(name, station) {
-  chosen = name;
-  work[name] = { ...work[name], station };
+/** The exercises of a station, as buttons that open them there. @param {any} station @param {any} actions */
+export function exerciseButtons({ id, exercises }, actions) {
+  if (!exercises.length || !has("learn")) return null;
+  const open = (/** @type {string} */ name) => {
+    chosen = name;
+    Object.assign((work[name] ??= {}), { station: id });
+    actions.open("exercises");
+  };
+  const button = (/** @type {string} */ name) =>
+    h("button", { type: "button", class: "small", "data-open": name, key: name, onclick: () => open(name) }, name);
+  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(button));
 }
 
 export const exercisesView = {
@@ -124,10 +142,12 @@ function editor(course, exercise, state, actions) {
     mine.busy = false;
     actions.redraw();
   };
-  const restart = () => {
-    Object.assign(mine, { code: exercise.starter, result: null });
+  const replace = (/** @type {string | undefined} */ code, /** @type {string | undefined} */ before) => {
+    actions.redraw(); // the renderer sees what was typed, or it would not see that it changes
+    Object.assign(mine, { code, before, result: null });
     actions.redraw();
   };
+  const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
   return h(
     "section",
     { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
@@ -152,6 +172,9 @@ function editor(course, exercise, state, actions) {
         mine.busy ? "judging…" : "Check my answer",
       ),
       h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
+      mine.before && mine.code === exercise.starter
+        ? h("button", { type: "button", id: "undo", onclick: () => replace(mine.before) }, "bring my answer back")
+        : null,
     ),
     h(
       "p",

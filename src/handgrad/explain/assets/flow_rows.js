@@ -1,13 +1,12 @@
 // @ts-check
 // The rows of the gradient flow: how they are labelled, and what each cell shows in each mode.
 
-/** @typedef {{ station: string, label: string, a: number[], delta: number[], share: number[] }} Row  of an overview's
- * flow */
+/** @typedef {{ station: string, label: string, a_label: string, a: number[], delta: number[], share: number[] }} Row */
 
-/** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅ @param {string} label */
+/** Δ₄ = Δ₅ of block 1 → 1·Δ₄=Δ₅; Δ_gate, Δ_up of block 1 → 1·Δ_gate,up @param {string} label */
 export function shortLabel(label) {
   const [, symbols, block] = /^(.*?)(?: of block (\d+))?$/.exec(label) ?? ["", label];
-  return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "")}`;
+  return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "").replaceAll(",Δ_", ",")}`;
 }
 
 /** What a mode shows of a row. @param {Row} row @param {string} mode */
@@ -16,14 +15,16 @@ export function cellsOfRow({ a, delta, share }, mode) {
   return { a, delta, share }[mode] ?? [];
 }
 
+/** The largest entry, which may be one of very many. @param {number[][]} rows */
+export const largestOf = (rows) => rows.flat().reduce((most, x) => Math.max(most, x), 1e-300);
+
 /** Values on a logarithmic scale of at most four decades, from 0 to 1; 0 stays 0. @param {number[][]} rows */
 export function logarithmic(rows) {
-  const logs = rows
-    .flat()
-    .filter((x) => x > 0)
-    .map(Math.log10);
-  const most = Math.max(...logs),
-    least = Math.max(Math.min(...logs), most - 4);
+  const positive = rows.flat().filter((x) => x > 0);
+  if (!positive.length) return { least: 0, most: 0, shares: rows };
+  const most = Math.log10(largestOf(rows)),
+    smallest = positive.reduce((least, x) => Math.min(least, x), Infinity),
+    least = Math.max(Math.log10(smallest), most - 4);
   const share = (/** @type {number} */ x) =>
     x > 0 ? Math.max(0.03, (Math.log10(x) - least) / (most - least || 1)) : 0;
   return { least, most, shares: rows.map((row) => row.map(share)) };

@@ -1,9 +1,8 @@
 // @ts-check
-// “Follow one number”: the sum of products that made a cell, its terms largest first; every factor can be followed in
-// turn.
+// “Follow one number”: the sum of products that made a cell, its terms largest first. Every factor can be followed in turn.
 
-import { exact, number, quote, signed } from "./format.js";
-import { table } from "./parts.js";
+import { count, exact, number, quote, signed } from "./format.js";
+import { middleBar, table } from "./parts.js";
 import { h } from "./render.js";
 
 /** ∂w_6 of block 2, row 3, column 5 @param {any} cell  as the server names it */
@@ -45,13 +44,13 @@ export function followCard(found, state, actions) {
       : h(
           "p",
           { class: "soft" },
-          `Sum of all ${found.count.toLocaleString("en")} terms: `,
+          `Sum of ${found.count === 1 ? "the only term" : `all ${count(found.count, "term")}`}: `,
           h("b", { id: "followed-sum", "data-value": found.sum }, exact(found.sum)),
           matches
             ? ", the number above up to rounding."
             : ", which differs from it: the model computes in lower precision.",
         ),
-    h("p", { class: "soft" }, h("code", {}, found.python)),
+    found.python ? h("p", { class: "soft" }, h("code", {}, found.python)) : null,
   );
 }
 
@@ -87,18 +86,12 @@ function terms(found, actions) {
       : h("span", { class: "factor" }, `${f.symbol} ${number(f.value)}`),
   ];
   const most = Math.max(...found.terms.map((t) => Math.abs(t.value)), 1e-300);
-  const bar = (value) =>
-    h(
-      "span",
-      { class: "track middle" },
-      h("i", { class: `fill term ${value < 0 ? "down" : ""}`, style: { width: `${(50 * Math.abs(value)) / most}%` } }),
-    );
   const rows = found.terms.map((term, i) =>
     h(
       "tr",
       { key: i },
       h("td", {}, term.factors.map(factor), term.scale === 1 ? "" : ` × ${number(term.scale)}`),
-      h("td", { class: "move" }, bar(term.value)),
+      h("td", { class: "move" }, middleBar(term.value, most, "term")),
       h("td", { class: "figure", "data-term": term.value }, signed(term.value)),
     ),
   );
@@ -107,8 +100,8 @@ function terms(found, actions) {
       h(
         "tr",
         { key: "rest" },
-        h("td", {}, `${found.rest.count.toLocaleString("en")} smaller terms`),
-        h("td", { class: "move" }, bar(found.rest.value)),
+        h("td", {}, `${count(found.rest.count)} smaller terms`),
+        h("td", { class: "move" }, middleBar(found.rest.value, most, "term")),
         h("td", { class: "figure", "data-term": found.rest.value }, signed(found.rest.value)),
       ),
     );

@@ -28,8 +28,9 @@ export const exact = (x) => String(Number(x.toPrecision(9)));
 /** 1 step, 2,000 steps @param {number} n @param {string} noun */
 export const count = (n, noun = "") => `${n.toLocaleString("en")}${noun && ` ${noun}${n === 1 ? "" : "s"}`}`;
 
-/** 45 %, 0.19 % @param {number | null | undefined} p */
-export const percent = (p) => `${number(p && 100 * p, Math.abs(p ?? 0) >= 0.995 ? 3 : 2)} %`;
+/** 45 %, 0.19 %; – if there is no number. @param {number | null | undefined} p */
+export const percent = (p) =>
+  p === null || p === undefined ? "–" : `${number(100 * p, Math.abs(p) >= 0.995 ? 3 : 2)} %`;
 
 /** A sentence of the server with its marked numbers written: ⟦0.0123456⟧, ⟦0.4512%⟧ (see marks.py)
  * @param {string} text */
@@ -60,7 +61,10 @@ function visibleCharacter(c) {
   if (NAMED.has(c)) return NAMED.get(c);
   if (code < 32) return String.fromCodePoint(0x2400 + code);
   const unseen =
-    (code >= 0x80 && code < 0xa0) || (code >= 0x200b && code <= 0x200f) || (code >= 0x202a && code <= 0x202e);
+    (code >= 0x80 && code < 0xa0) ||
+    (code >= 0x200b && code <= 0x200f) ||
+    (code >= 0x202a && code <= 0x202e) ||
+    (code >= 0xe000 && code <= 0xf8ff); // private use: no font knows it
   return unseen || code === 0xfeff ? `⟨${code.toString(16)}⟩` : c;
 }
 

@@ -2,14 +2,16 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
+import { cellsOfRow, largestOf, logarithmic, shortLabel } from "./flow_rows.js";
 import { number, percent } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
-import { card, choice, table, viewHead } from "./parts.js";
+import { choice, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
+import { savedFigure } from "./save.js";
 
 let mode = "share";
+let drawn = { key: "", /** @type {any} */ picture: null }; // a redraw with the same picture keeps the zoom and the cursor
 
 const MODES = { share: "share of each row", delta: "‖Δ‖", product: "‖a‖·‖Δ‖", a: "‖a‖" };
 const TITLES = {
@@ -20,18 +22,11 @@ const TITLES = {
 };
 const CAPTIONS = {
   delta:
-    "Rows are not comparable by length alone: where ‖a‖ is small, the same relative change is a " +
-    "smaller one, and ‖Δ‖ is larger.",
+    "Rows are not comparable by length alone: where ‖a‖ is small, a small change matters more, and ‖Δ‖ is larger.",
   product:
-    "How much the loss would change, at most and to first order, if a vector changed by its own " +
-    "length: comparable between layers.",
+    "How much the explained number would change, at most and to first order, if a vector changed by its own length: " +
+    "comparable between layers.",
   a: "The length of each token's vector in the forward pass. The stream grows as each block adds to it.",
-};
-const PYTHON = {
-  share: 'x = trace["blocks.0.delta_1"].norm(dim=1) ** 2; x / x.sum()',
-  delta: 'trace["blocks.0.delta_1"].norm(dim=1)',
-  product: 'trace["blocks.0.a_1"].norm(dim=1) * trace["blocks.0.delta_1"].norm(dim=1)',
-  a: 'trace["blocks.0.a_1"].norm(dim=1)',
 };
 
 export const flowView = {
@@ -62,29 +57,32 @@ export const flowView = {
 function picture(state, actions) {
   const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const { rows, caption } = overview.flow;
+  const { rows, caption, python } = overview.flow;
   const values = rows.map((row) => cellsOfRow(row, mode));
   const { least, most, shares } = logarithmic(values);
-  const share = mode === "share";
-  const largest = Math.max(...values.flat(), 1e-300);
-  const decimal = (x) => (x < 0.02 ? "0" : number(10 ** (least + x * (most - least))));
+  const share = mode === "share",
+    largest = largestOf(values);
+  const key = `${overview.id} ${mode}`,
+    root = (x) => Math.sqrt(x / largest);
+  if (drawn.key !== key) drawn = { key, picture: pictureOf(share ? values.map((row) => row.map(root)) : shares) };
+  const name = (row) => (mode === "a" ? row.a_label : row.label);
   return heat({
     key: "flow",
     title: TITLES[mode],
     kind: mode === "a" ? "a" : "size",
     positive: true,
-    picture: pictureOf(share ? values.map((row) => row.map((x) => Math.sqrt(x / largest))) : shares),
-    rowLabels: rows.map((row) => shortLabel(row.label)),
+    picture: drawn.picture,
+    rowLabels: rows.map((row) => shortLabel(name(row))),
     columnLabels: labels,
-    nameRow: (i) => rows[i].label,
+    nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
     caption: CAPTIONS[mode] ?? caption,
     values: () => values,
-    python: PYTHON[mode],
+    python: python[mode],
     scale: share
       ? ["0", `${percent(largest)} of the row's squared error`]
       : [number(10 ** least), `${number(10 ** most)}, logarithmic`],
-    describe: share ? (x) => percent(x * x * largest) : decimal,
+    entry: (row, column) => (share ? percent : number)(values[row][column]),
     choose: (row, column) => actions.go(rows[row].station, mode === "a" ? "forward" : "backward", column),
     chooses: "opens the station",
   });
@@ -117,9 +115,16 @@ function groups(overview, actions) {
       symbols.map((symbol) => cell(layer, symbol)),
     ),
   );
-  return card(
-    "Gradients by group",
-    "Gradients of the parameters",
+  return savedFigure(
+    {
+      class: "card",
+      key: "groups",
+      tag: "h3",
+      title: "Gradients of the parameters",
+      python: "{name: x.norm() for name, x in trace.items() if 'grad_' in name}",
+      values: () => overview.groups.map((g) => [g.layer, g.symbol, g.norm]),
+      columnLabels: ["layer", "parameter", "length of its gradient"],
+    },
     h("p", { class: "caption" }, overview.groups_caption),
     table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups" }),
   );

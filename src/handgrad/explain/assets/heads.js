@@ -6,9 +6,9 @@ import { number } from "./format.js";
 import { pixelsOf } from "./heat_paint.js";
 import { choice, chips, viewHead } from "./parts.js";
 import { h, widget } from "./render.js";
-import { saveMenu } from "./save.js";
+import { savedFigure } from "./save.js";
 
-const MAPS = { rho: "ρ, attention weights", sent: "error sent back" };
+const MAPS = { rho: "ρ, attention weights", sent: "error sent back between tokens" };
 const KINDS = { rho: "a", sent: "size" };
 const ABOUT = {
   rho: "Each square: tokens attending (rows) to tokens (columns).",
@@ -37,21 +37,15 @@ export const headsView = {
         `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the ` +
           `head. Choose a head to enter it.`,
       ),
-      h(
-        "figure",
-        { class: "card all-heads", key: "heads" },
-        h(
-          "figcaption",
-          {},
-          h("span", {}, MAPS[shown]),
-          saveMenu({
-            title: "all heads",
-            text: true,
-            python: heads.python.rho,
-            values: () => table(heads),
-            columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
-          }),
-        ),
+      savedFigure(
+        {
+          class: "card all-heads",
+          key: "heads",
+          title: MAPS[shown],
+          python: heads.python[shown],
+          values: () => table(heads),
+          columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
+        },
         heads.blocks.map((row, b) => block(row, b, most, state, actions)),
         h("p", { class: "caption" }, heads.caption),
       ),

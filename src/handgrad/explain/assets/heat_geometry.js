@@ -78,16 +78,15 @@ const longest = (labels, most) => Math.min(most, Math.max(1, ...labels.map((labe
 export function layout(picture, { rowLabels, columnLabels, square }, width) {
   const [rows, columns] = picture.cells;
   const letters = columnLabels ? longest(columnLabels, COLUMN_LABEL) : 0;
-  const upright = letters <= 2; // short labels need not be turned
   const plain = picture.shape[0] === 1 ? 4 : 34;
   const left = rowLabels ? 12 + LETTER * longest(rowLabels, square ? SQUARE_LABEL : ROW_LABEL) : plain;
-  const top = !letters ? 4 : upright ? 18 : 10 + LETTER * letters;
-  const available = Math.max(120, width - left - 2);
-  let cw = available / columns,
+  let cw = Math.max(120, width - left - 2) / columns,
     ch;
   if (square) cw = ch = Math.max(2, Math.min(26, cw, 560 / rows));
   else if (rowLabels) ch = Math.max(rows > 60 ? 7 : 11, Math.min(17, 560 / rows));
   else ch = Math.max(1.5, Math.min(16, 150 / rows));
+  const upright = letters <= 2 || LETTER * letters + 4 <= cw; // labels that have room need not be turned
+  const top = !letters ? 4 : upright ? 18 : 10 + LETTER * letters;
   return {
     left,
     top,

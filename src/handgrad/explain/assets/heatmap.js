@@ -2,7 +2,7 @@
 // Heat maps: matrices as coloured cells, with exact values, zoom, and control by mouse, touch and keyboard.
 
 import { get, offline } from "./api.js";
-import { exact, number, quote, shapeOf } from "./format.js";
+import { count, exact, number, quote, shapeOf } from "./format.js";
 import { cellAt, cellsOf, crop, layout, range } from "./heat_geometry.js";
 import { paintCanvas, paintScale, pixelsOf, svgText } from "./heat_paint.js";
 import { h, widget } from "./render.js";
@@ -15,14 +15,15 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {string} title       what it is
  * @property {string} [caption]   what to notice
  * @property {import("./heat_geometry.js").Picture} picture
+ * @property {number[]} [shape]  of the matrix, if the picture shows only some of its columns
  * @property {import("./colours.js").Kind} kind
  * @property {string} [sentence]  id of the traced sentence, and
  * @property {string | null} [name]  of the tensor, to request exact values and parts; without a name there are none
  * @property {number | null} [head]
  * @property {string[] | null} [rowLabels]     tokens, if rows are tokens
  * @property {string[] | null} [columnLabels]
- * @property {number[] | null} [columnIds]     the column of the tensor that each column of the picture shows, if not
- * all are shown
+ * @property {number[] | null} [rowIds]     the row of the tensor that each row of the picture shows, if not all are shown
+ * @property {number[] | null} [columnIds]  the column, likewise
  * @property {(from: number, to: number) => string} [nameRow]   how to write which rows a cell shows
  * @property {(from: number, to: number) => string} [nameColumn]
  * @property {string} [join]      what stands between the row and the column
@@ -31,15 +32,22 @@ import { pictureFiles, saveMenu } from "./save.js";
  * @property {(row: number, column: number) => void} [choose]  called on a click, with the entry that the cell shows
  * @property {string} [chooses]   what a click does
  * @property {boolean} [positive] show the scale from 0 only
- * @property {(value: number) => string} [describe]  how to write a value, if not as a number
+ * @property {(row: number, column: number) => string} [entry]  the text of an entry, if the page knows all of them
  * @property {[string, string]} [scale]  the texts at both ends of the colour scale
  * @property {string} [python]    the line of Python that makes the data
- * @property {() => number[][]} [values]  the entries, if the page has them
+ * @property {() => number[][] | Promise<number[][]>} [values]  the entries, for a file, if there is no name
  */
+
+/** 15 × 576; if only some columns are shown, 15 × 64 of 49,152. @param {Options} options */
+function shownShape({ shape, picture, rowIds, columnIds }) {
+  const all = shape ?? picture.shape;
+  const part = [rowIds, columnIds];
+  return all.map((n, i) => (part[i] ? `${count(part[i].length)} of ` : "") + count(n)).join(" × ");
+}
 
 /** @param {Options} options */
 export function heat(options) {
-  const { key, title, kind, square, caption, picture } = options;
+  const { key, title, kind, square, caption } = options;
   return h(
     "figure",
     { key, class: `heat ${kind}${square ? " square" : ""}` },
@@ -47,7 +55,7 @@ export function heat(options) {
       "figcaption",
       {},
       h("span", { class: "heat-title" }, title),
-      h("span", { class: "shape" }, shapeOf(picture.shape)),
+      h("span", { class: "shape" }, shownShape(options)),
       saveMenu(options),
     ),
     widget("map", heatmap, options),
@@ -62,6 +70,9 @@ export const numbered = (what) => (/** @type {number} */ from, /** @type {number
 /** Name entries of an axis by their tokens. @param {string[]} labels */
 export const positioned = (labels) => (/** @type {number} */ from) => `${quote(labels[from])} (position ${from + 1})`;
 
+/** Name columns of a matrix over the vocabulary by their tokens. @param {string[]} words */
+export const worded = (words) => (/** @type {number} */ from) => `token ${quote(words[from] ?? "")}`;
+
 /** @param {string} tag @param {Record<string, string>} attributes @returns {any} */
 function make(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -69,6 +80,9 @@ function make(tag, attributes, ...children) {
   node.append(...children);
   return node;
 }
+
+/** @param {Options} options */
+const headOf = ({ head }) => (head === null || head === undefined ? {} : { head });
 
 /** @param {Options} given */
 function heatmap(given) {
@@ -91,6 +105,7 @@ function heatmap(given) {
   reset.hidden = true;
   reset.onclick = () => zoom(null);
 
+  const zoomable = () => !options.square && !options.rowIds && !options.columnIds;
   const at = () => layout(picture, options, frame.clientWidth);
   const marks = () => ({
     selected: options.selected === undefined ? -1 : options.selected - picture.rows[0],
@@ -116,7 +131,9 @@ function heatmap(given) {
     ];
     legend.replaceChildren(`${low} `, bar, ` ${high}`);
     legend.title =
-      options.kind === "delta" && !options.positive ? "blue: raising this lowers the loss; red: lowering it does" : "";
+      options.kind === "delta" && !options.positive
+        ? "blue: raising this lowers what is explained; red: lowering it does"
+        : "";
   }
 
   function redraw() {
@@ -137,7 +154,7 @@ function heatmap(given) {
     }
     canvas.setAttribute(
       "aria-label",
-      `${next.title}, ${shapeOf(next.picture.shape)}${next.chooses ? `. Enter ${next.chooses}` : ""}`,
+      `${next.title}, ${shapeOf(next.shape ?? next.picture.shape)}${next.chooses ? `. Enter ${next.chooses}` : ""}`,
     );
     for (const name of ["name", "head"])
       next[name] === undefined || next[name] === null
@@ -147,33 +164,30 @@ function heatmap(given) {
     redraw();
   }
 
-  /** @param {number[]} cell */
-  const nameOf = (cell) => {
-    const { nameRow = numbered("row"), nameColumn = numbered("feature"), join = " · " } = options;
-    const [rows, columns] = [range(picture, cell[0], 0), range(picture, cell[1], 1)];
+  /** What a cell shows: all its entries, or the one that was found.
+   * @param {number[]} cell @param {{ row: number, column: number }} [found] */
+  const nameOf = (cell, found) => {
+    const { nameRow = numbered("row"), nameColumn = numbered("feature"), join = " · ", rowIds, columnIds } = options;
+    const rows = found && !rowIds ? [found.row, found.row + 1] : range(picture, cell[0], 0);
+    const columns = found && !columnIds ? [found.column, found.column + 1] : range(picture, cell[1], 1);
     const row = options.picture.shape[0] > 1 ? nameRow(rows[0], rows[1]) : "";
     return [row, nameColumn(columns[0], columns[1])].filter(Boolean).join(join);
   };
 
-  /** @param {number} j */
-  const columnsOf = (j) => {
-    const [from, to] = range(picture, j, 1),
-      ids = options.columnIds;
+  /** The entries of the tensor that cell i of an axis shows, first and after the last. @param {number} i */
+  const entriesOf = (i, axis) => {
+    const [from, to] = range(picture, i, axis),
+      ids = axis ? options.columnIds : options.rowIds;
     return ids ? [ids[from], ids[from] + 1] : [from, to];
   };
 
   /** Which entry a cell shows: the one furthest from 0. @param {number[]} cell */
   async function entryOf(cell) {
-    const rows = range(picture, cell[0], 0),
-      columns = columnsOf(cell[1]);
+    const rows = entriesOf(cell[0], 0),
+      columns = entriesOf(cell[1], 1);
     if (!options.name || offline) return { row: rows[0], column: columns[0], value: null };
-    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
-    return get("value", options.sentence, {
-      name: options.name,
-      rows: rows.join(":"),
-      columns: columns.join(":"),
-      ...head,
-    });
+    const where = { name: options.name, rows: rows.join(":"), columns: columns.join(":"), ...headOf(options) };
+    return get("value", options.sentence, where);
   }
 
   /** Show the value of a cell. @param {number[] | null} cell */
@@ -183,23 +197,19 @@ function heatmap(given) {
     clearTimeout(timer);
     const mine = ++requested;
     if (!cell) return void (readout.textContent = "");
-    const where = nameOf(cell),
-      describe = options.describe ?? number;
+    const where = nameOf(cell);
+    if (options.entry) {
+      const [row, column] = [0, 1].map((axis) => range(picture, cell[axis], axis)[0]);
+      return void (readout.textContent = `${where}: ${options.entry(row, column)}`);
+    }
     const approximate = (cells[cell[0] * picture.cells[1] + cell[1]] / 127) * picture.scale;
-    readout.textContent = `${where}: ≈ ${describe(approximate)}`;
+    readout.textContent = `${where}: ≈ ${number(approximate)}`;
     if (!options.name || offline) return;
     timer = setTimeout(async () => {
       try {
         const found = await entryOf(cell);
         if (mine !== requested) return;
-        const { nameRow, nameColumn = numbered("feature") } = options;
-        const pooled = !options.columnIds && picture.pool[0] * picture.pool[1] > 1;
-        const exactly = pooled
-          ? [nameRow?.(found.row, found.row + 1), nameColumn(found.column, found.column + 1)]
-              .filter(Boolean)
-              .join(options.join ?? " · ")
-          : where;
-        readout.textContent = `${exactly}: ${exact(found.value)}`;
+        readout.textContent = `${nameOf(cell, found)}: ${exact(found.value)}`;
         Object.assign(readout.dataset, { value: found.value, row: found.row, column: found.column });
       } catch {
         // the approximate value stays
@@ -210,16 +220,19 @@ function heatmap(given) {
   /** Show some columns only, or all. @param {number[] | null} columns */
   async function zoom(columns) {
     if (columns && columns[1] - columns[0] < 2) return;
-    const head = options.head === null || options.head === undefined ? {} : { head: options.head };
-    if (!columns) picture = options.picture;
-    else if (!options.name || offline) picture = crop(picture, columns);
-    else
-      picture = await get("slice", options.sentence, {
-        name: options.name,
-        rows: picture.rows.join(":"),
-        columns: columns.join(":"),
-        ...head,
-      });
+    const { picture: all, name, sentence } = options;
+    let next = all;
+    if (columns && (!name || offline)) next = crop(picture, columns);
+    else if (columns) {
+      const part = { name, rows: picture.rows.join(":"), columns: columns.join(":"), ...headOf(options) };
+      try {
+        next = await get("slice", sentence, part);
+      } catch (reason) {
+        return void (readout.textContent = /** @type {Error} */ (reason).message);
+      }
+      if (options.picture !== all) return; // another matrix is shown meanwhile
+    }
+    picture = next;
     cells = cellsOf(picture);
     reset.hidden = picture === options.picture;
     show(null);
@@ -229,8 +242,12 @@ function heatmap(given) {
   /** @param {number[]} cell */
   async function choose(cell) {
     if (!options.choose) return;
-    const { row, column } = await entryOf(cell);
-    options.choose(row, column);
+    try {
+      const { row, column } = await entryOf(cell);
+      options.choose(row, column);
+    } catch (reason) {
+      readout.textContent = /** @type {Error} */ (reason).message;
+    }
   }
 
   /** @param {PointerEvent} event */
@@ -255,7 +272,7 @@ function heatmap(given) {
     const cell = under(event);
     const dragged = drag && drag[0] !== drag[1] ? [Math.min(...drag), Math.max(...drag)] : null;
     drag = null;
-    if (dragged && !options.square && !options.columnIds)
+    if (dragged && zoomable())
       return zoom([range(picture, dragged[0], 1)[0], range(picture, dragged[1], 1)[1]]);
     if (!cell) return;
     const again = tapped === String(cell);
@@ -271,7 +288,7 @@ function heatmap(given) {
       const [i, j] = cursor ?? [0, 0];
       const [di, dj] = cursor ? moves[event.key] : [0, 0];
       show([Math.max(0, Math.min(rows - 1, i + di)), Math.max(0, Math.min(columns - 1, j + dj))]);
-    } else if (event.key === "+" && cursor && !options.square && !options.columnIds) {
+    } else if (event.key === "+" && cursor && zoomable()) {
       const [from, to] = picture.columns,
         middle = range(picture, cursor[1], 1)[0];
       const half = Math.max(1, Math.floor((to - from) / 4));
@@ -293,13 +310,14 @@ function heatmap(given) {
 
 // Heat maps are drawn again when their size or the theme changes.
 const drawn = new Map();
-const resizing = new ResizeObserver((entries) => entries.forEach((entry) => drawn.get(entry.target)?.()));
+const resizing = new ResizeObserver((entries) => entries.forEach(({ target }) => renew(target)));
 export function redrawHeatmaps() {
-  for (const [frame, redraw] of drawn) frame.isConnected ? redraw() : forget(frame);
+  for (const frame of drawn.keys()) renew(frame);
 }
 
 /** @param {Element} frame */
-function forget(frame) {
-  drawn.delete(frame);
+function renew(frame) {
+  if (frame.isConnected) return drawn.get(frame)?.();
+  drawn.delete(frame); // the view has removed it
   resizing.unobserve(frame);
 }

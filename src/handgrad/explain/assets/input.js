@@ -2,6 +2,7 @@
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
 import { offline } from "./api.js";
+import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
@@ -21,16 +22,16 @@ export function listen(state, actions, page) {
   listenToSentence(state, actions);
   listenToKeys(state, actions);
   addEventListener("popstate", () => showAddress(state, actions, page.readAddress));
+  find("skip").onclick = (event) => {
+    event.preventDefault(); // the address belongs to the view
+    find("main").focus();
+  };
   find("tour-button").onclick = page.tour;
   find("reset-weights").onclick = () => actions.resetWeights();
   find("theme").onclick = () => {
-    const dark = document.documentElement.dataset.theme !== "dark";
+    const dark = !isDark();
     page.setTheme(dark);
-    try {
-      localStorage.setItem("handgrad theme", dark ? "dark" : "light");
-    } catch {
-      // without storage the choice is not kept
-    }
+    keepTheme(dark);
   };
   let resizing = 0;
   addEventListener("resize", () => {
@@ -106,7 +107,6 @@ function listenToKeys(state, actions) {
 /** After Back or Forward, or a changed address. */
 async function showAddress(state, actions, readAddress) {
   if (!state.overview) return;
-  if (location.hash === "#main") return actions.show({ push: false }); // the link “Skip to the station”
   const { objective } = state;
   const { text, wrong } = readAddress();
   const wanted = text ?? state.table.text;

@@ -4,64 +4,77 @@
 import { percent, quote, visible } from "./format.js";
 import { bar, chips, pushBar } from "./parts.js";
 import { h } from "./render.js";
+import { savedFigure } from "./save.js";
 
 const ABOUT =
-  "The stream is read through the last norm and the head, as if this were the last layer. A push " +
-  "is −Δ, as a change of the" +
-  " logits to first order: what the error asks for here. To the right and blue: more likely.";
+  "The stream is read through the last norm and the head, as if this were the last layer. A push is −Δ, as a change of " +
+  "the logits to first order: what the error asks for here. To the right and blue: more likely.";
 
 /** `lens` has one row for each token: what would be predicted here, and what −Δ makes more or less likely.
  * @param {any} lens @param {any} state @param {any} actions @param {string[]} labels */
 export function lensCard(lens, state, actions, labels) {
-  const row = lens.rows[state.token];
+  const t = state.token,
+    row = lens.rows[t];
   const strip = chips({
     label: "What would be predicted after each token",
-    chosen: state.token,
+    chosen: t,
     choose: (token) => actions.select({ token }),
-    items: lens.rows.map((r, t) => {
+    items: lens.rows.map((r, i) => {
       const best = r.predictions[0],
         correct = r.target !== null && best.word === r.target;
       return {
-        content: [h("small", {}, visible(labels[t])), h("b", {}, visible(best.word))],
+        content: [h("small", {}, visible(labels[i])), h("b", {}, visible(best.word))],
         class: correct ? "correct" : "",
-        label: `after ${visible(labels[t])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
+        label: `after ${visible(labels[i])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
       };
     }),
   });
   const pushes = [...row.towards, ...row.away];
-  const most = Math.max(...pushes.map((x) => Math.abs(x.change)), 1e-300);
-  return h(
-    "section",
-    { class: "card lens", "aria-label": "Lens", key: "lens" },
-    h("h3", {}, `Lens: what the stream would predict here, after ${quote(labels[state.token])}`),
+  return savedFigure(
+    {
+      class: "card lens",
+      key: "lens",
+      tag: "h3",
+      attributes: { "aria-label": "Lens" },
+      title: `Lens: what the stream would predict here, after ${quote(labels[t])}`,
+      python: `${lens.python}\nprobabilities[${t}].topk(5), push[${t}].topk(5), (-push[${t}]).topk(5)`,
+      values: () => [
+        ...row.predictions.map((x) => ["prediction", x.word, x.p]),
+        ...pushes.map((x) => ["push", x.word, x.change]),
+      ],
+      columnLabels: ["what", "token", "value"],
+    },
     h("p", { class: "caption" }, row.caption),
     strip,
-    h(
-      "div",
-      { class: "lens-columns" },
-      h(
-        "div",
-        {},
-        h("h4", {}, "prediction at this layer"),
-        h(
-          "ul",
-          { class: "bars a" },
-          row.predictions.map((x) => bar(x.word, x.p, "a", percent(x.p))),
-        ),
-      ),
-      pushes.length
-        ? h(
-            "div",
-            {},
-            h("h4", {}, "push −Δ on the words"),
-            h(
-              "ul",
-              { class: "bars push" },
-              pushes.map((x) => pushBar(x.word, x.change, most, x.word === row.target)),
-            ),
-          )
-        : h("p", { class: "soft" }, "No error reaches this position: no target depends on it."),
-    ),
+    h("div", { class: "lens-columns" }, predictions(row), push(pushes, row.target)),
     h("p", { class: "soft" }, ABOUT),
+  );
+}
+
+const predictions = (row) =>
+  h(
+    "div",
+    {},
+    h("h4", {}, "prediction at this layer"),
+    h(
+      "ul",
+      { class: "bars a" },
+      row.predictions.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+    ),
+  );
+
+function push(pushes, target) {
+  if (!pushes.length)
+    return h("p", { class: "soft" }, "No error reaches this position: what is explained does not depend on it.");
+  const most = Math.max(...pushes.map((x) => Math.abs(x.change)), 1e-300);
+  return h(
+    "div",
+    {},
+    h("h4", {}, "push −Δ on the words"),
+    h(
+      "ul",
+      { class: "bars push" },
+      pushes.map((x) => pushBar(x.word, x.change, most, x.word === target)),
+    ),
   );
 }

@@ -1,6 +1,5 @@
 // @ts-check
-// The map of the network: the forward pass down the left side in orange, the error up the right side in blue, blocks in
-// lavender.
+// The map: the forward pass down the left side in orange, the error up the right side in blue, blocks in lavender.
 
 import { number } from "./format.js";
 import { joints, mapLines } from "./map_lines.js";
@@ -16,7 +15,8 @@ export function drawMap(nav, state, actions) {
   const { table, overview } = state;
   const here = table.stations.find((s) => s.id === state.station);
   const moved = lastStation !== `${state.view} ${here.id}`;
-  if (here.block !== null && moved && state.view === "station") open.add(here.block); // unfold the block of a newly opened station
+  // a newly opened station unfolds its block
+  if (here.block !== null && moved && state.view === "station") open.add(here.block);
   lastStation = `${state.view} ${here.id}`;
   const length = (values) => (values ? Math.hypot(...values) : null);
   const lengths = { a: {}, delta: {} };
@@ -40,7 +40,7 @@ export function drawMap(nav, state, actions) {
           shownFlow = key;
           redraw();
         },
-        "map-choice",
+        { class: "map-choice" },
       ),
       h("span", { class: "backward" }, "↑ backward"),
     ),
@@ -71,7 +71,7 @@ export function drawMap(nav, state, actions) {
   if (moved) scrollTo(nav);
 }
 
-const short = (x) => number(x, x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
+const short = (x) => number(Number(x.toPrecision(2)), x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
 
 function item(station, state, actions, lengths) {
   const proof = state.proofs?.[station.id];
@@ -92,7 +92,7 @@ function item(station, state, actions, lengths) {
         "data-key": station.id,
         "aria-current": current ? "step" : null,
         "aria-label":
-          `${symbol} ` + `${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
+          `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
         onclick: () => actions.go(station.id),
       },
       h("span", { class: "num forward" }, numbers("a", "delta")),

@@ -1,12 +1,13 @@
 // @ts-check
 // The lens of a feed-forward layer: the neurons with the largest blame, what they write, and what the gradient would
-// have
-// them write, as words of the vocabulary.
+// have them write, as words of the vocabulary.
 
 import { filled } from "./colours.js";
-import { count, number, percent, quote, signed, visible } from "./format.js";
+import { number, quote, signed, visible } from "./format.js";
 import { chips } from "./parts.js";
 import { h } from "./render.js";
+import { savedFigure } from "./save.js";
+import { whatIfButton } from "./what_if.js";
 
 let chosen = 0; // index among the neurons shown
 
@@ -24,14 +25,26 @@ export function neuronCard(found, state, actions) {
     style: filled("delta", (0.7 * n.blame) / most),
     data: { "data-neuron": n.neuron },
   }));
-  const share = `These ${count(found.neurons.length)} of ${count(found.count)} have ${percent(found.share)} of it.`;
-  return h(
-    "section",
-    { class: "card neurons", "aria-label": "Neurons", key: "neurons" },
-    h("h3", {}, `Neurons of block ${found.block + 1}: what they write, and what they should`),
+  const listed = (words) => words.map((x) => x.word).join(" ");
+  return savedFigure(
+    {
+      class: "card neurons",
+      key: "neurons",
+      tag: "h3",
+      attributes: { "aria-label": "Neurons" },
+      title: `Neurons of block ${found.block + 1}: what they write, and what they should`,
+      python: found.python,
+      values: () =>
+        found.neurons.map((n) => [n.neuron, n.blame, n.cosine, listed(n.writes.more), listed(n.would_write.more)]),
+      columnLabels: ["neuron", "blame", "cosine", "writes", "should write"],
+    },
     h("p", { class: "caption" }, found.caption),
     chips({ label: "Neurons with the largest blame", items, chosen: found.neurons.indexOf(neuron), choose }),
-    h("p", { class: "soft" }, `Blame: Σ Δ₈ a₈, what the neuron adds to the explained number, to first order. ${share}`),
+    h(
+      "p",
+      { class: "soft" },
+      "Blame: Σ Δ₈ a₈, what the neuron adds to the explained number, to first order. Red: it raises it. Blue: it lowers it.",
+    ),
     h(
       "div",
       { class: "lens-columns" },
@@ -40,7 +53,7 @@ export function neuronCard(found, state, actions) {
       firing(neuron, found, actions, state),
     ),
     h("p", { class: "soft" }, `Cosine of what it writes and what it should: ${number(neuron.cosine)}.`),
-    h("p", { class: "soft" }, h("code", {}, found.python)),
+    whatIfButton({ kind: "neuron", block: found.block, neuron: neuron.neuron }, `neuron ${neuron.neuron}`, actions),
   );
 }
 

@@ -8,6 +8,7 @@ import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
+import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
 import { h, render } from "./render.js";
 import { state } from "./state.js";
@@ -15,6 +16,7 @@ import { discardSteps, lastStep } from "./step.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
+import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
@@ -104,6 +106,8 @@ async function show({ push = true } = {}) {
 /** @param {string} key */
 async function load(key) {
   redraw(); // the map and the tabs move at once
+  const panel = find(`view-${state.view}`);
+  panel.setAttribute("aria-busy", "true");
   const entries = Object.entries(currentView().needs(state)),
     { id } = state.overview;
   const one = async ([name, [request, parameters]]) => [name, await get(request, id, parameters)];
@@ -115,13 +119,15 @@ async function load(key) {
     if (key !== keyOf()) return;
     loaded = { key, data: {}, problem: reason.message };
     setStatus(reason.message, true);
+  } finally {
+    if (key === keyOf()) panel.removeAttribute("aria-busy");
   }
 }
 
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** Read the view from the address bar; return its sentence and a message if it names something that does not exist. */
-export function readAddress(hash = location.hash) {
+function readAddress(hash = location.hash) {
   const here = parseAddress(hash);
   const knownView = VIEWS.some((view) => view.id === here.view);
   const knownStation = state.table.stations.some((/** @type {any} */ s) => s.id === here.station);
@@ -143,7 +149,12 @@ export function readAddress(hash = location.hash) {
 function writeAddress(push) {
   const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
   const hash = formatAddress({ ...state, text });
-  if (hash !== location.hash) history[push ? "pushState" : "replaceState"](null, "", hash);
+  if (hash === location.hash) return;
+  try {
+    history[push ? "pushState" : "replaceState"](null, "", hash);
+  } catch {
+    // a notebook shows the page in a frame that has no address
+  }
 }
 
 // ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,7 +163,7 @@ function writeAddress(push) {
  * @param {() => Promise<any>} request @param {{ push?: boolean, discard?: boolean }} options */
 async function showTraced(request, { push = false, discard = false } = {}) {
   const mine = ++newest;
-  const overview = await busy(request());
+  const overview = await busy(withProgress(request()));
   if (mine !== newest) return;
   if (discard) discardSteps();
   setStatus("");
@@ -176,8 +187,10 @@ async function preview() {
   const text = find("sentence").value;
   try {
     const found = await post("predict", { text, version: weights() });
-    if (text !== find("sentence").value || text === state.overview?.text) return;
-    state.preview = found;
+    if (text !== find("sentence").value) return;
+    const known = text === state.overview?.text; // typed back to the traced sentence
+    if (known) setStatus("");
+    state.preview = known ? null : found;
     redraw();
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason; // the trace will report what is wrong with the sentence
@@ -189,7 +202,7 @@ async function preview() {
  * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
 async function trace(text, { push = false, version = weights(), wanted = null } = {}) {
   discardSteps();
-  if (state.table.large) setStatus("Computing forward and backward pass…");
+  if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
@@ -198,6 +211,7 @@ async function trace(text, { push = false, version = weights(), wanted = null } 
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
     setStatus(reason.message, true);
+    if (state.overview) state.objective = encodeObjective(state.overview.objective); // what is shown stays
     redraw();
     return reason.message;
   }
@@ -211,7 +225,7 @@ function showFollowed() {
 
 // ── what the views may do to the page ──────────────────────────────────────────────────────────────────────────────
 
-export const actions = {
+const actions = {
   busy,
   redraw,
   setStatus,
@@ -231,8 +245,10 @@ export const actions = {
     return show();
   },
 
+  /** After a failed request. A number that cannot be followed is left. */
   retry() {
     setStatus("");
+    state.followed = state.followed.slice(0, -1);
     return show({ push: false });
   },
 
@@ -268,7 +284,8 @@ export const actions = {
    * @param {number | null} head */
   async follow(name, row, column, head) {
     if (offline) return actions.select({ token: row });
-    state.followed = [{ name, row, column, head, label: `${name.split(".").at(-1)} [${row}, ${column}]` }];
+    const symbol = /** @type {string} */ (name.split(".").at(-1)).replace("grad_", "∂").replace("delta_", "Δ_");
+    state.followed = [{ name, row, column, head, label: `${symbol} [${row}, ${column}]` }];
     await show({ push: false });
     showFollowed();
   },
@@ -317,31 +334,25 @@ export const actions = {
 // ── start ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** @param {boolean} dark */
-export function setTheme(dark) {
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  find("theme").setAttribute("aria-pressed", String(dark));
+function setTheme(dark) {
+  applyTheme(dark);
   redraw();
   redrawHeatmaps();
 }
 
-function savedTheme() {
-  try {
-    return localStorage.getItem("handgrad theme");
-  } catch {
-    return null; // no storage: the browser's setting decides
-  }
-}
-
 async function start() {
-  setTheme(savedTheme() ? savedTheme() === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  find("opening").hidden = false;
+  applyTheme(opensDark());
   try {
     state.table = await busy(get("table"));
   } catch (reason) {
+    find("opening").hidden = true;
     setStatus(/** @type {Error} */ (reason).message, true);
     return;
   }
   const t = state.table,
     address = location.hash;
+  document.title = `${t.name} · handgrad explain`;
   find("model").textContent =
     `${t.name} · ${count(t.blocks, "block")} · d = ${t.d} · ${count(t.parameters, "parameter")} · ${t.note}`;
   render(
@@ -362,9 +373,12 @@ async function start() {
     state.objective = null;
     find("sentence").value = t.text;
     fitSentence();
-    if (await trace(t.text)) return;
+    const failed = await trace(t.text);
+    find("opening").hidden = true;
+    if (failed) return;
     problem += ". Showing the default sentence instead.";
   }
+  find("opening").hidden = true;
   problem = [problem, wanted.wrong].filter(Boolean).join(" ");
   if (problem) setStatus(problem, true);
   document.documentElement.dataset.ready = "yes";

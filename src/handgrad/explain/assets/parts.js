@@ -1,14 +1,16 @@
 // @ts-check
 // Parts that several views use: chips to choose from, bars, tables that scroll.
 
-import { number, visible } from "./format.js";
+import { signed, visible } from "./format.js";
 import { h } from "./render.js";
 
 /**
- * A row of chips, of which one is chosen. The Tab key reaches the row once; the arrow keys move within it.
- * @param {{ label: string, items: { content: any, label: string, style?: any, title?: string, class?: string, data?:
- * Record<string, any> }[],
- *   chosen: number, choose: (index: number) => void, class?: string, id?: string, moves?: boolean }} about */
+ * @typedef {{ content: any, label: string, style?: any, title?: string, class?: string, data?: Record<string, any> }} Chip
+ */
+
+/** A row of chips, of which one is chosen. The Tab key reaches the row once; the arrow keys move within it.
+ * @param {{ label: string, items: Chip[], chosen: number, choose: (index: number) => void, class?: string, id?: string,
+ *   moves?: boolean }} about */
 export function chips({ label, items, chosen, choose, class: style = "strip", id, moves = true }) {
   const tabbable = chosen >= 0 && chosen < items.length ? chosen : 0;
   const onkeydown = (/** @type {any} */ event) => {
@@ -26,7 +28,7 @@ export function chips({ label, items, chosen, choose, class: style = "strip", id
     event.stopPropagation();
     const next = Math.max(0, Math.min(items.length - 1, to));
     event.currentTarget.children[next].focus();
-    if (moves) choose(next); // else Enter chooses
+    if (moves) choose(next); // else Enter chooses: for what takes long, or leaves the view
   };
   return h(
     "div",
@@ -56,11 +58,13 @@ export function chips({ label, items, chosen, choose, class: style = "strip", id
  * @param {string} label
  * @param {Record<string, string>} choices
  * @param {string} chosen
- * @param {(key: string) => void} choose */
-export const choice = (label, choices, chosen, choose, style = "walk") =>
+ * @param {(key: string) => void} choose
+ * @param {{ class?: string, moves?: boolean }} [options]  as of chips */
+export const choice = (label, choices, chosen, choose, options = {}) =>
   chips({
     label,
-    class: style,
+    class: "walk",
+    ...options,
     chosen: Object.keys(choices).indexOf(chosen),
     choose: (i) => choose(Object.keys(choices)[i]),
     items: Object.entries(choices).map(([key, text]) => ({
@@ -89,6 +93,19 @@ export const bar = (word, share, kind, text, target = false) =>
     h("span", { class: "figure" }, text),
   );
 
+/** A bar from the middle: to the right if the value is above 0, to the left if below.
+ * @param {number} value @param {number} most @param {string} kind */
+export const middleBar = (value, most, kind) =>
+  h(
+    "span",
+    { class: "track middle" },
+    h("i", {
+      class: `fill ${kind} ${value < 0 ? "down" : "up"}`,
+      style: { width: `${Math.max(0.5, Math.min(50, (50 * Math.abs(value)) / (most || 1)))}%` },
+    }),
+    h("i", { class: "zero" }),
+  );
+
 /** A push −Δ on a word: to the right and blue if it makes the word more likely, to the left and red if less.
  * @param {string} word @param {number} push @param {number} most */
 export const pushBar = (word, push, most, target = false) =>
@@ -96,15 +113,8 @@ export const pushBar = (word, push, most, target = false) =>
     "li",
     { class: target ? "target" : null },
     h("span", { class: "word", title: visible(word) }, visible(word)),
-    h(
-      "span",
-      { class: "track middle" },
-      h("i", {
-        class: `fill push ${push < 0 ? "down" : "up"}`,
-        style: { width: `${Math.max(0.5, (50 * Math.abs(push)) / (most || 1))}%` },
-      }),
-    ),
-    h("span", { class: "figure", "data-value": push }, `${push > 0 ? "+" : ""}${number(push)}`),
+    middleBar(push, most, "push"),
+    h("span", { class: "figure", "data-value": push }, signed(push)),
   );
 
 /** A table in a region that scrolls.

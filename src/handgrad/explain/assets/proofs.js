@@ -1,6 +1,5 @@
 // @ts-check
-// Follows the checks while the server makes them: those of all stations in brief, and those of the open station in
-// full.
+// Follows the checks while the server makes them: of all stations in brief, and of the open station in full.
 
 import { get, offline } from "./api.js";
 import { state } from "./state.js";
@@ -23,7 +22,11 @@ async function followAll(redraw) {
   brief = id;
   while (state.overview.id === id) {
     const proofs = await ask("proofs", id, {});
-    if (state.overview.id !== id || !proofs || proofs.problem) return;
+    if (state.overview.id !== id) return;
+    if (proofs.problem) {
+      brief = ""; // the next view asks again
+      return;
+    }
     const changed = JSON.stringify(proofs) !== JSON.stringify(state.proofs);
     state.proofs = proofs;
     if (changed) redraw();

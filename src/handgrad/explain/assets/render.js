@@ -1,10 +1,9 @@
 // @ts-check
-// The renderer. A view describes its elements with h(); render() makes the page equal to that description and changes
-// only
+// The renderer. A view describes its elements with h(); render() makes the page equal to that description and changes only
 // what differs, so an element that stays keeps its focus, its scroll position and its open sections.
 
 const SVG_TAGS = new Set(["svg", "g", "path", "circle", "line", "polyline", "rect", "text"]);
-const PROPERTIES = new Set(["value", "checked", "scrollTop"]); // what the reader may change: set only if the description changes
+const PROPERTIES = new Set(["value", "checked"]); // the reader may change them: set only if the description changes
 
 /**
  * @typedef {{ tag: string, attributes: Record<string, any>, children: any[] }} Description

@@ -3,10 +3,11 @@
 
 import { has, offline } from "./api.js";
 import { attentionCard } from "./attention.js";
-import { number, quote, shapeOf } from "./format.js";
+import { exerciseButtons } from "./exercises.js";
+import { number, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
 import { code, formulas } from "./formulas.js";
-import { heat, numbered, positioned } from "./heatmap.js";
+import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { lensCard } from "./lens.js";
 import { lossCard } from "./loss.js";
 import { neuronCard } from "./neurons.js";
@@ -16,6 +17,8 @@ import { h } from "./render.js";
 import { swapTable } from "./swaps.js";
 
 const stationOf = (state) => state.table.stations.find((s) => s.id === state.station);
+
+const chooses = offline ? "selects the token" : "follows this number"; // what a click on a matrix does
 
 /** @param {any} cell */
 const requestOf = ({ name, row, column, head }) => ({ name, row, column, ...(head === null ? {} : { head }) });
@@ -58,6 +61,7 @@ export const stationView = {
       view.parameters.length || view.frozen.length ? parameters(view, state, actions) : null,
       neurons ? neuronCard(neurons, state, actions) : null,
       code(station, state),
+      exerciseButtons(station, actions),
     ];
   },
 
@@ -97,16 +101,10 @@ function heading(station, state, actions) {
 
 // ── matrices and parameters ────────────────────────────────────────────────────────────────────────────────────────
 
-/** The token of a column of the picture. */
-const wordOf =
-  ({ words }) =>
-  (from) =>
-    `token ${quote(words[from] ?? "")}`;
-
 function matrices(view, station, state, actions, labels) {
   const meaning = {
     a: station.id === "loss" ? "probabilities" : "output of this layer",
-    delta: station.id === "a_0" ? "change of the loss if another token stood here" : "error at this output",
+    delta: station.id === "a_0" ? "estimated change if another token stood here" : "error at this output",
   };
   const map = (m) =>
     heat({
@@ -114,6 +112,7 @@ function matrices(view, station, state, actions, labels) {
       title: `${m.symbol} · ${meaning[m.kind]}`,
       caption: m.caption,
       picture: m.picture,
+      shape: m.shape,
       kind: m.kind,
       name: m.name,
       sentence: state.overview.id,
@@ -121,13 +120,13 @@ function matrices(view, station, state, actions, labels) {
       columnLabels: m.vocabulary?.words ?? null,
       columnIds: m.vocabulary?.ids ?? null,
       nameRow: positioned(labels),
-      nameColumn: m.vocabulary ? wordOf(m.vocabulary) : numbered("feature"),
+      nameColumn: m.vocabulary ? worded(m.vocabulary.words) : numbered("feature"),
       selected: state.token,
       positive: station.id === "loss" && m.kind === "a",
       python: m.python,
       ...(m.name === "swaps"
         ? {}
-        : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses: "follows this number" }),
+        : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses }),
     });
   return h("section", { class: "maps", "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
 }
@@ -159,13 +158,22 @@ function statistics(view) {
   return table("Statistics", ["", ...Object.values(STATISTICS)], rows, { class: "statistics" });
 }
 
+/** How the tokens of a gradient over the vocabulary are shown: as its rows, or as its columns. */
+function vocabularyOf({ vocabulary: tokens }) {
+  if (!tokens) return {};
+  const { words, ids, axis } = tokens;
+  return axis
+    ? { columnLabels: words, columnIds: ids, nameColumn: worded(words) }
+    : { rowLabels: words, rowIds: ids, nameRow: worded(words) };
+}
+
 function parameters(view, state, actions) {
   const { parameters: trained, frozen } = view;
   const zeroDown = state.table.lora && trained.some((p) => /^d_/.test(p.symbol) && p.grad_norm === 0);
   const one = (p) =>
     h(
       "div",
-      { class: "parameter", key: p.symbol },
+      { class: p.vocabulary ? "parameter wide" : "parameter", key: p.symbol },
       h("h4", {}, p.symbol),
       h(
         "p",
@@ -182,13 +190,14 @@ function parameters(view, state, actions) {
             key: "gradient",
             title: `∂${p.symbol.split(" ")[0]}`,
             picture: p.picture,
+            shape: p.shape,
             kind: "delta",
             name: p.name,
             sentence: state.overview.id,
             nameColumn: numbered("column"),
+            ...vocabularyOf(p),
             python: p.python,
-            choose: (row, column) => actions.follow(p.name, row, column, null),
-            chooses: "follows this number",
+            ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
           })
         : null,
     );

@@ -1,15 +1,14 @@
 // @ts-check
-// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how the predictions
-// change.
+// The view “Take a step”: the loss that the gradient predicts, the loss that is measured, and how predictions change.
 
 import { embeddedSteps, offline, post } from "./api.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
 import { table, viewHead } from "./parts.js";
 import { h } from "./render.js";
-import { saveMenu } from "./save.js";
+import { savedFigure } from "./save.js";
 import { plotOf, resultOf } from "./step_plot.js";
 
-let steps = []; // answers of the server: { id, loss, predicted, measured, moves }
+let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
 let rate = -2; // log10 of the learning rate
 let optimizer = "SGD";
@@ -38,29 +37,28 @@ export const stepView = {
 
   /** @param {any} state @param {any} data @param {any} actions */
   draw(state, data, actions) {
-    const { table: model, overview } = state;
+    const { table: model, overview } = state,
+      { objective } = overview;
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
       h("p", { class: "summary" }, about(model)),
       controls(state, actions),
       lastStep()
-        ? outcome(lastStep())
-        : h(
-            "p",
-            { class: "soft", key: "before" },
-            `The loss is ${number(overview.loss, 4)}. Take a step to see it fall.`,
-          ),
-      steps.length ? curve() : null,
+        ? outcome(lastStep(), nameOf(objective))
+        : h("p", { class: "soft", key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. A step lowers it.`),
+      steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
     ];
   },
 };
 
+/** What a step lowers. */
+const nameOf = ({ kind }) => (kind === "difference" ? "difference" : "loss");
+
 const about = (model) =>
-  "The gradient says how the loss changes if the weights change a little. So it predicts the loss " +
-  "after a step, and here you can test" +
-  " the prediction. It is accurate for small steps and fails for large ones, because the loss is curved." +
+  "The gradient says how the loss changes if the weights change a little. So it predicts the loss after a step, and here " +
+  "you can test the prediction. It is accurate for small steps and fails for large ones, because the loss is curved." +
   (model.lora
     ? ` The model is frozen: of ${count(model.parameters)} parameters, only the ${count(model.trains)} ` +
       `of the adapters are trained.`
@@ -160,7 +158,7 @@ async function take(number_, prepared, state, actions) {
       const taken = await actions.busy(Promise.resolve(one()));
       if (mine !== runId) return; // another sentence was entered meanwhile
       moves = taken.moves.map((m, t) => ({ ...m, before: steps.length ? moves[t].before : m.before }));
-      steps.push(taken);
+      steps.push({ ...taken, lr: Number((10 ** rate).toPrecision(6)), optimizer });
       actions.redraw();
     }
   } catch (reason) {
@@ -178,17 +176,17 @@ async function take(number_, prepared, state, actions) {
   actions.redraw();
 }
 
-function outcome(last) {
-  const { impossible, kind, share } = resultOf(last);
+function outcome(last, name) {
+  const { impossible, kind, share } = resultOf(last, name === "loss");
   const result = {
     "as predicted": "This is as predicted",
-    "too large": "The loss rose: the step was too large",
-    curved: `That is ${percent(share)} of the prediction, because the loss is curved`,
+    "too large": `The ${name} rose: the step was too large`,
+    curved: `That is ${percent(share)} of the prediction, because the ${name} is curved`,
   }[kind];
   const fact = (id, label, value) =>
     h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
   const change =
-    `The step changed the loss by ${signed(last.measured - last.loss)}; the gradient predicted ` +
+    `The step changed the ${name} by ${signed(last.measured - last.loss)}; the gradient predicted ` +
     `${signed(last.predicted - last.loss)}.`;
   return h(
     "section",
@@ -196,7 +194,7 @@ function outcome(last) {
     h(
       "div",
       { class: "facts" },
-      fact("loss-before", "loss before", last.loss),
+      fact("loss-before", `${name} before`, last.loss),
       fact("loss-predicted", "predicted to first order", last.predicted),
       fact("loss-measured", "measured", last.measured),
     ),
@@ -204,7 +202,26 @@ function outcome(last) {
   );
 }
 
-function curve() {
+const capital = (/** @type {string} */ word) => word[0].toUpperCase() + word.slice(1);
+
+/** The same steps in Python; undefined if the optimizer was changed between them. */
+function pythonOf(objective) {
+  const [{ optimizer: name }] = steps;
+  if (steps.some((step) => step.optimizer !== name)) return undefined;
+  const betas = name === "Adam" ? ", betas=(0.9, 0.99)" : "";
+  return [
+    `optimizer = torch.optim.${name}([p for p in model.parameters() if p.requires_grad], lr=1${betas})`,
+    "losses = []",
+    `for lr in [${steps.map((step) => step.lr).join(", ")}]:`,
+    "    optimizer.param_groups[0]['lr'] = lr",
+    `    losses.append(${objective.python.replace("hg.trace(model, ", "model.loss_and_grads(")})`,
+    "    optimizer.step()",
+    "    optimizer.zero_grad()",
+  ].join("\n");
+}
+
+function curve(objective) {
+  const name = nameOf(objective);
   const plot = plotOf(steps);
   const first = steps[0].loss,
     last = lastStep().measured;
@@ -214,7 +231,7 @@ function curve() {
     {
       viewBox: "0 0 640 180",
       role: "img",
-      "aria-label": `Loss over ${steps.length} steps, from ${number(first)} to ${number(last)}`,
+      "aria-label": `${capital(name)} over ${count(steps.length, "step")}, from ${number(first)} to ${number(last)}`,
     },
     h("path", { class: "axis", d: plot.axis, fill: "none" }),
     plot.guesses.map((g) =>
@@ -229,22 +246,22 @@ function curve() {
   );
   const outside = plot.guesses.filter((g) => g.outside).length;
   const values = () => steps.map((s, i) => [i + 1, s.loss, s.predicted, s.measured]);
-  return h(
-    "figure",
-    { class: "card curve", key: "curve" },
-    h(
-      "figcaption",
-      {},
-      h("span", {}, `Loss after each step${plot.logarithmic ? ", logarithmic" : ""}`),
-      saveMenu({ title: "loss after each step", values, columnLabels: ["step", "before", "predicted", "measured"] }),
-    ),
+  return savedFigure(
+    {
+      class: "card curve",
+      key: "curve",
+      title: `${capital(name)} after each step${plot.logarithmic ? ", logarithmic" : ""}`,
+      python: pythonOf(objective),
+      values,
+      columnLabels: ["step", "before", "predicted", "measured"],
+    },
     drawing,
     h(
       "p",
       { class: "caption" },
       `Solid: measured. Dashed: predicted by the ` +
         `gradient${outside ? `; ${count(outside, "prediction")} beyond the axis, drawn to its edge` : ""}.` +
-        ` After ${count(steps.length, "step")} the loss went from ${number(first, 4)} to ${number(last, 4)}.`,
+        ` After ${count(steps.length, "step")} the ${name} went from ${number(first, 4)} to ${number(last, 4)}.`,
     ),
   );
 }
@@ -273,10 +290,16 @@ function changes() {
   const most = moves.reduce((best, m) =>
     Math.abs(m.after - m.before) > Math.abs(best.after - best.before) ? m : best,
   );
-  return h(
-    "section",
-    { class: "card", "aria-label": "How the predictions changed", key: "moves" },
-    h("h3", {}, "How the predictions changed"),
+  return savedFigure(
+    {
+      class: "card",
+      key: "moves",
+      tag: "h3",
+      title: "How the predictions changed",
+      python: "trace['y_pred'].gather(1, targets[0].clamp(min=0)[:, None])[:-1]",
+      values: () => moves.map((m) => [m.token, m.target, m.before, m.after]),
+      columnLabels: ["after token", "target", "before", "now"],
+    },
     h(
       "p",
       { class: "caption" },

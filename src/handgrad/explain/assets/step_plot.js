@@ -1,6 +1,5 @@
 // @ts-check
-// The plot of the steps: its axis, and where its points are. The axis follows what was measured; a prediction outside
-// it is
+// The plot of the steps: its axis, and where its points are. The axis follows what was measured; a prediction outside it is
 // drawn at the edge, so that one bad prediction does not flatten the curve.
 
 const LEFT = 90,
@@ -43,15 +42,15 @@ export function plotOf(steps) {
   };
 }
 
-/** What the step shows, in a sentence without numbers. @param {Step} step */
-export function resultOf({ loss, predicted, measured }) {
+/** What the step shows, in a sentence without numbers.
+ * @param {Step} step @param {boolean} positive  whether what was lowered cannot be below 0 */
+export function resultOf({ loss, predicted, measured }, positive = true) {
   const expected = predicted - loss,
     got = measured - loss;
   const share = expected ? got / expected : 0;
   const impossible =
-    predicted < 0
-      ? "The prediction is below 0, which no loss can reach: so long a step leaves the region that the " +
-        "gradient describes. "
+    positive && predicted < 0
+      ? "The prediction is below 0, which no loss can reach: so long a step leaves what the gradient describes. "
       : "";
   if (share > 0.9 && share < 1.1) return { impossible, kind: "as predicted", share };
   return { impossible, kind: got > 0 ? "too large" : "curved", share: Math.max(0, share) };

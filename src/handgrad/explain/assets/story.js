@@ -6,19 +6,27 @@ import { filled } from "./colours.js";
 import { number, percent, quote, visible } from "./format.js";
 import { bar, chips } from "./parts.js";
 import { h } from "./render.js";
+import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
 
+const CONTEXT = 3; // tokens before the word of the story, if the sentence is long enough: at its beginning everything is improbable
+
 /** The position whose next token the model found least probable. @param {number[]} losses */
-export const worst = (losses) => losses.indexOf(Math.max(...losses));
+export function worst(losses) {
+  const first = losses.length > 2 * CONTEXT ? CONTEXT : 0;
+  return first + losses.slice(first).indexOf(Math.max(...losses.slice(first)));
+}
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
 export function context(tokens, position) {
+  const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
     text = tokens[t].label + text;
-    if (/^\s+\S/.test(text) || (/\S/.test(text) && text.length > 10)) break;
+    const whole = /^\s+\S/.test(text) && text.trim().length >= enough;
+    if (whole || (/\S/.test(text) && text.length > 10)) break;
   }
   return text.trimStart() || text;
 }
@@ -39,20 +47,21 @@ export const storyView = {
       actions.redraw();
     };
     return [
-      headline(context(tokens, position), row, position === worst(losses)),
+      headline(context(tokens, position), row, position === worst(losses), losses.length),
       words(tokens, losses, position, choose),
-      guesses(context(tokens, position), row, losses[position]),
+      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
   },
 };
 
-function headline(before, row, isWorst) {
+function headline(before, row, isWorst, length) {
+  const worstOf = length > 2 * CONTEXT ? "worst, apart from the first ones" : "worst";
   return h(
     "div",
     { class: "story-head", key: "headline" },
-    h("p", { class: "where" }, isWorst ? "the word that this model predicted worst" : "the word that you chose"),
+    h("p", { class: "where" }, isWorst ? `the word that this model predicted ${worstOf}` : "the word that you chose"),
     h(
       "h2",
       { id: "story" },
@@ -90,14 +99,20 @@ function words(tokens, losses, position, choose) {
   );
 }
 
-function guesses(before, row, loss) {
+function guesses(before, row, loss, position) {
   const target = row.top.some((x) => x.word === row.target)
     ? []
     : [bar(row.target, row.probability, "a", percent(row.probability), true)];
-  return h(
-    "section",
-    { class: "card", "aria-label": "What the model expected", key: "guesses" },
-    h("h3", {}, `What the model expected after ${quote(before)}`),
+  return savedFigure(
+    {
+      class: "card",
+      key: "guesses",
+      tag: "h3",
+      title: `What the model expected after ${quote(before)}`,
+      python: position === undefined ? undefined : `trace['y_pred'][${position}].topk(5)`,
+      values: () => row.top.map((x) => [x.word, x.p]),
+      columnLabels: ["token", "probability"],
+    },
     h(
       "ul",
       { class: "bars a" },
@@ -133,8 +148,8 @@ function blame(position, state, actions) {
     h(
       "p",
       { class: "caption" },
-      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share.",
-      " Every layer on the way shows its formula with your numbers, and checks it.",
+      "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. " +
+        "Every layer on the way shows its formula with your numbers, and checks it.",
     ),
     known ? shares(groups, actions) : null,
     h(
@@ -187,12 +202,18 @@ function shares(groups, actions) {
       ),
       h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
     );
-  return [
+  return savedFigure(
+    {
+      title: "The largest shares",
+      python: "{name: x.norm() ** 2 for name, x in trace.items() if 'grad_' in name}",
+      values: () => groups.map((g) => [g.layer, g.symbol, g.norm ** 2 / total]),
+      columnLabels: ["layer", "parameter", "share"],
+    },
     h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
     h(
       "p",
       { class: "soft" },
-      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient " + "comes from.",
+      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from.",
     ),
-  ];
+  );
 }

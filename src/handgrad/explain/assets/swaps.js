@@ -6,9 +6,8 @@ import { table } from "./parts.js";
 import { h } from "./render.js";
 
 const ABOUT =
-  "A replacement moves the embedding from one token to another. That is too large a step for a " +
-  "gradient, which describes" +
-  " small moves: the estimate is often wrong, even in sign. Choose a token above to measure its replacements.";
+  "A replacement moves the embedding from one token to another. That is too large a step for a gradient, which describes " +
+  "small moves: the estimate is often wrong, even in sign. Choose a token above to measure its replacements.";
 const HEAD = ["position", "token", "id", "replacement: estimated change → measured change"];
 
 /** @param {any} view @param {any} measured  the replacements of the chosen token, or undefined @param {any} state */

@@ -1,11 +1,11 @@
 // @ts-check
-// The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of two
-// logits.
+// The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of logits.
 
 import { offline } from "./api.js";
-import { number, percent, quote, visible } from "./format.js";
+import { count, number, percent, quote, visible } from "./format.js";
 import { choice } from "./parts.js";
 import { h } from "./render.js";
+import { pythonMenu } from "./save.js";
 
 const KINDS = { sentence: "the whole sentence", position: "one word", difference: "why not another word?" };
 let other = ""; // the word that the reader typed for a difference
@@ -14,7 +14,8 @@ let other = ""; // the word that the reader typed for a difference
 export function targetBar(state, actions) {
   const { objective, losses, tokens } = state.overview;
   const { kind } = objective;
-  if (offline) return [h("p", { class: "target-label" }, `Explained here: ${objective.label}.`)];
+  const python = pythonMenu("The lines of Python that make this trace", setUp(state));
+  if (offline) return [h("p", { class: "target-label" }, `Explained here: ${objective.label}.`), python];
   const position = objective.position ?? Math.min(state.token, losses.length - 1);
   const choose = (/** @type {string} */ wanted) => {
     if (wanted === "sentence") return actions.explain(null);
@@ -23,7 +24,7 @@ export function targetBar(state, actions) {
   };
   return [
     h("span", { class: "target-name", id: "target-name" }, "Explain"),
-    choice("What is differentiated", KINDS, kind, choose, "target-kinds"),
+    choice("What is differentiated", KINDS, kind, choose, { class: "target-kinds", moves: false }),
     kind === "sentence" ? null : positions(objective, state, actions),
     kind === "difference" ? against(objective, actions) : null,
     h(
@@ -31,7 +32,23 @@ export function targetBar(state, actions) {
       { class: "target-label", id: "objective", "data-value": objective.value },
       `${objective.label}: ${number(objective.value)}`,
     ),
+    python,
   ].filter(Boolean);
+}
+
+/** The names that the lines of Python on the page use. */
+function setUp({ table, overview }) {
+  const ids = overview.tokens.map((t) => t.id);
+  const steps = overview.steps ? `, after ${count(overview.steps, "step")}` : "";
+  return [
+    "import torch",
+    "import handgrad as hg",
+    "",
+    `# model: ${table.name}, ${table.note}${steps}`,
+    `tokens = torch.tensor([[${ids.join(", ")}]])`,
+    `targets = torch.tensor([[${[...ids.slice(1), -100].join(", ")}]])`,
+    `trace = ${overview.objective.python}`,
+  ].join("\n");
 }
 
 function positions(objective, state, actions) {

@@ -1,6 +1,5 @@
 // @ts-check
-// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover the
-// subject.
+// The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover it.
 
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
@@ -153,7 +152,11 @@ async function show(aside, state, visit) {
 /** @param {HTMLElement} aside @param {string} subject */
 function pointAt(aside, subject) {
   marked?.classList.remove("subject");
-  marked = document.querySelector(`[role=tabpanel]:not([hidden]) ${subject}`) ?? document.querySelector(subject);
+  const panel = "[role=tabpanel]:not([hidden])";
+  marked =
+    document.querySelector(`${panel} ${subject}`) ??
+    document.querySelector(subject) ??
+    document.querySelector(`${panel} h2`); // the last token has no push
   if (!marked) return;
   marked.classList.add("subject");
   const narrow = innerWidth <= 860,

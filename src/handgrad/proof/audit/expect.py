@@ -1,25 +1,16 @@
-"""What is right: the hand-derived pass in float64, and how much rounding in a narrower dtype may change it.
+"""What is right: the hand-derived pass in float64, and by `rounding.py` how much a narrower dtype may change it."""
 
-The error that a dtype allows is measured, not fixed: the reference model runs several times in float64 with a random
-rounding error of that dtype's size in every intermediate of both passes. A tensor in which much cancels is then allowed
-more error than one in which nothing does.
-"""
-
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference import Reference, ReferenceModel
+from ..rounding import MARGIN, SAMPLES, perturbed, rounder, rounding_size
 from .batch import AuditBatch
 from .points import points_of
 from .subject import Subject
-
-SAMPLES = 4  # perturbed passes
-STEPS = 4  # roundings between two intermediates of the reference: of a norm, a rotation, a softmax
-MARGIN = 3.0  # times the largest error of the samples
 
 
 class Expected(NamedTuple):
@@ -69,44 +60,14 @@ def expect(subject: Subject, batch: AuditBatch, divisors: Sequence[int] | None =
     return Expected(loss, whole, whole_signals, grads)
 
 
-class _Rounding(torch.autograd.Function):
-    """Multiply by 1 + a random error in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: float, generator: torch.Generator) -> Tensor:
-        ctx.size, ctx.generator = size, generator
-        return _perturbed(x, size, generator)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _perturbed(grad, ctx.size, ctx.generator), None, None
-
-
-def _perturbed(x: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    errors = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device).mul_(2).sub_(1)
-    return errors.mul_(size).add_(1).mul_(x)
-
-
-def rounding_size(subject: Subject, batch: AuditBatch, dtype: torch.dtype) -> float:
-    """The relative error of one intermediate: several roundings in the dtype, and the sums inside a product in float32 at
-    least."""
-    c = subject.config
-    longest = max(c.d_model, c.hidden_width, c.n_heads * c.value_width, len(batch.tokens))
-    adding = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    return math.sqrt(STEPS) * torch.finfo(dtype).eps / 2 + math.sqrt(longest) * adding / 2
-
-
 def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expected, seed: int = 0) -> Bounds:
     """The errors that computing in this dtype allows."""
-    size = rounding_size(subject, batch, dtype)
+    size = rounding_size(subject.config, len(batch.tokens), dtype)
     generator = torch.Generator().manual_seed(seed)
     reference = ReferenceModel(subject.ours, batch.tokens, batch.targets, batch.lengths)
     signals = {p.signal: p.name for p in points_of(subject.config)}
 
-    def change(x: Tensor) -> Tensor:
-        return _Rounding.apply(x, size, generator)  # type: ignore[no-any-return,no-untyped-call]
-
-    reference.inside = change
+    reference.inside = change = rounder(size, generator)
     errors: dict[tuple[str, str], float] = {("loss", ""): size * abs(right.loss)}
 
     def measure(kind: str, name: str, found: Tensor, exact: Tensor | None) -> None:
@@ -121,7 +82,7 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
             measure("values", name, sample.values[their_name], right.values.get(name))
             measure("signals", name, sample.deltas[their_name], right.signals.get(name))
         for name, grad in sample.grads.items():
-            measure("grads", name, _perturbed(grad, size, generator), right.grads.get(name))
+            measure("grads", name, perturbed(grad, size, generator), right.grads.get(name))
     found = {kind: _with_floor(kind, errors, getattr(right, kind)) for kind in ("values", "signals", "grads")}
     return Bounds(MARGIN * errors["loss", ""], found["values"], found["signals"], found["grads"], dtype)
 

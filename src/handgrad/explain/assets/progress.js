@@ -1,0 +1,45 @@
+// @ts-check
+// The progress of a trace: which pass has reached which block. Before the first view it is shown in the middle of the page,
+// later in the status line.
+
+import { get, offline } from "./api.js";
+import { setStatus } from "./status.js";
+
+const FIRST = 200,
+  INTERVAL = 250; // milliseconds
+
+/** @param {string} id @returns {any} */
+const find = (id) => document.getElementById(id);
+const pause = (/** @type {number} */ ms) => new Promise((done) => setTimeout(done, ms));
+
+/** “Forward pass, block 3 of 30” @param {{ busy: boolean, backward: boolean, block: number, blocks: number }} found */
+export const progressText = ({ busy, backward, block, blocks }) =>
+  busy ? `${backward ? "Backward" : "Forward"} pass, block ${block + 1} of ${blocks}` : "Preparing the page…";
+
+/** Show how far the server's trace has come until a request is answered.
+ * @template T @param {Promise<T>} request @returns {Promise<T>} */
+export async function withProgress(request) {
+  let waiting = !offline;
+  const follow = async () => {
+    for (let ms = FIRST; waiting; ms = INTERVAL) {
+      await pause(ms);
+      if (!waiting) return;
+      const found = await get("progress").catch(() => null);
+      if (waiting && found) say(found);
+    }
+  };
+  follow();
+  try {
+    return await request;
+  } finally {
+    waiting = false;
+  }
+}
+
+/** @param {any} found */
+function say(found) {
+  const text = progressText(found);
+  if (find("opening").hidden) return found.busy && setStatus(text);
+  find("opening-text").textContent = text;
+  if (found.busy) find("opening-bar").value = found.share;
+}
