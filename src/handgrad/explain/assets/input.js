@@ -43,6 +43,12 @@ export function listen(state, actions, page) {
 /** @param {any} state @param {any} actions */
 function listenToSentence(state, actions) {
   const box = find("sentence");
+  let wide = 0;
+  new ResizeObserver(() => {
+    if (box.clientWidth === wide) return;
+    wide = box.clientWidth;
+    requestAnimationFrame(fitSentence); // another width, another number of lines
+  }).observe(box);
   let waiting = 0;
   let typing = false; // one entry in the browser's history for all edits until the box is left or Enter is pressed
   const submit = async () => {
