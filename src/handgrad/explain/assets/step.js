@@ -10,7 +10,8 @@ import { plotOf, resultOf } from "./step_plot.js";
 
 let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
-let rate = -2; // log10 of the learning rate
+/** @type {number} */
+let rate = NaN; // log10 of the learning rate; chosen by the size of the model at first
 let optimizer = "SGD";
 let running = ""; // "one" or "many" while steps are taken, then "ends" until the page has the new weights
 let problem = "";
@@ -65,6 +66,7 @@ const about = (model) =>
     : "");
 
 function controls(state, actions) {
+  if (Number.isNaN(rate)) rate = state.table.large ? -3 : -2;
   const rates = offline ? Object.keys(embeddedSteps()) : null;
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
   const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
