@@ -193,6 +193,13 @@ def test_autograd_functions() -> None:
     assert "changes input 0 in place" in report.first.sentence()
 
 
+def test_functions_that_cannot_be_checked() -> None:
+    report = hg.check(lambda a: F.dropout(a, 0.5), "n d")
+    assert report.first is not None and "changes from call to call" in report.first.sentence()
+    report = hg.check(torch.log, "n d")
+    assert report.first is not None and "output 0 is NaN or infinite" in report.first.sentence()
+
+
 def test_functions_of_float32_alone() -> None:
     """A kernel may take float32 only: the judge then works in float32 too, and knows its own error."""
 

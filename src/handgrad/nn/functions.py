@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ..model.config import ACTIVATIONS, GATES
 from ..ops import activation as activations
-
-from ..ops import gated, layernorm, linear as affine, lora, rmsnorm  # isort: skip
+from ..ops import gated, layernorm, lora, rmsnorm
+from ..ops import linear as affine
+from .arguments import check_activation, check_gate, check_linear, check_norm
 from .rebuild import Rebuild, Shared, Source, mark, source_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,16 +86,19 @@ class RMSNormFunction(Function):
 
 
 def _rebuild_layer(a: Tensor, mu: Tensor, inv_sigma: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
+    a_bar, out = layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
+    return a_bar, out.to(a.dtype)  # as in the forward pass, where gains may be wider than activations
 
 
 def _rebuild_rms(a: Tensor, inv_rms: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
+    a_bar, out = rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
+    return a_bar, out.to(a.dtype)
 
 
 @opaque
 def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """ā diag(w) + b with ā = (a − μ)/σ, over the last dimension"""
+    check_norm(a, w=w, b=b)
     shared = _read_by_itself()
     out, mu, inv_sigma = LayerNormFunction.apply(a, w, b, eps, shared)  # type: ignore[no-untyped-call]
     return mark(out, _rebuild_layer, shared, _kept(rows(a), mu, inv_sigma, w, b))
@@ -102,6 +107,7 @@ def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
 @opaque
 def rms_norm(a: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     """ā diag(w) with ā = a/√(mean(a²) + ε), over the last dimension"""
+    check_norm(a, w=w)
     shared = _read_by_itself()
     out, inv_rms = RMSNormFunction.apply(a, w, eps, shared)  # type: ignore[no-untyped-call]
     return mark(out, _rebuild_rms, shared, _kept(rows(a), inv_rms, w))
@@ -222,6 +228,7 @@ def linear(
     """a w + b, with the weight stored as (f_out, f_in), or as (f_in, f_out) if `in_out`; plus scale · ã d u, with down
     (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped. A `magnitude` (f_out)
     rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
+    check_linear(a, weight, bias, down, up, magnitude, in_out)
     kind, source = a.device.type, source_of(a)
     tensors = a, weight, bias, down, up, magnitude
     if torch.is_autocast_enabled(kind):
@@ -290,6 +297,7 @@ def _again_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[N
 @opaque
 def activation(x: Tensor, name: str) -> Tensor:
     """g(x) for the g of that name: relu, gelu, gelu_tanh or relu2"""
+    check_activation(name, ACTIVATIONS)
     out: Tensor = ActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]
     rebuild: Rebuild = partial(_again_activation, name=name)
     return mark(out, rebuild, Shared(), _kept(x))
@@ -298,5 +306,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 @opaque
 def gate(gate: Tensor, up: Tensor | None, name: str = "silu") -> Tensor:
     """g(gate) ∘ up; without `up`, gate holds both side by side. g is silu, gelu or gelu_tanh."""
+    check_activation(name, GATES)
+    check_gate(gate, up)
     out: Tensor = GateFunction.apply(gate, up, name)  # type: ignore[no-untyped-call]
     return mark(out, partial(_again_gate, name=name), Shared(), _kept(gate) if up is None else _kept(gate, up))

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import HandgradError
 from ..ops import attention as heads_op
 from ..ops import rotary
+from .arguments import check_heads
 from .functions import opaque, rows, shaped, without_autocast
 
 
@@ -108,7 +109,9 @@ def attention(
         if q.ndim != 3:
             raise HandgradError(f"attention takes queries of shape (B, T, width), not {tuple(q.shape)}")
         layout = Layout(causal_layout(*q.shape[:2]).spans, window, causal)
-    heads = Heads(n_heads, n_heads if n_kv_heads is None else n_kv_heads, layout)
+    n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+    check_heads(q, k, v, n_heads, n_kv_heads, rotation)
+    heads = Heads(n_heads, n_kv_heads, layout)
     cos, sin = (None, None) if rotation is None else rotation
     with without_autocast(q.device.type):
         return AttentionFunction.apply(q, k, v, cos, sin, heads)  # type: ignore

@@ -57,7 +57,7 @@ def compare(before: Gradients, after: Gradients, tolerance: float | None = None)
     if missing:
         raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in before.grads else 'after'}")
     if not before.grads:
-        raise HandgradError("no parameter has a gradient: is anything trainable, and does the batch have labels?")
+        raise HandgradError("the loss depends on no trainable parameter")
     largest = max(grad.abs().max().item() for grad in before.grads.values())
     errors = {
         name: relative_error(after.grads[name], grad, floor=ENTRY_FLOOR * largest)

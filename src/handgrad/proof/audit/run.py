@@ -13,14 +13,14 @@ from ...formatting import number, plural
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
 from ..diagnosis import Diagnosis, diagnose
-from .batch import AuditBatch, make_batch
+from .batch import AuditBatch, check_ids, make_batch
 from .causes import Causes, Suspects
 from .expect import Bounds, Expected, bounds, expect
 from .observe import Loss, Observed, observe, plain_loss
 from .points import Point, layers_by_signal, points_of
 from .report import Audit, Compared
 from .setup import check_setup
-from .subject import Names, Subject, Tracked, gradient_of_ours, make_subject
+from .subject import Names, Subject, Tracked, active_adapter, gradient_of_ours, make_subject
 
 _SAME = ("4", "9")  # points whose error signal is that of the next point
 
@@ -54,6 +54,7 @@ def audit(
     checked = make_batch(batch)
     with _filled_adapters(model, seed) as fresh:
         subject = make_subject(model, config, names, transposed)
+        check_ids(checked, subject.config)
         seen = observe(subject, checked, loss or plain_loss)
         right = expect(subject, checked)
         given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
@@ -69,6 +70,12 @@ def audit(
             report.notes.append(
                 f"{plural(checked.from_padding, 'label')} would be predicted from padding, and were masked: set the label"
                 " of the first token after padding to −100"
+            )
+        beside = [t.name for t in subject.tracked if t.trains and not t.adapter]
+        if subject.adapter and beside:
+            report.notes.append(
+                f"{plural(len(beside), 'weight')} of the base model train beside the adapter, which does not save them:"
+                f" {beside[0]}; set requires_grad=False"
             )
         missing = len(points_of(subject.config)) - len(seen.values)
         if missing:
@@ -94,18 +101,18 @@ def _title(subject: Subject, batch: AuditBatch, dtype: torch.dtype) -> str:
 @contextlib.contextmanager
 def _filled_adapters(model: Any, seed: int) -> Iterator[bool]:
     """Fill the up factors of a new adapter at random, and put the zeros back: with zeros, ∂A is 0 whatever the code does."""
-    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
-    ups = {name: p for name, p in named.items() if ".lora_B." in name}
-    fresh = bool(ups) and not any(p.detach().any() for p in ups.values())
+    adapter = active_adapter(model)
+    ups = [] if adapter is None else [p for name, p in model.named_parameters() if f".lora_B.{adapter}." in name]
+    fresh = bool(ups) and not any(p.detach().any() for p in ups)
     generator = torch.Generator().manual_seed(seed)
     try:
         with torch.no_grad():
-            for p in ups.values() if fresh else ():
+            for p in ups if fresh else ():
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.5 / math.sqrt(p.shape[1]))
         yield fresh
     finally:
         with torch.no_grad():
-            for p in ups.values() if fresh else ():
+            for p in ups if fresh else ():
                 p.zero_()
 
 
@@ -135,9 +142,9 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
             value, bound = seen.values[p.name][batch.rows], allowed.values[p.name]
             add("activation", _point_name(p), p.made_by, value, right.values[p.name], bound,
                 lambda p=p: suspects.of_value(p.name))  # fmt: skip
-    total = torch.tensor(right.loss, dtype=torch.float64)
-    add("loss", "the loss", "the loss", torch.tensor(seen.loss, dtype=torch.float64), total, allowed.loss,
-        suspects.of_loss)  # fmt: skip
+    if seen.loss is not None:
+        computed, total = (torch.tensor(x, dtype=torch.float64) for x in (seen.loss, right.loss))
+        add("loss", "the loss", "the loss", computed, total, allowed.loss, suspects.of_loss)
     by_signal = layers_by_signal(subject.config)
     _add_gradients(subject, by_signal[""], seen, right, allowed, suspects, add)
     for p in reversed(points):

@@ -184,6 +184,8 @@ class _Context:
 
     def merging(self) -> tuple[bool | None, str]:
         model: Any = self.subject.model
+        if not hasattr(model, "merge_and_unload"):
+            return None, "the model has no merge_and_unload"
         merged = copy.deepcopy(model).merge_and_unload()
         before, after = logits_of(model, self.batch), logits_of(merged, self.batch)
         error = ((after - before).norm() / before.norm()).item()
@@ -191,19 +193,26 @@ class _Context:
         return error <= limit, f"the logits change by {number(error)}; rounding allows {number(limit)}"
 
     def saving(self) -> tuple[bool | None, str]:
-        if not hasattr(self.subject.model, "save_pretrained"):
-            return None, "the model has no save_pretrained"
+        if reason := self._not_saved():
+            return None, reason
         return self._same(self.subject.model, self._reloaded(self.subject.model))
 
     def resuming(self) -> tuple[bool | None, str]:
         """Two steps of AdamW in a row, and the same with the model and the optimizer's state saved and loaded in between."""
-        if not hasattr(self.subject.model, "save_pretrained"):
-            return None, "the model has no save_pretrained"
+        if reason := self._not_saved():
+            return None, reason
         device = next(self.subject.base.parameters()).device
         inputs = {name: x.to(device) for name, x in self.batch.inputs.items()}
         straight = copy.deepcopy(self.subject.model)
         with kept_gradients(self.subject):  # a kernel patched into the copy may still use the model's own weights
             return self._resumed(straight, inputs)
+
+    def _not_saved(self) -> str:
+        """Why the model cannot be saved and loaded by itself; "" if it can."""
+        if not hasattr(self.subject.model, "save_pretrained"):
+            return "the model has no save_pretrained"
+        alone = self.subject.adapter is not None and not hasattr(self.subject.model, "get_base_model")
+        return "the adapter was added by add_adapter: give get_peft_model(model, config)" if alone else ""
 
     def _resumed(self, straight: nn.Module, inputs: dict[str, Tensor]) -> tuple[bool, str]:
         optimizer = _optimizer(straight)
