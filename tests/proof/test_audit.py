@@ -392,7 +392,7 @@ def test_report_in_three_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["first"]["layer"] == "transformer.h.1.ln_1"
     assert found["first"]["diagnosis"] == "missing term"
     page = report.to_html()
-    assert page.startswith("<!doctype html>") and "transformer.h.1.ln_1" in page and "http" not in page
+    assert page.startswith("<!doctype html>") and "transformer.h.1.ln_1" in page and "://" not in page
 
 
 def no_library(name: str) -> Any:

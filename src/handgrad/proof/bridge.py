@@ -1,5 +1,6 @@
 """Compare the gradients of a PyTorch model before and after parts of it were replaced (`hg.nn.replace`)."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ def compare(before: Gradients, after: Gradients, tolerance: float | None = None)
         raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in before.grads else 'after'}")
     if not before.grads:
         raise HandgradError("the loss depends on no trainable parameter")
+    if not math.isfinite(before.loss):
+        raise HandgradError(f"the loss of the original is {before.loss}: nothing can be compared, and nothing was replaced")
     largest = max(grad.abs().max().item() for grad in before.grads.values())
     errors = {
         name: relative_error(after.grads[name], grad, floor=ENTRY_FLOOR * largest)

@@ -41,6 +41,7 @@ def check(
     dtypes     dtypes to check (default: those of float64, float32 and bfloat16 that the function takes)
     terms      functions of (*deltas, *inputs) that compute named terms of a gradient, so that a missing one is named
     scale      size of the random inputs that are given by their dimensions
+    seed       seed of the inputs and directions
     """
     checked = _Checked(as_function(function, backward), make_template(inputs, scale), seed, terms or {})
     report = Check(checked.function.name)
