@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from ..tolerances import ENTRY_FLOOR, TOLERANCE
+from . import new_adapters
 from .oracles import loss_gradients, relative_error
 
 
@@ -17,6 +18,7 @@ class Gradients(NamedTuple):
 
     loss: float
     grads: dict[str, Tensor]
+    dtype: torch.dtype  # the narrowest in which anything is computed; an adapter may be wider than its model
 
 
 class Comparison(NamedTuple):
@@ -44,12 +46,22 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
         if "lm_head" in module._modules:
             module.training = True  # of this module alone: it then computes its loss as in training
     try:
-        loss, grads = loss_gradients(network, dict(batch))
+        with new_adapters.filled(network):
+            loss, grads = loss_gradients(network, dict(batch))
     finally:
         for module, mode in modes.items():
             module.training = mode
         torch.set_rng_state(state)
-    return Gradients(loss, grads)
+    return Gradients(loss, grads, _narrowest(network))
+
+
+def _narrowest(network: nn.Module) -> torch.dtype:
+    dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
+    kind = next(network.parameters()).device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    # transformers computes norms, rotations and the loss in float32 even in a float64 model
+    return max((torch.float32, *dtypes), key=lambda d: torch.finfo(d).eps)
 
 
 def compare(before: Gradients, after: Gradients, tolerance: float | None = None) -> Comparison:
@@ -67,9 +79,7 @@ def compare(before: Gradients, after: Gradients, tolerance: float | None = None)
         for name, grad in before.grads.items()
     }
     worst = max(errors, key=errors.__getitem__)
-    # transformers computes norms, rotations and the loss in float32 even in a float64 model
-    dtype = max((grad.dtype for grad in before.grads.values()), key=lambda d: torch.finfo(d).eps)
-    allowed = TOLERANCE[torch.float32 if dtype == torch.float64 else dtype] if tolerance is None else tolerance
+    allowed = TOLERANCE.get(before.dtype, TOLERANCE[torch.bfloat16]) if tolerance is None else tolerance
     if not errors[worst] <= allowed:
         raise HandgradError(
             f"the gradient of {worst} differs from the original's by {errors[worst]:.1e} (allowed {allowed:.0e}):"

@@ -1,8 +1,5 @@
 """`audit`: compare a model's own gradients with the hand-derived ones, and find the first layer that is wrong."""
 
-import contextlib
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +9,7 @@ from torch import Tensor
 from ...formatting import number, plural
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
+from .. import new_adapters
 from ..diagnosis import Diagnosis, diagnose
 from .batch import AuditBatch, check_ids, make_batch
 from .causes import Causes, Suspects
@@ -20,7 +18,7 @@ from .observe import Loss, Observed, observe, plain_loss
 from .points import Point, layers_by_signal, points_of
 from .report import Audit, Compared
 from .setup import check_setup
-from .subject import Names, Subject, Tracked, active_adapter, gradient_of_ours, make_subject
+from .subject import Names, Subject, Tracked, gradient_of_ours, make_subject
 
 _SAME = ("4", "9")  # points whose error signal is that of the next point
 
@@ -52,7 +50,7 @@ def audit(
     seed        seed of the rounding errors that calibrate what the dtype allows
     """
     checked = make_batch(batch)
-    with _filled_adapters(model, seed) as fresh:
+    with new_adapters.filled(model, seed) as new:
         subject = make_subject(model, config, names, transposed)
         check_ids(checked, subject.config)
         seen = observe(subject, checked, loss or plain_loss)
@@ -64,7 +62,7 @@ def audit(
         report.compared = compare(subject, checked, seen, right, allowed)
         if setup:
             report.setup = check_setup(subject, checked, seen, right, allowed, loss)
-        if fresh:
+        if subject.adapter in new:
             report.notes.append("the adapter is new, its up factors are 0: they were filled at random for the audit")
         if checked.from_padding:
             report.notes.append(
@@ -96,24 +94,6 @@ def _title(subject: Subject, batch: AuditBatch, dtype: torch.dtype) -> str:
         f"{plural(c.n_blocks, 'block')}, {plural(len(batch.lengths), 'sequence')}, {plural(len(batch.tokens), 'token')}"
     )
     return f"{subject.title}{adapter}: {shape}, {str(dtype).removeprefix('torch.')}"
-
-
-@contextlib.contextmanager
-def _filled_adapters(model: Any, seed: int) -> Iterator[bool]:
-    """Fill the up factors of a new adapter at random, and put the zeros back: with zeros, ∂A is 0 whatever the code does."""
-    adapter = active_adapter(model)
-    ups = [] if adapter is None else [p for name, p in model.named_parameters() if f".lora_B.{adapter}." in name]
-    fresh = bool(ups) and not any(p.detach().any() for p in ups)
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.no_grad():
-            for p in ups if fresh else ():
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.5 / math.sqrt(p.shape[1]))
-        yield fresh
-    finally:
-        with torch.no_grad():
-            for p in ups if fresh else ():
-                p.zero_()
 
 
 # ── comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -85,7 +85,7 @@ def make_subject(
     if not isinstance(model, nn.Module):
         raise HandgradError(f"the model must be a torch module, not a {type(model).__name__}")
     inner = _unwrapped(model)
-    adapter = active_adapter(model)
+    adapter = _active_adapter(inner)
     lora = None if adapter is None else _adapter_config(inner, adapter)
     base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
     found = _parameters(base, adapter, names)
@@ -134,15 +134,12 @@ def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> Mode
 # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def active_adapter(model: Any) -> str | None:
+def _active_adapter(model: Any) -> str | None:
     """The name of the adapter that PEFT computes with; None if there is none."""
-    if not isinstance(model, nn.Module):
-        return None
-    inner: Any = _unwrapped(model)
-    if hasattr(inner, "get_base_model"):
-        active = inner.active_adapters
+    if hasattr(model, "get_base_model"):
+        active = model.active_adapters
     else:  # a transformers model has adapters in its layers after add_adapter
-        layer = next((m for m in inner.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")), None)
+        layer = next((m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")), None)
         active = [None] if layer is None else layer.active_adapters
     if len(active) != 1:
         raise HandgradError(f"{len(active)} adapters are active: activate one with model.set_adapter(name)")
