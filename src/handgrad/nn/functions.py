@@ -99,27 +99,21 @@ def _rebuild_rms(a: Tensor, inv_rms: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """ā diag(w) + b with ā = (a − μ)/σ, over the last dimension"""
     check_norm(a, w=w, b=b)
-    shared = _read_by_itself()
+    shared = Shared(readers=1)  # its own backward pass needs ā
     out, mu, inv_sigma = LayerNormFunction.apply(a, w, b, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_layer, shared, _kept(rows(a), mu, inv_sigma, w, b))
+    return mark(out, _rebuild_layer, shared, _detached(rows(a), mu, inv_sigma, w, b))
 
 
 @opaque
 def rms_norm(a: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     """ā diag(w) with ā = a/√(mean(a²) + ε), over the last dimension"""
     check_norm(a, w=w)
-    shared = _read_by_itself()
+    shared = Shared(readers=1)  # its own backward pass needs ā
     out, inv_rms = RMSNormFunction.apply(a, w, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_rms, shared, _kept(rows(a), inv_rms, w))
+    return mark(out, _rebuild_rms, shared, _detached(rows(a), inv_rms, w))
 
 
-def _read_by_itself() -> Shared:
-    shared = Shared()
-    shared.readers = 1  # the norm's own backward pass needs ā
-    return shared
-
-
-def _kept(*tensors: Tensor) -> list[Tensor]:
+def _detached(*tensors: Tensor) -> list[Tensor]:
     """Without their graph; torch still notices if they are changed in place."""
     return [x.detach() for x in tensors]
 
@@ -170,28 +164,28 @@ class LinearFunction(Function):
                 wide = wide * (magnitude / c)
                 wide = wide if bias is None else wide.add_(bias)
             out = wide.to(out.dtype)
-        ctx.shape, ctx.how, kept = a.shape, how._replace(source=None), [flat]
+        ctx.shape, ctx.how, stored = a.shape, how._replace(source=None), [flat]
         ctx.rebuild, ctx.shared = None, None
         if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):
-            kept = []  # the input is needed for gradients of matrices and magnitudes only
+            stored = []  # the input is needed for gradients of matrices and magnitudes only
         elif how.source is not None:
-            ctx.rebuild, ctx.shared, kept = how.source.rebuild, how.source.shared, how.source.tensors
+            ctx.rebuild, ctx.shared, stored = how.source.rebuild, how.source.shared, how.source.tensors
             how.source.shared.readers += 1
-        ctx.save_for_backward(weight, down, up, magnitude, h, c, *kept)
+        ctx.save_for_backward(weight, down, up, magnitude, h, c, *stored)
         return shaped(out, *a.shape[:-1], out.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        weight, down, up, magnitude, h, c, *kept = ctx.saved_tensors
+        weight, down, up, magnitude, h, c, *stored = ctx.saved_tensors
         how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
         signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
         w = weight if how.in_out else weight.t()
         before = affine.backward(signal, w) if needs[0] else None
         grad_b = affine.grad_b(given, None) if needs[2] else None
         grad_w = grad_d = grad_u = grad_m = None
-        if kept:
-            a = kept[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, kept)[1]
+        if stored:
+            a = stored[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, stored)[1]
         if needs[1]:
             left, right = (signal, a) if how.in_out else (a, signal)
             grad_w = affine.grad_w(left, right, None)
@@ -286,11 +280,11 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return both[:, :half], both[:, half:]
 
 
-def _again_activation(x: Tensor, name: str) -> tuple[None, Tensor]:
+def _rebuild_activation(x: Tensor, name: str) -> tuple[None, Tensor]:
     return None, activations.forward(rows(x), name)
 
 
-def _again_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[None, Tensor]:
+def _rebuild_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[None, Tensor]:
     return None, gated.forward(*_halves(gate, up), name)
 
 
@@ -299,8 +293,8 @@ def activation(x: Tensor, name: str) -> Tensor:
     """g(x) for the g of that name: relu, gelu, gelu_tanh or relu2"""
     check_activation(name, ACTIVATIONS)
     out: Tensor = ActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]
-    rebuild: Rebuild = partial(_again_activation, name=name)
-    return mark(out, rebuild, Shared(), _kept(x))
+    rebuild: Rebuild = partial(_rebuild_activation, name=name)
+    return mark(out, rebuild, Shared(), _detached(x))
 
 
 @opaque
@@ -309,4 +303,5 @@ def gate(gate: Tensor, up: Tensor | None, name: str = "silu") -> Tensor:
     check_activation(name, GATES)
     check_gate(gate, up)
     out: Tensor = GateFunction.apply(gate, up, name)  # type: ignore[no-untyped-call]
-    return mark(out, partial(_again_gate, name=name), Shared(), _kept(gate) if up is None else _kept(gate, up))
+    tensors = _detached(gate) if up is None else _detached(gate, up)
+    return mark(out, partial(_rebuild_gate, name=name), Shared(), tensors)
