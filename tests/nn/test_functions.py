@@ -251,12 +251,14 @@ def test_wrong_shapes_do_not_reach_the_kernels() -> None:
     a, w, b = rand(3, 6), rand(4, 6), rand(4)
     for wrong, reason in (
         (lambda: hg.nn.linear(rand(3, 9), w), r"\(f_out, 9\)"), (lambda: hg.nn.linear(a, w, rand(3)), "bias has the shape"),
-        (lambda: hg.nn.linear(a, w, in_out=True), r"\(6, f_out\)"), (lambda: hg.nn.linear(a, w, b, down=w), "both down and up"),
+        (lambda: hg.nn.linear(a, w, in_out=True), r"\(6, f_out\)"),
+        (lambda: hg.nn.linear(a, w, b, down=w), "both down and up"),
         (lambda: hg.nn.linear(a, w, down=rand(2, 6), up=rand(4, 3)), "up has the shape"),
-        (lambda: hg.nn.linear(a, w, magnitude=b), "a magnitude needs"), (lambda: hg.nn.linear(rand(), w), "a single number"),
+        (lambda: hg.nn.linear(a, w, magnitude=b), "a magnitude needs"), (lambda: hg.nn.linear(a.sum(), w), "a single number"),
         (lambda: hg.nn.layer_norm(a, b, b), "w has the shape"), (lambda: hg.nn.rms_norm(a, b), "w has the shape"),
         (lambda: hg.nn.gate(a, w), "up has the shape"), (lambda: hg.nn.gate(rand(3, 5), None), "even width"),
-        (lambda: hg.nn.gate(a, a, "relu"), "unknown activation"), (lambda: hg.nn.activation(a, "silu"), "unknown activation"),
+        (lambda: hg.nn.gate(a, a, "relu"), "unknown activation"),
+        (lambda: hg.nn.activation(a, "silu"), "unknown activation"),
         (lambda: hg.nn.attention(rand(1, 3, 6), rand(1, 2, 6), rand(1, 3, 6), 2), "k has the shape"),
         (lambda: hg.nn.attention(rand(1, 3, 6), rand(1, 3, 6), None, 2), "q alone"),
         (lambda: hg.nn.attention(rand(1, 3, 7), None, None, 2), "width 7"), (lambda: hg.nn.attention(a, a, a, 2), "B, T"),

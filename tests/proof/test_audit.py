@@ -436,7 +436,7 @@ def test_mistakes_of_the_caller_are_explained() -> None:
         hg.audit(nn.Linear(3, 3), batch())
     broken = model_of("gpt2")
     broken.transformer.ln_f.weight.data[0] = math.nan
-    with pytest.raises(hg.HandgradError, match="ln_f.weight holds NaN"):
+    with pytest.raises(hg.HandgradError, match=r"ln_f\.weight holds NaN"):
         hg.audit(broken, batch())
     with pytest.raises(hg.HandgradError, match="frozen"):
         hg.audit(model.requires_grad_(False), batch())

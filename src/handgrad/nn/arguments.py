@@ -22,7 +22,8 @@ def check_linear(
     magnitude: Tensor | None = None,
     in_out: bool = False,
 ) -> None:
-    """Require a (…, f_in), weight (f_out, f_in), or (f_in, f_out) if `in_out`, down (r, f_in), up (f_out, r), others (f_out)."""
+    """Require a (…, f_in), weight (f_out, f_in), or (f_in, f_out) if `in_out`, down (r, f_in) and up (f_out, r), others
+    (f_out)."""
     width = _width(a)
     if weight.ndim != 2 or weight.shape[0 if in_out else 1] != width:
         wanted = f"({width}, f_out)" if in_out else f"(f_out, {width})"
@@ -77,7 +78,9 @@ def check_heads(
         _expect("v", v, (*q.shape[:-1], max(1, _width(v) // n_kv_heads) * n_kv_heads))
     if rotation is not None:
         if width % 2:
-            raise HandgradError(f"rotary positions turn pairs of features: the width of a head must be even, not {width}")
+            raise HandgradError(
+                f"rotary positions turn pairs of features: the width of a head must be even, not {width}"
+            )
         for name, x in zip(("cos", "sin"), rotation, strict=True):
             _expect(name, x, (q.shape[:-1].numel(), width // 2))
 

@@ -78,7 +78,7 @@ def replace(
 
     loss        fuse the logits layer and the loss: in training with labels the model's output then has no logits
     audit       a batch with labels: gradients of every parameter are compared with those of the original modules; a
-                difference larger than `tolerance` (default: by dtype) undoes the replacement and raises
+                difference larger than `tolerance` (default: what the dtype allows) undoes the replacement and raises
     """
     if not isinstance(model, nn.Module) or hasattr(model, "loss_and_grads"):
         raise HandgradError(
@@ -93,12 +93,12 @@ def replace(
     if audit is not None:
         from ..proof import bridge
 
-        before = bridge.gradients_of(model, audit)
+        before = bridge.original_of(model, audit, tolerance)
     result = Replacement(model)
     try:
         _swap_all(result, loss)
         if audit is not None:
-            result.audit = bridge.compare(before, bridge.gradients_of(model, audit), tolerance)
+            result.audit = bridge.compare(before, bridge.gradients_of(model, audit))
     except BaseException:
         result.undo()
         raise

@@ -1,5 +1,6 @@
 """Compare the gradients of a PyTorch model before and after parts of it were replaced (`hg.nn.replace`)."""
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,13 +13,23 @@ from ..tolerances import ENTRY_FLOOR, TOLERANCE
 from . import new_adapters
 from .oracles import loss_gradients, relative_error
 
+MARGIN = 3.0  # times the error that the original itself has in a narrow dtype
+
 
 class Gradients(NamedTuple):
     """The loss of a batch and the gradient of every trainable parameter."""
 
     loss: float
     grads: dict[str, Tensor]
-    dtype: torch.dtype  # the narrowest in which anything is computed; an adapter may be wider than its model
+
+
+class Original(NamedTuple):
+    """What a replaced model must give: the original's loss and gradients, in float32 if it computes in less, and the
+    largest relative error of each."""
+
+    right: Gradients
+    allowed: dict[str, float]
+    allowed_loss: float
 
 
 class Comparison(NamedTuple):
@@ -52,39 +63,56 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
         for module, mode in modes.items():
             module.training = mode
         torch.set_rng_state(state)
-    return Gradients(loss, grads, _narrowest(network))
+    if not math.isfinite(loss):
+        raise HandgradError(f"the loss of this batch is {loss}: there is nothing to compare")
+    if not grads:
+        raise HandgradError("the loss depends on no trainable parameter")
+    return Gradients(loss, grads)
 
 
-def _narrowest(network: nn.Module) -> torch.dtype:
+def original_of(network: nn.Module, batch: Mapping[str, Any], tolerance: float | None = None) -> Original:
+    """The gradients before anything is replaced. A model in bfloat16 has errors of its own: it is compared with a copy in
+    float32, and a replaced one may be `MARGIN` times as far from that."""
+    found = gradients_of(network, batch)
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
     kind = next(network.parameters()).device.type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
-    # transformers computes norms, rotations and the loss in float32 even in a float64 model
-    return max((torch.float32, *dtypes), key=lambda d: torch.finfo(d).eps)
+    if tolerance is not None or not dtypes & {torch.bfloat16, torch.float16}:
+        # transformers computes norms, rotations and the loss in float32 even in a float64 model
+        limit = TOLERANCE[torch.float32] if tolerance is None else tolerance
+        return Original(found, dict.fromkeys(found.grads, limit), limit)
+    with torch.autocast(kind, enabled=False):
+        right = gradients_of(copy.deepcopy(network).float(), batch)
+    least = TOLERANCE[torch.bfloat16]
+    own = {name: max(least, MARGIN * error) for name, error in _errors(found, right).items()}
+    return Original(right, own, max(least, MARGIN * abs(found.loss - right.loss)))
 
 
-def compare(before: Gradients, after: Gradients, tolerance: float | None = None) -> Comparison:
-    """Compare every gradient; raises if one differs by more than the tolerance, or if one is missing."""
-    missing = sorted(set(before.grads) ^ set(after.grads))
+def compare(before: Original, after: Gradients) -> Comparison:
+    """Compare every gradient; raises if one differs by more than is allowed, or if one is missing."""
+    right = before.right
+    missing = sorted(set(right.grads) ^ set(after.grads))
     if missing:
-        raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in before.grads else 'after'}")
-    if not before.grads:
-        raise HandgradError("the loss depends on no trainable parameter")
-    if not math.isfinite(before.loss):
-        raise HandgradError(f"the loss of the original is {before.loss}: nothing can be compared, and nothing was replaced")
-    largest = max(grad.abs().max().item() for grad in before.grads.values())
-    errors = {
-        name: relative_error(after.grads[name], grad, floor=ENTRY_FLOOR * largest)
-        for name, grad in before.grads.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    allowed = TOLERANCE.get(before.dtype, TOLERANCE[torch.bfloat16]) if tolerance is None else tolerance
-    if not errors[worst] <= allowed:
+        raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in right.grads else 'after'}")
+    errors = _errors(after, right)
+    worst = max(errors, key=lambda name: errors[name] / before.allowed[name])
+    error, allowed = errors[worst], before.allowed[worst]
+    if not error <= allowed:
         raise HandgradError(
-            f"the gradient of {worst} differs from the original's by {errors[worst]:.1e} (allowed {allowed:.0e}):"
+            f"the gradient of {worst} differs from the original's by {error:.1e} (allowed {allowed:.0e}):"
             " the replacement was undone"
         )
-    if not abs(after.loss - before.loss) <= allowed * max(1.0, abs(before.loss)):
-        raise HandgradError(f"the loss is {after.loss} instead of {before.loss}: the replacement was undone")
-    return Comparison(errors[worst], worst, allowed, len(errors))
+    if not abs(after.loss - right.loss) <= before.allowed_loss * max(1.0, abs(right.loss)):
+        raise HandgradError(f"the loss is {after.loss} instead of {right.loss}: the replacement was undone")
+    return Comparison(error, worst, allowed, len(errors))
+
+
+def _errors(found: Gradients, right: Gradients) -> dict[str, float]:
+    """Relative to the largest entry of each gradient."""
+    largest = max(grad.abs().max().item() for grad in right.grads.values())
+    return {
+        name: relative_error(found.grads[name], grad, floor=ENTRY_FLOOR * largest)
+        for name, grad in right.grads.items()
+        if name in found.grads
+    }

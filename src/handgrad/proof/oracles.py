@@ -49,7 +49,7 @@ def loss_gradients(network: nn.Module, batch: dict[str, Any]) -> tuple[float, di
     with torch.enable_grad():
         loss = getattr(network(**batch), "loss", None)
         if not isinstance(loss, Tensor):
-            raise HandgradError("the model returned no loss for this batch: give it what the model needs for one, as labels")
+            raise HandgradError("the model returned no loss for this batch: give what it needs for one, as labels")
         grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return loss.item(), {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
 

@@ -118,4 +118,6 @@ def check_ids(batch: AuditBatch, config: ModelConfig) -> None:
                 f" {config.n_vocab - 1}"
             )
     if batch.shape[1] > config.n_context:
-        raise HandgradError(f"rows of {batch.shape[1]} tokens do not fit into a context of {config.n_context}: shorten them")
+        raise HandgradError(
+            f"rows of {batch.shape[1]} tokens do not fit into a context of {config.n_context}: shorten them"
+        )

@@ -72,7 +72,7 @@ def audit(
         beside = [t.name for t in subject.tracked if t.trains and not t.adapter]
         if subject.adapter and beside:
             report.notes.append(
-                f"{plural(len(beside), 'weight')} of the base model train beside the adapter, which does not save them:"
+                f"training also changes {plural(len(beside), 'weight')} of the base model, which the adapter does not save:"
                 f" {beside[0]}; set requires_grad=False"
             )
         missing = len(points_of(subject.config)) - len(seen.values)
@@ -168,7 +168,7 @@ def _reason(subject: Subject, tracked: Tracked, owner: str, seen: Observed) -> s
     if not tracked.parameter.requires_grad:
         return "requires_grad is False, so it is not trained"
     outputs = [p.name for p in points_of(subject.config) if (p.module, p.side) == (owner, "out")]
-    if outputs and outputs[0] in seen.values and outputs[0] not in seen.signals and seen.signals:
+    if outputs and outputs[0] in seen.values and outputs[0] not in seen.signals:
         return f"no error signal comes back to {owner}: its branch is detached"
     return ""
 

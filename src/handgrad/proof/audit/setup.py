@@ -220,6 +220,9 @@ class _Context:
         state = copy.deepcopy(optimizer.state_dict())
         resumed = copy.deepcopy(straight)  # with the same kernels; a loaded model has its library's own
         _load(resumed, self._reloaded(straight))
+        loaded = self._same(straight, resumed, "saved after a step and loaded")
+        if not loaded[0]:
+            return loaded
         again = _optimizer(resumed)
         again.load_state_dict(state)
         take_step(straight, inputs, optimizer, self.loss)
@@ -234,7 +237,8 @@ class _Context:
                 loaded = type(model).from_pretrained(folder, dtype=model.dtype)
             else:
                 path = Path(folder) / (self.subject.adapter if self.subject.adapter != "default" else "")
-                base = copy.deepcopy(model).unload()
+                base: Any = copy.deepcopy(self.subject.model)  # as it was before training: an adapter does not save it
+                base = base.unload()
                 loaded = type(model).from_pretrained(
                     base, str(path), adapter_name=self.subject.adapter, is_trainable=True
                 )
