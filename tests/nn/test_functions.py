@@ -205,9 +205,8 @@ def test_dropout_of_the_branch_is_the_same_in_both_passes() -> None:
 
 def test_autograd_cannot_differentiate_twice_and_notices_changes() -> None:
     a, w = rand(3, 6).requires_grad_(), rand(4, 6).requires_grad_()
-    (grad,) = torch.autograd.grad(hg.nn.linear(a, w).square().sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(HandgradError, match="leave out create_graph"):
+        torch.autograd.grad(hg.nn.linear(a, w).sum(), a, create_graph=True)
     gate, up = rand(3, 6).requires_grad_(), rand(3, 6).requires_grad_()
     x = gate * 1
     out = hg.nn.linear(hg.nn.gate(x, up), w)

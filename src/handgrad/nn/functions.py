@@ -5,14 +5,14 @@ Inputs are (…, d): leading dimensions are rows. Gradients are computed for the
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from ..errors import HandgradError
 from ..model.config import ACTIVATIONS, GATES
 from ..ops import activation as activations
 from ..ops import gated, layernorm, lora, rmsnorm
@@ -26,6 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 def opaque(function: F) -> F:
     """Kernels are called by address: torch.compile leaves a gap at this function."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def first_derivative(backward: F) -> F:
+    """Refuse create_graph=True: what comes back has no graph, and would silently count as a constant."""
+
+    @wraps(backward)
+    def once(*arguments: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise HandgradError("a hand-derived gradient cannot be differentiated again: leave out create_graph=True")
+        return backward(*arguments)
+
+    return once  # type: ignore[return-value]
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
@@ -56,7 +68,7 @@ class LayerNormFunction(Function):
         return shaped(out, *a.shape), saved.mu, saved.inv_sigma
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_layer, tensors)
@@ -76,7 +88,7 @@ class RMSNormFunction(Function):
         return shaped(out, *a.shape), saved.inv_rms
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_rms, tensors)
@@ -175,7 +187,7 @@ class LinearFunction(Function):
         return shaped(out, *a.shape[:-1], out.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         weight, down, up, magnitude, h, c, *stored = ctx.saved_tensors
         how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
@@ -244,7 +256,7 @@ class ActivationFunction(Function):
         return shaped(activations.forward(rows(x), name), *x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return activations.backward(rows(delta), rows(x), ctx.name)[0].view(x.shape), None
@@ -261,7 +273,7 @@ class GateFunction(Function):
         return shaped(gated.forward(*halves, name), *gate.shape[:-1], halves[0].shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), None

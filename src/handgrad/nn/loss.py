@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..errors import HandgradError
 from ..model.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
 from .arguments import check_linear
-from .functions import opaque, rows, without_autocast
+from .functions import first_derivative, opaque, rows, without_autocast
 
 
 class LinearCrossEntropyFunction(Function):
@@ -69,7 +68,7 @@ class LinearCrossEntropyFunction(Function):
         return mean.to(torch.promote_types(a.dtype, torch.float32))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
         grads = (x if x is None or factor == 1 else x * factor for x in ctx.saved_tensors)

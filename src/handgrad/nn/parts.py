@@ -210,6 +210,7 @@ class AttentionPart(Part):
             q, k = me.q_norm(q.view(by_head)).flatten(2), me.k_norm(k.view(by_head)).flatten(2)
         return q, k, v
 
+    @functions.opaque
     def _layout(self, a: Tensor, given: dict[str, Any]) -> Layout | str:
         """Which keys each query sees, or why the original code has to compute this call."""
         me: Any = self
@@ -248,6 +249,7 @@ def dropout_of(module: Any) -> float:
     return float(module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout)
 
 
+@functions.opaque
 def rotation_of(cos: Tensor, sin: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(1 or B, T, d_ρ), both halves equal → (B T, d_ρ/2); every block has the same tables"""
     known: dict[Any, tuple[Tensor, Tensor]] = cos.__dict__.setdefault("_handgrad_rotations", {})

@@ -88,7 +88,7 @@ def replace(
         raise HandgradError("parts of this model are replaced already: call undo() of that replacement first")
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
-    if audit is not None and "labels" not in audit:
+    if audit is not None and (not isinstance(audit, Mapping) or "labels" not in audit):
         raise HandgradError("audit takes a batch as the model does, with labels: {'input_ids': …, 'labels': …}")
     if audit is not None:
         from ..proof import bridge

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..adapters import peft
 from ..errors import HandgradError
@@ -19,7 +18,7 @@ from ..formats import huggingface
 from ..model.gpt import GPT
 from ..model.logits import Logits
 from ..ops import loss as softmax_loss
-from .functions import opaque
+from .functions import first_derivative, opaque
 
 
 class LossFunction(Function):
@@ -43,7 +42,7 @@ class LossFunction(Function):
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
         return None, None, None, *(x if factor == 1 else x * factor for x in ctx.saved_tensors)

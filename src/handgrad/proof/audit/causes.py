@@ -6,12 +6,12 @@ on another.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...adapters.injection import layers_of
-from ...adapters.lora import LoRA
 from ...model.block import Block
 from ...model.layers import Affine
 from ...model.norms import Norm
@@ -335,8 +335,9 @@ def _layer_mistakes(layer: Affine, a: Tensor, columns: slice) -> dict[str, Tenso
     if layer.adapted:
         base = a @ plain.effective_weight()[:, columns]
         found["the adapter were bypassed"] = base if b is None else base + b[columns]
-    if isinstance(layer, LoRA) and layer.magnitude is not None:
-        plain_sum = a @ (plain.effective_weight() + layer.scale * layer.down @ layer.up)[:, columns]
+    if getattr(layer, "magnitude", None) is not None:
+        branch: Any = layer
+        plain_sum = a @ (plain.effective_weight() + branch.scale * branch.down @ branch.up)[:, columns]
         found["the magnitude were ignored"] = plain_sum if b is None else plain_sum + b[columns]
     if b is not None:
         found["the bias were left out"] = a @ w

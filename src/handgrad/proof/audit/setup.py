@@ -252,7 +252,9 @@ class _Context:
         if missing:
             return False, f"{missing[0]} is in one of the two only"
         changed = [
-            name for name, p in ours.items() if p.dtype != theirs[name].dtype or not torch.equal(p, theirs[name])
+            name
+            for name, p in ours.items()
+            if p.dtype != theirs[name].dtype or not torch.allclose(p, theirs[name], 0, 0, equal_nan=True)
         ]
         if changed:
             return False, f"{what + ': ' if what else ''}{changed[0]} changes ({len(changed)} of {len(ours)} tensors)"
