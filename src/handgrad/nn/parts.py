@@ -23,8 +23,9 @@ _classes: dict[tuple[type, type], Any] = {}
 class Part(nn.Module):
     """The base of all parts."""
 
-    def _get_name(self) -> str:
-        return f"{type(self).__name__} [handgrad]"  # as `print(model)` shows it
+    def __repr__(self) -> str:  # not _get_name, by which transformers.Trainer decides whether a loss shifts labels
+        name = self._get_name()
+        return super().__repr__().replace(name, f"{name} [handgrad]", 1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made at run time: pickle cannot find it by name
         return _restore, (*_parents(type(self)),), self.__dict__

@@ -82,7 +82,7 @@ def _scaled(
     text = f"{sign}is {shown}"
     if near:
         text += f" ({' or '.join(near)})"
-    whole = "." not in shown.split()[0]
+    whole = "." not in shown.split()[0] and not shown.startswith("1 ")
     if expected.numel() > 1 or near or whole:  # every number is a multiple of another
         yield Found(
             "factor",

@@ -62,7 +62,7 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
                 result = loss(subject.model, inputs)
                 if all(p.grad is None for p in parameters.values()):
                     _differentiate(result)
-                value = None if result is None else float(result)
+                value = None if result is None else float(result.detach() if isinstance(result, Tensor) else result)
         finally:
             if tape is not None:
                 tape.close()

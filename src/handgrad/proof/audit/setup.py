@@ -211,6 +211,10 @@ class _Context:
         """Why the model cannot be saved and loaded by itself; "" if it can."""
         if not hasattr(self.subject.model, "save_pretrained"):
             return "the model has no save_pretrained"
+        if not hasattr(type(self.subject.model), "from_pretrained"):
+            return "the model has no from_pretrained"
+        if len(getattr(self.subject.model, "peft_config", ())) > 1:
+            return "the model has several adapters"
         alone = self.subject.adapter is not None and not hasattr(self.subject.model, "get_base_model")
         return "the adapter was added by add_adapter: give get_peft_model(model, config)" if alone else ""
 
