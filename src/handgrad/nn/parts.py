@@ -24,7 +24,7 @@ class Part(nn.Module):
     """The base of all parts."""
 
     def __repr__(self) -> str:  # not _get_name, by which transformers.Trainer decides whether a loss shifts labels
-        name = self._get_name()
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
         return super().__repr__().replace(name, f"{name} [handgrad]", 1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made at run time: pickle cannot find it by name
