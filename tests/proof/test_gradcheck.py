@@ -30,6 +30,7 @@ PYTORCH: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "embedding": (F.embedding, (torch.tensor([2, 0, 2]), torch.randn(4, 3))),
     "cross entropy": (F.cross_entropy, (torch.randn(3, 5), torch.tensor([1, 4, -100]))),
     "log of positive numbers": (torch.log, (torch.rand(3, 4) + 0.1,)),
+    "standard deviation": (lambda a: a.std(-1), (torch.randn(4, 5),)),  # NaN where the axis has the size 1
     "convolution": (F.conv1d, (torch.randn(2, 3, 7), torch.randn(4, 3, 3))),
 }
 
