@@ -211,7 +211,8 @@ def _html_details(what: str, tensors: list[Compared], opened: bool) -> str:
 MARKS = {True: ("✔", "green"), False: ("✘", "bold red"), None: ("–", "dim")}
 COLOURS = {True: ("good", "#2a7a3f"), False: ("bad", "#b3261e"), None: ("none", "#777")}
 STYLE = """
-body{max-width:1100px}th{text-align:left;color:var(--soft);padding:2px 16px 2px 0}td,th{border-bottom:1px solid var(--line)}
-td:nth-child(2),td:nth-child(4){overflow-wrap:anywhere}details{margin-top:24px;overflow-x:auto}summary{cursor:pointer}
+body{max-width:1280px}th{text-align:left;color:var(--soft);padding:2px 16px 2px 0}td,th{border-bottom:1px solid var(--line)}
+td:nth-child(2),td:nth-child(4){overflow-wrap:anywhere}details td:nth-child(3),details td:nth-child(5){white-space:nowrap}
+details{margin-top:24px;overflow-x:auto}summary{cursor:pointer}
 @media(prefers-color-scheme:dark){.good{color:#7fd492!important}.bad{color:#ff9088!important}}
 """
