@@ -123,11 +123,11 @@ ORACLES = [
     )
 ]
 # The bridge defines functions that autograd calls. This is all it may take from autograd: nothing that asks for a gradient.
-BRIDGE = {"from torch.autograd import Function", "from torch.autograd.function import once_differentiable"}
+BRIDGE = {"from torch.autograd import Function"}
 
 
 def without_bridge(file: Path) -> str:
-    """The code of a file; of the bridge, without the names it needs: these two and what a function saves."""
+    """The code of a file; of the bridge, without the names it needs: this one and what a function saves."""
     code = file.read_text()
     if room(file) != "nn":
         return code
@@ -166,9 +166,7 @@ def test_the_bridge_hands_gradients_over_and_never_asks_for_one() -> None:
     assert owners == {"nn"}
     for function in (f for file in (SOURCE / "nn").glob("*.py") for f in functions_of(file.read_text())):
         backward = next(x for x in function.body if isinstance(x, ast.FunctionDef) and x.name == "backward")
-        assert [ast.unparse(x) for x in backward.decorator_list] == ["staticmethod", "once_differentiable"], (
-            function.name
-        )
+        assert [ast.unparse(x) for x in backward.decorator_list] == ["staticmethod", "first_derivative"], function.name
     asked = "from torch.autograd import Function, grad\n", "import torch.autograd\n", "torch.autograd.grad(x, y)\n"
     assert all(uses_of_autograd(line) and line.rstrip() not in BRIDGE for line in asked)
 

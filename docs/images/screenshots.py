@@ -1,5 +1,5 @@
-"""Take the screenshots of handgrad explain, for `make images`: of SmolLM2, which is fetched if needed, and of the small model,
-which is trained if needed."""
+"""Take the screenshots of handgrad explain, for `make images`: of SmolLM2, which is fetched if needed, and of the small
+model, which is trained if needed."""
 
 import shutil
 from pathlib import Path

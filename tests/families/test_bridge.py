@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from test_family_adapters import layers_of
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2DoubleHeadsModel, Trainer, TrainingArguments
 
 import handgrad as hg
 from conftest import perturb
@@ -210,6 +210,8 @@ def test_undo_restores_every_module_and_copies_keep_theirs() -> None:
     attributes = [set(module.__dict__) for module in model.modules()]
     result = hg.nn.replace(model)
     assert "LlamaAttention [handgrad]" in str(model)
+    assert model._get_name() == "LlamaForCausalLM"  # by which Trainer shifts labels for label smoothing
+    type(model)(model.config)(**padded("")).loss.backward()  # another model of this class has no parts
     with pytest.raises(HandgradError, match="call undo"):
         hg.nn.replace(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -287,9 +289,50 @@ def test_what_is_left_and_why() -> None:
     assert result.replaced == {"0": "linear", "2": "norm"} and result.left == {"1": "no hand-derived Conv1d"}
 
 
+@pytest.mark.filterwarnings("error:handgrad leaves")
+def test_models_that_keep_their_own_loss() -> None:
+    """GPT2DoubleHeadsModel computes its loss from logits itself; loss=False keeps logits in training, without a cache."""
+    config = AutoConfig.for_model("gpt2", vocab_size=29, n_positions=16, n_embd=32, n_head=2, n_layer=1, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    model = without_dropout(GPT2DoubleHeadsModel(config))
+    ids = padded("")["input_ids"]
+    expected = model(input_ids=ids, labels=ids).loss
+    result = hg.nn.replace(model)
+    found = model(input_ids=ids, labels=ids)
+    assert "loss" not in result.replaced.values() and found.past_key_values is None
+    torch.testing.assert_close(found.loss, expected)
+    model = small()
+    expected = model(**padded("")).loss
+    hg.nn.replace(model, loss=False)
+    found = model(**padded(""))
+    assert found.logits.shape == (3, 12, 29) and found.past_key_values is None
+    torch.testing.assert_close(found.loss, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_adapters_that_are_left_to_peft_and_merged() -> None:
+    model = get_peft_model(small(), LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    perturb(model, seed=5)
+    expected = model(**padded("")).loss
+    result = hg.nn.replace(model)
+    model.base_model.set_adapter(["default", "default"])
+    with pytest.warns(UserWarning, match="leaves Linear to peft: several adapters"):
+        model(**padded(""))
+    assert result.fallbacks == {"several adapters": 4}
+    model.base_model.set_adapter("default")
+    merged = model.merge_and_unload()
+    result.undo()  # the modules are no longer where they were
+    assert "handgrad" not in str(merged)
+    torch.testing.assert_close(merged(**padded("")).loss, expected)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(HandgradError, match=r"use hg\.nn\.wrap"):
         hg.nn.replace(hg.GPT(hg.preset("nano", n_blocks=1)))
+    frozen = small().requires_grad_(False)
+    with pytest.raises(HandgradError, match="every parameter is frozen"):
+        hg.nn.replace(frozen, audit=padded(""))
+    assert "handgrad" not in str(frozen)
     with pytest.raises(HandgradError, match="with labels"):
         hg.nn.replace(small(), audit={"input_ids": torch.zeros(1, 2, dtype=torch.long)})
 

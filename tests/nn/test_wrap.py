@@ -93,6 +93,9 @@ def test_trainer_and_saving(tied: bool, tmp_path: Path) -> None:
     other = hg.nn.wrap(make_model(seed=5, tied=tied))
     other.load_state_dict(wrapped.state_dict())
     assert torch.equal(other(batch()["input_ids"]).logits, wrapped(batch()["input_ids"]).logits)
+    inside, outer = (torch.nn.ModuleList([x]) for x in (hg.nn.wrap(make_model(seed=6, tied=tied)), wrapped))
+    inside.load_state_dict(outer.state_dict())  # as a module of Lightning holds it
+    assert torch.equal(inside[0](batch()["input_ids"]).logits, wrapped(batch()["input_ids"]).logits)
     assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
 
 
@@ -138,6 +141,7 @@ def test_wrong_arguments() -> None:
         ({"labels": given["labels"][:1]}, "the shape of input_ids"),
         ({"input_ids": given["input_ids"][0]}, r"must be \(B, T\)"),
         ({"inputs_embeds": given["input_ids"]}, "not inputs_embeds"),
+        ({"output_hidden_states": True, "output_attentions": False}, "not output_hidden_states$"),
     ):
         with pytest.raises(HandgradError, match=reason):
             wrapped(**{**given, **change})

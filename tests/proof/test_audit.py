@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from audited import FAMILIES, adapted, batch, model_of, random_model
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
@@ -49,12 +50,12 @@ def test_sound_adapters_pass_with_their_set_up(family: str, options: dict[str, A
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("seed", [3, 11, 24, 127])
+@pytest.mark.parametrize("seed", [3, 11, 24, 115, 127])
 def test_random_sound_models_pass(seed: int) -> None:
     """A few of those that `python tests/proof/audited.py --models 200` audits; 127 has norms of two features, which
-    cancel."""
+    cancel, and 115, with one target left, a softmax that saturates."""
     name, model, made = random_model(seed)
-    report = hg.audit(model, made, setup=False)
+    report = hg.audit(model, made, setup=seed == 115)
     assert report.passed, f"{name}\n{report}"
 
 
@@ -265,6 +266,12 @@ def test_averaged_accumulation_is_named() -> None:
     assert "every sequence were averaged by itself" in report.first.sentence()
 
 
+def test_a_step_that_returns_no_loss() -> None:
+    report = hg.audit(model_of("llama"), batch(), loss=lambda model, given: model(**given).loss.backward(), setup=False)
+    assert report.passed, str(report)
+    assert {x.kind for x in report.compared} == {"activation", "error signal", "gradient"}
+
+
 def test_faults_are_found_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("a dropped 1/√d", "a missing tied contribution", "a transposed weight gradient")
     for make, layer, kind, words in map(FAULTS.__getitem__, names):
@@ -311,6 +318,24 @@ def test_padding_that_is_seen_is_found() -> None:
     assert report.first is not None
     assert report.first.layer == "transformer.wte"
     assert "positions counted the padding" in report.first.sentence()
+
+
+def test_weights_that_train_beside_an_adapter() -> None:
+    """They are compared like others; PEFT does not save them, which the set-up shows."""
+    model = adapted(model_of("llama"), "llama")
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    report = hg.audit(model, batch())
+    assert report.first is None, str(report)
+    assert "base_model" not in report.notes[0] and "1 weight of the base model" in report.notes[0]
+    assert "model.norm.weight changes" in failed(report)["resume is exact"]
+
+
+def test_an_adapter_that_transformers_added() -> None:
+    model = model_of("llama")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    report = hg.audit(model, batch())
+    assert report.passed, str(report)
+    assert sum(".lora_" in x.name for x in report.compared) == 8 and "the adapter is new" in report.notes[0]
 
 
 def test_a_model_that_does_not_save_everything_is_found() -> None:
@@ -367,7 +392,7 @@ def test_report_in_three_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["first"]["layer"] == "transformer.h.1.ln_1"
     assert found["first"]["diagnosis"] == "missing term"
     page = report.to_html()
-    assert page.startswith("<!doctype html>") and "transformer.h.1.ln_1" in page and "http" not in page
+    assert page.startswith("<!doctype html>") and "transformer.h.1.ln_1" in page and "://" not in page
 
 
 def no_library(name: str) -> Any:
@@ -400,6 +425,8 @@ def test_mistakes_of_the_caller_are_explained() -> None:
         ({"ids": torch.zeros(2, 3, dtype=torch.int64)}, "input_ids is needed"),
         (torch.zeros(2, 1, dtype=torch.int64), "no token of the batch has a target"),
         ({**batch(), "position_ids": torch.zeros(3, 10, dtype=torch.int64)}, "one sequence per row"),
+        (torch.full((2, 3), 31), "outside the vocabulary"),
+        (torch.zeros(1, 33, dtype=torch.int64), "context of 32"),
     ):
         with pytest.raises(hg.HandgradError, match=words):
             hg.audit(model, given)
@@ -407,5 +434,9 @@ def test_mistakes_of_the_caller_are_explained() -> None:
         hg.audit(hg.GPT(hg.preset("nano")), batch())
     with pytest.raises(hg.HandgradError, match=r"config=hg\.ModelConfig"):
         hg.audit(nn.Linear(3, 3), batch())
+    broken = model_of("gpt2")
+    broken.transformer.ln_f.weight.data[0] = math.nan
+    with pytest.raises(hg.HandgradError, match=r"ln_f\.weight holds NaN"):
+        hg.audit(broken, batch())
     with pytest.raises(hg.HandgradError, match="frozen"):
         hg.audit(model.requires_grad_(False), batch())

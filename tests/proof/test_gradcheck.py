@@ -30,6 +30,7 @@ PYTORCH: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "embedding": (F.embedding, (torch.tensor([2, 0, 2]), torch.randn(4, 3))),
     "cross entropy": (F.cross_entropy, (torch.randn(3, 5), torch.tensor([1, 4, -100]))),
     "log of positive numbers": (torch.log, (torch.rand(3, 4) + 0.1,)),
+    "standard deviation": (lambda a: a.std(-1), (torch.randn(4, 5),)),  # NaN where the axis has the size 1
     "convolution": (F.conv1d, (torch.randn(2, 3, 7), torch.randn(4, 3, 3))),
 }
 
@@ -191,6 +192,13 @@ def test_autograd_functions() -> None:
     report = hg.check(ChangesInput, "n d")
     assert report.first is not None
     assert "changes input 0 in place" in report.first.sentence()
+
+
+def test_functions_that_cannot_be_checked() -> None:
+    report = hg.check(lambda a: F.dropout(a, 0.5), "n d")
+    assert report.first is not None and "changes from call to call" in report.first.sentence()
+    report = hg.check(torch.log, "n d")
+    assert report.first is not None and "output 0 is NaN or infinite" in report.first.sentence()
 
 
 def test_functions_of_float32_alone() -> None:

@@ -5,17 +5,19 @@ Inputs are (…, d): leading dimensions are rows. Gradients are computed for the
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from ..errors import HandgradError
+from ..model.config import ACTIVATIONS, GATES
 from ..ops import activation as activations
-
-from ..ops import gated, layernorm, linear as affine, lora, rmsnorm  # isort: skip
+from ..ops import gated, layernorm, lora, rmsnorm
+from ..ops import linear as affine
+from .arguments import check_activation, check_gate, check_linear, check_norm
 from .rebuild import Rebuild, Shared, Source, mark, source_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,6 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 def opaque(function: F) -> F:
     """Kernels are called by address: torch.compile leaves a gap at this function."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def first_derivative(backward: F) -> F:
+    """Refuse create_graph=True: what comes back has no graph, and would silently count as a constant."""
+
+    @wraps(backward)
+    def once(*arguments: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise HandgradError("a hand-derived gradient cannot be differentiated again: leave out create_graph=True")
+        return backward(*arguments)
+
+    return once  # type: ignore[return-value]
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
@@ -54,7 +68,7 @@ class LayerNormFunction(Function):
         return shaped(out, *a.shape), saved.mu, saved.inv_sigma
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_layer, tensors)
@@ -74,7 +88,7 @@ class RMSNormFunction(Function):
         return shaped(out, *a.shape), saved.inv_rms
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_rms, tensors)
@@ -84,36 +98,34 @@ class RMSNormFunction(Function):
 
 
 def _rebuild_layer(a: Tensor, mu: Tensor, inv_sigma: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
+    a_bar, out = layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
+    return a_bar, out.to(a.dtype)  # as in the forward pass, where gains may be wider than activations
 
 
 def _rebuild_rms(a: Tensor, inv_rms: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
+    a_bar, out = rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
+    return a_bar, out.to(a.dtype)
 
 
 @opaque
 def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """ā diag(w) + b with ā = (a − μ)/σ, over the last dimension"""
-    shared = _read_by_itself()
+    check_norm(a, w=w, b=b)
+    shared = Shared(readers=1)  # its own backward pass needs ā
     out, mu, inv_sigma = LayerNormFunction.apply(a, w, b, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_layer, shared, _kept(rows(a), mu, inv_sigma, w, b))
+    return mark(out, _rebuild_layer, shared, _detached(rows(a), mu, inv_sigma, w, b))
 
 
 @opaque
 def rms_norm(a: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     """ā diag(w) with ā = a/√(mean(a²) + ε), over the last dimension"""
-    shared = _read_by_itself()
+    check_norm(a, w=w)
+    shared = Shared(readers=1)  # its own backward pass needs ā
     out, inv_rms = RMSNormFunction.apply(a, w, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_rms, shared, _kept(rows(a), inv_rms, w))
+    return mark(out, _rebuild_rms, shared, _detached(rows(a), inv_rms, w))
 
 
-def _read_by_itself() -> Shared:
-    shared = Shared()
-    shared.readers = 1  # the norm's own backward pass needs ā
-    return shared
-
-
-def _kept(*tensors: Tensor) -> list[Tensor]:
+def _detached(*tensors: Tensor) -> list[Tensor]:
     """Without their graph; torch still notices if they are changed in place."""
     return [x.detach() for x in tensors]
 
@@ -164,28 +176,28 @@ class LinearFunction(Function):
                 wide = wide * (magnitude / c)
                 wide = wide if bias is None else wide.add_(bias)
             out = wide.to(out.dtype)
-        ctx.shape, ctx.how, kept = a.shape, how._replace(source=None), [flat]
+        ctx.shape, ctx.how, stored = a.shape, how._replace(source=None), [flat]
         ctx.rebuild, ctx.shared = None, None
         if not any(ctx.needs_input_grad[i] for i in (1, 3, 5)):
-            kept = []  # the input is needed for gradients of matrices and magnitudes only
+            stored = []  # the input is needed for gradients of matrices and magnitudes only
         elif how.source is not None:
-            ctx.rebuild, ctx.shared, kept = how.source.rebuild, how.source.shared, how.source.tensors
+            ctx.rebuild, ctx.shared, stored = how.source.rebuild, how.source.shared, how.source.tensors
             how.source.shared.readers += 1
-        ctx.save_for_backward(weight, down, up, magnitude, h, c, *kept)
+        ctx.save_for_backward(weight, down, up, magnitude, h, c, *stored)
         return shaped(out, *a.shape[:-1], out.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        weight, down, up, magnitude, h, c, *kept = ctx.saved_tensors
+        weight, down, up, magnitude, h, c, *stored = ctx.saved_tensors
         how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
         signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
         w = weight if how.in_out else weight.t()
         before = affine.backward(signal, w) if needs[0] else None
         grad_b = affine.grad_b(given, None) if needs[2] else None
         grad_w = grad_d = grad_u = grad_m = None
-        if kept:
-            a = kept[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, kept)[1]
+        if stored:
+            a = stored[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, stored)[1]
         if needs[1]:
             left, right = (signal, a) if how.in_out else (a, signal)
             grad_w = affine.grad_w(left, right, None)
@@ -222,6 +234,7 @@ def linear(
     """a w + b, with the weight stored as (f_out, f_in), or as (f_in, f_out) if `in_out`; plus scale · ã d u, with down
     (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped. A `magnitude` (f_out)
     rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
+    check_linear(a, weight, bias, down, up, magnitude, in_out)
     kind, source = a.device.type, source_of(a)
     tensors = a, weight, bias, down, up, magnitude
     if torch.is_autocast_enabled(kind):
@@ -243,7 +256,7 @@ class ActivationFunction(Function):
         return shaped(activations.forward(rows(x), name), *x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return activations.backward(rows(delta), rows(x), ctx.name)[0].view(x.shape), None
@@ -260,7 +273,7 @@ class GateFunction(Function):
         return shaped(gated.forward(*halves, name), *gate.shape[:-1], halves[0].shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), None
@@ -279,24 +292,28 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return both[:, :half], both[:, half:]
 
 
-def _again_activation(x: Tensor, name: str) -> tuple[None, Tensor]:
+def _rebuild_activation(x: Tensor, name: str) -> tuple[None, Tensor]:
     return None, activations.forward(rows(x), name)
 
 
-def _again_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[None, Tensor]:
+def _rebuild_gate(gate: Tensor, up: Tensor | None = None, *, name: str) -> tuple[None, Tensor]:
     return None, gated.forward(*_halves(gate, up), name)
 
 
 @opaque
 def activation(x: Tensor, name: str) -> Tensor:
     """g(x) for the g of that name: relu, gelu, gelu_tanh or relu2"""
+    check_activation(name, ACTIVATIONS)
     out: Tensor = ActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]
-    rebuild: Rebuild = partial(_again_activation, name=name)
-    return mark(out, rebuild, Shared(), _kept(x))
+    rebuild: Rebuild = partial(_rebuild_activation, name=name)
+    return mark(out, rebuild, Shared(), _detached(x))
 
 
 @opaque
 def gate(gate: Tensor, up: Tensor | None, name: str = "silu") -> Tensor:
     """g(gate) ∘ up; without `up`, gate holds both side by side. g is silu, gelu or gelu_tanh."""
+    check_activation(name, GATES)
+    check_gate(gate, up)
     out: Tensor = GateFunction.apply(gate, up, name)  # type: ignore[no-untyped-call]
-    return mark(out, partial(_again_gate, name=name), Shared(), _kept(gate) if up is None else _kept(gate, up))
+    tensors = _detached(gate) if up is None else _detached(gate, up)
+    return mark(out, partial(_rebuild_gate, name=name), Shared(), tensors)

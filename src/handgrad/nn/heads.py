@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..errors import HandgradError
 from ..ops import attention as heads_op
 from ..ops import rotary
-from .functions import opaque, rows, shaped, without_autocast
+from .arguments import check_heads
+from .functions import first_derivative, opaque, rows, shaped, without_autocast
 
 
 class Layout(NamedTuple):
@@ -66,7 +66,7 @@ class AttentionFunction(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cos, sin = ctx.saved_tensors
         heads, layout, n, leading = ctx.heads, ctx.heads.layout, len(q), delta.shape[:-1]
@@ -108,9 +108,15 @@ def attention(
         if q.ndim != 3:
             raise HandgradError(f"attention takes queries of shape (B, T, width), not {tuple(q.shape)}")
         layout = Layout(causal_layout(*q.shape[:2]).spans, window, causal)
-    heads = Heads(n_heads, n_heads if n_kv_heads is None else n_kv_heads, layout)
+    n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+    check_heads(q, k, v, n_heads, n_kv_heads, rotation)
+    heads = Heads(n_heads, n_kv_heads, layout)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # queries and keys may come from norms in float32
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), None if k is None else k.to(dtype), None if v is None else v.to(dtype)
     cos, sin = (None, None) if rotation is None else rotation
-    with without_autocast(q.device.type):
+    with without_autocast(kind):
         return AttentionFunction.apply(q, k, v, cos, sin, heads)  # type: ignore
 
 

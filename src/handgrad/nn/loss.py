@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..errors import HandgradError
 from ..model.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
-from .functions import opaque, rows, without_autocast
+from .arguments import check_linear
+from .functions import first_derivative, opaque, rows, without_autocast
 
 
 class LinearCrossEntropyFunction(Function):
@@ -68,7 +68,7 @@ class LinearCrossEntropyFunction(Function):
         return mean.to(torch.promote_types(a.dtype, torch.float32))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
         grads = (x if x is None or factor == 1 else x * factor for x in ctx.saved_tensors)
@@ -81,6 +81,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The mean of −log softmax(a wᵗ + b)[target] over the targets ≠ −100; divided by `n_targets` instead of their number
     if several calls accumulate one batch."""
+    check_linear(a, weight, bias)
     if targets.shape != a.shape[:-1]:
         raise HandgradError(
             f"targets {tuple(targets.shape)} must have one entry for each of the rows {tuple(a.shape[:-1])}"
@@ -93,6 +94,8 @@ def linear_cross_entropy(
         raise HandgradError(
             f"target {wrong} is outside the vocabulary: ids go from 0 to {len(weight) - 1}, −100 is ignored"
         )
+    if n_targets is not None and n_targets < 1 and given.numel():
+        raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
     kind = a.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -12,6 +12,7 @@ from ..errors import HandgradError
 from ..model.config import ACTIVATIONS, GATES
 from ..ops import rotary
 from . import functions
+from .arguments import check_activation
 from .heads import attention
 from .loss import linear_cross_entropy
 
@@ -79,8 +80,7 @@ class MLP(nn.Module):
 
     def __init__(self, d_model: int, d_hidden: int, activation: str = "gelu_tanh", bias: bool = True):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise HandgradError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        check_activation(activation, ACTIVATIONS)
         self.activation = activation
         self.expand, self.contract = Linear(d_model, d_hidden, bias), Linear(d_hidden, d_model, bias)
 
@@ -94,8 +94,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, d_model: int, d_hidden: int, activation: str = "silu", bias: bool = False):
         super().__init__()
-        if activation not in GATES:
-            raise HandgradError(f"unknown activation {activation!r}; choose one of {', '.join(GATES)}")
+        check_activation(activation, GATES)
         self.activation = activation
         self.gate, self.up = Linear(d_model, d_hidden, bias), Linear(d_model, d_hidden, bias)
         self.down = Linear(d_hidden, d_model, bias)

@@ -23,8 +23,9 @@ _classes: dict[tuple[type, type], Any] = {}
 class Part(nn.Module):
     """The base of all parts."""
 
-    def _get_name(self) -> str:
-        return f"{type(self).__name__} [handgrad]"  # as `print(model)` shows it
+    def __repr__(self) -> str:  # not _get_name, by which transformers.Trainer decides whether a loss shifts labels
+        name: str = self._get_name()  # type: ignore[no-untyped-call]
+        return super().__repr__().replace(name, f"{name} [handgrad]", 1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made at run time: pickle cannot find it by name
         return _restore, (*_parents(type(self)),), self.__dict__
@@ -63,6 +64,11 @@ def swap(module: nn.Module, part: type[Part]) -> None:
     module.__class__ = _class_of(part, type(module))
 
 
+def is_swapped(module: nn.Module) -> bool:
+    """Whether a part still stands before the class of a module."""
+    return type(module) in _classes.values()
+
+
 def swap_back(module: nn.Module) -> None:
     """Restore the class that a module had."""
     module.__class__ = _parents(type(module))[1]
@@ -74,8 +80,9 @@ def fell_back(module: Any, reason: str) -> None:
     if counts is None or not torch.is_grad_enabled():
         return
     if not counts.get(reason):
+        library = type(module).__module__.partition(".")[0]
         warnings.warn(
-            f"handgrad leaves {type(module).__name__} to transformers: {reason}; the gradient is autograd's",
+            f"handgrad leaves {type(module).__name__} to {library}: {reason}; the gradient is autograd's",
             stacklevel=3,
         )
     counts[reason] = counts.get(reason, 0) + 1
@@ -87,15 +94,16 @@ def fell_back(module: Any, reason: str) -> None:
 class LayerNormPart(Part):
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != self.weight.dtype:
+            fell_back(self, f"an input in {input.dtype}, weights in {self.weight.dtype}")
             return super().forward(input)  # type: ignore[no-any-return]
         return functions.layer_norm(input, self.weight, self.bias, self.eps)  # type: ignore[arg-type]
 
 
 class RMSNormPart(Part):
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != self.weight.dtype:
-            return super().forward(hidden_states)  # type: ignore[no-any-return]
-        return functions.rms_norm(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
+        w: Any = self.weight
+        dtype = torch.promote_types(hidden_states.dtype, w.dtype)  # transformers returns the wider of the two
+        return functions.rms_norm(hidden_states.to(dtype), w.to(dtype), self.variance_epsilon)  # type: ignore[arg-type]
 
 
 class LinearPart(Part):
@@ -122,11 +130,14 @@ class AdapterPart(Part):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         me: Any = self
         active = [name for name in me.active_adapters if name in me.lora_A]
-        plain = not (args or kwargs or me.disable_adapters or me.merged) and len(active) == 1
-        base = me.base_layer
-        if not plain or not isinstance(base, LinearPart) or why_not_adapter(me, active[0]):
+        if me.disable_adapters or me.merged or not active:  # PEFT then calls the base layer alone, which is ours
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        name = active[0]
+        base, name = me.base_layer, active[0]
+        several = len(active) > 1 or args or kwargs
+        reason = "several adapters" if several else why_not_adapter(me, name)
+        if reason or not isinstance(base, LinearPart):
+            fell_back(self, reason or f"its layer is a {type(base).__name__}")
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         dropout = getattr(me.lora_dropout[name], "p", 0.0) if self.training else 0.0
         magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None
         return functions.linear(
@@ -200,6 +211,7 @@ class AttentionPart(Part):
             q, k = me.q_norm(q.view(by_head)).flatten(2), me.k_norm(k.view(by_head)).flatten(2)
         return q, k, v
 
+    @functions.opaque
     def _layout(self, a: Tensor, given: dict[str, Any]) -> Layout | str:
         """Which keys each query sees, or why the original code has to compute this call."""
         me: Any = self
@@ -238,6 +250,7 @@ def dropout_of(module: Any) -> float:
     return float(module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout)
 
 
+@functions.opaque
 def rotation_of(cos: Tensor, sin: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(1 or B, T, d_ρ), both halves equal → (B T, d_ρ/2); every block has the same tables"""
     known: dict[Any, tuple[Tensor, Tensor]] = cos.__dict__.setdefault("_handgrad_rotations", {})
@@ -253,14 +266,23 @@ def rotation_of(cos: Tensor, sin: Tensor, batch: int, dtype: torch.dtype) -> tup
 # ── the model with its loss ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+class BodyPart(Part):
+    """The model without its logits layer. It makes the cache, which is of no use to a training step."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        asked = len(args) > 1 or any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values"))
+        if torch.is_grad_enabled() and not asked:
+            kwargs["use_cache"] = False
+        return super().forward(*args, **kwargs)
+
+
 class CausalLMPart(Part):
     """In training with labels, logits and loss are one function, and the output has no logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         me: Any = self
-        if torch.is_grad_enabled() and kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
-            kwargs["use_cache"] = False  # a cache is of no use to a training step
-        if kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled():
+        wanted = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
+        if not wanted or not isinstance(me.lm_head, HeadPart):  # it is not in another model made from this class
             return super().forward(*args, **kwargs)
         head = me.lm_head.__dict__
         head["_handgrad_deferred"] = True

@@ -17,8 +17,8 @@ Rebuild = Callable[
 class Shared:
     """What one reader has rebuilt, until all readers have used it."""
 
-    def __init__(self) -> None:
-        self.readers = 0
+    def __init__(self, readers: int = 0) -> None:
+        self.readers = readers
         self.left = 0
         self.rebuilt: tuple[Tensor | None, Tensor] | None = None
 

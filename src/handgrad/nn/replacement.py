@@ -36,23 +36,22 @@ class Replacement:
         self.replaced: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.fallbacks: dict[str, int] = {}
+        self.swapped: dict[str, nn.Module] = {}  # all modules whose class was changed, wherever they are now
         self.audit: Any = None  # what the audit found, if one was asked for
 
     def undo(self) -> None:
         """Restore the original modules. A second call does nothing."""
-        modules = {name: self.model.get_submodule(name) for name in self.replaced}
-        for name, module in modules.items():
-            if "forward" in module.__dict__:
+        for name, module in self.swapped.items():
+            if "forward" in module.__dict__ or not parts.is_swapped(module):
                 raise HandgradError(
-                    f"another library has wrapped the forward of {name or 'the model'}, and would call what is undone:"
-                    " unwrap it first, as with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+                    f"another library has wrapped {name or 'the model'}, and would call what is undone: unwrap it first, as"
+                    " with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
                 )
-        for module in modules.values():
-            if isinstance(module, Part):
-                parts.swap_back(module)
+        for module in self.swapped.values():
+            parts.swap_back(module)
             for setting in ("_handgrad_activation", "_handgrad_fallbacks"):
                 module.__dict__.pop(setting, None)
-        self.replaced = {}
+        self.replaced, self.swapped = {}, {}
 
     def __str__(self) -> str:
         counts = Counter(self.replaced.values())
@@ -79,7 +78,7 @@ def replace(
 
     loss        fuse the logits layer and the loss: in training with labels the model's output then has no logits
     audit       a batch with labels: gradients of every parameter are compared with those of the original modules; a
-                difference larger than `tolerance` (default: by dtype) undoes the replacement and raises
+                difference larger than `tolerance` (default: what the dtype allows) undoes the replacement and raises
     """
     if not isinstance(model, nn.Module) or hasattr(model, "loss_and_grads"):
         raise HandgradError(
@@ -89,25 +88,25 @@ def replace(
         raise HandgradError("parts of this model are replaced already: call undo() of that replacement first")
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
-    if audit is not None and "labels" not in audit:
+    if audit is not None and (not isinstance(audit, Mapping) or "labels" not in audit):
         raise HandgradError("audit takes a batch as the model does, with labels: {'input_ids': …, 'labels': …}")
     if audit is not None:
         from ..proof import bridge
 
-        before = bridge.gradients_of(model, audit)
-    result = _swap_all(model, loss)
-    if audit is not None:
-        try:
-            result.audit = bridge.compare(before, bridge.gradients_of(model, audit), tolerance)
-        except BaseException:
-            result.undo()
-            raise
+        before = bridge.original_of(model, audit, tolerance)
+    result = Replacement(model)
+    try:
+        _swap_all(result, loss)
+        if audit is not None:
+            result.audit = bridge.compare(before, bridge.gradients_of(model, audit))
+    except BaseException:
+        result.undo()
+        raise
     return result
 
 
-def _swap_all(model: nn.Module, loss: bool) -> Replacement:
-    result = Replacement(model)
-    for name, module in list(_candidates(model)):
+def _swap_all(result: Replacement, loss: bool) -> None:
+    for name, module in list(_candidates(result.model)):
         if isinstance(module, Part):  # a logits layer, with its model
             continue
         part, reason = _part_for(module, loss)
@@ -117,19 +116,21 @@ def _swap_all(model: nn.Module, loss: bool) -> Replacement:
             if reason:
                 result.left[name] = reason
             continue
-        parts.swap(module, part)
-        result.replaced[name] = KINDS[part]
+        _swap(result, name, module, part)
         if part is parts.CausalLMPart:
-            head = model.get_submodule(f"{name}.lm_head" if name else "lm_head")
-            parts.swap(head, parts.HeadPart)
-            result.replaced[f"{name}.lm_head" if name else "lm_head"] = "linear"
-        if part is parts.AttentionPart:
-            module.__dict__["_handgrad_fallbacks"] = result.fallbacks
-            if parts.dropout_of(module):
-                result.left[name] = (
-                    f"attention dropout {parts.dropout_of(module):g}: its heads are torch's in training; set it to 0"
-                )
-    return result
+            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), parts.HeadPart)
+        if part is parts.AttentionPart and (dropout := parts.dropout_of(module)):
+            result.left[name] = f"attention dropout {dropout:g}: its heads are torch's in training; set it to 0"
+
+
+def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
+    parts.swap(module, part)
+    module.__dict__["_handgrad_fallbacks"] = result.fallbacks
+    if KINDS.get(part) == "feed-forward":
+        module.__dict__["_handgrad_activation"] = _activation_of(module)
+    result.swapped[name] = module
+    if part is not parts.BodyPart:  # it computes nothing itself
+        result.replaced[name] = KINDS[part]
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -146,7 +147,6 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
     """The part for a module, or None and the reason; "" for a module that owns no parameters."""
     kind, me = type(module).__name__, module
-    known = getattr(getattr(me, "config", None), "model_type", None) in MODEL_TYPES
     if type(me) is nn.Linear:
         return parts.LinearPart, ""
     if kind == "Conv1D" and type(me).__module__ == "transformers.pytorch_utils":
@@ -157,14 +157,17 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
     if type(me) is nn.LayerNorm:
         fits = len(me.normalized_shape) == 1 and me.bias is not None
         return (parts.LayerNormPart, "") if fits else (None, "not a norm over one dimension with weight and bias")
-    if _of_a_family(me) and kind.endswith("RMSNorm"):
-        return parts.RMSNormPart, ""
-    if _of_a_family(me) and kind.endswith("MLP"):
-        return _feed_forward(me)
-    if known and kind.endswith("Attention"):
-        return _attention(me)
-    if known and "lm_head" in me._modules:  # a PEFT model passes on the attributes of its model
-        return _language_model(me, loss)
+    if _of_a_family(me):
+        if kind.endswith("RMSNorm"):
+            return parts.RMSNormPart, ""
+        if kind.endswith("MLP"):
+            return _feed_forward(me)
+        if kind.endswith("Attention"):
+            return _attention(me)
+        if kind.endswith(("ForCausalLM", "LMHeadModel")):
+            return _language_model(me, loss)
+        if kind.endswith("Model") and "lm_head" not in me._modules:
+            return parts.BodyPart, ""
     if isinstance(me, nn.Embedding):
         return None, "an embedding is a look-up, which torch does as fast"
     return None, f"no hand-derived {kind}" if any(True for _ in me.parameters(recurse=False)) else ""
@@ -179,16 +182,19 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _feed_forward(module: Any) -> tuple[type[Part] | None, str]:
-    gated = hasattr(module, "down_proj")
-    if gated:
+    gated, name = hasattr(module, "down_proj"), _activation_of(module)
+    if name not in (GATES if gated else PLAIN):
+        return None, f"no hand-derived activation {name!r}"
+    return (parts.GatedPart if gated else parts.FeedForwardPart), ""
+
+
+def _activation_of(module: Any) -> str:
+    """Our name of a feed-forward module's activation; its own name if we have none."""
+    if hasattr(module, "down_proj"):
         chosen = module.config.hidden_act
     else:
         chosen = _NAMES.get(type(module.act).__name__, type(module.act).__name__)
-    name = ACTIVATIONS.get(chosen, "") if isinstance(chosen, str) else ""
-    if name not in (GATES if gated else PLAIN):
-        return None, f"no hand-derived activation {chosen!r}"
-    module.__dict__["_handgrad_activation"] = name
-    return (parts.GatedPart if gated else parts.FeedForwardPart), ""
+    return ACTIVATIONS.get(chosen, chosen) if isinstance(chosen, str) else type(chosen).__name__
 
 
 # GPT-2's feed-forward module does not keep its configuration: the class of its activation tells which it is

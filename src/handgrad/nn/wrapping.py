@@ -5,14 +5,12 @@ pass hands the gradients over, times the error signal of the loss.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..adapters import peft
 from ..errors import HandgradError
@@ -20,7 +18,7 @@ from ..formats import huggingface
 from ..model.gpt import GPT
 from ..model.logits import Logits
 from ..ops import loss as softmax_loss
-from .functions import opaque
+from .functions import first_derivative, opaque
 
 
 class LossFunction(Function):
@@ -44,7 +42,7 @@ class LossFunction(Function):
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
         return None, None, None, *(x if factor == 1 else x * factor for x in ctx.saved_tensors)
@@ -110,7 +108,8 @@ class Wrapped(nn.Module):
     ) -> Output:
         """(B, T) ids, a mask that is 0 at padding, and labels, which are the ids themselves: the token after each is its
         target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits."""
-        wrong = [name for name, value in options.items() if value is not None and name not in _NO_EFFECT]
+        given = [name for name, value in options.items() if isinstance(value, Tensor) or value]
+        wrong = [name for name in given if name not in _NO_EFFECT]
         if wrong:
             raise HandgradError(f"a wrapped model takes input_ids, attention_mask and labels, not {', '.join(wrong)}")
         rows, lengths = self._pack(input_ids, attention_mask)
@@ -170,19 +169,18 @@ class Wrapped(nn.Module):
         found.pop(options.get("prefix", "") + self._tied(), None)
         return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        embed, tied = f"{self.handgrad_model.config.table.names['embed']}.weight", self._tied()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # torch calls it of every module of a tree, and so of a wrapped model inside another module
+        embed, tied = f"{prefix}{self.handgrad_model.config.table.names['embed']}.weight", self._tied()
         if tied and embed in state_dict:
-            state_dict = {**state_dict, tied: state_dict[embed]}
-        return super().load_state_dict(state_dict, strict, assign)
+            state_dict[prefix + tied] = state_dict[embed]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _tied(self) -> str:
         """The name of a logits weight that is the embedding's; "" if it has its own."""
         config = self.handgrad_model.config
-        return f"{config.table.names['head']}.weight" if config.tied and not self._head_is_adapted() else ""
-
-    def _head_is_adapted(self) -> bool:
-        return self.handgrad_model.head.adapted
+        adapted = self.handgrad_model.head.adapted
+        return f"{config.table.names['head']}.weight" if config.tied and not adapted else ""
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write a directory that transformers opens, or, of a model with adapters, one that PEFT opens, as `hg.save` and
@@ -193,8 +191,7 @@ class Wrapped(nn.Module):
             huggingface.save(self.handgrad_model, save_directory)
 
 
-# options of transformers' callers that change nothing here
-_NO_EFFECT = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "logits_to_keep")
+_NO_EFFECT = ("use_cache", "return_dict")  # options of transformers' callers that change nothing here
 
 
 def wrap(model: GPT) -> Wrapped:

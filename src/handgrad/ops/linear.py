@@ -17,7 +17,7 @@ def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -
     by_rows = w.stride(1) == 1
     if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
         out = a.new_empty(len(a), w.shape[1])
-        for part, result in zip(a.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
+        for part, result in zip(torch.split(a, FEW_ROWS), torch.split(out, FEW_ROWS), strict=True):
             calls.few_rows(part, w, result)
         return out if b is None else out.add_(b)
     if calls.multiplies(a, w):

@@ -1,5 +1,7 @@
 """Compare the gradients of a PyTorch model before and after parts of it were replaced (`hg.nn.replace`)."""
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,7 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from ..tolerances import ENTRY_FLOOR, TOLERANCE
+from . import new_adapters
 from .oracles import loss_gradients, relative_error
+
+MARGIN = 3.0  # times the error that the original itself has in a narrow dtype
 
 
 class Gradients(NamedTuple):
@@ -16,6 +21,15 @@ class Gradients(NamedTuple):
 
     loss: float
     grads: dict[str, Tensor]
+
+
+class Original(NamedTuple):
+    """What a replaced model must give: the original's loss and gradients, in float32 if it computes in less, and the
+    largest relative error of each."""
+
+    right: Gradients
+    allowed: dict[str, float]
+    allowed_loss: float
 
 
 class Comparison(NamedTuple):
@@ -43,35 +57,62 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
         if "lm_head" in module._modules:
             module.training = True  # of this module alone: it then computes its loss as in training
     try:
-        loss, grads = loss_gradients(network, dict(batch))
+        with new_adapters.filled(network):
+            loss, grads = loss_gradients(network, dict(batch))
     finally:
         for module, mode in modes.items():
             module.training = mode
         torch.set_rng_state(state)
+    if not math.isfinite(loss):
+        raise HandgradError(f"the loss of this batch is {loss}: there is nothing to compare")
+    if not grads:
+        raise HandgradError("the loss depends on no trainable parameter")
     return Gradients(loss, grads)
 
 
-def compare(before: Gradients, after: Gradients, tolerance: float | None = None) -> Comparison:
-    """Compare every gradient; raises if one differs by more than the tolerance, or if one is missing."""
-    missing = sorted(set(before.grads) ^ set(after.grads))
+def original_of(network: nn.Module, batch: Mapping[str, Any], tolerance: float | None = None) -> Original:
+    """The gradients before anything is replaced. A model in bfloat16 has errors of its own: it is compared with a copy in
+    float32, and a replaced one may be `MARGIN` times as far from that."""
+    found = gradients_of(network, batch)
+    dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
+    kind = next(network.parameters()).device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    if tolerance is not None or not dtypes & {torch.bfloat16, torch.float16}:
+        # transformers computes norms, rotations and the loss in float32 even in a float64 model
+        limit = TOLERANCE[torch.float32] if tolerance is None else tolerance
+        return Original(found, dict.fromkeys(found.grads, limit), limit)
+    with torch.autocast(kind, enabled=False):
+        right = gradients_of(copy.deepcopy(network).float(), batch)
+    least = TOLERANCE[torch.bfloat16]
+    own = {name: max(least, MARGIN * error) for name, error in _errors(found, right).items()}
+    return Original(right, own, max(least, MARGIN * abs(found.loss - right.loss)))
+
+
+def compare(before: Original, after: Gradients) -> Comparison:
+    """Compare every gradient; raises if one differs by more than is allowed, or if one is missing."""
+    right = before.right
+    missing = sorted(set(right.grads) ^ set(after.grads))
     if missing:
-        raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in before.grads else 'after'}")
-    if not before.grads:
-        raise HandgradError("no parameter has a gradient: is anything trainable, and does the batch have labels?")
-    largest = max(grad.abs().max().item() for grad in before.grads.values())
-    errors = {
-        name: relative_error(after.grads[name], grad, floor=ENTRY_FLOOR * largest)
-        for name, grad in before.grads.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    # transformers computes norms, rotations and the loss in float32 even in a float64 model
-    dtype = max((grad.dtype for grad in before.grads.values()), key=lambda d: torch.finfo(d).eps)
-    allowed = TOLERANCE[torch.float32 if dtype == torch.float64 else dtype] if tolerance is None else tolerance
-    if not errors[worst] <= allowed:
+        raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in right.grads else 'after'}")
+    errors = _errors(after, right)
+    worst = max(errors, key=lambda name: errors[name] / before.allowed[name])
+    error, allowed = errors[worst], before.allowed[worst]
+    if not error <= allowed:
         raise HandgradError(
-            f"the gradient of {worst} differs from the original's by {errors[worst]:.1e} (allowed {allowed:.0e}):"
+            f"the gradient of {worst} differs from the original's by {error:.1e} (allowed {allowed:.0e}):"
             " the replacement was undone"
         )
-    if not abs(after.loss - before.loss) <= allowed * max(1.0, abs(before.loss)):
-        raise HandgradError(f"the loss is {after.loss} instead of {before.loss}: the replacement was undone")
-    return Comparison(errors[worst], worst, allowed, len(errors))
+    if not abs(after.loss - right.loss) <= before.allowed_loss * max(1.0, abs(right.loss)):
+        raise HandgradError(f"the loss is {after.loss} instead of {right.loss}: the replacement was undone")
+    return Comparison(error, worst, allowed, len(errors))
+
+
+def _errors(found: Gradients, right: Gradients) -> dict[str, float]:
+    """Relative to the largest entry of each gradient."""
+    largest = max(grad.abs().max().item() for grad in right.grads.values())
+    return {
+        name: relative_error(found.grads[name], grad, floor=ENTRY_FLOOR * largest)
+        for name, grad in right.grads.items()
+        if name in found.grads
+    }

@@ -85,9 +85,11 @@ def diagnose(
     if not computed.any():
         return Diagnosis("zero", "is zero", error, bound, 0.0)
     inner, some_right = _judge_parts(computed, expected, bound, parts or {}, scales or {})
-    if inner is not None and some_right:
+    if inner is not None and some_right and inner.kind not in ("factor per slice", "other"):
         return inner
     found = list(hypotheses(computed, expected, bound, terms or {}, mistakes or {}, scales or {}, unsummed))
+    if some_right and inner is not None:  # of the whole tensor, only a known mistake says more than the wrong parts do
+        found = [h for h in found if h.kind == "known mistake"]
     if found:
         best = _simplest(found)
         return Diagnosis(best.kind, best.sentence, error, bound, best.factor, best.detail)
@@ -169,6 +171,8 @@ def _describe(computed: Tensor, expected: Tensor, bound: float) -> str:
     error, size = computed - expected, norm(expected)
     if not size:
         return f"should be zero, and has the norm {number(norm(computed))}"
+    if expected.numel() == 1:
+        return f"is {number(computed.item())} instead of {number(expected.item())}"
     angle = float((computed * expected).sum()) / (norm(computed) * size)
     text = f"is wrong by {number(norm(error) / size)} of its norm (cosine {number(angle)})"
     for axis, n in enumerate(expected.shape):

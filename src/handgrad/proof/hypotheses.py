@@ -82,8 +82,16 @@ def _scaled(
     text = f"{sign}is {shown}"
     if near:
         text += f" ({' or '.join(near)})"
-    of_one_number = expected.numel() == 1 and not near  # every number is a multiple of another
-    yield Found("factor", text, residual, factor, " or ".join(near) or number(size), loose=of_one_number)
+    whole = "." not in shown.split()[0] and not shown.startswith("1 ")
+    if expected.numel() > 1 or near or whole:  # every number is a multiple of another
+        yield Found(
+            "factor",
+            text,
+            residual,
+            factor,
+            " or ".join(near) or number(size),
+            loose=expected.numel() == 1 and not near,
+        )
 
 
 def _named(size: float, scales: Mapping[str, float], margin: float) -> list[str]:

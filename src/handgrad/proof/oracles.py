@@ -1,6 +1,6 @@
 """The oracles: autograd, finite differences and a counter of operations.
 
-Autograd appears here and in `reference.py`, nowhere else in the package.
+CONTRIBUTING.md names the other files in which autograd may appear.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..errors import HandgradError
 from ..tolerances import FINITE_DIFFERENCE_TOLERANCE
 
 
@@ -43,8 +44,12 @@ def loss_gradients(network: nn.Module, batch: dict[str, Any]) -> tuple[float, di
     """The loss that a PyTorch model computes of a batch, and by its own backward pass the gradient of every trainable
     parameter. `.grad` is left as it was."""
     named = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    if not named:
+        raise HandgradError("every parameter is frozen: set requires_grad=True on those that train")
     with torch.enable_grad():
-        loss = network(**batch).loss
+        loss = getattr(network(**batch), "loss", None)
+        if not isinstance(loss, Tensor):
+            raise HandgradError("the model returned no loss for this batch: give what it needs for one, as labels")
         grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return loss.item(), {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
 

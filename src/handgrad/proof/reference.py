@@ -118,7 +118,7 @@ def reference_loss(
 ) -> Tensor:
     """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
     intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it; `inside` changes the
-    centred input within a norm, and queries, keys and values."""
+    centred input within a norm, queries, keys and values, and the sum within softmax."""
     outside, blocks = weights
     a = F.embedding(ids, outside["w_tok"][0])
     if "w_pos" in outside:
@@ -163,7 +163,11 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
     group = len(q) // len(k)  # queries that share a key and a value
     raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
     scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-    rho = F.softmax(scaled.masked_fill(_hidden(n, c, i, a.device), -math.inf), -1)
+    seen = scaled.masked_fill(_hidden(n, c, i, a.device), -math.inf)
+    if inside is None:
+        rho = F.softmax(seen, -1)
+    else:  # the sum that its backward pass subtracts cancels where softmax saturates
+        rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
     a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
     a_4 = at("4", _affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
@@ -294,9 +298,7 @@ class ReferenceModel:
         self.n_targets = int((self.targets != -100).sum())
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         self.pause: Callable[[], None] = lambda: None
-        self.inside: Inside | None = (
-            None  # applied within norms and to queries, keys and values, whose terms may cancel
-        )
+        self.inside: Inside | None = None  # applied within norms and attention, whose terms may cancel
 
     def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
         """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HandgradError
+from ...model.config import ModelConfig
 from ...ops.loss import NO_TARGET
 
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -104,3 +105,19 @@ def make_batch(given: Any) -> AuditBatch:
         inputs, rows.flatten(), ids.cpu()[rows], targets[rows], width[with_target].tolist(), positions,
         int(from_padding.sum()),
     )  # fmt: skip
+
+
+def check_ids(batch: AuditBatch, config: ModelConfig) -> None:
+    """Raise if the model cannot take these ids."""
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+    for name, x in (("input_ids", ids), ("labels", labels[labels != NO_TARGET])):
+        low, high = (int(end) for end in torch.aminmax(x))
+        if low < 0 or high >= config.n_vocab:
+            raise HandgradError(
+                f"{name} holds {low if low < 0 else high}, which is outside the vocabulary: ids go from 0 to"
+                f" {config.n_vocab - 1}"
+            )
+    if batch.shape[1] > config.n_context:
+        raise HandgradError(
+            f"rows of {batch.shape[1]} tokens do not fit into a context of {config.n_context}: shorten them"
+        )

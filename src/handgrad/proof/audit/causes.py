@@ -5,7 +5,8 @@ on another.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ...model.layers import Affine
 from ...model.norms import Norm
 from ...ops import activation
 from ...ops import gated as gated_op
+from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
 from . import heads
 from .batch import AuditBatch
@@ -57,7 +59,9 @@ class Suspects:
             return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None))
         layer, read = self._layer_into(block, number)
         if layer is not None:
-            return Causes(mistakes=_layer_mistakes(layer, a(read), self._part(layer, number)))
+            columns = self._part(layer, number)
+            terms, scales = _adapter_term(layer, a(read), columns), self._adapter_scale(layer)
+            return Causes(terms, _layer_mistakes(layer, a(read), columns), scales)
         if number == "5":
             return Causes(terms={"the residual connection": a("1"), "the attention branch": a("4")})
         if number == "10":
@@ -97,7 +101,18 @@ class Suspects:
     def of_loss(self) -> Causes:
         """Causes of a wrong loss with right activations."""
         mistakes = self._averaged(lambda x: torch.tensor(x.loss, dtype=torch.float64))
+        shifted = self._unshifted()
+        mistakes["the labels were not shifted: every token is its own target"] = torch.tensor(
+            shifted, dtype=torch.float64
+        )
         return Causes(mistakes=mistakes, scales=self.scales())
+
+    def _unshifted(self) -> float:
+        """The loss if the label of a token were its own target; transformers shifts labels itself."""
+        labels = self.batch.inputs["labels"].cpu().flatten()[self.batch.rows]
+        if not (labels != NO_TARGET).any():
+            return 0.0
+        return expect(self.subject, replace(self.batch, targets=labels)).loss
 
     # ── error signals ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,9 +167,13 @@ class Suspects:
             signal = self._signals(f"blocks.{i}.3")("3", padded=True)
             mistakes |= self._heads(i, lambda found: _turned(found.grads[own], tracked), signal)
         if layer is not None and layer.adapted:
-            scale = getattr(layer, "scale", 1.0)
-            return Causes(terms, mistakes, {**self.scales(), f"the adapter's scale {scale:g}": scale}, parts)
+            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts)
         return Causes(terms, mistakes, self.scales(), parts)
+
+    @staticmethod
+    def _adapter_scale(layer: Affine) -> dict[str, float]:
+        scale = getattr(layer, "scale", 1.0)
+        return {f"the adapter's scale {scale:g}": scale} if scale != 1 else {}
 
     def _parts(self, layer: Affine, tracked: Tracked) -> dict[str, Part]:
         """Where q, k and v, or gate and up, are in a gradient that holds them side by side."""
@@ -184,7 +203,8 @@ class Suspects:
         found = {
             "√d_head": c.query_width**0.5, "d_head": c.query_width, "the number of sequences": rows,
             "the number of targets": batch.n_targets, "the number of tokens": rows * width,
-            "tokens per target": (rows * width) / batch.n_targets, "the number of heads": c.n_heads,
+            "tokens per target": (rows * width) / batch.n_targets,
+            "predictions per target": rows * (width - 1) / batch.n_targets, "the number of heads": c.n_heads,
             "√d_model": c.d_model**0.5, "queries per key": c.n_heads / c.kv_heads,
         }  # fmt: skip
         return {name: float(x) for name, x in found.items() if x != 1}
@@ -315,9 +335,20 @@ def _layer_mistakes(layer: Affine, a: Tensor, columns: slice) -> dict[str, Tenso
     if layer.adapted:
         base = a @ plain.effective_weight()[:, columns]
         found["the adapter were bypassed"] = base if b is None else base + b[columns]
+    if getattr(layer, "magnitude", None) is not None:
+        branch: Any = layer
+        plain_sum = a @ (plain.effective_weight() + branch.scale * branch.down @ branch.up)[:, columns]
+        found["the magnitude were ignored"] = plain_sum if b is None else plain_sum + b[columns]
     if b is not None:
         found["the bias were left out"] = a @ w
     return found
+
+
+@torch.no_grad()
+def _adapter_term(layer: Affine, a: Tensor, columns: slice) -> dict[str, Tensor]:
+    if not layer.adapted:
+        return {}
+    return {"the adapter's part": a @ (layer.effective_weight() - layer.plain().effective_weight())[:, columns]}
 
 
 @torch.no_grad()

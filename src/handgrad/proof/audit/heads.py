@@ -35,6 +35,7 @@ class Heads:
     detached: str = ""  # letters of q, k and v without a gradient
     corrected: bool = True  # the softmax's backward pass subtracts Δ ⊖ a
     unnormed: str = ""  # letters of the heads without their norm
+    summed: bool = True  # the signals of keys and values add up over the queries that share them
 
 
 class Result(NamedTuple):
@@ -81,8 +82,11 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
         found["queries and keys were rotated, which this block does not do"] = replace(right, turns=(1, 1))
     if config.kv_heads not in (1, config.n_heads):
         found["keys were shared by every n-th query, not by neighbours"] = replace(right, grouped=False)
+    if config.kv_heads < config.n_heads:
+        found["keys and values lacked the sum over the queries that share them"] = replace(right, summed=False)
     if config.qk_norm:
-        found["queries and keys were not normalized"] = replace(right, unnormed="qk")
+        for who, letters in (("queries and keys", "qk"), ("queries", "q"), ("keys", "k")):
+            found[f"the {who} were not normalized"] = replace(right, unnormed=letters)
     adapted = tuple(name for name in block.attn.inputs if getattr(block.attn, name).adapted)
     if len(adapted) > 1:
         found["the adapters were bypassed"] = replace(right, bypassed=adapted)
@@ -136,6 +140,9 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     group = config.n_heads // config.kv_heads
     if group > 1:
         k, v = (x.repeat_interleave(group, 1) if c.grouped else x.repeat(1, group, 1, 1) for x in (k, v))
+        if not c.summed:
+            first = (torch.arange(config.n_heads) % group == 0)[:, None, None]
+            k, v = (torch.where(first, x, x.detach()) for x in (k, v))
     scores = (q @ k.transpose(2, 3) * c.scale).masked_fill(~_visible(batch, c), -math.inf)
     norm = torch.logsumexp(scores, -1, keepdim=True)
     rho = torch.exp(scores - (norm if c.corrected else norm.detach()))

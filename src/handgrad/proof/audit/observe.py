@@ -24,7 +24,7 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dro
 class Observed:
     """What one pass of the audited model computed, in float64 on the CPU."""
 
-    loss: float
+    loss: float | None  # None: the function that computes it did not return it
     values: dict[str, Tensor] = field(default_factory=dict)  # activations (B · T, d) by the point's name
     signals: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)  # by the audited parameter's name
@@ -60,9 +60,9 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
         try:
             with torch.enable_grad():
                 result = loss(subject.model, inputs)
-                value = result.item() if isinstance(result, Tensor) else float(result or 0.0)
                 if all(p.grad is None for p in parameters.values()):
                     _differentiate(result)
+                value = None if result is None else float(result.detach() if isinstance(result, Tensor) else result)
         finally:
             if tape is not None:
                 tape.close()

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...formatting import number, plural
+from ...web.document import document
 from ..diagnosis import Diagnosis
 from ..report import as_text
 
@@ -43,7 +44,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class SetUp:
-    """One check of the set-up; `passed` is None if it does not apply."""
+    """One line of a report, as a check of the set-up; `passed` is None if it does not apply."""
 
     name: str
     passed: bool | None
@@ -111,7 +112,8 @@ class Audit:
             yield Text(f"  {self.first.sentence()}")
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
         for row in self._rows():
-            table.add_row(*row)
+            mark, style = MARKS[row.passed]
+            table.add_row(Text(mark, style=style), row.name, row.note)
         yield Text("")
         yield table
         if self.first is not None and len(self.wrong) > 1:
@@ -120,21 +122,18 @@ class Audit:
         for note in self.notes:
             yield Text(f"note: {note}", style="dim")
 
-    def _rows(self) -> list[tuple[Text, str, str]]:
+    def _rows(self) -> list[SetUp]:
+        """One line for each kind of tensor and for each check of the set-up."""
         rows = []
         for kind, name in KINDS.items():
             group = [x for x in self.compared if x.kind == kind]
-            wrong = [x for x in group if not x.right]
-            if not group:
-                continue
-            mark = Text("✘", style="bold red") if wrong else Text("✔", style="green")
-            share = max((x.used for x in group if x.right), default=0.0)
-            rest = f"largest error {number(share)} of what {self.dtype} allows" if not wrong else \
-                f"{len(wrong)} of {len(group)} wrong"  # fmt: skip
-            rows.append((mark, name if kind == "loss" else f"{len(group)} {name}", rest))
-        marks = {True: Text("✔", style="green"), False: Text("✘", style="bold red"), None: Text("–", style="dim")}
-        rows += [(marks[check.passed], check.name, check.note) for check in self.setup]
-        return rows
+            wrong = sum(not x.right for x in group)
+            largest = max((x.used for x in group if x.right), default=0.0)
+            note = f"largest error {number(largest)} of what {self.dtype} allows"
+            note = f"{wrong} of {len(group)} wrong" if wrong else note
+            if group:
+                rows.append(SetUp(name if kind == "loss" else f"{len(group)} {name}", not wrong, note))
+        return rows + self.setup
 
     def _others(self) -> str:
         others = [x.name for x in self.wrong[1:]]
@@ -152,7 +151,7 @@ class Audit:
             d = x.diagnosis
             return {
                 "name": x.name, "kind": x.kind, "layer": x.layer, "right": x.right, "diagnosis": d.kind,
-                "sentence": x.sentence(), "error": finite(d.error), "allowed": d.bound, "factor": finite(d.factor),
+                "sentence": x.sentence(), "error": finite(d.error), "allowed": finite(d.bound), "factor": finite(d.factor),
                 "detail": d.detail, "part": d.part,
             }  # fmt: skip
 
@@ -172,45 +171,48 @@ class Audit:
         )
 
     def _repr_html_(self) -> str:
-        good, bad = "#2a7a3f", "#b3261e"
-        colour = good if self.passed else bad
-        head = f'<p><b>{escape(self.title)}</b></p><p style="color:{colour}"><b>{escape(self.summary())}</b></p>'
-        marks = {True: ("✔", good), False: ("✘", bad), None: ("–", "#777")}
-        rows = "".join(
-            f'<tr><td style="color:{marks[x.passed][1]}">{marks[x.passed][0]}</td><td>{escape(x.name)}</td>'
-            f"<td>{escape(x.note)}</td></tr>"
-            for x in self.setup
-        )
-        body = "".join(self._html_row(x, good if x.right else bad) for x in self.compared)
+        rows = "".join(_html_row(row.passed, row.name, row.note) for row in self._rows())
         notes = "".join(f"<p>note: {escape(note)}</p>" for note in self.notes)
-        columns = "".join(f"<th>{x}</th>" for x in ("", "tensor", "kind", "layer", "error / allowed", "finding"))
         return (
-            f"{head}{notes}<table><tbody>{rows}</tbody></table>"
-            f"<details{'' if self.passed else ' open'}><summary>{len(self.compared)} tensors</summary>"
-            f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></details>"
+            f"<p><b>{escape(self.title)}</b></p><p><b>{_coloured(self.passed, self.summary())}</b></p>"
+            f"<table><tbody>{rows}</tbody></table>{notes}"
+            + (_html_details("wrong", self.wrong, True) if self.wrong else "")
+            + _html_details("compared", self.compared, False)
         )
-
-    @staticmethod
-    def _html_row(x: Compared, colour: str) -> str:
-        used = "∞" if math.isinf(x.used) else number(x.used)
-        cells = [x.name, x.kind, x.layer, used, "" if x.right else x.diagnosis.sentence]
-        mark = f'<td style="color:{colour}">{"✔" if x.right else "✘"}</td>'
-        return f"<tr>{mark}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
     def to_html(self) -> str:
         """A complete page, without anything from elsewhere."""
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{STYLE}</style></head>"
-            f"<body><main>{self._repr_html_()}</main></body></html>\n"
-        )
+        return document(f"Audit of {self.title}", self._repr_html_(), STYLE)
 
 
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:0;color:#1b1b1b;background:#fff}"
-    "main{max-width:75rem;margin:0 auto;padding:1.5rem}table{border-collapse:collapse;margin:.75rem 0}"
-    "td,th{text-align:left;vertical-align:top;padding:.2rem .75rem .2rem 0;border-bottom:1px solid #ddd}"
-    "td:nth-child(2){overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer}"
-    "@media (prefers-color-scheme:dark){body{color:#e8e8e8;background:#161616}td,th{border-color:#333}}"
-)
+def _coloured(passed: bool | None, text: str) -> str:
+    kind, colour = COLOURS[passed]
+    return f'<span class="{kind}" style="color:{colour}">{escape(text)}</span>'
+
+
+def _html_row(passed: bool | None, *cells: str) -> str:
+    mark = _coloured(passed, MARKS[passed][0])
+    return f"<tr><td>{mark}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _html_details(what: str, tensors: list[Compared], opened: bool) -> str:
+    """A table of tensors, in the order in which a fault spreads."""
+    columns = "".join(f"<th>{x}</th>" for x in ("", "tensor", "kind", "computed by", "error / allowed", "finding"))
+    rows = ""
+    for x in tensors:
+        used = "∞" if math.isinf(x.used) else number(x.used)
+        rows += _html_row(x.right, x.name, x.kind, x.layer, used, "" if x.right else x.diagnosis.sentence)
+    return (
+        f"<details{' open' if opened else ''}><summary>{plural(len(tensors), 'tensor')} {what}</summary>"
+        f"<table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></details>"
+    )
+
+
+MARKS = {True: ("✔", "green"), False: ("✘", "bold red"), None: ("–", "dim")}
+COLOURS = {True: ("good", "#2a7a3f"), False: ("bad", "#b3261e"), None: ("none", "#777")}
+STYLE = """
+body{max-width:1280px}th{text-align:left;color:var(--soft);padding:2px 16px 2px 0}td,th{border-bottom:1px solid var(--line)}
+td:nth-child(2),td:nth-child(4){overflow-wrap:anywhere}details td:nth-child(3),details td:nth-child(5){white-space:nowrap}
+details{margin-top:24px;overflow-x:auto}summary{cursor:pointer}
+@media(prefers-color-scheme:dark){.good{color:#7fd492!important}.bad{color:#ff9088!important}}
+"""

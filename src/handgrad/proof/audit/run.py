@@ -1,8 +1,5 @@
 """`audit`: compare a model's own gradients with the hand-derived ones, and find the first layer that is wrong."""
 
-import contextlib
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +9,9 @@ from torch import Tensor
 from ...formatting import number, plural
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
+from .. import new_adapters
 from ..diagnosis import Diagnosis, diagnose
-from .batch import AuditBatch, make_batch
+from .batch import AuditBatch, check_ids, make_batch
 from .causes import Causes, Suspects
 from .expect import Bounds, Expected, bounds, expect
 from .observe import Loss, Observed, observe, plain_loss
@@ -52,8 +50,9 @@ def audit(
     seed        seed of the rounding errors that calibrate what the dtype allows
     """
     checked = make_batch(batch)
-    with _filled_adapters(model, seed) as fresh:
+    with new_adapters.filled(model, seed) as new:
         subject = make_subject(model, config, names, transposed)
+        check_ids(checked, subject.config)
         seen = observe(subject, checked, loss or plain_loss)
         right = expect(subject, checked)
         given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
@@ -63,12 +62,18 @@ def audit(
         report.compared = compare(subject, checked, seen, right, allowed)
         if setup:
             report.setup = check_setup(subject, checked, seen, right, allowed, loss)
-        if fresh:
+        if subject.adapter in new:
             report.notes.append("the adapter is new, its up factors are 0: they were filled at random for the audit")
         if checked.from_padding:
             report.notes.append(
                 f"{plural(checked.from_padding, 'label')} would be predicted from padding, and were masked: set the label"
                 " of the first token after padding to −100"
+            )
+        beside = [t.name for t in subject.tracked if t.trains and not t.adapter]
+        if subject.adapter and beside:
+            report.notes.append(
+                f"training also changes {plural(len(beside), 'weight')} of the base model, which the adapter does not save:"
+                f" {beside[0]}; set requires_grad=False"
             )
         missing = len(points_of(subject.config)) - len(seen.values)
         if missing:
@@ -89,24 +94,6 @@ def _title(subject: Subject, batch: AuditBatch, dtype: torch.dtype) -> str:
         f"{plural(c.n_blocks, 'block')}, {plural(len(batch.lengths), 'sequence')}, {plural(len(batch.tokens), 'token')}"
     )
     return f"{subject.title}{adapter}: {shape}, {str(dtype).removeprefix('torch.')}"
-
-
-@contextlib.contextmanager
-def _filled_adapters(model: Any, seed: int) -> Iterator[bool]:
-    """Fill the up factors of a new adapter at random, and put the zeros back: with zeros, ∂A is 0 whatever the code does."""
-    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
-    ups = {name: p for name, p in named.items() if ".lora_B." in name}
-    fresh = bool(ups) and not any(p.detach().any() for p in ups.values())
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.no_grad():
-            for p in ups.values() if fresh else ():
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.5 / math.sqrt(p.shape[1]))
-        yield fresh
-    finally:
-        with torch.no_grad():
-            for p in ups.values() if fresh else ():
-                p.zero_()
 
 
 # ── comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,9 +122,9 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
             value, bound = seen.values[p.name][batch.rows], allowed.values[p.name]
             add("activation", _point_name(p), p.made_by, value, right.values[p.name], bound,
                 lambda p=p: suspects.of_value(p.name))  # fmt: skip
-    total = torch.tensor(right.loss, dtype=torch.float64)
-    add("loss", "the loss", "the loss", torch.tensor(seen.loss, dtype=torch.float64), total, allowed.loss,
-        suspects.of_loss)  # fmt: skip
+    if seen.loss is not None:
+        computed, total = (torch.tensor(x, dtype=torch.float64) for x in (seen.loss, right.loss))
+        add("loss", "the loss", "the loss", computed, total, allowed.loss, suspects.of_loss)
     by_signal = layers_by_signal(subject.config)
     _add_gradients(subject, by_signal[""], seen, right, allowed, suspects, add)
     for p in reversed(points):
@@ -181,7 +168,7 @@ def _reason(subject: Subject, tracked: Tracked, owner: str, seen: Observed) -> s
     if not tracked.parameter.requires_grad:
         return "requires_grad is False, so it is not trained"
     outputs = [p.name for p in points_of(subject.config) if (p.module, p.side) == (owner, "out")]
-    if outputs and outputs[0] in seen.values and outputs[0] not in seen.signals and seen.signals:
+    if outputs and outputs[0] in seen.values and outputs[0] not in seen.signals:
         return f"no error signal comes back to {owner}: its branch is detached"
     return ""
 

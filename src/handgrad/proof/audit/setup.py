@@ -184,6 +184,8 @@ class _Context:
 
     def merging(self) -> tuple[bool | None, str]:
         model: Any = self.subject.model
+        if not hasattr(model, "merge_and_unload"):
+            return None, "the model has no merge_and_unload"
         merged = copy.deepcopy(model).merge_and_unload()
         before, after = logits_of(model, self.batch), logits_of(merged, self.batch)
         error = ((after - before).norm() / before.norm()).item()
@@ -191,19 +193,30 @@ class _Context:
         return error <= limit, f"the logits change by {number(error)}; rounding allows {number(limit)}"
 
     def saving(self) -> tuple[bool | None, str]:
-        if not hasattr(self.subject.model, "save_pretrained"):
-            return None, "the model has no save_pretrained"
+        if reason := self._not_saved():
+            return None, reason
         return self._same(self.subject.model, self._reloaded(self.subject.model))
 
     def resuming(self) -> tuple[bool | None, str]:
         """Two steps of AdamW in a row, and the same with the model and the optimizer's state saved and loaded in between."""
-        if not hasattr(self.subject.model, "save_pretrained"):
-            return None, "the model has no save_pretrained"
+        if reason := self._not_saved():
+            return None, reason
         device = next(self.subject.base.parameters()).device
         inputs = {name: x.to(device) for name, x in self.batch.inputs.items()}
         straight = copy.deepcopy(self.subject.model)
         with kept_gradients(self.subject):  # a kernel patched into the copy may still use the model's own weights
             return self._resumed(straight, inputs)
+
+    def _not_saved(self) -> str:
+        """Why the model cannot be saved and loaded by itself; "" if it can."""
+        if not hasattr(self.subject.model, "save_pretrained"):
+            return "the model has no save_pretrained"
+        if not hasattr(type(self.subject.model), "from_pretrained"):
+            return "the model has no from_pretrained"
+        if len(getattr(self.subject.model, "peft_config", ())) > 1:
+            return "the model has several adapters"
+        alone = self.subject.adapter is not None and not hasattr(self.subject.model, "get_base_model")
+        return "the adapter was added by add_adapter: give get_peft_model(model, config)" if alone else ""
 
     def _resumed(self, straight: nn.Module, inputs: dict[str, Tensor]) -> tuple[bool, str]:
         optimizer = _optimizer(straight)
@@ -211,6 +224,9 @@ class _Context:
         state = copy.deepcopy(optimizer.state_dict())
         resumed = copy.deepcopy(straight)  # with the same kernels; a loaded model has its library's own
         _load(resumed, self._reloaded(straight))
+        loaded = self._same(straight, resumed, "saved after a step and loaded")
+        if not loaded[0]:
+            return loaded
         again = _optimizer(resumed)
         again.load_state_dict(state)
         take_step(straight, inputs, optimizer, self.loss)
@@ -225,7 +241,8 @@ class _Context:
                 loaded = type(model).from_pretrained(folder, dtype=model.dtype)
             else:
                 path = Path(folder) / (self.subject.adapter if self.subject.adapter != "default" else "")
-                base = copy.deepcopy(model).unload()
+                base: Any = copy.deepcopy(self.subject.model)  # as it was before training: an adapter does not save it
+                base = base.unload()
                 loaded = type(model).from_pretrained(
                     base, str(path), adapter_name=self.subject.adapter, is_trainable=True
                 )
@@ -239,7 +256,9 @@ class _Context:
         if missing:
             return False, f"{missing[0]} is in one of the two only"
         changed = [
-            name for name, p in ours.items() if p.dtype != theirs[name].dtype or not torch.equal(p, theirs[name])
+            name
+            for name, p in ours.items()
+            if p.dtype != theirs[name].dtype or not torch.allclose(p, theirs[name], 0, 0, equal_nan=True)
         ]
         if changed:
             return False, f"{what + ': ' if what else ''}{changed[0]} changes ({len(changed)} of {len(ours)} tensors)"

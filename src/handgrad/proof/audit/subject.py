@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most weights."""
+        """The dtype of the first weight of the network."""
         return next(t.parameter.dtype for t in self.tracked if not t.adapter)
 
     def module(self, ours: str) -> nn.Module | None:
@@ -85,14 +85,18 @@ def make_subject(
     if not isinstance(model, nn.Module):
         raise HandgradError(f"the model must be a torch module, not a {type(model).__name__}")
     inner = _unwrapped(model)
-    adapter, lora = _active_adapter(inner)
-    base = inner.get_base_model() if adapter is not None else inner  # type: ignore[operator]
+    adapter = _active_adapter(inner)
+    lora = None if adapter is None else _adapter_config(inner, adapter)
+    base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
     found = _parameters(base, adapter, names)
     ours = _build(_config(base, config), found, transposed)
     if adapter is not None and lora is not None:
         _add_adapters(ours, base, adapter, lora, found)
     in_float64(ours)
     tracked = list(_pairs(ours, base, found, adapter, names, transposed))
+    broken = [t.name for t in tracked if not torch.isfinite(t.parameter).all()]
+    if broken:
+        raise HandgradError(f"{broken[0]} holds NaN or infinity ({len(broken)} such), so no gradient can be right")
     own = {t.ours: t for t in tracked}
     for name, p in ours.named_parameters():
         p.requires_grad_(own[name].trains)
@@ -130,16 +134,22 @@ def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> Mode
 # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _active_adapter(model: nn.Module) -> tuple[str | None, LoRAConfig | None]:
-    configs = getattr(model, "peft_config", None)
-    if not configs or not hasattr(model, "get_base_model"):
-        return None, None
-    active = getattr(model, "active_adapters", None) or [model.active_adapter]
-    active = active() if callable(active) else active
+def _active_adapter(model: Any) -> str | None:
+    """The name of the adapter that PEFT computes with; None if there is none."""
+    if hasattr(model, "get_base_model"):
+        active = model.active_adapters
+    else:  # a transformers model has adapters in its layers after add_adapter
+        layer = next((m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")), None)
+        active = [None] if layer is None else layer.active_adapters
     if len(active) != 1:
         raise HandgradError(f"{len(active)} adapters are active: activate one with model.set_adapter(name)")
-    raw = {k: sorted(v) if isinstance(v, set) else v for k, v in configs[active[0]].to_dict().items()}
-    return active[0], config_of(raw, Path("the adapter's configuration"))
+    name: str | None = active[0]
+    return name
+
+
+def _adapter_config(model: Any, adapter: str) -> LoRAConfig:
+    raw = {k: sorted(v) if isinstance(v, set) else v for k, v in model.peft_config[adapter].to_dict().items()}
+    return config_of(raw, Path("the adapter's configuration"))
 
 
 def _parameters(base: nn.Module, adapter: str | None, names: Names | None) -> dict[str, tuple[str, nn.Parameter]]:
@@ -248,7 +258,7 @@ def _pairs(
             theirs, p = found[name.replace(".base.", ".")]
             saved = f".modules_to_save.{adapter}." in theirs
             turned = theirs.endswith(transposed or ("\0",))
-            yield Tracked(theirs, p, name, turned, saved, saved if adapter is not None else p.requires_grad)
+            yield Tracked(theirs, p, name, turned, saved, saved or p.requires_grad)
 
 
 def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str | None) -> bool:

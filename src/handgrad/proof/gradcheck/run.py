@@ -41,6 +41,7 @@ def check(
     dtypes     dtypes to check (default: those of float64, float32 and bfloat16 that the function takes)
     terms      functions of (*deltas, *inputs) that compute named terms of a gradient, so that a missing one is named
     scale      size of the random inputs that are given by their dimensions
+    seed       seed of the inputs and directions
     """
     checked = _Checked(as_function(function, backward), make_template(inputs, scale), seed, terms or {})
     report = Check(checked.function.name)
@@ -75,7 +76,7 @@ class _Checked:
             try:
                 self.function.outputs(self.template.inputs(case))
                 good.append(dtype)
-            except (RuntimeError, TypeError, ValueError, AssertionError) as reason:
+            except Exception as reason:
                 refusals[dtype] = f"{type(reason).__name__}: {reason}".splitlines()[0]
         return good, refusals
 
@@ -95,8 +96,14 @@ class _Checked:
                 return _failure(case, "changed", f"the forward pass changes input {i} in place"), ""
         plain = self.function.outputs(self.template.inputs(case, layout="contiguous"))
         for j, (y, z) in enumerate(zip(outputs, plain, strict=True)):
-            if case.layout != "contiguous" and not torch.allclose(y, z, rtol=1e-3, atol=1e-6 + 1e-3 * _size(z)):
-                return _failure(case, "memory", f"output {j} depends on how the inputs lie in memory"), ""
+            if not torch.isfinite(y).all():
+                text = f"output {j} is NaN or infinite: give inputs for which the function is finite, as tensors"
+                return (None, text) if case.may_refuse else (_failure(case, "not finite", text), "")
+            if not torch.allclose(y, z, rtol=1e-3, atol=1e-6 + 1e-3 * _size(z)):
+                kind, how = "random", "changes from call to call: set the seed of random numbers in the function"
+                if case.layout != "contiguous":
+                    kind, how = "memory", "depends on how the inputs lie in memory"
+                return _failure(case, kind, f"output {j} {how}"), ""
         for j in range(len(outputs)):
             failure = self._output(case, inputs, outputs, j)
             if failure is not None:
