@@ -38,10 +38,10 @@ example-norms-demo: $(VENV)/.ready  # wrong labels found by the norms of gradien
 test: style browser
 	@$(MAKE) --no-print-directory -j2 types run-tests
 
-# One process per core, one thread each; idle workers take over tests of others.
+# One process per core and one more, because many tests wait for processes; one thread each. Idle workers take over tests of others.
 run-tests: $(VENV)/.ready-for-tests
 	@for name in shakespeare gpt2-tokenizer; do $(BIN)/handgrad get $$name >/dev/null || true; done  # once, before the workers start
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))') --dist worksteal
 
 # The explain page is tested in a real browser: an installed Chromium, or Debian's if it can be installed.
 browser:
