@@ -195,7 +195,7 @@ _NO_EFFECT = ("use_cache", "return_dict")  # options of transformers' callers th
 
 
 def wrap(model: GPT) -> Wrapped:
-    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, Accelerate, Lightning. The
+    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, Accelerate, a loop of your own. The
     parameters are shared: training the wrapped model trains the model."""
     if not isinstance(model, GPT):
         raise HandgradError(
