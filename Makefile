@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# pip compiles with one core. Files that are no modules, as in templates, do not compile, and need not.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 
 .PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test run-tests long lint style types browser docs release-check bench llama-bench lm-eval-check \
 	images constraints clean
@@ -55,9 +57,10 @@ browser:
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, kills at system calls
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, kills
 	$(BIN)/python tests/proof/audited.py --models 200
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
+	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/proof/test_ledger.py
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
 
@@ -133,8 +136,10 @@ $(BIN)/python:
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.ready-for-tests: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[test]'
+	@$(COMPILE)
 	@touch $(VENV)/.ready $@

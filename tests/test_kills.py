@@ -10,7 +10,7 @@ import pytest
 from handgrad.files.atomic import exchange
 
 
-@pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 6), ("finetune", 1, 6), ("train", 2, 2)])
+@pytest.mark.parametrize(("command", "processes", "kills"), [("train", 1, 4), ("finetune", 1, 4), ("train", 2, 2)])
 def test_run_killed_at_a_system_call_resumes_to_the_same_result(
     command: str, processes: int, kills: int, tmp_path: Path
 ) -> None:
