@@ -1,4 +1,4 @@
-"""A recorded pass in which tensors are replaced on their way: the pass behind `hg.trace(..., edit={name: function})`.
+"""A recorded pass in which tensors are replaced: the pass behind `hg.trace(..., edit={name: function})`.
 
 The same layers as in `block.py`, one at a time and with ρ as a matrix, so that every tensor has a place where it can be
 edited. What uses a tensor uses the edited one:

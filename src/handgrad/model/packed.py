@@ -47,7 +47,7 @@ class Packed:
 
     @classmethod
     def of(cls, w: Tensor, kind: str | None = None) -> "Packed":
-        """A matrix in the bytes of its own dtype, without a copy; or rounded to F16, BF16, Q8_0 or Q4_1."""
+        """A matrix in the bytes of its dtype, without a copy; or rounded to F16, BF16, Q8_0 or Q4_1."""
         rows, columns = w.shape
         kind = kind or _KIND_OF.get(w.dtype)
         if kind is None:

@@ -26,7 +26,7 @@ class BlockCache(Protocol):
 
 
 class Pass(NamedTuple):
-    """One piece of the batch on its way through one block. A recorder observes; it never changes what is computed."""
+    """One piece of the batch in one block. A recorder observes; it never changes what is computed."""
 
     spans: Spans = ()  # where the sequences lie, for attention
     query_rows: Tensor | None = None  # (m) rows that are needed after the keys and values; None: all

@@ -76,7 +76,7 @@ def trace(
     """Run the model forward and backward once and record everything. Parameters keep the `.grad` they had.
 
     objective   What to differentiate: hg.PositionLoss(t), hg.LogitDifference(t, token, against); default: the mean loss.
-    edit        Functions by name that replace tensors on their way, {"blocks.3.a_3": lambda a: 0 * a}. An edited
+    edit        Functions by name that replace tensors during the pass, {"blocks.3.a_3": lambda a: 0 * a}. An edited
                 activation changes everything after it, and Δ passes it unchanged; an edited Δ ("blocks.3.delta_3")
                 changes everything below it. With an edit, an empty one included, skip connections and the signals
                 inside attention are recorded as well.

@@ -71,7 +71,7 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
 
 
 def original_of(network: nn.Module, batch: Mapping[str, Any], tolerance: float | None = None) -> Original:
-    """The gradients before anything is replaced. A model in bfloat16 has errors of its own: it is compared with a copy in
+    """The gradients before anything is replaced. A model in bfloat16 rounds: it is compared with a copy in
     float32, and a replaced one may be `MARGIN` times as far from that."""
     found = gradients_of(network, batch)
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
