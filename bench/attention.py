@@ -59,11 +59,14 @@ def measure(direction: str, shape: AttentionShape, size: Size, attempts: Attempt
     if ours is not None and theirs is not None:
         pairs = [(by_head(x, shape), y, what) for x, y, what in zip(ours, theirs, RESULTS[direction], strict=True)]
         error = attempts("handgrad", lambda: max(compare(*pair) for pair in pairs))
-    long = shape.sequences * shape.tokens > 2048
-    timings = take_turns({name: runs[name] for name in attempts.competing(runs)}, size.attention_rounds(long), attempts)
+    tokens = shape.sequences * shape.tokens
+    in_a_row = 10 if tokens <= 1024 and size.rounds > 1 else 1  # so short that one alone is mostly noise
+    timings = take_turns(
+        {name: runs[name] for name in attempts.competing(runs)}, size.attention_rounds(tokens > 2048), attempts, in_a_row
+    )
     rows = []
     for name in ("handgrad", LIBRARY):
-        row = Row("attention", case_name(direction, shape), name, shape.sequences * shape.tokens)
+        row = Row("attention", case_name(direction, shape), name, tokens)
         row.problem = attempts.problems.get(name, "")
         if name in timings:
             row.seconds, row.median = timings[name].best, timings[name].median

@@ -36,11 +36,19 @@ class WithNorms(Hand):
 
 
 def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
-    return {f"{kind}, {size.examples} examples": partial(measure, kind, size) for kind in KINDS}
+    return {case_name(kind, size): partial(measure, kind, size) for kind in KINDS}
+
+
+def case_name(kind: str, size: Size) -> str:
+    return f"{kind}, {_count(size)} examples"
+
+
+def _count(size: Size) -> int:
+    return max(2, size.examples // 3)  # a batch of fine-tuning
 
 
 def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
-    batch = uneven_examples(size.model.n_vocab, size.examples, size.longest)
+    batch = uneven_examples(size.model.n_vocab, _count(size), size.longest)
     contenders = {
         name: attempts(name, partial(_make, maker, kind, size, batch))
         for name, maker in ((NORMS, WithNorms), (PLAIN, Hand))
@@ -56,10 +64,10 @@ def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
         return run
 
     runs = {name: step(contenders[name]) for name in attempts.competing(contenders)}
-    timings = take_turns(runs, min(size.rounds, 6), attempts)
+    timings = take_turns(runs, min(size.rounds, 4), attempts)
     rows = []
     for name in contenders:
-        row = Row("examples", f"{kind}, {size.examples} examples", name, len(batch[0]))
+        row = Row("examples", case_name(kind, size), name, len(batch[0]))
         row.problem = attempts.problems.get(name, "")
         if name in timings:
             row.seconds, row.median = timings[name].best, timings[name].median

@@ -42,9 +42,14 @@ def take_turns(
     timings = {name: Timing() for name in contenders}
     for name, run in contenders.items():
         attempts(name, run)
-    for _ in attempts.rounds(rounds):
-        for name, run in contenders.items():
-            attempts(name, lambda name=name, run=run: timings[name].run(run, in_a_row))  # type: ignore[misc]
+    gc.collect()
+    gc.freeze()  # to look through all that is imported between rounds would take longer than a short run, and empty the caches
+    try:
+        for _ in attempts.rounds(rounds):
+            for name, run in contenders.items():
+                attempts(name, lambda name=name, run=run: timings[name].run(run, in_a_row))  # type: ignore[misc]
+    finally:
+        gc.unfreeze()
     return {name: timings[name] for name in attempts.competing(contenders)}
 
 

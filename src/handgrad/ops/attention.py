@@ -253,8 +253,10 @@ def _backward_by_kernel(
     heads, key_heads = q.shape[1], k.shape[1]
     # the kernel writes the signals of k and v for every query head: they add up in a group
     direct = heads == key_heads and into[0].dtype == lse.dtype and all(x.stride(-1) == 1 for x in into)
-    q_, k_, v_ = (lse.new_zeros(0 if direct else len(x), heads, x.shape[2]) for x in into)
-    found = into if direct else (q_, k_, v_)
+    found = into
+    if not direct:
+        q_, k_, v_ = (lse.new_zeros(len(x), heads, x.shape[2]) for x in into)
+        found = q_, k_, v_
     calls.backward_attention(_sequences(spans), causal, window, delta, q, k, v, a, lse, found)
     if not direct:
         for target, x in zip(into, found, strict=True):
