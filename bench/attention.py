@@ -62,7 +62,10 @@ def measure(direction: str, shape: AttentionShape, size: Size, attempts: Attempt
     tokens = shape.sequences * shape.tokens
     in_a_row = 10 if tokens <= 1024 and size.rounds > 1 else 1  # so short that one alone is mostly noise
     timings = take_turns(
-        {name: runs[name] for name in attempts.competing(runs)}, size.attention_rounds(tokens > 2048), attempts, in_a_row
+        {name: runs[name] for name in attempts.competing(runs)},
+        size.attention_rounds(tokens > 2048),
+        attempts,
+        in_a_row,
     )
     rows = []
     for name in ("handgrad", LIBRARY):

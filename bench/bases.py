@@ -17,7 +17,7 @@ from handgrad.text import chat, examples, tokenizer
 from handgrad.text.batches import shuffled_index
 from handgrad.text.downloads import fetch
 
-from .peers import RANK
+from .in_transformers import RANK
 from .process import ROOT
 from .sizes import FULL, Size
 

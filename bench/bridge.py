@@ -7,49 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import handgrad as hg
-from handgrad.formats.config_json import config_json
 
-from .peers import RANK, adamw, bytes_of
+from .in_transformers import network_of
+from .peers import adamw, bytes_of
 
 REPLACED, WRAPPED, TRANSFORMERS = "handgrad, replaced", "handgrad, wrapped", "transformers"
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-
-
-def load_libraries() -> None:
-    """Import transformers and peft, whose modules are not part of a step's memory."""
-    import peft  # noqa: F401
-    import transformers
-    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-
-    transformers.utils.logging.set_verbosity_error()
-
-
-def network_of(model: hg.GPT) -> nn.Module:
-    """The same model in transformers, with peft's adapters if it has adapters."""
-    load_libraries()
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields: dict[str, Any] = config_json(model.config, torch.float32)
-    fields |= NO_DROPOUT if model.config.family == "gpt2" else {}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    plain = {
-        name.replace(".base.", "."): p for name, p in model.named_parameters() if not name.endswith((".down", ".up"))
-    }
-    network.load_state_dict(plain, strict=False)
-    adapters = hg.lora.adapters_of(model)
-    if adapters:
-        ends = sorted({name.rpartition(".")[2] for name in adapters})
-        lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ends, fan_in_fan_out=model.config.family == "gpt2")
-        network = get_peft_model(network, lora)
-        with torch.no_grad():
-            for name, layer in adapters.items():
-                theirs: Any = network.get_submodule(f"base_model.model.{name}")
-                theirs.lora_A["default"].weight.copy_(layer.down.t())
-                theirs.lora_B["default"].weight.copy_(layer.up.t())
-    return network
 
 
 class Transformers:

@@ -17,7 +17,8 @@ from handgrad.tolerances import TOLERANCE
 
 from . import bridge
 from .attempts import MissingError
-from .peers import RANK, Contender, Eager, Hand, HandInBackward, Loop, Peft, with_adapters
+from .in_transformers import RANK, load_libraries, with_adapters
+from .peers import Contender, Eager, Hand, HandInBackward, Loop, Peft
 from .products import MatmulsOnly
 from .sizes import Size
 
@@ -200,7 +201,7 @@ def _bridged(label: str, config: hg.ModelConfig, adapted: bool, size: Size) -> C
     if size.bridge_compiled:
         make[COMPILED] = lambda: _compiled_bridge(model(), tokens)
     name = f"{label}, {f'LoRA r={RANK}, ' * adapted}{b}×{t}"
-    return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=bridge.load_libraries)
+    return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=load_libraries)
 
 
 def _compiled_bridge(model: hg.GPT, tokens: Tensor) -> Contender:

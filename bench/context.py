@@ -10,7 +10,7 @@ from pathlib import Path
 from .attempts import Attempts
 from .bases import Base, base_of
 from .finetune import PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
-from .peers import RANK
+from .in_transformers import RANK
 from .row import NAN, Row
 from .sizes import Size
 

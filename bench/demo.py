@@ -36,8 +36,8 @@ from handgrad.training.lifecycle import Result
 
 from .bases import Base
 from .finetune import check_losses, of_steps, run_peer, step_records
+from .in_transformers import RANK
 from .machine import Machine
-from .peers import RANK
 
 Record = dict[str, str]
 

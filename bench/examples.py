@@ -13,8 +13,9 @@ from handgrad.model.example_gradients import ExampleNorms
 from .attempts import Attempts
 from .cases import uneven_examples
 from .compete import compare
+from .in_transformers import RANK
 from .measure import take_turns
-from .peers import RANK, Hand
+from .peers import Hand
 from .row import NAN, Row
 from .sizes import Size
 

@@ -29,7 +29,7 @@ from handgrad.training.plan import plan_job
 from .attempts import Attempts, WrongError
 from .bases import Base, base_of, lengths_of
 from .cases import PEFT
-from .peers import RANK
+from .in_transformers import RANK
 from .process import run_alone, with_torch
 from .row import Row
 from .sizes import Size

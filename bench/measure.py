@@ -43,7 +43,7 @@ def take_turns(
     for name, run in contenders.items():
         attempts(name, run)
     gc.collect()
-    gc.freeze()  # to look through all that is imported between rounds would take longer than a short run, and empty the caches
+    gc.freeze()  # looking through all imported modules between rounds takes longer than a short run, and empties the caches
     try:
         for _ in attempts.rounds(rounds):
             for name, run in contenders.items():

@@ -17,6 +17,8 @@ from handgrad.training.distributed import Ranks
 from handgrad.training.job import Job
 from handgrad.training.loop import take_step
 
+from .in_transformers import network_of
+
 LR = 1e-5
 
 
@@ -192,20 +194,6 @@ class Eager:
 
 # ── transformers + peft ─────────────────────────────────────────────────────────────────────────────────────────────
 
-RANK = 16
-TARGETS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-
-
-def with_adapters(model: hg.GPT) -> hg.GPT:
-    """Add adapters of rank 16 to every matrix of every block; both factors are random, so that both have gradients."""
-    hg.lora.inject(model, RANK)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for layer in hg.lora.adapters_of(model).values():
-            layer.up.copy_(0.01 * torch.randn(layer.up.shape, generator=generator))
-            layer.down.copy_(0.01 * torch.randn(layer.down.shape, generator=generator))
-    return model
-
 
 class Peft:
     """transformers' GPT-2 with peft's LoRA; batches are padded on the right, as by its trainer."""
@@ -213,36 +201,12 @@ class Peft:
     def __init__(
         self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, batch: int = 8
     ):
-        from peft import LoraConfig, get_peft_model
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        c = model.config
-        config = GPT2Config(
-            vocab_size=c.n_vocab, n_positions=c.n_context, n_embd=c.d_model, n_layer=c.n_blocks, n_head=c.n_heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
-            bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
-        base = GPT2LMHeadModel(config)
-        state = {
-            name.replace(".base.", "."): p
-            for name, p in model.named_parameters()
-            if not name.endswith((".down", ".up"))
-        }
-        base.load_state_dict(state, strict=False)
-        lora = LoraConfig(
-            r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True,
-        )  # fmt: skip
-        self.network = get_peft_model(base, lora)
+        self.network = network_of(model)
         self.factors: dict[str, nn.Parameter] = {}
-        for i, block in enumerate(model.blocks):
-            for path in TARGETS:
-                layer = block.get_submodule(path)
-                theirs = self.network.base_model.model.transformer.h[i].get_submodule(path)
-                a, b = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
-                with torch.no_grad():
-                    a.copy_(layer.down.t())
-                    b.copy_(layer.up.t())
-                self.factors |= {f"transformer.h.{i}.{path}.down": a, f"transformer.h.{i}.{path}.up": b}
+        for name in hg.lora.adapters_of(model):
+            layer: Any = self.network.get_submodule(f"base_model.model.{name}")
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            self.factors |= {f"{name}.down": a, f"{name}.up": b}
         self.optimizer = adamw(self.factors.values())
         self.n_targets = int((targets != -100).sum())
         self.batches = [(tokens, targets, None)] if lengths is None else padded(tokens, targets, lengths, batch)

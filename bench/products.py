@@ -9,8 +9,7 @@ from torch import Tensor
 import handgrad as hg
 from handgrad.model.readout import rows_at_once
 
-from .peers import TARGETS
-
+LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 ROWS = 128  # of a tile of attention
 PIECE = 1024  # tokens; larger batches are processed in pieces
 
@@ -58,10 +57,10 @@ class MatmulsOnly:
                     torch.mm(a, self.down[a.shape[1]][0], out=self.h)
                     out.addmm_(self.h, self.up[out.shape[1]][0])
             self._attention(2)
-            for (w, a, out), name in zip(self._layers(block), TARGETS, strict=True):
+            for (w, a, out), name in zip(self._layers(block), LAYERS, strict=True):
                 below = self.out_d if a.shape[1] == self.out_d.shape[1] else self.out_wide
                 if self.rank:
-                    self._adapter(w, a, out, None if i == 0 and name == TARGETS[0] else below)
+                    self._adapter(w, a, out, None if i == 0 and name == LAYERS[0] else below)
                 else:
                     torch.mm(out, w.t(), out=below)
                     torch.mm(a.t(), out, out=self.grads[f"transformer.h.{i}.{name}.weight"])

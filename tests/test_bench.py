@@ -240,7 +240,7 @@ def test_busy_machine_is_reported(
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine, "cpu_time", lambda: None)
     monkeypatch.setattr(__main__.err, "width", 400)
-    found, shown = bench(capsys, monkeypatch, "attention")
+    found, shown = bench(capsys, monkeypatch, "attention", "--case", "forward")
     assert found["machine"]["load"] == load and found["machine"]["busy"] is busy
     assert f"load {load:.2f} on 2 cores at the start" in shown
     assert ("Ratios from a busy machine are biased in our favour: do not publish them" in shown) is busy

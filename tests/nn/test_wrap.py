@@ -1,6 +1,7 @@
 """hg.nn.wrap: a model of handgrad under tools that call loss.backward()."""
 
 import copy
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import handgrad as hg
 from conftest import make_model
+from families.members import from_folder
 from handgrad.errors import HandgradError
 from handgrad.model.config import FAMILIES
 
@@ -97,6 +99,51 @@ def test_trainer_and_saving(tied: bool, tmp_path: Path) -> None:
     inside.load_state_dict(outer.state_dict())  # as a module of Lightning holds it
     assert torch.equal(inside[0](batch()["input_ids"]).logits, wrapped(batch()["input_ids"]).logits)
     assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_a_loss_of_your_own(shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits carry gradients: those of autograd through transformers' model, also for Trainer's label smoothing."""
+    model = make_model(**shape)
+    hg.save(model, tmp_path / "model")
+    theirs = from_folder(tmp_path / "model")
+    wrapped = hg.nn.wrap(model)
+    given = batch()
+    rows, weight = given["attention_mask"].bool(), torch.randn(11, dtype=torch.float64)
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+
+    def compare() -> None:
+        for name, p in theirs.named_parameters():
+            found = dict(wrapped.named_parameters())[name].grad
+            assert found is not None and p.grad is not None
+            assert (found - p.grad).norm() <= 1e-10 * p.grad.norm() + 1e-15, name
+        wrapped.zero_grad()
+        theirs.zero_grad()
+
+    for at_once, recompute in ((1024, False), (4, False), (4, True)):
+        monkeypatch.setattr(model, "tokens_at_once", lambda at_once=at_once: at_once)
+        wrapped.gradient_checkpointing = recompute
+        for x in (wrapped, theirs):
+            ((x(**inputs).logits[rows].tanh() @ weight) ** 2).sum().backward()
+        compare()
+    arguments = TrainingArguments(str(tmp_path / "run"), label_smoothing_factor=0.3, report_to=[], use_cpu=True)
+    losses = [Trainer(x, arguments).compute_loss(x, batch()) for x in (wrapped, theirs)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    compare()
+    assert json.loads(wrapped.config.to_json_string()) == wrapped.config.to_dict()
+    assert wrapped.config.vocab_size == theirs.config.vocab_size
+    loss = wrapped(**inputs).logits.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(HandgradError, match="compute the logits again"):
+        loss.backward()
+    loss = wrapped(**inputs).logits.sum()
+    with torch.no_grad():
+        next(model.final_norm.parameters()).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_adapters_and_accelerate(tmp_path: Path) -> None:

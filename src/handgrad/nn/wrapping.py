@@ -1,11 +1,14 @@
 """`hg.nn.wrap`: a handgrad model as a module that trains with `loss.backward()`, as transformers' models do.
 
-The forward pass computes the loss and all gradients by `loss_and_grads`, in pieces and without padding, and the backward
-pass hands the gradients over, times the error signal of the loss.
+With labels the forward pass computes the loss and all gradients by `loss_and_grads`, in pieces and without padding, and the
+backward pass hands the gradients over, times the error signal of the loss. Without labels the logits carry gradients.
 """
 
+import json
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,10 +18,11 @@ from torch.autograd import Function
 from ..adapters import peft
 from ..errors import HandgradError
 from ..formats import huggingface
+from ..formats.config_json import config_json
 from ..model.gpt import GPT
-from ..model.logits import Logits
 from ..ops import loss as softmax_loss
 from .functions import first_derivative, opaque
+from .wrapped_logits import LogitsFunction, gradients_of
 
 
 class LossFunction(Function):
@@ -29,16 +33,10 @@ class LossFunction(Function):
         ctx: Any, wrapped: "Wrapped", batch: tuple[Any, ...], n_targets: int | None, *parameters: Any
     ) -> Tensor:
         model = wrapped.handgrad_model
-        before = [p.grad for p in parameters]
         recompute = "blocks" if wrapped.gradient_checkpointing else "none"
-        try:
-            for p in parameters:
-                p.grad = None  # loss_and_grads fills it
-            value = model.loss_and_grads(*batch, n_targets=n_targets, recompute=recompute)
-            ctx.save_for_backward(*(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters))
-        finally:
-            for p, grad in zip(parameters, before, strict=True):
-                p.grad = grad
+        compute = partial(model.loss_and_grads, *batch, n_targets=n_targets, recompute=recompute)
+        value, grads = gradients_of(parameters, compute)
+        ctx.save_for_backward(*grads)
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 
     @staticmethod
@@ -60,6 +58,16 @@ class Output(OrderedDict[str, Any]):
         return tuple(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
 
 
+class Fields(SimpleNamespace):
+    """The fields of config.json, as trainers and loggers read them of a model's `config`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def to_json_string(self) -> str:
+        return json.dumps(vars(self), indent=2)
+
+
 class Wrapped(nn.Module):
     """A handgrad model whose forward takes and returns what transformers' models do.
 
@@ -75,9 +83,14 @@ class Wrapped(nn.Module):
         super().__init__()
         self.__dict__["handgrad_model"] = model  # not a submodule: names in the state_dict have no prefix
         self.gradient_checkpointing = False
+        self.config = Fields(**config_json(model.config, model.dtype))
         for name, child in model.named_children():
             self.add_module(name, child)
         self.train(model.training)
+
+    def _get_name(self) -> str:
+        """The name of transformers' class: by it, Trainer knows that the label of a row is the token after it."""
+        return self.handgrad_model.config.table.architecture
 
     def train(self, mode: bool = True) -> "Wrapped":
         super().train(mode)
@@ -107,7 +120,8 @@ class Wrapped(nn.Module):
         **options: Any,
     ) -> Output:
         """(B, T) ids, a mask that is 0 at padding, and labels, which are the ids themselves: the token after each is its
-        target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits."""
+        target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits, which carry
+        gradients if these are wanted."""
         given = [name for name, value in options.items() if isinstance(value, Tensor) or value]
         wrong = [name for name in given if name not in _NO_EFFECT]
         if wrong:
@@ -132,9 +146,16 @@ class Wrapped(nn.Module):
 
     def _logits(self, shape: torch.Size, tokens: Tensor, lengths: list[int], rows: Tensor) -> Tensor:
         """(B, T, V), 0 at padding"""
-        found = self.handgrad_model.logits(tokens, lengths)
+        model = self.handgrad_model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if torch.is_grad_enabled() and trained:
+            given = model, tokens, lengths, self.gradient_checkpointing
+            with torch.autocast(model.device.type, enabled=False):
+                found: Tensor = LogitsFunction.apply(*given, *trained)  # type: ignore[no-untyped-call]
+        else:
+            found = model.logits(tokens, lengths)
         if len(tokens) < shape.numel():
-            found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy_(0, rows, found).as_subclass(Logits)
+            found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, rows, found)
         return found.view(*shape, -1)
 
     def _pack(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]:

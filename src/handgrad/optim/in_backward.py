@@ -70,7 +70,7 @@ class OptimizerInBackward:
 
             def measure(layer: list[nn.Parameter]) -> None:
                 self.combine(layer)
-                norms.extend(norm(p.grad).item() for p in layer if p.grad is not None)
+                norms.extend(norm(p.grad) for p in layer if p.grad is not None)
                 _free_gradients(layer)
 
             self._backward_pass(state, n_targets, measure, once=False)

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,24 +109,29 @@ def step(optimizer: Optimizer, factor: float) -> None:
         _update(optimizer)
 
 
-def norm(grad: Tensor) -> Tensor:
-    """√⟨g, g⟩ as float64. A dot product reads g once, at memory speed. Where the squares would leave the range of the
-    dtype, g is divided by its largest entry first."""
+def norm(grad: Tensor) -> float:
+    """√⟨g, g⟩. A dot product reads g once, at memory speed. Where the squares would leave the range of the dtype, g is
+    divided by its largest entry first."""
     flat = grad.reshape(-1)
     if grad.dtype == torch.bfloat16:  # a bfloat16 sum has three digits
-        rounded: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
-        square = rounded.square()
+        square = torch.linalg.vector_norm(flat, dtype=torch.float32).item() ** 2
     else:
-        square = torch.dot(flat, flat)
-        rounded = square.sqrt()
-    limits = torch.finfo(square.dtype)
-    if flat.numel() * limits.tiny / limits.eps <= square.item() <= limits.max:
-        return rounded.double()
-    largest = flat.abs().amax() if len(flat) else flat.new_zeros(())
-    if largest == 0 or not torch.isfinite(largest):
-        return largest.double()
-    scaled: Tensor = torch.linalg.vector_norm(flat.double() / largest.double())
-    return largest.double() * scaled
+        square = torch.dot(flat, flat).item()
+    least, most = _squares(grad.dtype)
+    if flat.numel() * least <= square <= most:
+        return math.sqrt(square)
+    largest = flat.abs().amax().item() if len(flat) else 0.0
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    scaled: Tensor = torch.linalg.vector_norm(flat.double() / largest)
+    return largest * scaled.item()
+
+
+@cache
+def _squares(dtype: torch.dtype) -> tuple[float, float]:
+    """The range in which a sum of squares is exact to the dtype's digits; the first is that of a single square."""
+    limits = torch.finfo(torch.promote_types(dtype, torch.float32))
+    return limits.tiny / limits.eps, limits.max
 
 
 def length(norms: Iterable[float]) -> float:

@@ -123,8 +123,8 @@ class _Trial:
         start = time.perf_counter()
         self.model.loss_and_grads(self.tokens, self.targets, recompute=self.recompute)
         between = time.perf_counter()
-        norms = torch.stack([optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None])
-        optim.step(self.optimizer, optim.clip_factor(norms.double().norm().item(), 1.0))
+        norms = [optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None]
+        optim.step(self.optimizer, optim.clip_factor(optim.length(norms), 1.0))
         self.model.zero_grad()
         return Times(between - start, time.perf_counter() - between)
 

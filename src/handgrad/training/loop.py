@@ -150,8 +150,8 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         )  # fmt: skip
         ranks.wait()
         grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
-        each = torch.stack([optim.norm(grad) for grad in grads.values()]).double()
-        norm = each.norm().item()
+        each = [optim.norm(grad) for grad in grads.values()]
+        norm = optim.length(each)
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is not finite")
     except NonFiniteError as error:
@@ -161,7 +161,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             f" than {number(job.recipe.lr)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
-    norms = lambda: by_layer(job, dict(zip(grads, each.tolist(), strict=True)))  # noqa: E731
+    norms = lambda: by_layer(job, dict(zip(grads, each, strict=True)))  # noqa: E731
     return Step(loss, norm, norms, job.flop(targets, lengths), norms_of_examples())
 
 
