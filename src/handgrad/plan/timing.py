@@ -7,7 +7,7 @@ every call.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import torch
@@ -34,10 +34,11 @@ Shape = tuple[tuple[int, ...], int]  # of a trial step: blocks of the planned mo
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the two parts of a step."""
+    """Seconds of the parts of a step."""
 
     gradients: float
     update: float
+    forward: float = 0.0  # of the forward pass alone, if blocks are recomputed: it is done twice
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,23 @@ def _computing(plan: Plan, budget: float) -> float:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     found = _best_times({trial: _Trial(plan, *trial) for trial in {small, large, *more}}, budget)
 
-    def extrapolate(get: Callable[[Times], float]) -> float:
+    def of_blocks(get: Callable[[Times], float]) -> float:
         one = get(found[small])
-        total = one
-        for three, count in more.items():
-            total += count * max(0.0, get(found[three]) - one) / 2
-        if c.n_vocab > FEW:
-            total += (c.n_vocab - FEW) / (many - FEW) * max(0.0, get(found[large]) - one)
-        return total
+        return one + sum(count * max(0.0, get(found[three]) - one) / 2 for three, count in more.items())
+
+    def of_vocabulary(get: Callable[[Times], float]) -> float:
+        more_ids = (c.n_vocab - FEW) / (many - FEW) if c.n_vocab > FEW else 0.0
+        return more_ids * max(0.0, get(found[large]) - get(found[small]))
+
+    def gradients(times: Times) -> float:
+        return times.gradients
+
+    def update(times: Times) -> float:
+        return times.update
 
     pieces = -(-plan.batch * plan.tokens // piece)
-    return pieces * extrapolate(lambda t: t.gradients) + extrapolate(lambda t: t.update)
+    of_piece = of_blocks(gradients) + of_vocabulary(gradients) + of_blocks(lambda times: times.forward)
+    return pieces * of_piece + of_blocks(update) + of_vocabulary(update)
 
 
 class _Trial:
@@ -116,17 +123,20 @@ class _Trial:
         self.tokens = torch.randint(n_vocab, (plan.piece // plan.tokens, plan.tokens))
         self.targets = self.tokens.clone()
         self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
-        self.recompute = plan.recompute
+        self.recomputed = plan.recompute != "none"
         self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
 
     def run(self) -> Times:
         start = time.perf_counter()
-        self.model.loss_and_grads(self.tokens, self.targets, recompute=self.recompute)
+        self.model.loss_and_grads(self.tokens, self.targets)
         between = time.perf_counter()
         norms = [optim.norm(p.grad) for p in self.model.parameters() if p.grad is not None]
         optim.step(self.optimizer, optim.clip_factor(optim.length(norms), 1.0))
         self.model.zero_grad()
-        return Times(between - start, time.perf_counter() - between)
+        end = time.perf_counter()
+        if self.recomputed:
+            self.model.loss(self.tokens, self.targets)
+        return Times(between - start, end - between, time.perf_counter() - end)
 
 
 def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]:
@@ -139,7 +149,7 @@ def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]
             took = step.run()
             if rounds:
                 old = best.get(trial, took)
-                best[trial] = Times(min(old.gradients, took.gradients), min(old.update, took.update))
+                best[trial] = Times(*(min(pair) for pair in zip(astuple(old), astuple(took), strict=True)))
         rounds += 1
     return best
 
