@@ -15,7 +15,7 @@ from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
-from .memory import BYTES, WORKSPACE, largest_layer, saved, temporary, tokens_per_piece
+from .memory import BYTES, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import TWO_BYTES, Kinds, buffers, packed_bytes, packed_count, two_bytes
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
@@ -139,7 +139,7 @@ def make_plan(
         bytes_optimizer=2 * size * trainable,
         bytes_saved=size * saved(config, batch, tokens, piece, recompute, together=bool(kinds)),
         bytes_temporary=size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
-        + min(WORKSPACE, size * config.n_vocab * config.d_model),
+        + workspace(config, dtype),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         rows=tokens if rows is None else rows,
         ranks=ranks,

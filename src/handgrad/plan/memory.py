@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import library
 from ..model.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, pieces_of
 from ..model.config import ModelConfig
 from ..model.passes import Pass
@@ -14,7 +15,7 @@ from ..ops.attention import spans_of
 from .outline import kinds_of_blocks, outline
 from .parameters import parameters
 
-WORKSPACE = 50_000_000  # bytes that the matmul library keeps allocated once it has multiplied large matrices
+WORKSPACE = 50_000_000  # bytes that torch's matmul library keeps allocated once it has multiplied large matrices
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 
 
@@ -77,6 +78,13 @@ def temporary(
     recomputed = piece * max(saved_per_token(config, i) for i in kinds_of_blocks(config))
     of_head -= recomputed if recompute == "blocks" else 0
     return max(rows * config.n_vocab + of_head, piece * feed_forward + of_block) + 4 * piece * config.d_model
+
+
+def workspace(config: ModelConfig, dtype: str) -> int:
+    """Bytes that matrix products keep allocated besides tensors: nothing where handgrad computes them itself."""
+    if library.multiplies() and library.load(getattr(torch, dtype)) is not None:
+        return 0
+    return min(WORKSPACE, BYTES[dtype] * config.n_vocab * config.d_model)
 
 
 def largest_layer(config: ModelConfig) -> int:
