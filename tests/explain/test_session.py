@@ -8,7 +8,7 @@ import torch
 from tiny_session import LLAMA, QWEN3, TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, views
+from handgrad.explain import attention_view, steps, views
 from handgrad.explain import session as module
 from handgrad.explain.session import ExpiredError
 from handgrad.explain.steps import take_step
@@ -113,7 +113,8 @@ def test_a_step_lowers_the_loss_as_predicted_and_leaves_other_versions_unchanged
     assert taken["moves"][0]["after"] == new.trace["y_pred"][0, sentence.ids[1]].item()
 
 
-def test_adam_continues_with_its_state() -> None:
+def test_adam_continues_with_its_state_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "ENTRIES_AT_ONCE", 50)
     session = make_session(dtype=torch.float64)
     sentence = session.sentence(TEXT)
     taken = take_step(session, sentence, 1e-3, "Adam")

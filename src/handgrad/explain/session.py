@@ -70,7 +70,9 @@ class Version:
     """The trainable parameters after some steps, and the optimizer's state. Version 0 is the model as loaded."""
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    optimizer_state: Mapping[str, Tensor] = field(default_factory=dict)  # by parameter and kind: "wte.weight exp_avg"
+    optimizer_state: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # by parameter, part, kind: "wte.weight 0 exp_avg"
     optimizer: str = ""
     steps: int = 0
 

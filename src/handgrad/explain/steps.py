@@ -1,7 +1,8 @@
 """One optimizer step on the sentence: the loss that the gradient predicts, and the loss that is then measured.
 
-Each layer is stepped as soon as its gradients are final, and the new weights are written to the new version's file, so that
-neither all gradients nor all new weights are in memory.
+Each layer is stepped as soon as its gradients are final, a large parameter part by part, because an entry of SGD's or Adam's
+step depends on no other. The new weights are written to the new version's file. So neither all gradients nor all new weights
+are in memory.
 """
 
 import math
@@ -21,7 +22,7 @@ from ..optim import maker, step
 from .marks import typeset
 from .session import Session, TracedSentence, Version
 
-ENTRIES_AT_ONCE = 1 << 22  # of a parameter, in float64
+ENTRIES_AT_ONCE = 1 << 22  # of a parameter
 OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -64,14 +65,16 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
             for p in parameters:
                 if p.grad is None:  # frozen
                     continue
-                name = names[p]
-                before = {key: state[key] for key in state if key.startswith(f"{name} ")}
-                stepped, after = _step(p, make, {key.rpartition(" ")[2]: x for key, x in before.items()})
-                expected += _along(p.grad, stepped, p.data)
+                parts = (torch.split(x.reshape(-1), ENTRIES_AT_ONCE) for x in (p.data, p.grad))
+                for i, (part, grad) in enumerate(zip(*parts, strict=True)):
+                    here = f"{names[p]} {i} "
+                    before = {key.removeprefix(here): state[key] for key in state if key.startswith(here)}
+                    stepped, after = _step(part, grad, make, before)
+                    expected += torch.sum(grad.double() * (stepped.double() - part.double())).item()
+                    weights.append(names[p], p.shape, stepped)
+                    for key, x in after.items():
+                        new_state.append(here + key, x.shape, x)
                 p.grad = None
-                weights.write(name, stepped)
-                for key, x in after.items():
-                    new_state.write(f"{name} {key}", x)
 
         try:
             loss = model.loss_and_grads(
@@ -88,21 +91,15 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
     return loss, expected, Version(weights, new_state, optimizer, old.steps + 1)
 
 
-def _step(p: nn.Parameter, make: Make, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The parameter after the step, and the optimizer's state of it."""
-    made = nn.Parameter(p.data.clone())
-    made.grad = p.grad
+def _step(part: Tensor, grad: Tensor, make: Make, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A part of a parameter after the step, and the optimizer's state of it."""
+    made = nn.Parameter(part.clone())
+    made.grad = grad
     stepper = make([made])
     if state:
         stepper.state[made] = state
     step(stepper, 1.0)
     return made.data, {key: x for key, x in stepper.state[made].items() if isinstance(x, Tensor)}
-
-
-def _along(grad: Tensor, new: Tensor, old: Tensor) -> float:
-    """⟨∂, new − old⟩ in float64"""
-    parts = (torch.split(x.reshape(-1), ENTRIES_AT_ONCE) for x in (grad, new, old))
-    return sum(torch.sum(g.double() * (x.double() - y.double())).item() for g, x, y in zip(*parts, strict=True))
 
 
 def _measured(session: Session, sentence: TracedSentence, version: int, lr: float) -> float:

@@ -23,12 +23,12 @@ class TensorFile(Mapping[str, Tensor]):
         self._index: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         self.bytes = 0
 
-    def write(self, name: str, x: Tensor) -> None:
-        """Append a tensor under a new name."""
+    def append(self, name: str, shape: torch.Size, part: Tensor) -> None:
+        """Append a tensor of this shape under a new name, or the next part of the one that was appended last."""
         self._file.seek(self.bytes)
-        self._file.write(_bytes_of(x.detach().contiguous()))
-        self._index[name] = (self.bytes, x.shape, x.dtype)
-        self.bytes += x.numel() * x.element_size()
+        self._file.write(_bytes_of(part.detach().contiguous()))
+        self._index.setdefault(name, (self.bytes, shape, part.dtype))
+        self.bytes += part.numel() * part.element_size()
 
     def __getitem__(self, name: str) -> Tensor:
         start, shape, dtype = self._index[name]

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,9 +150,8 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             examples=examples,
         )  # fmt: skip
         ranks.wait()
-        grads = {p: p.grad for p in job.model.parameters() if p.grad is not None}
-        each = [optim.norm(grad) for grad in grads.values()]
-        norm = optim.length(each)
+        each = {p: optim.norm(p.grad) for p in job.model.parameters() if p.grad is not None}
+        norm = optim.length(each.values())
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is not finite")
     except NonFiniteError as error:
@@ -161,8 +161,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             f" than {number(job.recipe.lr)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
-    norms = lambda: by_layer(job, dict(zip(grads, each, strict=True)))  # noqa: E731
-    return Step(loss, norm, norms, job.flop(targets, lengths), norms_of_examples())
+    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), norms_of_examples())
 
 
 @torch.no_grad()
