@@ -135,8 +135,11 @@ def test_a_loss_of_your_own(shape: dict[str, Any], tmp_path: Path, monkeypatch: 
     compare()
     assert json.loads(wrapped.config.to_json_string()) == wrapped.config.to_dict()
     assert wrapped.config.vocab_size == theirs.config.vocab_size
-    loss = wrapped(**inputs).logits.sum()
+    loss = wrapped(given["input_ids"]).logits.sum()
     loss.backward(retain_graph=True)
+    once = next(model.parameters()).grad.clone()
+    loss.backward()
+    torch.testing.assert_close(next(model.parameters()).grad, 2 * once)
     with pytest.raises(HandgradError, match="compute the logits again"):
         loss.backward()
     loss = wrapped(**inputs).logits.sum()
@@ -144,6 +147,55 @@ def test_a_loss_of_your_own(shape: dict[str, Any], tmp_path: Path, monkeypatch: 
         next(model.final_norm.parameters()).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_logits_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass drops what the forward pass dropped: gradients are those of differences with the same seed."""
+    model = make_model(tied=False)
+    hg.lora.inject(model, rank=2, dropout=0.4, targets=["c_attn", "c_proj", "c_fc", "lm_head"])
+    wrapped = hg.nn.wrap(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(2)
+    size, along = 1e-6, [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in trained]
+
+    @torch.no_grad()
+    def move(step: float) -> None:
+        for p, v in zip(trained, along, strict=True):
+            p += step * v
+
+    def loss(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        logits: Tensor = wrapped(batch()["input_ids"], batch()["attention_mask"]).logits
+        return (logits.softmax(-1) * torch.arange(11)).square().sum()
+
+    move(0.1)
+    for at_once, recompute in ((1024, False), (4, False), (4, True)):
+        monkeypatch.setattr(model, "tokens_at_once", lambda at_once=at_once: at_once)
+        wrapped.gradient_checkpointing = recompute
+        wrapped.zero_grad()
+        first, second = loss(3), loss(4)  # two forward passes before a backward pass
+        assert first != second
+        first.backward()
+        ends = []
+        for step in (size, -size):
+            move(step)
+            ends.append(loss(3).item())
+            move(-step)
+        claimed = sum(float((p.grad * v).sum()) for p, v in zip(trained, along, strict=True) if p.grad is not None)
+        assert claimed == pytest.approx((ends[0] - ends[1]) / (2 * size), rel=1e-6)
+
+
+def test_under_autocast() -> None:
+    """It evaluates, and a backward pass that is called under autocast is as exact as one that is not."""
+    wrapped = hg.nn.wrap(make_model(**LLAMA))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            assert wrapped(**batch()).logits.dtype == torch.float64
+        wrapped(batch()["input_ids"]).logits.square().sum().backward()
+    inside = [p.grad for p in wrapped.parameters()]
+    wrapped.zero_grad()
+    wrapped(batch()["input_ids"]).logits.square().sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(wrapped.parameters(), inside, strict=True))
 
 
 def test_adapters_and_accelerate(tmp_path: Path) -> None:

@@ -29,13 +29,15 @@ def opaque(function: F) -> F:
 
 
 def first_derivative(backward: F) -> F:
-    """Refuse create_graph=True: what comes back has no graph, and would silently count as a constant."""
+    """Refuse create_graph=True: what comes back has no graph, and would silently count as a constant. As the forward pass,
+    the backward pass chooses its dtypes itself, also if backward() is called under autocast."""
 
     @wraps(backward)
-    def once(*arguments: Any) -> Any:
+    def once(ctx: Any, delta: Tensor, *others: Any) -> Any:
         if torch.is_grad_enabled():
             raise HandgradError("a hand-derived gradient cannot be differentiated again: leave out create_graph=True")
-        return backward(*arguments)
+        with without_autocast(delta.device.type):
+            return backward(ctx, delta, *others)
 
     return once  # type: ignore[return-value]
 

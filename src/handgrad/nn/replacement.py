@@ -223,6 +223,7 @@ def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
         return None, "loss=False: logits and loss are separate"
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return None, "the model has a loss function of its own"
+    loss_name = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+    if loss_name != "ForCausalLMLoss":
+        return None, f"loss_function is {loss_name}, not ForCausalLMLoss: logits and loss stay separate"
     return parts.CausalLMPart, ""

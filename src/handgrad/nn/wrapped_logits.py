@@ -4,6 +4,7 @@ the logits, Δ_12, that autograd hands over.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class GivenSignal(Objective):
     delta: Tensor
 
     def forward_and_delta(self, logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        return logits.sum(), self.delta[targets]
+        return logits.new_zeros(()), self.delta[targets]  # the value is elsewhere too
 
 
 class LogitsFunction(Function):
@@ -58,12 +59,22 @@ class LogitsFunction(Function):
     @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.state is None:
-            raise HandgradError("the activations are freed by the first backward(): compute the logits again")
+            raise HandgradError(
+                "the activations are freed by the first backward(): give it retain_graph=True, or compute the logits again"
+            )
         _ = ctx.saved_tensors
-        state, ctx.state = ctx.state, None
-        objective = GivenSignal(delta)
-        _, grads = gradients_of(ctx.parameters, lambda: ctx.model.backward_pass(state, 1, objective=objective))
+        state, once = ctx.state, not _graph_is_kept()
+        if once:
+            ctx.state = None
+        compute = partial(ctx.model.backward_pass, state, 1, once=once, objective=GivenSignal(delta))
+        _, grads = gradients_of(ctx.parameters, compute)
         return None, None, None, None, *grads
+
+
+def _graph_is_kept() -> bool:
+    """Whether this is backward(retain_graph=True); False where torch does not tell."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is not None and bool(ask())
 
 
 def _logits(model: GPT, state: ForwardState) -> Tensor:

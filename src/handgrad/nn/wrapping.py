@@ -21,7 +21,7 @@ from ..formats import huggingface
 from ..formats.config_json import config_json
 from ..model.gpt import GPT
 from ..ops import loss as softmax_loss
-from .functions import first_derivative, opaque
+from .functions import first_derivative, opaque, without_autocast
 from .wrapped_logits import LogitsFunction, gradients_of
 
 
@@ -136,7 +136,7 @@ class Wrapped(nn.Module):
         trained = [p for p in model.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and trained:
             batch = (tokens, targets, lengths)
-            with torch.autocast(model.device.type, enabled=False):
+            with without_autocast(model.device.type):
                 return Output(loss=LossFunction.apply(self, batch, n_targets, *trained))  # type: ignore[no-untyped-call]
         with torch.no_grad():
             logits = self._logits(input_ids.shape, tokens, lengths, rows)
@@ -148,12 +148,12 @@ class Wrapped(nn.Module):
         """(B, T, V), 0 at padding"""
         model = self.handgrad_model
         trained = [p for p in model.parameters() if p.requires_grad]
-        if torch.is_grad_enabled() and trained:
-            given = model, tokens, lengths, self.gradient_checkpointing
-            with torch.autocast(model.device.type, enabled=False):
+        with without_autocast(model.device.type):
+            if torch.is_grad_enabled() and trained:
+                given = model, tokens, lengths, self.gradient_checkpointing
                 found: Tensor = LogitsFunction.apply(*given, *trained)  # type: ignore[no-untyped-call]
-        else:
-            found = model.logits(tokens, lengths)
+            else:
+                found = model.logits(tokens, lengths)
         if len(tokens) < shape.numel():
             found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, rows, found)
         return found.view(*shape, -1)
@@ -216,7 +216,7 @@ _NO_EFFECT = ("use_cache", "return_dict")  # options of transformers' callers th
 
 
 def wrap(model: GPT) -> Wrapped:
-    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, Accelerate, a loop of your own. The
+    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, Accelerate, your own loop. The
     parameters are shared: training the wrapped model trains the model."""
     if not isinstance(model, GPT):
         raise HandgradError(
