@@ -136,7 +136,7 @@ def replace_table(page: Path, text: str) -> str:
     """The page with another table between its comments."""
     before = page.read_text()
     if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
-        raise HandgradError(f"{page} has no place for the table: put {BEGIN} and {END} on lines of their own into it")
+        raise HandgradError(f"{page} has no place for the table: add two lines to it, {BEGIN} and {END}")
     return before[: before.index(BEGIN)] + f"{BEGIN}\n{text}{END}" + before[before.index(END) + len(END) :]
 
 

@@ -119,7 +119,7 @@ def test_unpublishable_results_are_refused(
 def test_a_page_without_a_place_for_the_table_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{table.END}\n{table.BEGIN}\n")
-    with pytest.raises(hg.HandgradError, match=r"has no place for the table: put <!-- begin"):
+    with pytest.raises(hg.HandgradError, match=r"has no place for the table: add two lines to it, <!-- begin"):
         table.replace_table(page, "x")
 
 

@@ -125,6 +125,20 @@ def test_permuted(noise: float) -> None:
     assert found(wide[:, torch.randperm(40)], wide, noise).kind == "permuted"
 
 
+def test_slices_that_are_empty_or_belong_elsewhere(noise: float) -> None:
+    empty = RIGHT.clone()
+    empty[5:7] = 0.0
+    result = found(empty, RIGHT, noise)
+    assert result.kind == "zero"
+    assert result.sentence == "is zero in 2 of the 8 slices of axis 0 (5–6), and right in the others"
+    for order, says in (([0, 0, 1, 2, 3, 4, 5, 6], "shifted by 1"), ([0, 1, 2, 7, 4, 5, 6, 7], "slice 3 holds what")):
+        result = found(RIGHT[order], RIGHT, noise)
+        assert result.kind == "permuted" and says in result.sentence
+    assert found(torch.cat([0 * RIGHT[:1], RIGHT[:-1]]), RIGHT, noise).detail == "shifted by 1"
+    others = values(8, 6, seed=3)
+    assert found(torch.cat([RIGHT[:6], others[6:]]), RIGHT, noise).kind == "other"
+
+
 def test_entries_in_another_order() -> None:
     shuffled = RIGHT.flatten()[torch.randperm(48)].view(8, 6)
     assert found(shuffled, RIGHT, 1e-6).kind == "permuted"

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +193,21 @@ def test_autograd_functions() -> None:
     report = hg.check(ChangesInput, "n d")
     assert report.first is not None
     assert "changes input 0 in place" in report.first.sentence()
+
+
+def test_a_function_that_reads_outside_its_inputs() -> None:
+    """torch's attention takes keys of another length than the values, and its backward pass then writes outside."""
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    report = hg.check(causal, *["b h n d"] * 3)
+    assert report.passed, str(report)
+    assert len(report.notes) == 1 and "outside its inputs" in report.notes[0] and "input 1 broadcast" in report.notes[0]
+
+    def outside(a: Tensor) -> Tensor:
+        return 2 * a + a.as_strided(a.shape, a.stride(), a.storage_offset() + 1)
+
+    report = hg.check(outside, "n d", backward=lambda delta, a: 2 * delta)
+    assert report.first is not None and report.first.diagnosis.kind == "memory"
+    assert "reads memory outside its inputs" in report.first.sentence()
 
 
 def test_functions_that_cannot_be_checked() -> None:

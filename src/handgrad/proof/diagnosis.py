@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formatting import number, plural
-from .hypotheses import MAX_SLICES, Found, axes_to_sum, hypotheses, norm
+from .hypotheses import MAX_SLICES, Found, axes_to_sum, hypotheses, norm, ranges
 
 Part = tuple[int, int, int]  # axis, first index, number of indices
 
@@ -181,20 +181,8 @@ def _describe(computed: Tensor, expected: Tensor, bound: float) -> str:
         errors = error.movedim(axis, 0).reshape(n, -1).norm(dim=1)
         wrong = (errors > 3 * bound / math.sqrt(n)).nonzero().flatten().tolist()
         if 0 < len(wrong) <= n / 2:
-            return f"{text}, in {len(wrong)} of the {n} slices of axis {axis}: {_ranges(wrong)}"
+            return f"{text}, in {len(wrong)} of the {n} slices of axis {axis}: {ranges(wrong)}"
     return text
-
-
-def _ranges(indices: list[int]) -> str:
-    """0–3, 7, 9–10"""
-    runs: list[list[int]] = []
-    for i in indices:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    shown = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:6]]
-    return ", ".join(shown) + (" …" if len(runs) > 6 else "")
 
 
 def _norm_or_inf(x: Tensor, y: Tensor) -> float:

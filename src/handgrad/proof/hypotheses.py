@@ -15,6 +15,7 @@ from ..formatting import number
 
 MAX_SLICES = 2048  # an axis with more slices is not searched for a permutation
 TIGHT = 1e-4  # relative bound below which equal entries in another order are no coincidence
+ENOUGH = 4  # numbers of a slice that resembles another by no coincidence
 Fits = Callable[[Tensor], float | None]
 
 
@@ -52,11 +53,16 @@ def hypotheses(
     yield from _scaled(computed, expected, fits, relative, scales)
     yield from _transposed(expected, fits)
     for name, guess in mistakes.items():
-        if guess.shape == expected.shape and (residual := fits(guess.double())) is not None:
+        if (
+            guess.shape != expected.shape or norm(guess - expected) <= bound
+        ):  # a mistake that changes nothing explains nothing
+            continue
+        if (residual := fits(guess.double())) is not None:
             yield Found("known mistake", f"is what it would be if {name}", residual, detail=name)
     yield from _terms(computed, expected, bound, terms, scales)
     if unsummed is not None:
         yield from _unsummed(unsummed.double(), expected, fits)
+    yield from _empty(computed, expected, fits)
     yield from _permuted(computed, expected, fits, relative)
     yield from _per_slice(computed, expected, fits)
 
@@ -161,6 +167,19 @@ def _unsummed(unsummed: Tensor, expected: Tensor, fits: Fits) -> Iterator[Found]
                 yield Found("missing sum", text, residual, detail=named)
 
 
+def _empty(computed: Tensor, expected: Tensor, fits: Fits) -> Iterator[Found]:
+    """Some slices were never written."""
+    for axis, n in enumerate(expected.shape):
+        filled, wanted = ((x != 0).movedim(axis, 0).reshape(n, -1).any(1) for x in (computed, expected))
+        zero = (wanted & ~filled).nonzero().flatten().tolist()
+        if n < 2 or not 0 < len(zero) < n:
+            continue
+        residual = fits(expected * filled.view([n if i == axis else 1 for i in range(expected.ndim)]))
+        if residual is not None:
+            text = f"is zero in {len(zero)} of the {n} slices of axis {axis} ({ranges(zero)}), and right in the others"
+            yield Found("zero", text, residual, detail=f"axis {axis}")
+
+
 def _permuted(computed: Tensor, expected: Tensor, fits: Fits, relative: float) -> Iterator[Found]:
     """The right slices in another order."""
     generator = torch.Generator().manual_seed(0)
@@ -172,7 +191,10 @@ def _permuted(computed: Tensor, expected: Tensor, fits: Fits, relative: float) -
             turn = torch.randn(right.shape[1], 16, generator=generator, dtype=torch.float64)
             ours, right = ours @ turn, right @ turn
         order = torch.cdist(ours, right).argmin(1)
-        if len(set(order.tolist())) < n or torch.equal(order, torch.arange(n)):
+        if torch.equal(order, torch.arange(n)):
+            continue
+        if len(set(order.tolist())) < n:
+            yield from _taken(computed, expected, fits, axis, order)
             continue
         residual = fits(expected.index_select(axis, order.to(expected.device)))
         if residual is not None:
@@ -184,6 +206,40 @@ def _permuted(computed: Tensor, expected: Tensor, fits: Fits, relative: float) -
         guess[where] = expected.flatten().sort().values
         if (residual := fits(guess.view_as(expected))) is not None:
             yield Found("permuted", "has the right entries in another order", residual, detail="entries", loose=True)
+
+
+def _taken(computed: Tensor, expected: Tensor, fits: Fits, axis: int, order: Tensor) -> Iterator[Found]:
+    """Slices that belong elsewhere, some of them twice; others may be zero."""
+    n = len(order)
+    ours = computed.movedim(axis, 0).reshape(n, -1).cpu()
+    if ours.shape[1] < ENOUGH:
+        return
+    filled = (ours != 0).any(1)
+    guess = expected.movedim(axis, 0)[order.to(expected.device)].clone()
+    guess[~filled.to(expected.device)] = 0.0
+    residual = fits(guess.movedim(0, axis))
+    moved = [(i, j) for i, j in enumerate(order.tolist()) if i != j and filled[i]]
+    if residual is None or not moved:
+        return
+    how = "; ".join(f"slice {i} holds what belongs in slice {j}" for i, j in moved[:2]) + (" …" if moved[2:] else "")
+    steps = {i - j for i, j in moved}
+    if len(steps) == 1 and len(moved) >= n - 2 > 1:
+        how = f"shifted by {steps.pop()}"
+    yield Found(
+        "permuted", f"has slices of axis {axis} in the place of others: {how}", residual, detail=how, loose=True
+    )
+
+
+def ranges(indices: list[int]) -> str:
+    """0–3, 7, 9–10"""
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    shown = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:6]]
+    return ", ".join(shown) + (" …" if len(runs) > 6 else "")
 
 
 def _order_name(order: list[int]) -> str:
@@ -212,7 +268,7 @@ def _per_slice(computed: Tensor, expected: Tensor, fits: Fits) -> Iterator[Found
         residual = fits(factors * expected)
         if residual is not None:
             low, high = factors.min().item(), factors.max().item()
-            text = f"is multiplied by a factor of its own in each slice of axis {axis}, from {number(low)} to {number(high)}"
+            text = f"is multiplied by a different factor in each slice of axis {axis}, from {number(low)} to {number(high)}"
             yield Found("factor per slice", text, residual, detail=str(axis), loose=True)
 
 

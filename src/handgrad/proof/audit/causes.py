@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...adapters.injection import layers_of
+from ...adapters.injection import adapters_of, layers_of
 from ...model.block import Block
 from ...model.layers import Affine
-from ...model.norms import Norm
 from ...ops import activation
 from ...ops import gated as gated_op
 from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
-from . import heads
+from . import heads, weights
 from .batch import AuditBatch
 from .expect import Expected, expect
+from .norms import norm_mistakes, norm_terms
 from .observe import Observed
 from .subject import Subject, Tracked
 
@@ -50,11 +50,11 @@ class Suspects:
         block, number = self._block(point)
         a = self._values(point)
         if block is None:
-            return Causes(mistakes=_norm_mistakes(self.subject.ours.final_norm, a("10", last=True)))
+            return Causes(mistakes=norm_mistakes(self.subject.ours.final_norm, a("10", last=True)))
         i = int(point.split(".")[1])
         if number in ("2", "6"):
             norm, before = (block.norm_1, a("1")) if number == "2" else (block.norm_2, a("5"))
-            return Causes(mistakes=_norm_mistakes(norm, before))
+            return Causes(mistakes=norm_mistakes(norm, before))
         if number == "3":
             return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None))
         layer, read = self._layer_into(block, number)
@@ -79,13 +79,18 @@ class Suspects:
         return terms
 
     def _embedding_mistakes(self) -> dict[str, Tensor]:
-        """Learned positions that count the padding before a sequence."""
+        """Learned positions that count the padding before a sequence, or from 1."""
         ours, n = self.subject.ours, self.batch.shape[1]
-        if not ours.has("positions") or not self.batch.padded or n > len(ours.positions.w):
+        if not ours.has("positions") or n > len(ours.positions.w):
             return {}
-        at = self._rows(torch.arange(n).repeat(self.batch.shape[0]))
-        shifted = ours.embed.w[self.batch.tokens] + ours.positions.w[at]
-        return {"positions counted the padding before a sequence: give position_ids": shifted.detach()}
+        found = {}
+        if self.batch.padded:
+            name = "positions counted the padding before a sequence: give position_ids"
+            found[name] = torch.arange(n).repeat(self.batch.shape[0])
+        if n < len(ours.positions.w):
+            found["positions were counted from 1, not from 0"] = self.batch.positions.flatten() + 1
+        tokens, positions = ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
+        return {name: tokens + positions[self._rows(at)] for name, at in found.items()}
 
     def _activations(self, block: Block, a: Callable[..., Tensor]) -> dict[str, Tensor]:
         mlp = block.mlp
@@ -129,9 +134,9 @@ class Suspects:
                 (block.norm_1, a("1"), d("2"), d("5")) if number == "1" else (block.norm_2, a("5"), d("6"), d("10"))
             )
             name = "attention" if number == "1" else "feed-forward"
-            return Causes({"the residual connection": above, **_norm_terms(norm, before, after, name)}, scales=scales)
+            return Causes({"the residual connection": above, **norm_terms(norm, before, after, name)}, scales=scales)
         if number == "10" and i == self.subject.config.n_blocks - 1:
-            terms = _norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
+            terms = norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
             return Causes(terms, scales=scales)
         if number == "2":
             mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True))
@@ -154,9 +159,12 @@ class Suspects:
         name = tracked.ours
         mistakes = self.averaged(tracked)
         names = c.table.names
-        terms: dict[str, Tensor] = {}
-        if c.tied and name == f"{names['embed']}.weight":
-            terms = self._tied_terms()
+        sequences = weights.parts_of_sequences(self.subject, self.batch, name)
+        terms = {part: _turned(x, tracked) for part, x in sequences.items()}
+        if len(terms) > 2:
+            mistakes |= {f"only {part.removeprefix('the part of ')} contributed": x for part, x in terms.items()}
+        if c.tied and name == self._embed_name():
+            terms |= self._tied_terms()
         path = name.rpartition(".")[0].removesuffix(".base")
         layer = layers_of(ours).get(path)
         parts = self._parts(layer, tracked) if layer is not None else {}
@@ -166,9 +174,42 @@ class Suspects:
             i = int(inside[0])
             signal = self._signals(f"blocks.{i}.3")("3", padded=True)
             mistakes |= self._heads(i, lambda found: _turned(found.grads[own], tracked), signal)
+        mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
+        if path in (adapters := adapters_of(ours)):
+            norms = weights.with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
+            mistakes |= {what: _turned(x, tracked) for what, x in norms.items()}
         if layer is not None and layer.adapted:
             return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts)
         return Causes(terms, mistakes, self.scales(), parts)
+
+    def _wrong_rows(self, name: str, layer: Affine | None) -> dict[str, Tensor]:
+        """A weight's gradient from rows that do not belong together; those of q, k and v are in `heads.py`."""
+        ours, batch = self.subject.ours, self.batch
+        if name == self._embed_name():
+            signal = self._signals("blocks.0.1")("1", padded=True)
+            found = weights.into_other_rows(ours.embed.w.detach(), batch.inputs["input_ids"], signal)
+            if not self.subject.config.tied:
+                return found
+            of_embed, of_head = self._tied_terms().values()
+            found = {what: x + of_head for what, x in found.items()}
+            return found | {what: x + of_embed for what, x in self._head_from_other_rows().items()}
+        if layer is None or layer.adapted or not name.endswith(".weight"):
+            return {}
+        if layer is ours.head:
+            return self._head_from_other_rows()
+        for i, block in enumerate(ours.blocks):
+            for number in ("4", "9", *(("gate", "up") if block.mlp.gated else ("7",))):
+                other, read = self._layer_into(block, number)
+                if other is layer and not layer.plain().parts:
+                    a = self._values(f"blocks.{i}.1")(read, padded=True)
+                    delta = self._signals(f"blocks.{i}.1")({"4": "5", "9": "10"}.get(number, number), padded=True)
+                    return weights.from_other_rows(layer.plain(), a, delta, batch.shape)
+        return {}
+
+    def _head_from_other_rows(self) -> dict[str, Tensor]:
+        a_11, head = self._values("11")("11", padded=True), self.subject.ours.head
+        delta_12 = weights.delta_of_logits(head, a_11, self.batch)
+        return weights.from_other_rows(head.plain(), a_11, delta_12, self.batch.shape)
 
     @staticmethod
     def _adapter_scale(layer: Affine) -> dict[str, float]:
@@ -291,40 +332,6 @@ class Suspects:
 
 def _turned(x: Tensor, tracked: Tracked) -> Tensor:
     return x.detach().t() if tracked.transposed else x.detach()
-
-
-def _normalized(norm: Norm, a: Tensor) -> tuple[Tensor, Tensor]:
-    """ā and 1/σ of every row"""
-    mean = a.mean(-1, keepdim=True) if hasattr(norm, "bias") else 0.0
-    inverse = torch.rsqrt((a - mean).square().mean(-1, keepdim=True) + norm.eps)  # type: ignore[operator]
-    return (a - mean) * inverse, inverse
-
-
-@torch.no_grad()
-def _norm_mistakes(norm: Norm, a: Tensor) -> dict[str, Tensor]:
-    a_bar, _ = _normalized(norm, a)
-    w, b = norm.weight, getattr(norm, "bias", None)
-    bias = 0.0 if b is None else b
-    return {
-        "the gain were left out": a_bar + bias,
-        "1 were added to the gain": a_bar * (1 + w) + bias,
-        "the norm were left out": a,
-        **({"the bias were left out": a_bar * w} if b is not None else {}),
-    }
-
-
-@torch.no_grad()
-def _norm_terms(norm: Norm, a: Tensor, delta: Tensor, branch: str) -> dict[str, Tensor]:
-    """The terms of a norm's backward pass: 1/σ · (w ∘ Δ − mean(w ∘ Δ) − ā mean(w ∘ Δ ∘ ā)); RMSNorm has no second one."""
-    a_bar, inverse = _normalized(norm, a)
-    g = delta * norm.weight
-    direct, along = inverse * g, -inverse * a_bar * (g * a_bar).mean(-1, keepdim=True)
-    terms = {"the norm's direct term": direct, "the norm's term of the variance": along}
-    whole = direct + along
-    if hasattr(norm, "bias"):
-        terms["the norm's term of the mean"] = -inverse * g.mean(-1, keepdim=True).expand_as(g)
-        whole = whole + terms["the norm's term of the mean"]
-    return {f"the {branch} branch": whole, **terms}
 
 
 @torch.no_grad()

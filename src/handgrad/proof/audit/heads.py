@@ -36,6 +36,10 @@ class Heads:
     corrected: bool = True  # the softmax's backward pass subtracts Δ ⊖ a
     unnormed: str = ""  # letters of the heads without their norm
     summed: bool = True  # the signals of keys and values add up over the queries that share them
+    late: int = 0  # by how much the keys' positions are too large, relative to the queries'
+    order: str = "qkv"  # which projections are taken for q, k and v
+    returned: str = "qkv"  # to which of them the error signals of q, k and v go
+    away: int = 0  # from how many rows away the gradients of the projections' weights take their input
 
 
 class Result(NamedTuple):
@@ -77,6 +81,8 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
         for who, turns in (("queries", (0, 1)), ("keys", (1, 0)), ("queries and keys", (0, 0))):
             found[f"the {who} were not rotated"] = replace(right, turns=turns)
         found["the keys were rotated backwards"] = replace(right, turns=(1, -1))
+        for size, late in (("large", 1), ("small", -1)):
+            found[f"the keys' positions were one too {size}, relative to the queries'"] = replace(right, late=late)
         found["neighbouring features were rotated, not those of the two halves"] = replace(right, interleaved=True)
     elif config.positions == "rotary":
         found["queries and keys were rotated, which this block does not do"] = replace(right, turns=(1, 1))
@@ -87,14 +93,29 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
     if config.qk_norm:
         for who, letters in (("queries and keys", "qk"), ("queries", "q"), ("keys", "k")):
             found[f"the {who} were not normalized"] = replace(right, unnormed=letters)
+    orders = ("kqv", "vkq", "qvk", "kvq", "vqk") if config.kv_heads == config.n_heads else ("qvk",)
+    for order in orders if config.query_width == config.value_width else ():
+        taken = _exchanged(order)
+        found[taken] = replace(right, order=order)
+        found[f"the error signals of {taken}"] = replace(right, returned=order)
     adapted = tuple(name for name in block.attn.inputs if getattr(block.attn, name).adapted)
     if len(adapted) > 1:
         found["the adapters were bypassed"] = replace(right, bypassed=adapted)
     for name in adapted:
         found[f"the adapter of {name} were bypassed"] = replace(right, bypassed=(name,))
+    for which, away in (("next", 1), ("previous", -1)):
+        found[f"its input were that of the {which} row"] = replace(right, away=away)
     for letter, name in zip("qkv", ("queries", "keys", "values"), strict=True):
         found[f"the {name} were detached"] = replace(right, detached=letter)
     return found
+
+
+def _exchanged(order: str) -> str:
+    """What it means that these are taken for q, k and v."""
+    moved = [letter for letter, other in zip("qkv", order, strict=True) if letter != other]
+    if len(moved) == 2:
+        return f"{moved[0]} and {moved[1]} were exchanged"
+    return f"q, k and v were taken in the order {', '.join(order)}"
 
 
 def compute(
@@ -123,16 +144,22 @@ def compute(
 
 def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, c: Heads) -> Tensor:
     attn, (sequences, n) = block.attn, batch.shape
-    projected = [_project(getattr(attn, name), a_2, name in c.bypassed) for name in attn.inputs]
+    projected = [_project(getattr(attn, name), a_2, name in c.bypassed, c.away) for name in attn.inputs]
     if attn.inputs == ("qkv",):
         projected = list(torch.split(projected[0], list(config.qkv_widths().values()), 1))
+    projected = [projected["qkv".index(letter)] for letter in c.order]
     heads = [config.n_heads, config.kv_heads, config.kv_heads]
     q, k, v = (x.view(sequences * n, h, -1) for x, h in zip(projected, heads, strict=True))
     if config.qk_norm:
         q = q if "q" in c.unnormed else _rms(q, attn.q_norm.weight, config.eps)
         k = k if "k" in c.unnormed else _rms(k, attn.k_norm.weight, config.eps)
-    rotate = _rotation(config, batch, c.interleaved)
-    q, k = (_times(rotate, x, turns) for x, turns in zip((q, k), c.turns, strict=True))
+    rotations = (_rotation(config, batch, c.interleaved, late) for late in (0, c.late))
+    q, k = (_times(*given) for given in zip(rotations, (q, k), c.turns, strict=True))
+    # the value of each with the gradient of another
+    q, k, v = (
+        x if x is y else x.detach() + (y - y.detach())
+        for x, y in zip((q, k, v), ((q, k, v)["qkv".index(letter)] for letter in c.returned), strict=True)
+    )
     q, k, v = (
         (x.detach() if letter in c.detached else x).view(sequences, n, -1, x.shape[-1]).transpose(1, 2)
         for letter, x in zip("qkv", (q, k, v), strict=True)
@@ -149,21 +176,25 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     return (rho @ v).transpose(1, 2).reshape(sequences * n, -1)
 
 
-def _project(layer: Affine, a: Tensor, bypassed: bool) -> Tensor:
+def _project(layer: Affine, a: Tensor, bypassed: bool, away: int) -> Tensor:
     plain = layer.plain()
     w, b = (plain if bypassed else layer).effective_weight(), plain.added_bias()
-    return a @ w if b is None else a @ w + b
+    product = a @ w
+    if away:  # the same value, whose gradient by w is that of other rows
+        other = a.detach().roll(-away, 0) @ w
+        product = a @ w.detach() + (other - other.detach())
+    return product if b is None else product + b
 
 
 def _rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
 
 
-def _rotation(config: ModelConfig, batch: AuditBatch, interleaved: bool) -> Callable[[Tensor, int], Tensor]:
+def _rotation(config: ModelConfig, batch: AuditBatch, interleaved: bool, late: int) -> Callable[[Tensor, int], Tensor]:
     if config.positions != "rotary":
         return lambda x, sign: x
     theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
-    cos, sin = (x[:, None] for x in rotary.angles(batch.positions.flatten(), theta, factor))
+    cos, sin = (x[:, None] for x in rotary.angles(batch.positions.flatten() + late, theta, factor))
 
     def rotate(x: Tensor, sign: int) -> Tensor:
         first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)

@@ -218,9 +218,11 @@ class _Context:
         alone = self.subject.adapter is not None and not hasattr(self.subject.model, "get_base_model")
         return "the adapter was added by add_adapter: give get_peft_model(model, config)" if alone else ""
 
-    def _resumed(self, straight: nn.Module, inputs: dict[str, Tensor]) -> tuple[bool, str]:
+    def _resumed(self, straight: nn.Module, inputs: dict[str, Tensor]) -> tuple[bool | None, str]:
         optimizer = _optimizer(straight)
         take_step(straight, inputs, optimizer, self.loss)
+        if broken := _broken(straight):
+            return None, f"one step of AdamW makes {broken}"
         state = copy.deepcopy(optimizer.state_dict())
         resumed = copy.deepcopy(straight)  # with the same kernels; a loaded model has its library's own
         _load(resumed, self._reloaded(straight))
@@ -230,6 +232,8 @@ class _Context:
         again = _optimizer(resumed)
         again.load_state_dict(state)
         take_step(straight, inputs, optimizer, self.loss)
+        if broken := _broken(straight):  # NaN would be compared with NaN
+            return None, f"two steps of AdamW make {broken}"
         take_step(resumed, inputs, again, self.loss)
         return self._same(straight, resumed, "the second step of AdamW")
 
@@ -256,9 +260,7 @@ class _Context:
         if missing:
             return False, f"{missing[0]} is in one of the two only"
         changed = [
-            name
-            for name, p in ours.items()
-            if p.dtype != theirs[name].dtype or not torch.allclose(p, theirs[name], 0, 0, equal_nan=True)
+            name for name, p in ours.items() if p.dtype != theirs[name].dtype or not torch.equal(p, theirs[name])
         ]
         if changed:
             return False, f"{what + ': ' if what else ''}{changed[0]} changes ({len(changed)} of {len(ours)} tensors)"
@@ -266,7 +268,15 @@ class _Context:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # ε is 0 in float16, which would divide 0 by 0 where a gradient is 0
+    return torch.optim.AdamW(trained, lr=1e-3, eps=max(1e-8, *(torch.finfo(p.dtype).tiny for p in trained)))
+
+
+def _broken(model: nn.Module) -> str:
+    """What is not finite in the weights; "" if nothing is."""
+    names = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    return f"{names[0]} NaN or infinite ({len(names)} such), so there is nothing to resume" if names else ""
 
 
 @torch.no_grad()

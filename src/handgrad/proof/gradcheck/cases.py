@@ -3,6 +3,7 @@
 An input is described by its dimensions, "n d", or given as a tensor: then dimensions of equal size vary together.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,12 @@ class Case:
     def size(self) -> int:
         return sum(torch.Size(s).numel() for s in self.shapes if s is not None)
 
+    @property
+    def room(self) -> int:
+        """Numbers around an input: as far as a function reads that takes one input to have the shape of another."""
+        largest = max(torch.Size(s).numel() for s in self.shapes if s is not None)
+        return 64 * math.ceil((largest + 64) / 64)  # the input stays aligned
+
 
 @dataclass(frozen=True)
 class Template:
@@ -51,7 +58,9 @@ class Template:
     ranges: tuple[tuple[float, float] | None, ...]  # of tensors that were given: values like theirs
 
     def inputs(self, case: Case, dtype: torch.dtype | None = None, layout: str | None = None) -> list[Any]:
-        """The inputs of a case: random numbers that its dtype represents, in `dtype` (default: the case's)."""
+        """The inputs of a case: random numbers that its dtype represents, in `dtype` (default: the case's).
+
+        The memory around them is NaN, which shows in the output if a function reads outside; with a `layout` it is 0."""
         generator = torch.Generator().manual_seed(case.seed)
         made: list[Any] = []
         for argument, shape, span in zip(self.arguments, case.shapes, self.ranges, strict=True):
@@ -61,19 +70,21 @@ class Template:
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
             x = self.scale * x if span is None else span[0] + (span[1] - span[0]) * torch.sigmoid(x)
             x = x.to(case.dtype).to(dtype or case.dtype)
-            made.append(arranged(x, layout or case.layout))
+            around = math.nan if layout is None else 0.0
+            made.append(arranged(x, layout or case.layout, around, case.room))
         return made
 
 
-def arranged(x: Tensor, layout: str) -> Tensor:
-    """The same values in another arrangement of memory."""
+def arranged(x: Tensor, layout: str, around: float, room: int) -> Tensor:
+    """The same values in another arrangement of memory; contiguous ones stand between `room` numbers `around` them."""
     if layout == "transposed" and x.ndim >= 2:
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "strided" and x.ndim >= 1:
         wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
         wide[..., ::2] = x
         return wide[..., ::2]
-    return x.clone()
+    memory = x.new_full((x.numel() + 2 * room,), around)
+    return memory[room : room + x.numel()].copy_(x.flatten()).view(x.shape)
 
 
 def make_template(arguments: Sequence[Any], scale: float) -> Template:
