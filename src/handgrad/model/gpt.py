@@ -148,9 +148,8 @@ class GPT(Network):
         if examples is not None:
             self.begin_examples(examples, pieces, n_targets, tokens, lengths)
         fills = examples is None or examples.grads
-        if (
-            len(windows) > 1 and fills
-        ):  # gradients allocated between the activations of two pieces would fragment memory
+        # gradients allocated between the activations of two pieces would fragment memory
+        if len(windows) > 1 and fills:
             for p in fresh:
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         value = 0.0

@@ -53,9 +53,8 @@ def hypotheses(
     yield from _scaled(computed, expected, fits, relative, scales)
     yield from _transposed(expected, fits)
     for name, guess in mistakes.items():
-        if (
-            guess.shape != expected.shape or norm(guess - expected) <= bound
-        ):  # a mistake that changes nothing explains nothing
+        # a mistake that changes nothing explains nothing
+        if guess.shape != expected.shape or norm(guess - expected) <= bound:
             continue
         if (residual := fits(guess.double())) is not None:
             yield Found("known mistake", f"is what it would be if {name}", residual, detail=name)

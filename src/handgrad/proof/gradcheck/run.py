@@ -103,9 +103,8 @@ class _Checked:
             if not torch.isfinite(y).all():
                 kind = "not finite"
                 text = f"output {j} is NaN or infinite: give inputs for which the function is finite, as tensors"
-                if torch.isfinite(
-                    z
-                ).all():  # the same call with other memory around the inputs, or between their numbers
+                # z: the same call with other memory around the inputs, or between their numbers
+                if torch.isfinite(z).all():
                     kind, text = "memory", OUTSIDE if case.layout == "contiguous" else f"output {j} {LAYOUT}"
                 return (None, text) if case.may_refuse else (_failure(case, kind, text), "")
             if not torch.allclose(y, z, rtol=1e-3, atol=1e-6 + 1e-3 * _size(z)):
