@@ -11,6 +11,7 @@ memory is measured in a separate process per contender. A contender that fails i
     attempts.py    calls to contenders that may fail
     measure.py     interleaved timing, peak memory
     machine.py     the machine, its load, versions, commit
+    outputs.py     files that are written, checked first
     cases.py       models and batches of train, memory, lora, sft
     compete.py     compares, times and measures the contenders of a case
     bridge.py      contenders of bridge: a transformers model as it is, replaced, compiled; a model of handgrad, wrapped

@@ -2,6 +2,7 @@
 python -m bench table FILE.json … [--into README.md] [--json FILE] [--plot FILE.svg]"""
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import signal
@@ -36,6 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
             write_table(options)
             return
         sys.exit(run(options))
+    except KeyboardInterrupt:  # before or after the measurements; run() keeps what they found
+        err.print("Interrupted.", highlight=False)
+        sys.exit(130)
     except (HandgradError, ImportError, OSError) as mistake:
         err.print(f"handgrad bench: {mistake}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(1)
@@ -106,52 +110,77 @@ def parse_table(arguments: list[str]) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write; return the exit status."""
-    from handgrad.files.atomic import check_writable, write_text
+    from handgrad.errors import HandgradError
+    from handgrad.files.atomic import write_text
 
-    from .machine import Machine
+    from .machine import Machine, origin
+    from .outputs import check_outputs
     from .picture import draw
     from .scenarios import as_json, completed
     from .show import Watch, summary
     from .sizes import SIZES
     from .supervise import measure
 
+    check_outputs(json=None if options.json == "-" else options.json, plot=options.plot)
     size, machine = replace(SIZES[options.size], base=options.model), Machine.now()
-    for target in (options.json, options.plot):
-        if target not in (None, "-"):
-            check_writable(Path(target))
     parts = chosen(options, size)
     out = Console(stderr=options.json == "-")  # stdout is reserved for JSON
     if not out.is_terminal:
         out.width = 140
     warn(machine)
     rows: list[Row] = []
+    made, shown = origin(), set[str]()
     status, before = 0, (tempfile.tempdir, signal.signal(signal.SIGTERM, signal.default_int_handler))
+
+    def as_text(state: Machine) -> str:
+        return as_json(completed(rows), state, size, command_of(options), made) + "\n"
+
     with tempfile.TemporaryDirectory() as scratch, Watch(parts, err) as watch:
         tempfile.tempdir = scratch  # also of children that are killed and cannot clean up
+
+        def show_scenario(name: str) -> None:
+            watch.print(completed([row for row in rows if row.scenario == name]), size.name, machine, out)
+            shown.add(name)
+
         try:
             for part, found in measure(parts, watch.tell, watch.tick):
                 rows += found
+                if options.json not in (None, "-"):  # now: a process that is killed later loses nothing
+                    with contextlib.suppress(HandgradError, OSError):  # reported at the end
+                        write_text(Path(options.json), as_text(machine.after()))
                 if part is last_of(part.scenario, parts):
-                    mine = completed([row for row in rows if row.scenario == part.scenario])
-                    watch.print(mine, size.name, machine, out)
+                    show_scenario(part.scenario)
         except KeyboardInterrupt:
             status = 130
+            for name in {row.scenario for row in rows} - shown:  # the finished cases of one that was interrupted
+                show_scenario(name)
         finally:
             tempfile.tempdir = before[0]
             signal.signal(signal.SIGTERM, before[1])
-    machine, rows = machine.after(), completed(rows)
-    text = as_json(rows, machine, size, command_of(options)) + "\n"
+    machine = machine.after()
     if options.json == "-":
-        sys.stdout.write(text)
-    elif options.json:
-        write_text(Path(options.json), text)
-    if options.plot:
-        write_text(Path(options.plot), draw(rows, machine))
+        sys.stdout.write(as_text(machine))
+    elif options.json and rows:  # without a measurement, an earlier file stays
+        write_text(Path(options.json), as_text(machine))
+    if options.plot and rows:
+        write_text(Path(options.plot), draw(completed(rows), machine))
     out.print(f"whole run: {machine.state}", style="dim", highlight=False)
     warn(machine)
     if status:
-        err.print(f"Interrupted. {len(rows)} measurements were finished.", highlight=False)
+        report_interrupt(len(rows), options)
     return int(summary(rows, err)) or status
+
+
+def report_interrupt(count: int, options: argparse.Namespace) -> None:
+    from handgrad.formatting import plural
+
+    files = [name for name in (options.json, options.plot) if name not in (None, "-")]
+    if count:
+        text = f"{plural(count, 'measurement')} {'was' if count == 1 else 'were'} finished"
+        text += f" and written to {' and '.join(files)}" if files else ""
+    else:
+        text = "Nothing was measured" + (f", and {' and '.join(files)} not written" if files else "")
+    err.print(f"Interrupted. {text}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def chosen(options: argparse.Namespace, size: "Size") -> list["Part"]:
@@ -165,14 +194,16 @@ def chosen(options: argparse.Namespace, size: "Size") -> list["Part"]:
         models.weights_folder(size.base)  # reports a wrong name before anything is measured
     names = list(dict.fromkeys(options.scenario)) or list(WITH_MODEL if options.model else SCENARIOS)
     every = [part for name in names for part in parts(name, size)]
-    wanted = [text.lower().replace("x", "×") for text in options.case]
-    found = [
-        part for part in every if not wanted or any(text in part.case.lower().replace("x", "×") for text in wanted)
-    ]
-    if not found:
-        cases = "; ".join(part.case for part in every)
-        raise HandgradError(f"no case contains {' or '.join(map(repr, options.case))}; there are: {cases}")
-    return found
+    for text in options.case:
+        if not any(matches(text, part) for part in every):
+            raise HandgradError(f"no case contains {text!r}; there are: {'; '.join(part.case for part in every)}")
+    return [part for part in every if not options.case or any(matches(text, part) for text in options.case)]
+
+
+def matches(text: str, part: "Part") -> bool:
+    """Whether the case's name contains the text; x stands for ×."""
+    wanted, name = (y.lower().replace("x", "×") for y in (text, part.case))
+    return wanted in name
 
 
 def last_of(scenario: str, parts: list["Part"]) -> "Part":

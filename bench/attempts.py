@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from handgrad.errors import HandgradError
 
-from .row import MISSING
+from .row import MISSING, Row
 
 T = TypeVar("T")
 LONGEST = 300  # characters of a reason
@@ -60,6 +60,14 @@ def problem(reason: Exception) -> str:
     if isinstance(reason, WrongError):
         return f"wrong: {text}"
     return f"failed: {text}" if isinstance(reason, HandgradError) else f"failed: {type(reason).__name__}: {text}"
+
+
+def fill_in(row: Row, call: Callable[[], object]) -> None:
+    """Fill in further figures of a row. If that fails, those it has stay, with the problem."""
+    try:
+        call()
+    except Exception as reason:
+        row.problem = row.problem or problem(reason)
 
 
 def _is_missing_module(reason: Exception, text: str) -> bool:

@@ -15,7 +15,7 @@ from handgrad.errors import HandgradError
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.timing import predict
 
-from .attempts import Attempts, WrongError, problem
+from .attempts import Attempts, WrongError, fill_in, problem
 from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
 from .measure import Timing, peak_during, resident, take_turns
 from .peers import Contender, Eager, Hand, HandInBackward, Loop
@@ -28,7 +28,7 @@ def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4)
     """The relative error; raises if it is larger than rounding."""
     error = relative(ours, reference)
     if not error < tolerance:
-        raise WrongError(f"{what}: the gradients differ by {error:.1e}; not timed")
+        raise WrongError(f"{what}: the results differ by {error:.1e}; not timed")
     return error
 
 
@@ -73,7 +73,7 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
             row.memory = peaks[name]
             row.memory_ratio = peaks[name] / peaks[reference] if reference in peaks else NAN
         if case.plan and name in ("handgrad", LEAST_MEMORY):
-            _predict(row, case, size)
+            fill_in(row, partial(_predict, row, case, size))
     return rows
 
 

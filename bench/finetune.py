@@ -26,7 +26,7 @@ from handgrad.training.finetune import prepare
 from handgrad.training.lifecycle import Request, dry_run
 from handgrad.training.plan import plan_job
 
-from .attempts import Attempts, WrongError
+from .attempts import Attempts, WrongError, fill_in
 from .bases import Base, base_of, lengths_of
 from .cases import PEFT
 from .in_transformers import RANK
@@ -116,10 +116,14 @@ class Work:
                     row.memory_ratio = peak[name] / peak[self.reference]
                     row.above_torch_ratio = above[name] / above[self.reference]
             if isinstance(run, Ours):
-                plan = run.plan(self)
-                row.predicted_seconds = predict(plan, budget)
-                row.predicted_memory = plan.bytes_peak + with_torch()
+                fill_in(row, partial(self.predict, row, run, budget))
         return rows
+
+    def predict(self, row: Row, run: "Ours", budget: float) -> None:
+        """Fill in what handgrad plan says of these steps."""
+        plan = run.plan(self)
+        row.predicted_seconds = predict(plan, budget)
+        row.predicted_memory = plan.bytes_peak + with_torch()
 
 
 def check_losses(name: str, losses: list[float], reference: list[float]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -127,6 +128,12 @@ def commit() -> tuple[str, bool]:
             return "", False
         answers.append(done.stdout.strip())
     return answers[0], bool(answers[1])
+
+
+def origin() -> dict[str, Any]:
+    """What the code was as the measurement began: date, commit, versions."""
+    head, dirty = commit()
+    return {"date": today(), "commit": head, "dirty": dirty, "versions": versions()}
 
 
 def today() -> str:

@@ -1,6 +1,7 @@
 """The plot, as SVG: the speed and memory of each case relative to the reference, and how time and memory grow with the
 number of tokens, on logarithmic axes with the slope of each line (1: linear, 2: quadratic)."""
 
+import itertools
 import math
 from html import escape
 
@@ -150,7 +151,7 @@ def growth(sheet: Sheet, title: str, of_memory: str, rows: list[Row]) -> None:
         curves: Curves = {}
         for row in rows:
             if value(row) > 0:
-                curves.setdefault(row.contender, []).append((row.tokens, value(row)))
+                curves.setdefault(curve_of(row), []).append((row.tokens, value(row)))
         curves = {name: curve for name, curve in curves.items() if len({x for x, _ in curve}) > 1}
         if curves:
             panels.append((what, unit, curves))
@@ -161,6 +162,12 @@ def growth(sheet: Sheet, title: str, of_memory: str, rows: list[Row]) -> None:
     width = (WIDTH - 2 * MARGIN - 24) / 2
     heights = [panel(sheet, MARGIN + i * (width + 24), width, *given) for i, given in enumerate(panels)]
     sheet.y += max(heights) + 10
+
+
+def curve_of(row: Row) -> str:
+    """The contender, after the model if the case names one."""
+    model, colon, _ = row.case.rpartition(": ")
+    return model + colon + row.contender
 
 
 def slope(curve: list[tuple[int, float]]) -> float:
@@ -198,7 +205,7 @@ def panel(sheet: Sheet, left: float, width: float, title: str, unit: str, curves
             previous = px
     sheet.text(b, floor + 31, "tokens", "t", "end")
     y = floor + 50.0
-    for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
+    for (name, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
         points = [place(x, value) for x, value in curve]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         sheet.parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"/>')

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from . import explain as page
 from .attempts import Attempts
 from .cases import CASES
 from .compete import compare, compete
-from .machine import Machine, commit, today, versions
+from .machine import Machine
 from .measure import take_turns
 from .row import NAN, Row
 from .sizes import Size
@@ -122,17 +123,11 @@ def completed(rows: list[Row]) -> list[Row]:
     return shared.of_idle(context.with_growth(rows))
 
 
-def as_json(rows: list[Row], machine: Machine, size: Size, command: str) -> str:
-    """All figures and what they depend on; NaN is null."""
+def as_json(rows: list[Row], machine: Machine, size: Size, command: str, made: dict[str, Any]) -> str:
+    """All figures and what they depend on, `made` by machine.origin(); NaN is null."""
     figures = [{k: (None if v != v else v) for k, v in asdict(row).items()} for row in rows]
     state = asdict(replace(machine, started=None)) | {"busy": machine.busy}
     del state["started"]
-    head, dirty = commit()
-    return json.dumps(
-        {
-            "command": command, "date": today(), "commit": head, "dirty": dirty, "size": size.name,
-            "model": size.base or size.label, "machine": state, "versions": versions(), "rows": figures,
-        },
-        indent=1,
-        ensure_ascii=False,
-    )  # fmt: skip
+    of = {"size": size.name, "model": size.base or size.label}
+    found = {"command": command, **made, **of, "machine": state, "rows": figures}
+    return json.dumps(found, indent=1, ensure_ascii=False)

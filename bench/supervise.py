@@ -1,12 +1,14 @@
 """Runs the parts of a bench in a child process: one that is killed, by the system for lack of memory or by a crash, costs
 the contender that was running, and the rest goes on."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 from .attempts import Attempts, problem
@@ -54,7 +56,7 @@ def _events(parts: list[Part], known: dict[str, str], tick: Callable[[], None]) 
         warnings.simplefilter("ignore", DeprecationWarning)  # of fork, where other threads exist
         child.start()
     send.close()
-    measured = 0
+    measured, ended = 0, False
     try:
         while measured < len(parts):
             while not receive.poll(REFRESH):
@@ -63,17 +65,26 @@ def _events(parts: list[Part], known: dict[str, str], tick: Callable[[], None]) 
             measured += event[0] == "rows"
             yield event
     except EOFError:
-        child.join()
+        ended = True
+    finally:  # also if interrupted
+        _end(child)
+    if ended:
         code = child.exitcode or 0
         yield "ended", ended_by(-code) if code < 0 else f"its process ended with status {code}"
-    finally:
-        if measured < len(parts):  # interrupted
-            child.kill()
-        child.join()
+
+
+def _end(child: ForkProcess) -> None:
+    """End the child and all processes that it has started, which would run beside the next contender."""
+    assert child.pid is not None
+    with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.join()
 
 
 def _work(parts: list[Part], known: dict[str, str], send: Connection) -> None:
     """Measure parts and report. Runs in the child."""
+    os.setpgid(0, 0)  # a group with all processes that it starts
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.dup2(2, 1)  # stdout is reserved for JSON

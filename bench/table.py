@@ -9,16 +9,18 @@ Results of a busy machine, of small sizes, or with a failure of ours are refused
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from handgrad.errors import HandgradError
-from handgrad.files.atomic import check_writable, write_text
+from handgrad.files.atomic import write_text
 
 from . import SCENARIOS
 from .cases import LOOP, MATMULS
 from .generate import KINDS, WITHOUT_CACHE
 from .machine import Machine
+from .outputs import check_outputs
 from .picture import draw
 from .row import BOUND, NAN, Row
 
@@ -34,22 +36,21 @@ TITLES = {
     "finetune": "`handgrad finetune`, {}",
     "shared": "nano recipe, {}",
 }
+NOTHING = "it has no measurements; measure again"
 Result = dict[str, Any]  # what --json wrote
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the table or write it into a page."""
     results = read([Path(name) for name in options.files])
-    for target in filter(None, (options.into, options.json, options.plot)):
-        check_writable(Path(target))
+    check_outputs(into=options.into, json=options.json, plot=options.plot)
     text = render(results)
     page = None if options.into is None else replace_table(Path(options.into), text)
     if options.json:
         write_text(Path(options.json), json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
     if options.plot:
-        write_text(
-            Path(options.plot), draw([row for result in results for row in rows_of(result)], machine_of(results))
-        )
+        rows = [with_model(row, result) for result in results for row in rows_of(result)]
+        write_text(Path(options.plot), draw(rows, machine_of(results)))
     if page is None:
         print(text, end="")
     else:
@@ -66,6 +67,8 @@ def read(files: list[Path]) -> list[Result]:
         try:
             found = json.loads(file.read_text())
             several = found.get("results", [found])
+            if not several:
+                raise HandgradError(NOTHING)
             for result in several:
                 check(result)
         except HandgradError as reason:
@@ -102,7 +105,9 @@ def check(result: Result) -> None:
             raise HandgradError(
                 f"{row.scenario}, {row.case}, {row.contender}: {row.problem}; repair it and measure again"
             )
-    for key in ("commit", "date", "command", "versions"):
+    if not result["rows"]:
+        raise HandgradError(NOTHING)
+    for key in ("commit", "dirty", "date", "command", "model", "versions"):
         result[key]
 
 
@@ -119,7 +124,17 @@ def without_repeats(results: list[Result]) -> list[Result]:
 
 
 def rows_of(result: Result) -> list[Row]:
-    return [Row(**{key: NAN if value is None else value for key, value in row.items()}) for row in result["rows"]]
+    rows = [Row(**{key: NAN if value is None else value for key, value in row.items()}) for row in result["rows"]]
+    for row in rows:
+        for of in fields(Row):
+            if not isinstance(getattr(row, of.name), str if of.type is str else int | float):
+                raise TypeError(f"{of.name} is {getattr(row, of.name)!r}")
+    return rows
+
+
+def with_model(row: Row, result: Result) -> Row:
+    """The row with the model in the name of its case, if --model named one: others have cases of the same names."""
+    return replace(row, case=f"{result['model']}: {row.case}") if "--model" in result["command"] else row
 
 
 def machine_of(results: list[Result]) -> Machine:
@@ -260,7 +275,7 @@ def attention_lines(rows: list[Row]) -> Iterator[list[str]]:
         direction, heads = group.split(", ", 1)
         shapes = " / ".join(row.case.rsplit(", ", 1)[1] for row in mine)
         times = " / ".join(f"{1e3 * row.seconds:.1f}" for row in mine)
-        ratios = " / ".join(f"{row.ratio:.2f}" for row in mine)
+        ratios = " / ".join("–" if row.ratio != row.ratio else f"{row.ratio:.2f}" for row in mine)
         yield [f"attention alone, {direction}, {heads}, {shapes}", f"{times} ms", "torch's kernel", f"{ratios}×"]
 
 

@@ -272,13 +272,23 @@ def test_interrupted_bench_writes_what_it_has(
 ) -> None:
     def measure(parts: list[scenarios.Part], *_: object) -> Iterator[tuple[scenarios.Part, list[Row]]]:
         yield parts[0], [Row(parts[0].scenario, parts[0].case, "handgrad", 8, 1.0, 1.0)]
+        assert json.loads(file.read_text())["rows"], "written before the next part"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervise, "measure", measure)
-    with pytest.raises(SystemExit) as ended:
-        __main__.main(["attention", "--tiny", "--json", str(tmp_path / "found.json")])
-    assert ended.value.code == 130 and "Interrupted. 1 measurement" in capsys.readouterr().err
-    found = json.loads((tmp_path / "found.json").read_text())
+    def nothing(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "found.json"
+    for replaced in (measure, nothing):  # the second run measures nothing, and leaves the file of the first
+        monkeypatch.setattr(supervise, "measure", replaced)
+        with pytest.raises(SystemExit) as ended:
+            __main__.main(["attention", "--tiny", "--json", str(file)])
+        assert ended.value.code == 130
+    shown = capsys.readouterr()
+    assert f"Interrupted. 1 measurement was finished and written to {file}." in shown.err
+    assert f"Interrupted. Nothing was measured, and {file} not written." in shown.err
+    assert SCENARIOS["attention"] in shown.out and "1.00 s" in shown.out, "the finished case is shown"
+    found = json.loads(file.read_text())
     assert len(found["rows"]) == 1 and found["command"] == "handgrad bench attention --tiny"
     assert found["versions"]["torch"] == torch.__version__ and re.fullmatch(r"[0-9a-f]{40}|", found["commit"])
     assert found["machine"]["cpu"] and found["machine"]["memory"] > 1e8 and found["machine"]["load_after"] >= 0
@@ -320,6 +330,9 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         (["context", "--quick", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),
         (["attention", "--tiny", "--json", "no/such/folder/r.json"], "does not exist"),
         (["attention", "--tiny", "--plot", "."], "it is a folder"),
+        (["attention", "--tiny", "--plot", "-"], "--plot needs a file name, not -"),
+        (["attention", "--tiny", "--json", "x", "--plot", "./x"], "--json and --plot name the same file"),
+        (["attention", "--tiny", "--case", "1x128", "--case", "9x9"], "no case contains '9x9'"),
         (["attention", "--tiny", "--case", "9x9"], "no case contains '9x9'; there are: backward, 2 heads of 16, 1×128"),
     ],
 )

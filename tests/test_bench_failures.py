@@ -1,9 +1,12 @@
 """handgrad bench when contenders fail: raise, are wrong, are killed or are not installed. The rest goes on."""
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +81,7 @@ def test_wrong_gradients_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     found, shown = bench(capsys, monkeypatch, "attention", status=1)
     for row in found["rows"]:
         wrong = row["contender"] == "handgrad" and row["case"].startswith("backward")
-        assert row["problem"].startswith("wrong: ∂q: the gradients differ by 1.0e-03" if wrong else "")
+        assert row["problem"].startswith("wrong: ∂q: the results differ by 1.0e-03" if wrong else "")
         assert (row["seconds"] is None) == wrong
     assert "2 of 4 measurements of handgrad failed" in shown
 
@@ -103,6 +106,34 @@ def test_memory_that_cannot_be_measured_leaves_the_time(monkeypatch: pytest.Monk
     case = cases.memory(TINY)[0]
     rows = compete.compete("memory", case, TINY, Attempts())
     assert all(row.seconds > 0 and not row.memory and row.problem.startswith("failed: ValueError") for row in rows)
+
+
+def test_a_prediction_that_fails_leaves_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compete, "predict", out_of_memory)
+    case = cases.train(TINY)[0]
+    rows = compete.compete("train", case, TINY, Attempts())
+    assert all(row.seconds > 0 for row in rows)
+    assert [row.problem[:20] for row in rows if row.problem] == ["failed: RuntimeError"] and rows[0].has_failed
+
+
+def test_processes_of_a_killed_contender_end_with_it(tmp_path: Path) -> None:
+    """They would run beside the next one."""
+
+    def starts_another(attempts: Attempts) -> list[Row]:
+        started = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "number").write_text(str(started.pid))
+        return [kill()]
+
+    (found,) = supervise.measure([Part("s", "case", starts_another)], lambda *_: None)
+    assert found[1][0].problem == "failed: ended by signal 9, perhaps for lack of memory"
+    status = Path("/proc", (tmp_path / "number").read_text(), "stat")
+    gone = False
+    for _ in range(1000):
+        gone = not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+        if gone:
+            break
+        time.sleep(0.01)
+    assert gone
 
 
 def test_parts_go_on_after_a_crash_outside_the_contenders() -> None:

@@ -101,6 +101,9 @@ BUSY = result()["machine"]
             "failed: why",
         ),
         ({"rows": [{"scenario": "lora"}]}, "is not a result of handgrad bench --json"),
+        ({"rows": [result("lora")["rows"][0] | {"seconds": "fast"}]}, "is not a result of handgrad bench --json"),
+        ({"rows": []}, "it has no measurements; measure again"),
+        ({"results": []}, "it has no measurements; measure again"),
         ({"machine": None}, "is not a result of handgrad bench --json"),
     ],
 )
@@ -121,6 +124,19 @@ def test_a_page_without_a_place_for_the_table_is_refused(tmp_path: Path) -> None
     page.write_text(f"{table.END}\n{table.BEGIN}\n")
     with pytest.raises(hg.HandgradError, match=r"has no place for the table: add two lines to it, <!-- begin"):
         table.replace_table(page, "x")
+
+
+def test_models_are_not_mixed_in_a_plot(tmp_path: Path) -> None:
+    """Cases of two models have the same names."""
+    other = result("context", model="smollm2", command="handgrad bench context --model smollm2")
+    for row in other["rows"]:
+        row["seconds"] *= 10
+    files = [write(tmp_path / "a.json", result("context")), write(tmp_path / "b.json", other)]
+    __main__.main(["table", *files, "--plot", str(tmp_path / "plot.svg")])
+    shown = list(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
+    slopes = [text.partition(": slope ")[::2] for text in shown if "finetune: slope" in text]
+    assert [name for name, _ in slopes] == ["handgrad finetune", "smollm2: handgrad finetune"] * 2
+    assert slopes[0][1] == slopes[1][1]
 
 
 def test_slope_is_the_exponent() -> None:

@@ -241,12 +241,16 @@ from handgrad.kernels import library
 model = hg.GPT(hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1), seed=0)
 tokens = torch.arange(10)[None] % 11
 before = library.prepared(torch.float32)
-print(model.loss_and_grads(tokens, tokens), before, library.allowed() and library.load(torch.float32) is not None)
+said = []
+library.prepare(torch.float32, said.append)
+used = library.allowed() and library.load(torch.float32) is not None
+print(model.loss_and_grads(tokens, tokens), before, used, len(said))
 """
 
 
 def train(cache: Path, processes: int = 1, **environment: str) -> list[list[str]]:
-    """The loss, whether nothing had to be compiled, and whether kernels were used, in processes that start together."""
+    """The loss, whether nothing had to be compiled, whether kernels were used, and the number of messages, in processes that
+    start together."""
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", TRAIN], env=os.environ | {"HANDGRAD_CACHE": str(cache), **environment},
@@ -258,15 +262,16 @@ def train(cache: Path, processes: int = 1, **environment: str) -> list[list[str]
 
 def test_compiled_once_by_processes_that_start_together_and_used_again(tmp_path: Path) -> None:
     (first, second), made = train(tmp_path, 2), list((tmp_path / "kernels").iterdir())
-    assert first == second and first[1:] == ["False", "True"] and len(made) == 1
-    assert train(tmp_path) == [[first[0], "True", "True"]]
+    assert first == second and first[1:] == ["False", "True", "1"] and len(made) == 1
+    assert train(tmp_path) == [[first[0], "True", "True", "0"]]
     assert list((tmp_path / "kernels").iterdir()) == made
 
 
 @pytest.mark.parametrize("environment", [{"CC": "false"}, {"PATH": "/nonexistent"}, {"HANDGRAD_KERNELS": "0"}])
 def test_without_a_compiler_torch_computes_the_same(environment: dict[str, str], tmp_path: Path) -> None:
-    ((loss, prepared, used),) = train(tmp_path, **environment)
+    ((loss, prepared, used, said),) = train(tmp_path, **environment)
     assert prepared == "True" and used == "False"  # nothing to compile, nothing compiled
+    assert said == ("0" if "HANDGRAD_KERNELS" in environment else "1"), "a missing compiler is reported"
     config = hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1)
     tokens = torch.arange(10)[None] % 11
     assert float(loss) == pytest.approx(hg.GPT(config, seed=0).loss_and_grads(tokens, tokens), rel=1e-5)

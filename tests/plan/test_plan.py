@@ -18,7 +18,7 @@ from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
 from handgrad.plan.parameters import parameters, target_ranks
-from handgrad.plan.timing import Forecast, Peak, best_of, predict
+from handgrad.plan.timing import Forecast, Peak, best_of, predict, too_large
 from handgrad.proof.oracles import count_multiply_adds
 from handgrad.training.config import FinetuneOptions
 
@@ -146,7 +146,7 @@ def test_predicted_seconds_match_a_real_step(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_model_too_large_for_a_trial_is_predicted() -> None:
     plan = make_plan(hg.preset("gpt2", d_model=30_000), tokens=1)  # a block alone has 10.8 G parameters
-    assert 1e-3 < predict(plan) < 1e6
+    assert 1e-3 < predict(plan) < 1e6 and too_large(plan) and not too_large(make_plan(hg.preset("gpt2")))
 
 
 def test_mfu_is_at_most_one() -> None:

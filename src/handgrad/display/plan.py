@@ -90,11 +90,11 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
     row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
         f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip
-    row(
-        "time of a step",
-        seconds(forecast.step_seconds),
-        "extrapolated from smaller steps timed now",
-        end_section=True,
+    how = (
+        "FLOP ÷ the rate of matrix products measured now: too large to time"
+        if forecast.from_rate
+        else "extrapolated from smaller steps timed now"
     )
+    row("time of a step", seconds(forecast.step_seconds), how, end_section=True)
     row("KV cache per token", size(plan.bytes_cache_per_token), "for generation")
     return table

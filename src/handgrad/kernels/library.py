@@ -49,10 +49,14 @@ def allowed() -> bool:
 
 
 def prepare(dtype: torch.dtype, say: Callable[[str], None]) -> None:
-    """Compile before the first step, with a message, so that no step waits."""
+    """Compile before the first step, with a message, so that no step waits; say so if that is not possible."""
     if not prepared(dtype):
         say("compiling kernels for this machine (once, a few seconds)")
-    load(dtype)
+    if dtype in REAL and allowed() and load(dtype) is None:
+        say(
+            "no compiled kernels: no C compiler with OpenMP (cc, gcc, clang, or what CC names) works here; torch computes"
+            " instead, more slowly"
+        )
 
 
 def prepared(dtype: torch.dtype) -> bool:

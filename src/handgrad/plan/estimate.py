@@ -103,7 +103,9 @@ def make_plan(
             f"batch and tokens must be at least 1 and rank at least 0, not {batch}, {tokens} and {rank}"
         )
     if tokens > config.n_context:
-        raise HandgradError(f"{tokens} tokens do not fit into a context of {config.n_context}")
+        raise HandgradError(
+            f"{tokens} tokens do not fit into a context of {config.n_context}: give --tokens of at most that"
+        )
     if targets and not rank:
         raise HandgradError("--targets selects layers for adapters: give --rank of at least 1 as well")
     if ranks is None:

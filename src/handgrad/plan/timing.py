@@ -47,11 +47,12 @@ class Forecast:
 
     step_seconds: float
     runtime_bytes: int  # memory of the process before the step: Python and its libraries
+    from_rate: bool = False  # trial steps would be too large: seconds are FLOP ÷ the rate of matrix products
 
 
 def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
     """Predict the seconds of a step. `runtime_bytes` is the process's memory before the model was made."""
-    return Forecast(predict(plan), runtime_bytes)
+    return Forecast(predict(plan), runtime_bytes, too_large(plan))
 
 
 def predict(plan: Plan, budget: float = 1.5) -> float:
@@ -74,17 +75,21 @@ def unpack_seconds(kind: str, shape: tuple[int, int], dtype: str) -> float:
     return shape[0] / rows * best_of(partial(matrix.unpack, out), 0.02)
 
 
+def too_large(plan: Plan) -> bool:
+    """Whether the largest trial step, of three blocks, would take too long or too much memory."""
+    config = replace(with_blocks(plan.config, (0, 0, 0)), n_vocab=min(MANY, plan.config.n_vocab))
+    trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype)
+    return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES
+
+
 def _computing(plan: Plan, budget: float) -> float:
     """Seconds of a step without unpacking."""
+    if too_large(plan):
+        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
     more = {((0, i, i), few): count - (i == 0) for i, count in kinds_of_blocks(c).items() if count > (i == 0)}
-    piece = plan.piece
-    largest = replace(with_blocks(c, (0, 0, 0)), n_vocab=many)
-    trial = make_plan(largest, piece // plan.tokens, plan.tokens, plan.dtype)
-    if trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES:
-        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     found = _best_times({trial: _Trial(plan, *trial) for trial in {small, large, *more}}, budget)
 
     def of_blocks(get: Callable[[Times], float]) -> float:
@@ -101,7 +106,7 @@ def _computing(plan: Plan, budget: float) -> float:
     def update(times: Times) -> float:
         return times.update
 
-    pieces = -(-plan.batch * plan.tokens // piece)
+    pieces = -(-plan.batch * plan.tokens // plan.piece)
     of_piece = of_blocks(gradients) + of_vocabulary(gradients) + of_blocks(lambda times: times.forward)
     return pieces * of_piece + of_blocks(update) + of_vocabulary(update)
 
