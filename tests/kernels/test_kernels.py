@@ -139,7 +139,7 @@ ATTENTION = [
     ([64, 64, 64], 2, 2, 16, 16),
     ([63, 1, 65, 130], 6, 2, 8, 8),
     ([129], 3, 1, 80, 17),
-    ([70, 3], 2, 2, 5, 130),
+    ([70, 0, 3], 2, 2, 5, 130),
 ]
 
 
@@ -169,6 +169,21 @@ def test_attention_is_equal_to_torch_calls(
 
     for ours, plain in zip(*both(run), strict=True):
         assert relative_error(ours, plain, floor=1.0) <= ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((), None), ((0, 0), None), ((2, 3), torch.arange(0))])
+def test_attention_without_queries_gives_keys_no_gradient(lengths: tuple[int, ...], rows: Tensor | None) -> None:
+    q, k, v = torch.randn(0, 4, 8), torch.randn(sum(lengths), 2, 8), torch.randn(sum(lengths), 2, 8)
+    spans = attention.spans_of(lengths, rows)
+
+    def run() -> list[Tensor]:
+        a, saved = attention.forward(q, k, v, spans, True)
+        grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+        attention.backward(a, saved, spans, True, grads)
+        return [a, *grads]
+
+    for found in both(run):
+        assert [x.shape for x in found] == [(0, 4, 8), q.shape, k.shape, v.shape] and not any(x.any() for x in found)
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

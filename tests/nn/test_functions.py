@@ -263,6 +263,7 @@ def test_wrong_shapes_do_not_reach_the_kernels() -> None:
         (lambda: hg.nn.attention(rand(1, 3, 6), rand(1, 3, 6), None, 2), "q alone"),
         (lambda: hg.nn.attention(rand(1, 3, 7), None, None, 2), "width 7"), (lambda: hg.nn.attention(a, a, a, 2), "B, T"),
         (lambda: hg.nn.attention(*[rand(1, 3, 6)] * 3, 3, 2), "does not divide"),
+        (lambda: hg.nn.attention(*[rand(1, 0, 6)] * 3, 2), "at least one token"),
         (lambda: hg.nn.attention(*[rand(1, 3, 8)] * 3, 2, rotation=(rand(2, 2), rand(2, 2))), "cos has the shape"),
         (lambda: hg.nn.linear_cross_entropy(rand(3, 5), w, torch.zeros(3).long()), "weight has the shape"),
         (lambda: hg.nn.linear_cross_entropy(a, w, torch.zeros(3).long(), n_targets=0), "at least 1"),

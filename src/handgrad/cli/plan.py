@@ -89,12 +89,13 @@ def plan(
     }  # fmt: skip
     found = find_model(model)
     console.note(found.note)
+    before = peak_memory()
     planned = plan_model(
         found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
         packed, base_dtype, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
         with using(threads):
-            predicted = forecast(planned, peak_memory())
+            predicted = forecast(planned, before)
         for table in display.tables(planned, predicted, model, console.out.width):
             console.out.print(table)

@@ -73,6 +73,8 @@ def check_heads(
     width = _width(q) // parts
     if q.shape[-1] != parts * width or not width:
         raise HandgradError(f"queries of width {q.shape[-1]} cannot be divided into {parts} heads")
+    if not q.numel():
+        raise HandgradError(f"q has the shape {tuple(q.shape)}: attention needs at least one token")
     if k is not None and v is not None:
         _expect("k", k, (*q.shape[:-1], n_kv_heads * width))
         _expect("v", v, (*q.shape[:-1], max(1, _width(v) // n_kv_heads) * n_kv_heads))

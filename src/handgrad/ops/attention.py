@@ -57,7 +57,8 @@ def spans_of(lengths: tuple[int, ...], rows: Tensor | None = None) -> Spans:
         while i + count < len(lengths) and lengths[i + count] == lengths[i]:
             count += 1
         all_rows = slice(start, start + count * lengths[i])
-        spans.append(Span(all_rows, all_rows, count, None))
+        if lengths[i]:  # an empty sequence has no queries
+            spans.append(Span(all_rows, all_rows, count, None))
         start += count * lengths[i]
         i += count
     return tuple(spans)
@@ -78,7 +79,7 @@ def forward(
     _check(q, k, v, causal, window)
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
-    if calls.fits(q, k, v):
+    if spans and calls.fits(q, k, v):
         calls.forward_attention(_sequences(spans), causal, window, q, k, v, a, lse)
         return a, Saved(q, k, v, a, lse)
     for span in spans:
@@ -245,7 +246,7 @@ def _backward_by_kernel(
 ) -> bool:
     """The same by a compiled kernel, for all sequences at once; False if there is none for these tensors."""
     q, k, v, a, lse = saved
-    if not calls.fits(lse) or _needs_float64(lse):
+    if not spans or not calls.fits(lse) or _needs_float64(lse):
         return False
     delta, q, k, v, a = (x.to(lse.dtype) for x in (delta, q, k, v, a))  # bfloat16 is computed in float32
     if not calls.fits(delta, q, k, v, a):
