@@ -2,7 +2,6 @@
 python -m bench table FILE.json … [--into README.md] [--json FILE] [--plot FILE.svg]"""
 
 import argparse
-import contextlib
 import shlex
 import shutil
 import signal
@@ -146,8 +145,11 @@ def run(options: argparse.Namespace) -> int:
             for part, found in measure(parts, watch.tell, watch.tick):
                 rows += found
                 if options.json not in (None, "-"):  # now: a process that is killed later loses nothing
-                    with contextlib.suppress(HandgradError, OSError):  # reported at the end
+                    try:
                         write_text(Path(options.json), as_text(machine.after()))
+                    except (HandgradError, OSError) as reason:  # the table is shown all the same
+                        text = f"{options.json} is not written yet, and tried again after the next case: {reason}"
+                        err.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
                 if part is last_of(part.scenario, parts):
                     show_scenario(part.scenario)
         except KeyboardInterrupt:

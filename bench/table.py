@@ -73,6 +73,10 @@ def read(files: list[Path]) -> list[Result]:
                 check(result)
         except HandgradError as reason:
             raise HandgradError(f"{file}: {reason}") from None
+        except OSError as reason:
+            raise HandgradError(
+                f"cannot read {file}: {reason.strerror}; name a file of handgrad bench --json"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise HandgradError(f"{file} is not a result of handgrad bench --json; measure again") from None
         results += several
@@ -149,7 +153,7 @@ def machine_of(results: list[Result]) -> Machine:
 
 def replace_table(page: Path, text: str) -> str:
     """The page with another table between its comments."""
-    before = page.read_text()
+    before = page.read_text() if page.is_file() else ""
     if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
         raise HandgradError(f"{page} has no place for the table: add two lines to it, {BEGIN} and {END}")
     return before[: before.index(BEGIN)] + f"{BEGIN}\n{text}{END}" + before[before.index(END) + len(END) :]

@@ -122,8 +122,11 @@ def test_unpublishable_results_are_refused(
 def test_a_page_without_a_place_for_the_table_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{table.END}\n{table.BEGIN}\n")
-    with pytest.raises(hg.HandgradError, match=r"has no place for the table: add two lines to it, <!-- begin"):
-        table.replace_table(page, "x")
+    for given in (page, tmp_path / "missing.md"):
+        with pytest.raises(hg.HandgradError, match=r"has no place for the table: add two lines to it, <!-- begin"):
+            table.replace_table(given, "x")
+    with pytest.raises(hg.HandgradError, match=r"cannot read .*missing.json: No such file"):
+        table.read([tmp_path / "missing.json"])
 
 
 def test_models_are_not_mixed_in_a_plot(tmp_path: Path) -> None:
