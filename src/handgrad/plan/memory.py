@@ -82,7 +82,7 @@ def temporary(
 
 def workspace(config: ModelConfig, dtype: str) -> int:
     """Bytes that matrix products keep allocated besides tensors: nothing where handgrad computes them itself."""
-    if library.multiplies() and library.load(getattr(torch, dtype)) is not None:
+    if library.allowed() and library.multiplies() and library.load(getattr(torch, dtype)) is not None:
         return 0
     return min(WORKSPACE, BYTES[dtype] * config.n_vocab * config.d_model)
 
