@@ -10,7 +10,7 @@ import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
-import { h, render } from "./render.js";
+import { h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { targetBar } from "./target.js";
@@ -23,6 +23,7 @@ import { VIEWS } from "./views.js";
 /** @param {string} id @returns {any} */
 const find = (id) => document.getElementById(id);
 let newest = 0; // number of the newest sentence requested; older answers are ignored
+let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
 let loaded = { key: "", /** @type {any} */ data: {}, problem: "" }; // what the current view has been given
 
 // ── drawing ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,7 +34,7 @@ const keyOf = () => JSON.stringify([state.view, state.overview.id, state.station
 /** Draw everything that can be drawn now. The panel waits for the data of a newly opened view. */
 function redraw() {
   if (!state.overview) return;
-  const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+  const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
   drawHeader();
   drawTabs();
@@ -48,7 +49,7 @@ function redraw() {
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
-  if (focused && focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
+  restoreFocus();
 }
 
 /** @param {any} view */
@@ -160,12 +161,11 @@ function writeAddress(push) {
 // ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** Show the sentence that `request` returns, unless another one was requested meanwhile.
- * @param {() => Promise<any>} request @param {{ push?: boolean, discard?: boolean }} options */
-async function showTraced(request, { push = false, discard = false } = {}) {
+ * @param {() => Promise<any>} request @param {boolean} push */
+async function showTraced(request, push = false) {
   const mine = ++newest;
   const overview = await busy(withProgress(request()));
   if (mine !== newest) return;
-  if (discard) discardSteps();
   setStatus("");
   Object.assign(state, {
     overview,
@@ -200,13 +200,13 @@ async function preview() {
 /** Trace a sentence on the current weights. Returns an error message or "".
  * @param {string} text
  * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
-async function trace(text, { push = false, version = weights(), wanted = null } = {}) {
+async function computeTrace(text, { push = false, version = weights(), wanted = null } = {}) {
   discardSteps();
   if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), { push, discard: true });
+    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -215,6 +215,12 @@ async function trace(text, { push = false, version = weights(), wanted = null } 
     redraw();
     return reason.message;
   }
+}
+
+/** @type {typeof computeTrace} */
+function trace(...given) {
+  const mine = computeTrace(...given).finally(() => tracing === mine && (tracing = null));
+  return (tracing = mine);
 }
 
 function showFollowed() {
@@ -230,6 +236,7 @@ const actions = {
   redraw,
   setStatus,
   trace,
+  traced: () => tracing,
   show,
   preview,
 

@@ -13,15 +13,16 @@ let moves = []; // probability of each target before the first step and after th
 /** @type {number} */
 let rate = NaN; // log10 of the learning rate; chosen by the size of the model at first
 let optimizer = "SGD";
-let running = ""; // "one" or "many" while steps are taken, then "ends" until the page has the new weights
+let running = ""; // "waits" for a trace, "one" or "many" while steps are taken, "ends" until the page has the new weights
 let problem = "";
 let runId = 0; // answers that belong to an older run are ignored
 
 /** Forget the steps that are shown; the weights stay what they are. */
 export function discardSteps() {
+  const dropped = running && running !== "ends";
+  problem = dropped ? "A new trace was requested before the step was finished: it was not taken." : "";
   steps = [];
   moves = [];
-  problem = "";
   running = "";
   runId++;
 }
@@ -132,6 +133,7 @@ function controls(state, actions) {
       button("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
     problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
+    running === "waits" ? h("p", { class: "soft", role: "status", key: "waits" }, "Waiting for the trace…") : null,
     left || !prepared
       ? null
       : h(
@@ -147,9 +149,18 @@ async function take(number_, prepared, state, actions) {
     running = ""; // ends the loop below
     return;
   }
-  running = number_ > 1 ? "many" : "one";
-  problem = "";
   const mine = runId;
+  problem = "";
+  running = "waits";
+  actions.redraw();
+  const failed = await actions.traced(); // the step is taken on the sentence that is being traced
+  if (mine !== runId) return;
+  if (failed) {
+    running = "";
+    problem = "No step was taken, because the trace failed.";
+    return actions.redraw();
+  }
+  running = number_ > 1 ? "many" : "one";
   const one = () =>
     prepared
       ? prepared[steps.length]
