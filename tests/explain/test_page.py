@@ -655,7 +655,8 @@ REACHED = """() => {
   });
 }"""
 MISSED = """() => [...document.querySelectorAll("a, button, input, select, textarea, summary, [tabindex]")]
-  .filter((node) => node.tabIndex >= 0 && node.checkVisibility() && !window.reached.has(node)).map((node) => node.outerHTML)"""
+  .filter((node) => node.tabIndex >= 0 && node.checkVisibility() && !window.reached.has(node))
+  .map((node) => node.outerHTML)"""
 
 
 def test_everything_can_be_reached_by_keyboard(open_page: Open) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .marks import percent, typeset
 
-
 NAMED = {" ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
 UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zs", "Zl", "Zp")  # controls, private use, half a character, spaces
 

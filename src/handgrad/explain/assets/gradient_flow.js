@@ -2,7 +2,7 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
+import { blockLabel, cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { number, percent } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
@@ -100,7 +100,7 @@ function picture(state, actions) {
     kind: mode === "a" ? "a" : "size",
     positive: true,
     picture: drawn.picture,
-    rowLabels: rows.map((row) => shortLabel(name(row))),
+    rowLabels: rows.map((row) => blockLabel(row, unfolded) ?? shortLabel(name(row))),
     columnLabels: labels,
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),

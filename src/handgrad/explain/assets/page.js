@@ -13,6 +13,7 @@ import { follow as followProofs } from "./proofs.js";
 import { h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
+import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
@@ -37,7 +38,7 @@ function redraw() {
   const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
   drawHeader();
-  drawTabs();
+  drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
@@ -58,26 +59,6 @@ function failed(view) {
   return (
     view.failed?.(state, loaded.problem, actions) ?? [h("p", { class: "problem" }, loaded.problem), h("p", {}, retry)]
   );
-}
-
-function drawTabs() {
-  const tab = (/** @type {any} */ view) =>
-    h(
-      "button",
-      {
-        type: "button",
-        role: "tab",
-        key: view.id,
-        id: `tab-${view.id}`,
-        "aria-controls": `view-${view.id}`,
-        "aria-selected": String(view.id === state.view),
-        tabindex: view.id === state.view ? 0 : -1,
-        onclick: () => actions.open(view.id),
-      },
-      view.title,
-    );
-  render(find("tabs"), VIEWS.map(tab));
-  for (const { id } of VIEWS) find(`view-${id}`).hidden = id !== state.view;
 }
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
