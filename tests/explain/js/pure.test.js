@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { colour, inkOn } from "./colours.js";
 import { csvText, pythonOf } from "./csv.js";
-import { blockLabel, cellsOfRow, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
+import { cellsOfRow, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
 import { joints, mapLines, widths } from "./map_lines.js";
@@ -71,7 +71,6 @@ test("the flow has short labels, and one row for each mode", () => {
   assert.deepEqual(["share", "delta", "product", "a"].map((mode) => cellsOfRow(row, mode)), [[0.36, 0.64], [3, 4], [3, 8], [1, 2]]);
   const rows = ["a_1", "blocks.0.a_3", "blocks.0.a_10", "blocks.1.a_3", "blocks.1.a_10", "a_11"].map((station) => ({ station }));
   assert.deepEqual(["all", "none", "1"].map((unfolded) => shownRows(rows, unfolded)), [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 3, 4, 5]]);
-  assert.deepEqual(["all", "none", "0"].map((unfolded) => blockLabel(rows[2], unfolded)), [undefined, "block 1", undefined]);
   assert.equal(pythonRows("x = 1\n\nx + y", [0, 2]), "x = 1\n\n(x + y)[[0, 2]]");
   const { least, most, shares } = logarithmic([[1e-9, 1, 100, 0]]);
   assert.deepEqual([least, most, shares[0]], [-2, 2, [0.03, 0.5, 1, 0]]);

@@ -16,13 +16,6 @@ export function shownRows(rows, unfolded) {
   return [...rows.keys()].filter((i) => unfolded === "all" || inside(rows[i].station) === unfolded);
 }
 
-/** The label of a folded block, whose last row stands for it; undefined for other rows.
- * @param {{ station: string }} row @param {string} unfolded */
-export function blockLabel({ station }, unfolded) {
-  const block = /^blocks\.(\d+)\.a_10$/.exec(station)?.[1];
-  return !block || unfolded === "all" || unfolded === block ? undefined : `block ${Number(block) + 1}`;
-}
-
 /** The lines of Python that make only some of the rows. @param {string} lines @param {number[]} rows */
 export function pythonRows(lines, rows) {
   const last = lines.lastIndexOf("\n") + 1;

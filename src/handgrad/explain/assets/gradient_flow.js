@@ -2,7 +2,7 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { blockLabel, cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
+import { cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { number, percent } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
@@ -100,7 +100,7 @@ function picture(state, actions) {
     kind: mode === "a" ? "a" : "size",
     positive: true,
     picture: drawn.picture,
-    rowLabels: rows.map((row) => blockLabel(row, unfolded) ?? shortLabel(name(row))),
+    rowLabels: rows.map((row) => shortLabel(name(row)).replace(unfolded === "all" ? "" : "Δ₉=", "")),
     columnLabels: labels,
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
@@ -125,6 +125,7 @@ function groups(overview, actions) {
     if (i < 0) return h("td", { class: "none" });
     const { station, norm } = overview.groups[i];
     const about = {
+      tabindex: i ? -1 : 0,
       "aria-label": `gradient of ${symbol}, ${layer}: ${number(norm)}`,
       "data-value": norm,
       style: filled("size", logs[i]),
@@ -154,6 +155,6 @@ function groups(overview, actions) {
       columnLabels: ["layer", "parameter", "length of its gradient"],
     },
     h("p", { class: "caption" }, overview.groups_caption),
-    table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups" }),
+    table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups", keys: true }),
   );
 }
