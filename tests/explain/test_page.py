@@ -340,7 +340,7 @@ def test_an_invalid_link_shows_a_message(browser: Browser, url: str, where: str,
 
 
 def test_gradient_flow(open_page: Open, session: Session) -> None:
-    page = open_page("#/flow")
+    page = open_page("#/flow", viewport={"width": 1280, "height": 400})
     expect(page.locator("#view-flow .caption").first).to_contain_text("the largest share of the error")
     sentence = session.sentence(TEXT)
     shown = {b.get_attribute("aria-label"): b.get_attribute("data-value") for b in page.locator(".groups button").all()}
@@ -353,6 +353,9 @@ def test_gradient_flow(open_page: Open, session: Session) -> None:
     canvas.click(position={"x": left + 2.5 * width, "y": box["height"] - 6})
     expect_station(page, "a_11")
     assert "token=2" in page.url and "backward" in page.url
+    page.go_back()
+    page.locator("#view-flow .groups button").last.click()  # far below
+    expect(page.locator("#view-station h2").first).to_be_in_viewport()
     page.go_back()
     page.click("[data-choice=product]")
     figure, names = page.locator(".flow-card figure"), {"trace": sentence.trace, "torch": torch}

@@ -25,6 +25,7 @@ import { VIEWS } from "./views.js";
 const find = (id) => document.getElementById(id);
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
+let shownView = ""; // the view that was drawn last
 let loaded = { key: "", /** @type {any} */ data: {}, problem: "" }; // what the current view has been given
 
 // ── drawing ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,6 +83,9 @@ async function show({ push = true } = {}) {
   const key = keyOf();
   if (loaded.key !== key || loaded.problem) await load(key);
   redraw();
+  const main = find("main");
+  if (push && shownView !== state.view && main.getBoundingClientRect().top < 0) main.scrollIntoView(); // opened from far below
+  shownView = state.view;
   followProofs(redraw);
 }
 
