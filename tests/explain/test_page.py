@@ -39,6 +39,7 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
         assert float(page.locator("#loss").get_attribute("data-value") or "") == sentence.trace.loss
         assert page.locator("#tokens .chips button").all_text_contents() == [shown.get(c, c) for c in text]
         assert page.locator(".story-words button small").count() == len(text)
+        expect(page.locator(".strip-note")).to_contain_text("surprise of the model, −log p: from 0 to")
     page.click(".story-words button >> nth=4")
     expect(page.locator("#story")).to_contain_text("After ‘anot’ the model gave ‘h’")
     expect(page.locator(".story-words button >> nth=4")).to_be_focused()
@@ -73,6 +74,11 @@ def test_every_station_shows_formulas_matrices_and_a_green_badge(open_page: Open
             assert canvas.bounding_box()["width"] > 100  # type: ignore[index]
         assert page.locator(".maps .caption").first.inner_text()
         assert page.locator(".code pre").count() >= 2
+        named = page.locator(".code figcaption").all_text_contents()
+        readable = [name.startswith("handgrad/paper/") for name in named]
+        assert readable[0] or not any(readable), named  # what is easy to read comes first
+        if station.index == 8:
+            assert page.locator("[data-neuron]").count() >= 6  # the lens of a plain feed-forward layer
         if station.id != "loss":
             page.click("#walk-on")
     expect(page.locator("#map .tick.good", has_text="✔")).to_have_count(23 + 2)  # including the two block headings
@@ -152,7 +158,10 @@ def test_a_new_sentence_updates_everything(open_page: Open, session: Session) ->
     assert "#/station/a_11/backward" in page.url  # Back undoes the sentence, not the place
 
 
-def test_malicious_and_invalid_sentences(open_page: Open, browser: Browser, url: str) -> None:
+UNSEEN = "\x01\x1b[0m\x7f\u202eabc"  # bytes of U+202E are shown as ‹E2›, ‹80›, ‹AE›
+
+
+def test_malicious_and_invalid_sentences(open_page: Open, browser: Browser, url: str, session: Session) -> None:
     page = open_page()
     page.fill("#sentence", '<img src=x onerror="window.bad=1"><b>')
     expect(page.locator("#tokens button").first).to_have_text("<")
@@ -160,8 +169,10 @@ def test_malicious_and_invalid_sentences(open_page: Open, browser: Browser, url:
         page.click(f'#map [data-key="{where}"]')
         expect_station(page, where)
     assert page.evaluate("window.bad") is None and page.locator("main img").count() == 0
-    page.fill("#sentence", "\x01\x1b[0m\x7f\u202eabc")
+    page.fill("#sentence", UNSEEN)
     expect(page.locator("#tokens button").first).to_have_text("␁")
+    expect(page.locator("#view-station")).to_have_attribute("data-sentence", session.sentence(UNSEEN).id)
+    assert re.findall(r"[\x01\x1b\x7f\u202e]", page.locator("main").inner_text()) == []  # captions of the server too
     # rejected requests are logged by the browser, so use a page without the check for errors
     context = browser.new_context()
     other = context.new_page()
@@ -261,6 +272,7 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
         asked[1].continue_()  # the old run answers after the new sentence
     page.wait_for_timeout(300)
     assert len(asked) == 2 and page.locator(".measured-point").count() == 0
+    expect(page.locator("#view-step .problem")).to_contain_text("it was not taken")
     expect(page.locator("#step-many")).to_have_text("run 20")
     expect(page.locator("#steps-taken")).to_have_text("after 1 step")
     loss = float(page.locator("#loss").get_attribute("data-value") or "")
@@ -269,13 +281,20 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
     expect(page.locator("#tokens button")).to_have_count(22)
     expect(page.locator("#steps-taken")).to_have_text("after 1 step")
     page.unroute("**/api/step")
-    page.click("#step-one")
+    traces: list[Route] = []
+    page.route("**/api/sentence", lambda route: traces.append(route))
+    page.click("[data-choice=position]")
+    page.click("#step-one")  # while a trace is computed
+    expect(page.locator("#view-step [role=status]")).to_have_text("Waiting for the trace…")
+    traces[0].continue_()
     expect(page.locator(".moves tbody tr")).to_have_count(21)
     expect(page.locator("#steps-taken")).to_have_text("after 2 steps")
+    assert "objective=position" in page.url
+    page.unroute("**/api/sentence")
     page.click("#reset-weights")
     expect(page.locator("#steps-taken")).to_have_text("")
-    original = session.sentence("a much longer sentence").trace.loss
-    assert float(page.locator("#loss").get_attribute("data-value") or "") == original
+    expected = session.sentence("a much longer sentence").trace.loss
+    assert float(page.locator("#loss").get_attribute("data-value") or "") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("width", [360, 1280])
@@ -321,7 +340,7 @@ def test_an_invalid_link_shows_a_message(browser: Browser, url: str, where: str,
 
 
 def test_gradient_flow(open_page: Open, session: Session) -> None:
-    page = open_page("#/flow")
+    page = open_page("#/flow", viewport={"width": 1280, "height": 400})
     expect(page.locator("#view-flow .caption").first).to_contain_text("the largest share of the error")
     sentence = session.sentence(TEXT)
     shown = {b.get_attribute("aria-label"): b.get_attribute("data-value") for b in page.locator(".groups button").all()}
@@ -334,6 +353,22 @@ def test_gradient_flow(open_page: Open, session: Session) -> None:
     canvas.click(position={"x": left + 2.5 * width, "y": box["height"] - 6})
     expect_station(page, "a_11")
     assert "token=2" in page.url and "backward" in page.url
+    page.go_back()
+    page.locator("#view-flow .groups button").last.click()  # far below
+    expect(page.locator("#view-station h2").first).to_be_in_viewport()
+    page.go_back()
+    page.click("[data-choice=product]")
+    figure, names = page.locator(".flow-card figure"), {"trace": sentence.trace, "torch": torch}
+    for rows, height in (("all", 16), ("none", 4), ("1", 10)):  # all rows; ends of blocks; and all rows of one block
+        page.select_option("#flow-rows", rows)
+        expect(figure.locator(".shape")).to_have_text(f"{height} × {len(TEXT)}")
+        made = evaluate(figure.locator(".python").text_content() or "", **names)
+        canvas.hover(position={"x": left + 2.5 * width, "y": float(canvas.get_attribute("data-top") or "") + 6})
+        assert made.shape == (height, len(TEXT))
+        first = sentence.trace["blocks.0.a_1"][2].norm() * sentence.trace["blocks.0.delta_1"][2].norm()
+        assert made[0, 2].item() == pytest.approx(first.item(), rel=1e-6)
+        shown_value = float(figure.locator(".readout").inner_text().rpartition(" ")[2])
+        assert shown_value == pytest.approx(first.item(), rel=1e-2)
 
 
 def test_arrow_keys_move_between_stations(open_page: Open, session: Session) -> None:
@@ -411,6 +446,9 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
         expect(page.locator("#view-step")).to_contain_text("only the adapters are trained")
         page.click("#step-one")
         expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+        page.click("#tab-compare")
+        page.click("#compare-base")
+        expect(page.locator("#view-compare .trio")).to_have_count(2)
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (360, 740)])
@@ -610,6 +648,53 @@ def test_a_redraw_leaves_focus_and_open_sections_alone(open_page: Open) -> None:
     page.keyboard.press("ArrowRight")
     expect(page.locator("#shown-rate")).not_to_have_text(before)
     expect(page.locator("#rate")).to_be_focused()
+
+
+REACHED = """() => {
+  const seen = (window.reached = new Set()), unmarked = (window.unmarked = []);
+  document.addEventListener("focusin", ({ target }) => {
+    seen.add(target);
+    if (!target.matches(":focus-visible")) unmarked.push(target.outerHTML);
+  });
+}"""
+MISSED = """() => [...document.querySelectorAll("a, button, input, select, textarea, summary, [tabindex]")]
+  .filter((node) => node.tabIndex >= 0 && node.checkVisibility() && !window.reached.has(node))
+  .map((node) => node.outerHTML)"""
+
+
+def test_everything_can_be_reached_by_keyboard(open_page: Open) -> None:
+    page = open_page()
+    page.evaluate(REACHED)
+    for where in ("start", "station/blocks.1.a_3/backward", "exercises"):
+        page.goto(f"{page.url.split('#')[0]}#/{where}")
+        expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2").first).to_be_visible()
+        page.evaluate("window.reached.clear()")
+        page.focus("#skip")
+        for _ in range(200):
+            page.keyboard.press("Tab")
+            here = page.evaluate("document.activeElement.id || document.activeElement.tagName")
+            if here == "code":
+                page.keyboard.press("Escape")  # in the editor Tab indents
+            if here == "BODY":
+                break
+        else:
+            pytest.fail(f"the Tab key does not leave {where}")
+        assert page.evaluate(MISSED) == [] and page.evaluate("window.unmarked") == [], where
+    page.goto(f"{page.url.split('#')[0]}#/flow")
+    page.locator("#view-flow .groups button").first.press("ArrowRight")  # the table has one stop of the Tab key
+    expect(page.locator("#view-flow .groups button").nth(1)).to_be_focused()
+    assert page.locator("#view-flow .groups button[tabindex='0']").count() == 1
+    page.goto(f"{page.url.split('#')[0]}#/start")
+    page.locator("#blame").press("Enter")  # disappears
+    expect(page.locator("#shares")).to_be_visible()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('.doors') !== null")
+    page.locator("#follow-up").press("Enter")  # leaves the view
+    expect_station(page, "loss")
+    page.keyboard.press("ArrowRight")
+    expect_station(page, "a_12")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('#view-station') !== null")
 
 
 def test_a_tap_shows_the_value(open_page: Open, session: Session) -> None:

@@ -216,7 +216,11 @@ def test_captions_describe_the_data() -> None:
     ) and "feature 3: ⟦-7.0⟧" in captions.about_activations(x, "abcd")
     assert "‘c’ (position 3): ⟦1.0%⟧" in captions.about_error(x, "abcd")
     assert "No error arrives" in captions.about_error(torch.zeros(4, 5), "abcd")
-    assert typeset(1.5e-7) == "1.50·10⁻⁷" and typeset(0) == "0" and captions.quote(" \n") == "‘␣⏎’"
+    assert (
+        typeset(1.5e-7) == "1.50·10⁻⁷"
+        and typeset(0) == "0"
+        and captions.quote(" \n\x01\ue000\xa0é") == "‘␣⏎␁⟨e000⟩⟨a0⟩é’"
+    )
 
 
 def test_a_head_of_a_bfloat16_model() -> None:

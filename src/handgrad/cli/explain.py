@@ -132,7 +132,7 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
         )
     network, tokenizer = _open(found.folder, found.name)
     where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
-    note = f"trained in {where}" if name is None else f"from {where}"
+    note = f"trained in {where}" if name is None else "trained weights" if name == DEFAULT else f"from {where}"
     return network, tokenizer, Path(found.name).name, note
 
 

@@ -1,15 +1,30 @@
 """The sentence under each picture: what to notice in the data at hand, computed from that data."""
 
+import unicodedata
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from .marks import percent, typeset
 
+NAMED = {" ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
+UNSEEN = ("Cc", "Cf", "Co", "Cs", "Zs", "Zl", "Zp")  # controls, private use, half a character, spaces
+
+
+def visible(token: str) -> str:
+    """Return a token with its spaces and unseen characters visible, as assets/format.js writes it."""
+
+    def written(c: str) -> str:
+        if ord(c) < 32 and c not in NAMED:
+            return chr(0x2400 + ord(c))
+        return NAMED.get(c) or (f"⟨{ord(c):x}⟩" if unicodedata.category(c) in UNSEEN else c)
+
+    return "".join(map(written, token))
+
 
 def quote(token: str) -> str:
-    """Quote a token, with spaces, line ends and tabs made visible."""
-    return f"‘{token.replace(' ', '␣').replace(chr(10), '⏎').replace(chr(9), '⇥')}’"
+    """‘token’"""
+    return f"‘{visible(token)}’"
 
 
 def _at(labels: Sequence[str], t: int) -> str:

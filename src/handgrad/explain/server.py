@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from ..errors import HandgradError
+from ..machine import trim_heap
 from ..web.connection import BackgroundServer
 from . import (
     attention_view,
@@ -282,7 +283,9 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     @app.post("/api/step")
     async def step(body: StepRequest) -> Response:
         prover.release()
-        return await answer(take_step, body.id, body.lr, body.optimizer)
+        response = await answer(take_step, body.id, body.lr, body.optimizer)
+        await compute(trim_heap)  # the trace before the step is free only now
+        return response
 
     add_routes(app, session, compute, JSONAnswer)
     return app

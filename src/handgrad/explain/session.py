@@ -119,6 +119,7 @@ class Session:
         with self.lock:
             found = self._sentences.get(id)
             if found is None:
+                self._make_room(len(ids))
                 targets = torch.tensor([[*ids[1:], -100]])
                 made = self._trace(id, ids, targets, version, objective)
                 found = TracedSentence(id, text, version, ids, targets, made, objective)
@@ -129,6 +130,13 @@ class Session:
                 _shrink(self._sentences, TRACE_CACHE_BYTES)
             self._sentences.move_to_end(id)
             return found
+
+    def _make_room(self, n_tokens: int) -> None:
+        """Drop old traces, so that the next one fits; its size is estimated by that of the newest one."""
+        if self._sentences:
+            newest = next(reversed(self._sentences.values()))
+            needed = newest.bytes * n_tokens // len(newest.ids)
+            _shrink(self._sentences, TRACE_CACHE_BYTES - needed, least=0)
 
     def _trace(self, id: str, ids: list[int], targets: Tensor, version: int, objective: Objective) -> SentenceTrace:
         gradient = partial(self._gradient, id, version, targets)
@@ -252,11 +260,11 @@ class Session:
             del self._versions[number]
 
 
-def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS) -> None:
-    """Drop the oldest entries until the rest fits the budget and the number of entries."""
+def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS, least: int = 1) -> None:
+    """Drop the oldest entries until the rest fits the budget and the number of entries; keep at least so many."""
     sizes = {key: value.bytes for key, value in cache.items()}
     before = len(cache)
-    while len(cache) > 1 and (sum(sizes.values()) > budget or len(cache) > most):
+    while len(cache) > least and (sum(sizes.values()) > budget or len(cache) > most):
         oldest, _ = cache.popitem(last=False)
         del sizes[oldest]
     if len(cache) < before:

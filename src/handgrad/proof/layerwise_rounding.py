@@ -2,7 +2,7 @@
 a time. The samples go through each block one after the other, beside a pass without errors."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,22 +39,24 @@ def errors_by_rounding(checker: "LayerwiseChecker", seed: int = 0) -> dict[str, 
     for i in range(len(model.blocks)):
         block = _block(checker, i)
         inputs.append([block(change, a, lambda _, x: x) for a, change in zip(inputs[-1], changes, strict=True)])
-    parts = [_readout(checker, a, change) for a, change in zip(inputs.pop(), changes, strict=True)]
+    deltas = _compared(found, (_readout(checker, a, change) for a, change in zip(inputs.pop(), changes, strict=True)))
     for i in reversed(range(len(model.blocks))):
-        _compare(found, parts)
-        block, upstream = _block(checker, i), [part.delta for part in parts]
-        parts = []
-        for a, delta, change in zip(inputs.pop(), upstream, changes, strict=True):
-            parts.append(differentiate_part(partial(block, change), a, (), delta))
-    _compare(found, parts)
+        block, passes = _block(checker, i), zip(inputs.pop(), deltas, changes, strict=True)
+        parts = (differentiate_part(partial(block, change), a, (), delta) for a, delta, change in passes)
+        deltas = _compared(found, parts)
     return {name: MARGIN * error for name, error in found.relative(NORM_FLOOR).items()}
 
 
-def _compare(found: TensorErrors, parts: list[Part]) -> None:
-    """Compare the error signals of every pass with those of the first."""
-    for part in parts[1:]:
-        for name, signal in part.deltas.items():
-            found.add(name, signal, parts[0].deltas[name], norm=True)
+def _compared(found: TensorErrors, passes: Iterator[Part]) -> list[Tensor]:
+    """Compare the error signals of every pass with those of the first, one pass at a time; return what each sends on."""
+    exact = next(passes)
+    sent = [exact.delta]
+    for delta, deltas in ((part.delta, part.deltas) for part in passes):
+        for name, signal in deltas.items():
+            found.add(name, signal, exact.deltas[name], norm=True)
+        sent.append(delta)
+        del delta, deltas  # as large as the vocabulary: freed before the next pass
+    return sent
 
 
 def _block(checker: "LayerwiseChecker", i: int) -> Callable[[Change, Tensor, Hook], Tensor]:

@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { colour, inkOn } from "./colours.js";
 import { csvText, pythonOf } from "./csv.js";
-import { cellsOfRow, logarithmic, shortLabel } from "./flow_rows.js";
+import { cellsOfRow, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
 import { joints, mapLines, widths } from "./map_lines.js";
@@ -29,7 +29,7 @@ test("numbers in the server's sentences are written as all others", () => {
 });
 
 test("tokens are visible", () => {
-  assert.equal(visible(" a\n\t\x01\x7f\u202e"), "␣a⏎⇥␁␡⟨202e⟩");
+  assert.equal(visible(" a\n\t\x01\x7f\u202e\ue000\xa0é"), "␣a⏎⇥␁␡⟨202e⟩⟨e000⟩⟨a0⟩é");
   assert.deepEqual([fit("abcdef", 4), fit("abcd", 4)], ["abc…", "abcd"]);
 });
 
@@ -69,6 +69,9 @@ test("the flow has short labels, and one row for each mode", () => {
   assert.deepEqual(["Δ₁", "Δ₄ = Δ₅ of block 1", "Δ_gate, Δ_up of block 12"].map(shortLabel), ["Δ₁", "1·Δ₄=Δ₅", "12·Δ_gate,up"]);
   const row = { station: "a_1", label: "Δ₁", a: [1, 2], delta: [3, 4], share: [0.36, 0.64] };
   assert.deepEqual(["share", "delta", "product", "a"].map((mode) => cellsOfRow(row, mode)), [[0.36, 0.64], [3, 4], [3, 8], [1, 2]]);
+  const rows = ["a_1", "blocks.0.a_3", "blocks.0.a_10", "blocks.1.a_3", "blocks.1.a_10", "a_11"].map((station) => ({ station }));
+  assert.deepEqual(["all", "none", "1"].map((unfolded) => shownRows(rows, unfolded)), [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 3, 4, 5]]);
+  assert.equal(pythonRows("x = 1\n\nx + y", [0, 2]), "x = 1\n\n(x + y)[[0, 2]]");
   const { least, most, shares } = logarithmic([[1e-9, 1, 100, 0]]);
   assert.deepEqual([least, most, shares[0]], [-2, 2, [0.03, 0.5, 1, 0]]);
 });

@@ -162,6 +162,7 @@ function editor(course, exercise, state, actions) {
       value: mine.code,
       oninput: (event) => (mine.code = event.target.value),
       onkeydown: indent,
+      "aria-describedby": "editor-keys",
     }),
     h(
       "div",
@@ -176,6 +177,7 @@ function editor(course, exercise, state, actions) {
         ? h("button", { type: "button", id: "undo", onclick: () => replace(mine.before) }, "bring my answer back")
         : null,
     ),
+    h("p", { class: "soft", id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
     h(
       "p",
       { class: "soft" },

@@ -9,6 +9,19 @@ export function shortLabel(label) {
   return `${block ? `${block}·` : ""}${symbols.replaceAll(" ", "").replaceAll(",Δ_", ",")}`;
 }
 
+/** Which rows are shown: all of them, or the ends of the blocks and, if one is unfolded, all rows of that block.
+ * @param {{ station: string }[]} rows @param {string} unfolded  "all", "none", or the number of a block, from 0 */
+export function shownRows(rows, unfolded) {
+  const inside = (/** @type {string} */ station) => /^blocks\.(\d+)\.(?!a_10$)/.exec(station)?.[1] ?? unfolded;
+  return [...rows.keys()].filter((i) => unfolded === "all" || inside(rows[i].station) === unfolded);
+}
+
+/** The lines of Python that make only some of the rows. @param {string} lines @param {number[]} rows */
+export function pythonRows(lines, rows) {
+  const last = lines.lastIndexOf("\n") + 1;
+  return `${lines.slice(0, last)}(${lines.slice(last)})[[${rows.join(", ")}]]`;
+}
+
 /** What a mode shows of a row. @param {Row} row @param {string} mode */
 export function cellsOfRow({ a, delta, share }, mode) {
   if (mode === "product") return a.map((x, i) => x * delta[i]);

@@ -55,17 +55,15 @@ const NAMED = new Map([
   ["\x7f", "␡"],
 ]);
 
-/** @param {string} c */
+// controls, marks of direction and joining, private use (no font knows it), half a character, spaces that are no “ ”
+const UNSEEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Z}]/u;
+
+/** As captions.visible. @param {string} c */
 function visibleCharacter(c) {
   const code = c.codePointAt(0) ?? 0;
   if (NAMED.has(c)) return NAMED.get(c);
   if (code < 32) return String.fromCodePoint(0x2400 + code);
-  const unseen =
-    (code >= 0x80 && code < 0xa0) ||
-    (code >= 0x200b && code <= 0x200f) ||
-    (code >= 0x202a && code <= 0x202e) ||
-    (code >= 0xe000 && code <= 0xf8ff); // private use: no font knows it
-  return unseen || code === 0xfeff ? `⟨${code.toString(16)}⟩` : c;
+  return UNSEEN.test(c) ? `⟨${code.toString(16)}⟩` : c;
 }
 
 /** At most `most` characters. @param {string} text @param {number} most */

@@ -2,7 +2,7 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { cellsOfRow, largestOf, logarithmic, shortLabel } from "./flow_rows.js";
+import { cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { number, percent } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
@@ -11,8 +11,10 @@ import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
 let mode = "share";
+let unfolded = ""; // "all" stations, "none", or the number of a block, from 0; chosen by the size of the model at first
 let drawn = { key: "", /** @type {any} */ picture: null }; // a redraw with the same picture keeps the zoom and the cursor
 
+const MANY_BLOCKS = 8; // above, every station has too little room
 const MODES = { share: "share of each row", delta: "‖Δ‖", product: "‖a‖·‖Δ‖", a: "‖a‖" };
 const TITLES = {
   share: "how the error of each station is spread over the tokens",
@@ -36,12 +38,14 @@ export const flowView = {
 
   /** @param {any} state @param {any} data @param {any} actions */
   draw(state, data, actions) {
+    unfolded ||= state.table.blocks > MANY_BLOCKS ? "none" : "all";
     const change = (key) => {
       mode = key;
       actions.redraw();
     };
     return [
       viewHead("the whole network at once", "Gradient flow", choice("What to show", MODES, mode, change)),
+      state.table.blocks > 1 ? rowChoice(state, actions) : null,
       h(
         "p",
         { class: "summary" },
@@ -54,15 +58,39 @@ export const flowView = {
   },
 };
 
+/** Which stations have a row. */
+function rowChoice(state, actions) {
+  const blocks = [...Array(state.table.blocks).keys()];
+  const choices = [["all", "every station"], ["none", "the end of every block"]];
+  const onchange = (event) => {
+    unfolded = event.target.value;
+    actions.redraw();
+  };
+  return h(
+    "p",
+    { class: "field flow-rows", key: "rows" },
+    h("label", { for: "flow-rows" }, "rows"),
+    h(
+      "select",
+      { id: "flow-rows", value: unfolded, onchange },
+      [...choices, ...blocks.map((b) => [String(b), `block ${b + 1} unfolded`])].map(([value, text]) =>
+        h("option", { value, key: value }, text),
+      ),
+    ),
+  );
+}
+
 function picture(state, actions) {
   const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const { rows, caption, python } = overview.flow;
+  const { rows: all, caption, python } = overview.flow;
+  const shown = shownRows(all, unfolded),
+    rows = shown.map((i) => all[i]);
   const values = rows.map((row) => cellsOfRow(row, mode));
   const { least, most, shares } = logarithmic(values);
   const share = mode === "share",
     largest = largestOf(values);
-  const key = `${overview.id} ${mode}`,
+  const key = `${overview.id} ${mode} ${unfolded}`,
     root = (x) => Math.sqrt(x / largest);
   if (drawn.key !== key) drawn = { key, picture: pictureOf(share ? values.map((row) => row.map(root)) : shares) };
   const name = (row) => (mode === "a" ? row.a_label : row.label);
@@ -72,13 +100,13 @@ function picture(state, actions) {
     kind: mode === "a" ? "a" : "size",
     positive: true,
     picture: drawn.picture,
-    rowLabels: rows.map((row) => shortLabel(name(row))),
+    rowLabels: rows.map((row) => shortLabel(name(row)).replace(unfolded === "all" ? "" : "Δ₉=", "")),
     columnLabels: labels,
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
     caption: CAPTIONS[mode] ?? caption,
     values: () => values,
-    python: python[mode],
+    python: rows.length < all.length ? pythonRows(python[mode], shown) : python[mode],
     scale: share
       ? ["0", `${percent(largest)} of the row's squared error`]
       : [number(10 ** least), `${number(10 ** most)}, logarithmic`],
@@ -97,6 +125,7 @@ function groups(overview, actions) {
     if (i < 0) return h("td", { class: "none" });
     const { station, norm } = overview.groups[i];
     const about = {
+      tabindex: i ? -1 : 0,
       "aria-label": `gradient of ${symbol}, ${layer}: ${number(norm)}`,
       "data-value": norm,
       style: filled("size", logs[i]),
@@ -126,6 +155,6 @@ function groups(overview, actions) {
       columnLabels: ["layer", "parameter", "length of its gradient"],
     },
     h("p", { class: "caption" }, overview.groups_caption),
-    table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups" }),
+    table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups", keys: true }),
   );
 }

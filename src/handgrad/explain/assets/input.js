@@ -99,7 +99,7 @@ function listenToKeys(state, actions) {
     const target = /** @type {Element} */ (event.target);
     const inMap = target.closest("#map") && !target.closest(".map-choice");
     // arrow keys inside a control belong to that control
-    const free = inMap || target.closest(".station-head .walk") || target === document.body || target.id === "main";
+    const free = inMap || target.closest(".station-head .walk") || target.matches("body, main, #views, [role=tabpanel]");
     if (!free) return;
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key],
       rows = inMap && { ArrowDown: 1, ArrowUp: -1 }[event.key];

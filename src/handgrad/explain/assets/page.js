@@ -10,9 +10,10 @@ import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
-import { h, render } from "./render.js";
+import { h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
+import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
@@ -23,6 +24,8 @@ import { VIEWS } from "./views.js";
 /** @param {string} id @returns {any} */
 const find = (id) => document.getElementById(id);
 let newest = 0; // number of the newest sentence requested; older answers are ignored
+let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
+let shownView = ""; // the view that was drawn last
 let loaded = { key: "", /** @type {any} */ data: {}, problem: "" }; // what the current view has been given
 
 // ── drawing ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,10 +36,10 @@ const keyOf = () => JSON.stringify([state.view, state.overview.id, state.station
 /** Draw everything that can be drawn now. The panel waits for the data of a newly opened view. */
 function redraw() {
   if (!state.overview) return;
-  const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+  const restoreFocus = keepFocus();
   document.documentElement.dataset.view = state.view;
   drawHeader();
-  drawTabs();
+  drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
@@ -48,7 +51,7 @@ function redraw() {
     if (loaded.problem) delete panel.dataset.station;
     else Object.assign(panel.dataset, { station: state.station, sentence: state.overview.id });
   }
-  if (focused && focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
+  restoreFocus();
 }
 
 /** @param {any} view */
@@ -57,26 +60,6 @@ function failed(view) {
   return (
     view.failed?.(state, loaded.problem, actions) ?? [h("p", { class: "problem" }, loaded.problem), h("p", {}, retry)]
   );
-}
-
-function drawTabs() {
-  const tab = (/** @type {any} */ view) =>
-    h(
-      "button",
-      {
-        type: "button",
-        role: "tab",
-        key: view.id,
-        id: `tab-${view.id}`,
-        "aria-controls": `view-${view.id}`,
-        "aria-selected": String(view.id === state.view),
-        tabindex: view.id === state.view ? 0 : -1,
-        onclick: () => actions.open(view.id),
-      },
-      view.title,
-    );
-  render(find("tabs"), VIEWS.map(tab));
-  for (const { id } of VIEWS) find(`view-${id}`).hidden = id !== state.view;
 }
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
@@ -100,6 +83,9 @@ async function show({ push = true } = {}) {
   const key = keyOf();
   if (loaded.key !== key || loaded.problem) await load(key);
   redraw();
+  const main = find("main");
+  if (push && shownView !== state.view && main.getBoundingClientRect().top < 0) main.scrollIntoView(); // opened from far below
+  shownView = state.view;
   followProofs(redraw);
 }
 
@@ -160,12 +146,11 @@ function writeAddress(push) {
 // ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** Show the sentence that `request` returns, unless another one was requested meanwhile.
- * @param {() => Promise<any>} request @param {{ push?: boolean, discard?: boolean }} options */
-async function showTraced(request, { push = false, discard = false } = {}) {
+ * @param {() => Promise<any>} request @param {boolean} push */
+async function showTraced(request, push = false) {
   const mine = ++newest;
   const overview = await busy(withProgress(request()));
   if (mine !== newest) return;
-  if (discard) discardSteps();
   setStatus("");
   Object.assign(state, {
     overview,
@@ -200,13 +185,13 @@ async function preview() {
 /** Trace a sentence on the current weights. Returns an error message or "".
  * @param {string} text
  * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
-async function trace(text, { push = false, version = weights(), wanted = null } = {}) {
+async function computeTrace(text, { push = false, version = weights(), wanted = null } = {}) {
   discardSteps();
   if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), { push, discard: true });
+    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -215,6 +200,12 @@ async function trace(text, { push = false, version = weights(), wanted = null } 
     redraw();
     return reason.message;
   }
+}
+
+/** @type {typeof computeTrace} */
+function trace(...given) {
+  const mine = computeTrace(...given).finally(() => tracing === mine && (tracing = null));
+  return (tracing = mine);
 }
 
 function showFollowed() {
@@ -230,6 +221,7 @@ const actions = {
   redraw,
   setStatus,
   trace,
+  traced: () => tracing,
   show,
   preview,
 

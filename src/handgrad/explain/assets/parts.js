@@ -117,15 +117,40 @@ export const pushBar = (word, push, most, target = false) =>
     h("span", { class: "figure", "data-value": push }, signed(push)),
   );
 
+/** Move between the buttons of a table with the arrow keys; the Tab key reaches one of them. @param {any} event */
+function moveInTable(event) {
+  const [down, right] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [];
+  const cell = event.target.closest("td");
+  if (!cell || down === undefined) return;
+  event.preventDefault();
+  event.stopPropagation();
+  const { rows } = event.currentTarget.querySelector("tbody");
+  const buttonAt = (i, j) => rows[i]?.cells[j]?.querySelector("button");
+  let i = [...rows].indexOf(cell.parentElement) + down,
+    j = cell.cellIndex + right;
+  while (rows[i]?.cells[j] && !buttonAt(i, j)) [i, j] = [i + down, j + right]; // not every cell has one
+  const next = buttonAt(i, j);
+  if (!next) return;
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
 /** A table in a region that scrolls.
  * @param {string} label
  * @param {any[]} head
  * @param {any[]} rows
- * @param {{ class?: string, tall?: boolean }} [options] */
-export const table = (label, head, rows, { class: style, tall } = {}) =>
+ * @param {{ class?: string, tall?: boolean, keys?: boolean }} [options]  keys: cells are buttons, reached by arrow keys */
+export const table = (label, head, rows, { class: style, tall, keys } = {}) =>
   h(
     "div",
-    { class: `scroll${tall ? " tall" : ""}`, tabindex: "0", role: "region", "aria-label": label },
+    {
+      class: `scroll${tall ? " tall" : ""}`,
+      tabindex: "0",
+      role: "region",
+      "aria-label": keys ? `${label}; arrow keys move between the cells` : label,
+      onkeydown: keys ? moveInTable : null,
+    },
     h(
       "table",
       { class: style },

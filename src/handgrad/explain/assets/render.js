@@ -93,6 +93,20 @@ function setAttributes(node, before, after) {
   }
 }
 
+/** Return a function that puts the focus back after a redraw: on the element that has it now or, if that was removed or hidden,
+ * on what is left around it, so that the Tab key goes on from there. */
+export function keepFocus() {
+  const around = /** @type {HTMLElement[]} */ ([]);
+  const { activeElement: focused, body } = document;
+  for (let node = focused; node && node !== body; node = node.parentElement) around.push(/** @type {any} */ (node));
+  return () => {
+    const left = around.find((node) => node.isConnected && !node.closest("[hidden]"));
+    if (!left || left === document.activeElement) return;
+    if (left !== focused && left.tabIndex < 0) left.setAttribute("tabindex", "-1");
+    left.focus({ preventScroll: true });
+  };
+}
+
 /** A formula of the station table. @param {string} key @param {{ mathml: string }} formula */
 export const math = (key, formula) => widget(key, mathWidget, formula);
 

@@ -11,17 +11,19 @@ import { plotOf, resultOf } from "./step_plot.js";
 let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
 /** @type {number} */
-let rate = NaN; // log10 of the learning rate; chosen by the size of the model at first
+let rate = NaN; // log10 of the learning rate that is shown
+let touched = false; // whether the reader chose it
 let optimizer = "SGD";
-let running = ""; // "one" or "many" while steps are taken, then "ends" until the page has the new weights
+let running = ""; // "waits" for a trace, "one" or "many" while steps are taken, "ends" until the page has the new weights
 let problem = "";
 let runId = 0; // answers that belong to an older run are ignored
 
 /** Forget the steps that are shown; the weights stay what they are. */
 export function discardSteps() {
+  const dropped = running && running !== "ends";
+  problem = dropped ? "A new trace was requested before the step was finished: it was not taken." : "";
   steps = [];
   moves = [];
-  problem = "";
   running = "";
   runId++;
 }
@@ -65,18 +67,30 @@ const about = (model) =>
       `of the adapters are trained.`
     : "");
 
+/** A step of Adam moves every weight by about the learning rate: the more weights, the smaller it must be. */
+const firstRate = ({ large }, name) => (name === "Adam" ? (large ? -5 : -3) : large ? -3 : -2);
+
+/** What a step of a large model is doing, which takes seconds. */
+const WORK = { one: "Computing the step…", many: "Computing the steps…", ends: "Computing a trace with the new weights…" };
+
 function controls(state, actions) {
-  if (Number.isNaN(rate)) rate = state.table.large ? -3 : -2;
+  if (!touched) rate = firstRate(state.table, optimizer);
   const rates = offline ? Object.keys(embeddedSteps()) : null;
   if (rates && !rates.includes(rateKey(rate))) rate = Math.log10(Number(rates[1] ?? rates[0]));
   const prepared = offline ? embeddedSteps()[rateKey(rate)] : null;
   const left = prepared ? prepared.filter((step) => !step.error).length - steps.length : 20;
   const setRate = (event) => {
+    touched = true;
     rate = rates ? Math.log10(Number(rates[event.target.value])) : Number(event.target.value);
     if (offline) discardSteps();
     actions.redraw();
   };
+  const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
   const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
+  const choose = (event) => {
+    optimizer = event.target.value;
+    actions.redraw();
+  };
   const button = (id, style, enabled, act, text) =>
     h(
       "button",
@@ -86,7 +100,7 @@ function controls(state, actions) {
   const slider = {
     type: "range",
     id: "rate",
-    min: rates ? 0 : -4,
+    min: rates ? 0 : state.table.large ? -6 : -4,
     max: rates ? rates.length - 1 : 1,
     step: rates ? 1 : 0.05,
     value: String(rates ? rates.indexOf(rateKey(rate)) : rate),
@@ -114,7 +128,7 @@ function controls(state, actions) {
       h("label", { for: "optimizer" }, "optimizer"),
       h(
         "select",
-        { id: "optimizer", disabled: offline, value: optimizer, onchange: (event) => (optimizer = event.target.value) },
+        { id: "optimizer", disabled: offline, value: optimizer, onchange: choose },
         options,
       ),
     ),
@@ -132,6 +146,7 @@ function controls(state, actions) {
       button("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
     problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
+    work ? h("p", { class: "soft", role: "status", key: "work" }, work) : null,
     left || !prepared
       ? null
       : h(
@@ -147,9 +162,18 @@ async function take(number_, prepared, state, actions) {
     running = ""; // ends the loop below
     return;
   }
-  running = number_ > 1 ? "many" : "one";
-  problem = "";
   const mine = runId;
+  problem = "";
+  running = "waits";
+  actions.redraw();
+  const failed = await actions.traced(); // the step is taken on the sentence that is being traced
+  if (mine !== runId) return;
+  if (failed) {
+    running = "";
+    problem = "No step was taken, because the trace failed.";
+    return actions.redraw();
+  }
+  running = number_ > 1 ? "many" : "one";
   const one = () =>
     prepared
       ? prepared[steps.length]
@@ -228,6 +252,8 @@ function curve(objective) {
   const first = steps[0].loss,
     last = lastStep().measured;
   const text = (x, y, anchor, content) => h("text", { x, y, "text-anchor": anchor }, content);
+  // left of the axis, or from the left edge where there is too little room
+  const edge = (y, label) => (label.length > 7 ? text(0, y, "start", label) : text(84, y, "end", label));
   const drawing = h(
     "svg",
     {
@@ -241,8 +267,8 @@ function curve(objective) {
     ),
     h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
     plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
-    text(84, 22, "end", number(plot.most)),
-    text(84, 156, "end", number(plot.least)),
+    edge(22, number(plot.most)),
+    edge(156, number(plot.least)),
     text(90, 174, "middle", "0"),
     text(610, 174, "middle", String(steps.length)),
   );

@@ -92,8 +92,8 @@ function words(tokens, losses, position, choose) {
     h(
       "p",
       { class: "caption" },
-      "Change the sentence above and watch: below each word is the probability that the model gave it, " +
-        "from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
+      `${offline ? "Below" : "Change the sentence above and watch: below"} each word is the probability that the model gave ` +
+        "it, from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
     ),
     chips({ label: "Words and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
   );

@@ -123,6 +123,7 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
     const [chosen, label] = part(b, i);
     const about = {
       type: "button",
+      tabindex: b || i ? -1 : 0,
       "aria-pressed": String(same(chosen)),
       "aria-label": `${label}: predicted change ${signed(value)}`,
       "data-part": Object.values(chosen).join(" "),
@@ -144,7 +145,7 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
   const numbered = changes.map((row, b) => [b + 1, ...row]);
   return savedFigure(
     { title, python, values: () => file ?? numbered, columnLabels: columnLabels ?? ["block", ...columns] },
-    table(title, ["", ...columns], rows, { class: "groups", tall: true }),
+    table(title, ["", ...columns], rows, { class: "groups", tall: true, keys: true }),
   );
 }
 
