@@ -46,6 +46,7 @@ def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
     expect(page.locator("#badge")).to_have_class("badge good")
     go(page, "station/loss/backward?token=3&objective=position-3")
     expect(page.locator(".loss-card")).to_contain_text("not divided by the number of targets")
+    expect(page.locator("#badge")).to_have_class("badge good")  # nothing moves any more where the next click goes
     page.click(".loss-card .strip button >> nth=5")
     expect(page.locator("#push-caption")).to_contain_text("does not depend on this position")
     assert page.locator(".bars.push").count() == 0
