@@ -65,7 +65,7 @@ def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
         return run
 
     runs = {name: step(contenders[name]) for name in attempts.competing(contenders)}
-    timings = take_turns(runs, min(size.rounds, 4), attempts)
+    timings = take_turns(runs, min(size.rounds, 2 * size.process_rounds), attempts)
     rows = []
     for name in contenders:
         row = Row("examples", case_name(kind, size), name, len(batch[0]))

@@ -39,7 +39,7 @@ class Size:
     instruction_steps: int  # finetune with --model: steps of 8 examples
     packed_tokens: int  # of a step with packed weights
     context: tuple[int, ...]  # tokens of the example
-    process_rounds: int  # finetune and context
+    process_rounds: int  # finetune and context; twice as many of examples
     attention: tuple[AttentionShape, ...]
     busy_cores: tuple[int, ...]  # shared: processes that want a core
     shared_seconds: float  # shared: of each contender
@@ -127,7 +127,7 @@ QUICK = Size(
     recipe=NANO,
     recipe_batch=(12, 64),
     recipe_rounds=5,
-    train=((1, 128), (1, 256)),
+    train=((1, 256),),
     compiled=(),
     compile_recipe=False,
     loop=(1, 256),
@@ -139,25 +139,24 @@ QUICK = Size(
     finetune=(4, 2),
     instruction_steps=3,
     packed_tokens=1024,
-    context=(128, 512),
+    context=(128, 256),
     process_rounds=1,
-    attention=(*(AttentionShape(1, n, 12, 12, 64) for n in (128, 512, 1024)), AttentionShape(1, 512, 9, 3, 64), *SHORT),
+    attention=(*(AttentionShape(1, n, 12, 12, 64) for n in (128, 1024)), AttentionShape(1, 512, 9, 3, 64), SHORT[0]),
     busy_cores=(0, 1),
-    shared_seconds=1.5,
-    products=("c_fc", "head"),
+    shared_seconds=1,
+    products=("c_fc",),
     product_tokens=1024,
-    generate=(32, 256),
+    generate=(128,),
     generate_batches=(1, 4),
     new_tokens=8,
     uneven=(4, 128),
-    recomputed=(16, 64),
+    recomputed=(32,),
     low_bit_layers=(16, 3072, 768),
-    low_bit_rows=(1, 8),
+    low_bit_rows=(1,),
     numbers_in_memory=1 << 26,
     generate_rounds=2,
-    peaks=("memory", "lora", "bridge"),  # train would take longer than everything else
+    peaks=("memory",),  # a process for each contender of the others would take longer than everything else
     bridge=(1, 256),
-    bridge_models=(("SmolLM2, 4 blocks, 8,192 ids", hg.preset("smollm2-shape", n_blocks=4, n_vocab=8192)),),
     explain=("nano", 10),
     rounds=20,
     measure_seconds=0.2,
