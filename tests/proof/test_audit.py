@@ -80,18 +80,24 @@ class NormWithWrongSign(torch.autograd.Function):
         return below, (delta * a_bar).sum((0, 1)), delta.sum((0, 1))
 
 
-class TransposedGradient(torch.autograd.Function):
-    """A linear layer whose weight gradient is transposed."""
+def wrong_linear(grad_w: Callable[[Tensor, Tensor], Tensor]) -> type[torch.autograd.Function]:
+    """A linear layer whose weight gradient this function computes, from its input (n, f_in) and error signal (n, f_out)."""
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(a, w)
-        return a @ w.t()
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(a, w)
+            return a @ w.t()
 
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        a, w = ctx.saved_tensors
-        return delta @ w, (delta.flatten(0, 1).t() @ a.flatten(0, 1)).t()
+        @staticmethod
+        def backward(ctx: Any, delta: Tensor) -> Any:
+            a, w = ctx.saved_tensors
+            return delta @ w, grad_w(a.flatten(0, 1), delta.flatten(0, 1))
+
+    return Wrong
+
+
+TransposedGradient = wrong_linear(lambda a, delta: (delta.t() @ a).t())
 
 
 def in_block_1(patch: pytest.MonkeyPatch, module: Any, change: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from audited import adapted, batch, model_of
-from test_audit import in_block_1, only_backward
+from test_audit import in_block_1, only_backward, wrong_linear
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
@@ -17,18 +17,7 @@ import handgrad as hg
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about DoRA
 
 
-class WrongRows(torch.autograd.Function):
-    """A linear layer whose weight gradient takes its input from the row before."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(a, w)
-        return a @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        a, w = ctx.saved_tensors
-        return delta @ w, delta.flatten(0, 1).t() @ a.flatten(0, 1).roll(1, 0)
+WrongRows = wrong_linear(lambda a, delta: delta.t() @ a.roll(1, 0))  # its input from the row before
 
 
 def late_keys(patch: pytest.MonkeyPatch) -> Any:
