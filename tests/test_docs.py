@@ -138,7 +138,7 @@ class Folder:
         if name == "explain" and "--html" not in words:
             return [*words, "--html", "page.html"]
         if name in ("generate", "chat"):
-            return [*words, "--tokens", "3"]
+            return [*words, "--max-new-tokens", "3"]
         return words
 
     def _make(self, name: str) -> None:

@@ -291,11 +291,18 @@ def test_preset_takes_precedence_over_a_folder(folder: Path, no_timing: None) ->
     ):
         done = invoke(*command)
         assert isinstance(done.exception, hg.HandgradError) and "write ./nano" in str(done.exception), command
-    assert invoke("generate", "--model", "./nano", "--tokens", 2).exit_code == 0
+    assert invoke("generate", "--model", "./nano", "--max-new-tokens", 2).exit_code == 0
     assert invoke("convert", "./nano", "--out", "c").exit_code == 0
     network, _, name, note = explain.choose("./nano")
     assert (name, note, network.config.d_model) == ("nano", "from ./nano", 8)
     assert "write ./nano" in explain.choose("nano")[3]
+
+
+def test_a_misspelt_model_is_guessed(folder: Path) -> None:
+    Path("my-run").mkdir()
+    for wrong, right in (("gtp2", "gpt2"), ("smolm2", "smollm2"), ("myrun", "my-run")):
+        assert f"Did you mean {right}?" in str(invoke("plan", "--model", wrong).exception)
+    assert "Did you mean" not in str(invoke("plan", "--model", "qqqqq").exception)
 
 
 def test_unknown_model_has_the_same_message_everywhere(folder: Path) -> None:
@@ -333,15 +340,15 @@ def test_plan_and_verify_a_run_of_finetune(folder: Path, no_timing: None) -> Non
 
 
 def test_generate_uses_the_newest_run(folder: Path) -> None:
-    done = invoke("generate", "--tokens", 2)
+    done = invoke("generate", "--max-new-tokens", 2)
     assert "no run with a checkpoint in runs/" in str(done.exception)
     assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/one").exit_code == 0
-    done = invoke("generate", "--tokens", 2, "--prompt", "a\\n", "--seed", 1)
+    done = invoke("generate", "--max-new-tokens", 2, "--prompt", "a\\n", "--seed", 1)
     assert done.exit_code == 0 and "from runs/one/checkpoints/step-00000002" in done.stderr
     assert done.stdout.startswith("a\\n"), "the prompt is used as given"
     assert invoke("train", *TINY, "--model", "./nano", "--out", "runs/two").exit_code == 0
     os.utime("runs/one/run.json", (1, 1))
-    assert "from runs/two" in invoke("generate", "--tokens", 2).stderr
+    assert "from runs/two" in invoke("generate", "--max-new-tokens", 2).stderr
 
 
 def test_generate_answers_a_message_through_the_chat_template(folder: Path) -> None:
@@ -351,7 +358,7 @@ def test_generate_answers_a_message_through_the_chat_template(folder: Path) -> N
     )
     made = tokenizer.read(folder / "nano")
     ids = hg.generate(model, torch.tensor([made.encode(f"<user>{message}<answer>")]), 6)[0].tolist()
-    asked = ("generate", "--model", "./nano", "--tokens", 6, "--temperature", 0)
+    asked = ("generate", "--model", "./nano", "--max-new-tokens", 6, "--temperature", 0)
     done = invoke(*asked, "--chat", message)
     assert done.exit_code == 0 and done.stdout == made.decode(ids).rstrip("\ufffd") + "\n"
     assert invoke(*asked, "--prompt", f"<user>{message}<answer>").stdout == f"<user>{message}<answer>{done.stdout}"
@@ -473,5 +480,27 @@ def test_a_tiny_temperature_and_a_huge_plan_work(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), "m")
     tokenizer.make("bytes", []).write(Path("m"))
-    assert handgrad("generate", "--model", "./m", "--tokens", 2, "--temperature", 1e-40).returncode == 0
+    assert handgrad("generate", "--model", "./m", "--max-new-tokens", 2, "--temperature", 1e-40).returncode == 0
     assert handgrad("plan", "--model", "nano", "--batch", 10**12, "--json", "-").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean 'train'? see handgrad --help"),
+        (["train", "--stepz", "3"], "unknown option --stepz (Possible options: --keep, --seed, --steps); see handgrad train"),
+        (["train", "--steps", "x"], "--steps must be a valid integer; see handgrad train --help"),
+        (["generate", "--temperature", "-1"], "--temperature must be greater than or equal to 0; see handgrad generate"),
+        (["merge"], "missing argument 'adapter'; see handgrad merge --help"),
+    ],
+)
+def test_a_wrong_call_has_one_line_like_every_other_mistake(words: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "handgrad", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"handgrad: {message}") and done.stderr.count("\n") == 1
+
+
+def test_the_bare_command_prints_the_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "handgrad"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("Usage: handgrad [OPTIONS] COMMAND") and "finetune" in done.stdout

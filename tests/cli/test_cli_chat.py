@@ -45,7 +45,7 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def talk(model: Path, *lines: str, options: tuple[str, ...] = ()) -> tuple[list[str], str, int]:
     """Lines of standard output, standard error, exit status."""
-    words = ["chat", "--model", str(model), "--temperature", "0", "--tokens", "24", *options]
+    words = ["chat", "--model", str(model), "--temperature", "0", "--max-new-tokens", "24", *options]
     done = CliRunner().invoke(app, words, input="".join(line + "\n" for line in lines))
     error = done.stderr + (str(done.exception) if done.exception else "")
     return done.stdout.splitlines(), error, done.exit_code
@@ -119,7 +119,7 @@ def test_mistakes_end_a_pipe(model: Path, lines: list[str], message: str) -> Non
 def test_notes(model: Path) -> None:
     assert "/adapter DIR" in "\n".join(talk(model, "/help")[0])
     assert "temperature 0.7" in talk(model, "/temp 0.7")[1]
-    assert "cut off at 3 tokens" in talk(model, "hello", options=("--tokens", "3"))[1]
+    assert "cut off at 3 tokens" in talk(model, "hello", options=("--max-new-tokens", "3"))[1]
     notes = talk(model, *["hello"] * 6)[1]
     assert "The context is full: the oldest turn dropped." in notes
 
@@ -134,7 +134,18 @@ def test_a_terminal(model: Path) -> None:
     endless = model.parent / "endless"
     write_chat_model(endless, n_context=100_000)
     (endless / "generation_config.json").unlink()  # no token ends an answer
-    command = [sys.executable, "-m", "handgrad", "chat", "--model", endless, "--tokens", "90000", "--temperature", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "handgrad",
+        "chat",
+        "--model",
+        endless,
+        "--max-new-tokens",
+        "90000",
+        "--temperature",
+        "0",
+    ]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60"}
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)

@@ -235,7 +235,7 @@ def test_the_command(tmp_path: Path) -> None:
     make("bytes", []).write(folder)
     text.write_text("Some text to compare on.")
     low = hg.load(folder, bits=4)
-    greedy = "generate", "--model", folder, "--temperature", 0, "--tokens", 9
+    greedy = "generate", "--model", folder, "--temperature", 0, "--max-new-tokens", 9
     done = handgrad(*greedy, "--prompt", "ab", "--bits", 4)
     assert done.stdout == f"ab{hg.generate(low, 'ab', 9)}\n"
     expected = measure_cost(hg.load(folder), low, list(text.read_bytes()))

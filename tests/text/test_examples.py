@@ -223,13 +223,34 @@ def test_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     with pytest.raises(HandgradError) as caught:
         read([file])
     listed = str(caught.value).split("\n")
-    assert listed[0] == "12 lines cannot be used (--skip-bad leaves them out):" and listed[-1] == "  and 2 more"
-    assert len(listed) == 12 and [f"line {i}" in line for i, line in enumerate(listed[1:-1], 6)] == [True] * 10
-    assert max(map(len, listed)) <= 210
+    assert listed[0] == "12 lines cannot be used (--skip-bad leaves them out):" and len(listed) == 7
+    assert [f"line {i}" in line for i, line in enumerate(listed[1:], 6)] == [True] * 6
+    assert all(line.endswith("(and 1 more line like it)") for line in listed[1:]) and max(map(len, listed)) <= 330
     found, summary = read([file], skip_bad=True)
-    assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 10
+    assert found.per_epoch == 6 and summary.bad == 12 and len(summary.mistakes) == 6
     assert learned(found, 5)[1][0] == f"the last{END}" and found.record_numbers.tolist() == [1, 2, 3, 4, 5, 18]
     assert "12 invalid lines skipped" in shown((found, summary), 80)
+
+
+def test_one_reason_is_listed_once_and_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("question,answer\n" + "q,a\n" * 14)
+    with pytest.raises(HandgradError) as caught:
+        read([tmp_path / "d.csv"])
+    title, line = str(caught.value).split("\n")
+    assert title.startswith("14 lines") and line.endswith(
+        "Name its fields, as in --field prompt=question --field completion=answer (and 13 more lines like it)"
+    )
+    found, _ = read([tmp_path / "d.csv"], fields=["prompt=question", "completion=answer"])
+    assert found.per_epoch == 14
+
+
+def test_more_reasons_than_an_error_lists(tmp_path: Path) -> None:
+    bad = [json.dumps({"text": i}) for i in range(13)]
+    (tmp_path / "d.jsonl").write_text("\n".join([*bad, bad[0]]) + "\n")
+    with pytest.raises(HandgradError) as caught:
+        read([tmp_path / "d.jsonl"])
+    listed = str(caught.value).split("\n")
+    assert len(listed) == 12 and "(and 1 more line like it)" in listed[1] and listed[-1] == "  and 3 more"
 
 
 def test_lines_that_cannot_be_encoded_are_bad_lines(tmp_path: Path) -> None:

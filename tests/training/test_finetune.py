@@ -77,7 +77,8 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     for text in ("examples", "targets", "0+0=«0 bo»", "adapter run/adapter", "report  run/report.html"):
         assert text in done.stdout, text
     run = Run(workdir / "run")
-    losses = [r["val_loss"] for r in run.records() if "val_loss" in r]
+    evaluations = [r for r in run.records() if "val_loss" in r]
+    losses = [r["val_loss"] for r in evaluations]
     assert losses[-1] < losses[0] - 0.1
     assert {f.name for f in (workdir / "run" / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", FILE
@@ -89,7 +90,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     assert torch.equal(hg.load("run").logits(tokens), ours.logits(tokens)), (
         "run/adapter must be the best checkpoint of the run"
     )
-    shown = handgrad("generate", "--model", "run", "--prompt", "3+3=", "--tokens", 4)
+    shown = handgrad("generate", "--model", "run", "--prompt", "3+3=", "--max-new-tokens", 4)
     assert shown.exit_code == 0 and shown.stdout.startswith("3+3=")
 
 

@@ -1,8 +1,9 @@
 """The application: its commands, `--version`, and how errors end a process."""
 
 import os
+import re
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,8 +35,9 @@ app = typer.Typer(
     name="handgrad",
     cls=Group,
     help="Train, fine-tune, run and inspect GPT-style transformers with every gradient derived by hand.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,11 +53,13 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def common(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    if ctx.invoked_subcommand is None:
+        console.out.file.write(ctx.get_help())
 
 
 for command in (
@@ -67,26 +71,44 @@ app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unk
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends in one line and status 1, without a traceback."""
+    """Run a command. A user's mistake ends in one line without a traceback: status 2 if a command or an option is
+    misspelt or has a value of the wrong kind, 1 otherwise."""
     try:
-        app(prog_name="handgrad")
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:  # typer exits silently
-            _print_interrupted()
-        raise
+        status = app(prog_name="handgrad", standalone_mode=False)  # Ctrl-C is a status here, not an exception
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
-            rank = os.environ.get("RANK", "0")
-            who = "handgrad" if rank == "0" else f"handgrad, process {rank}"
-            console.err.print(f"{who}: {mistake}", style="red", highlight=False, soft_wrap=True, markup=False)
+            _print_mistake(str(mistake))
         sys.exit(1)
-    except KeyboardInterrupt:
-        _print_interrupted()
-        sys.exit(INTERRUPTED)
+    except typer.Abort:  # the end of standard input at a question
+        sys.exit(1)
+    except Exception as mistake:
+        if not hasattr(mistake, "format_message"):
+            raise
+        _print_mistake(_usage(mistake))  # typer's own: an unknown command or option, a value of the wrong kind
+        sys.exit(2)
+    if status == INTERRUPTED:
+        console.err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
+    sys.exit(status)
 
 
-def _print_interrupted() -> None:
-    console.err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
+def _print_mistake(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    who = "handgrad" if rank == "0" else f"handgrad, process {rank}"
+    console.err.print(f"{who}: {text}", style="red", highlight=False, soft_wrap=True, markup=False)
+
+
+def _usage(mistake: Any) -> str:
+    """A mistake in the call, in our words, and where the right call is described."""
+    text = " ".join(mistake.format_message().split()).rstrip(".")
+    for theirs, ours in (("No such command ", "unknown command "), ("No such option: ", "unknown option ")):
+        text = text.replace(theirs, ours)
+    text = re.sub(r"^Invalid value for '(.+?)': Input should be ", r"\1 must be ", text)
+    text = re.sub(r"^Missing (option|argument) ", r"missing \1 ", text)
+    text = text.replace(", unable to parse string as an integer", "").replace(
+        ", unable to parse string as a number", ""
+    )
+    path = mistake.ctx.command_path if getattr(mistake, "ctx", None) else "handgrad"
+    return f"{text}{'' if text.endswith('?') else ';'} see {path} --help"
 
 
 if __name__ == "__main__":

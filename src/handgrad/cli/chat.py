@@ -43,7 +43,7 @@ Ctrl-C stops an answer. A line that begins with a space is a message, whatever f
 def chat(
     model: Annotated[str, MODEL] = "smollm2",
     system: Annotated[str | None, SYSTEM] = None,
-    tokens: Annotated[int, TOKENS] = 512,
+    max_new_tokens: Annotated[int, TOKENS] = 512,
     temperature: Annotated[float, TEMPERATURE] = 0.2,
     top_k: Annotated[int | None, TOP_K] = None,
     top_p: Annotated[float | None, TOP_P] = 0.9,
@@ -59,14 +59,14 @@ def chat(
 
       handgrad chat
       handgrad chat --system "Answer in one sentence." --temperature 0
-      handgrad chat --model path/to/chat-model --tokens 100 --seed 1 --bits 8
+      handgrad chat --model path/to/chat-model --max-new-tokens 100 --seed 1 --bits 8
       echo "Name three colours." | handgrad chat
     """
     from ..inference.sampling import Sampling
 
     how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    session = Session(_open(model, system, tokens, how, bits), interactive)
+    session = Session(_open(model, system, max_new_tokens, how, bits), interactive)
     if interactive:
         size = session.chat.model.size
         console.note(
@@ -88,7 +88,7 @@ def chat(
             console.err.print(str(mistake), style="red", highlight=False, soft_wrap=True, markup=False)
 
 
-def _open(name: str, system: str | None, tokens: int, how: Any, bits: int | None) -> "Chat":
+def _open(name: str, system: str | None, max_new_tokens: int, how: Any, bits: int | None) -> "Chat":
     """Load the model; an adapter goes onto its base, so that it can be taken off again."""
     from ..adapters import is_adapter
     from ..formats.models import base_of, chat_template_of, open_folder, tokenizer_folder, weights_folder
@@ -107,7 +107,7 @@ def _open(name: str, system: str | None, tokens: int, how: Any, bits: int | None
     network = open_folder(base, bits=bits)
     if base is not folder:
         network.text_source = str((tokenizer_folder(folder) or base).absolute())
-    made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=tokens)
+    made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=max_new_tokens)
     if base is not folder:
         made.attach(folder, template)
     return made
@@ -196,7 +196,9 @@ class Session:
         if pressed.is_set():
             console.note("Stopped.")
         elif finish == "length":
-            console.note(f"The answer was cut off at {self.chat.max_new_tokens} tokens: --tokens sets their number.")
+            console.note(
+                f"The answer was cut off at {self.chat.max_new_tokens} tokens: --max-new-tokens sets their number."
+            )
         elif finish == "context":
             console.note(f"The answer was cut off: the context of {self.chat.model.config.n_context:,} tokens is full.")
         elif not answered:

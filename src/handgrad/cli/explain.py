@@ -78,10 +78,10 @@ def explain(
     session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..display.progress import watch
+        from ..proof.report import progress_bar
         from ..explain.export import export
 
-        write_text(html, export(session, session.text, watch("checking")))
+        write_text(html, export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
     from ..explain.server import Server

@@ -55,8 +55,8 @@ OPTIONS: Options = {
         "influence": "Number of validation answers for which to rank the training examples that pushed them, in"
         " report.html.",
         "log_every": "Steps between log lines. [default: a tenth of the run, at most 10]",
-        "eval_every": "Steps between evaluations. [default: a tenth of the run]",
-        "save_every": "Steps between checkpoints. [default: a tenth of the run]",
+        "eval_every": "Steps between evaluations. [default: a tenth of the run, at least 5]",
+        "save_every": "Steps between checkpoints. [default: a tenth of the run, at least 5]",
     },
 }
 

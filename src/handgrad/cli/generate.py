@@ -29,14 +29,16 @@ MODEL = text(
     " [default: the newest run in runs/]"
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
-PROMPT = text("Text to continue, exactly as given; several times for several. [default: a line feed]")
+PROMPT = text(
+    "Text to continue, exactly as given, or - for standard input; several times for several. [default: a line feed]"
+)
 CHAT = text("Message for a chat model, put into its chat template; only the answer is printed.")
 PROMPTS_FILE = text("A file with one prompt per line; - for standard input.")
 TOKENS = text("Maximum number of tokens to generate.", min=1)
 STOP = text("Text at which to end; several times for several.")
 STOP_ID = text("Token id at which to end, besides the model's end-of-sequence ids.", metavar="N")
 CONTEXT_FULL = text("When the context is full: stop, or slide, which continues from its second half.")
-TEMPERATURE = sampling("Sampling temperature; 0 always takes the most probable token.", min=0)
+TEMPERATURE = sampling("Sampling temperature; 0 takes the most probable token, 0.8 varies.", min=0)
 TOP_K = sampling("Number of most probable tokens to sample from.", min=1)
 TOP_P = sampling("Sample from the fewest tokens with this probability.", min=0, max=1)
 MIN_P = sampling("Sample from tokens with at least this share of the highest probability.", min=0, max=1)
@@ -58,12 +60,12 @@ def generate(
     prompt: Annotated[list[str] | None, PROMPT] = None,
     chat: Annotated[list[str] | None, CHAT] = None,
     prompts_file: Annotated[Path | None, PROMPTS_FILE] = None,
-    tokens: Annotated[int, TOKENS] = 200,
+    max_new_tokens: Annotated[int, TOKENS] = 200,
     stop: Annotated[list[str] | None, STOP] = None,
     stop_id: Annotated[list[int] | None, STOP_ID] = None,
     context_full: Annotated[str, CONTEXT_FULL] = "stop",
-    temperature: Annotated[float, TEMPERATURE] = 0.8,
-    top_k: Annotated[int | None, TOP_K] = 200,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    top_k: Annotated[int | None, TOP_K] = None,
     top_p: Annotated[float | None, TOP_P] = None,
     min_p: Annotated[float | None, MIN_P] = None,
     repetition_penalty: Annotated[float, PENALTY] = 1.0,
@@ -79,11 +81,11 @@ def generate(
     A prompt is used exactly as given: in bash, $'…' writes line feeds and tabs. Generation ends at the end-of-text token,
     with which chat models end an answer. Several prompts are computed together and printed in their order.
 
-      handgrad generate --prompt "ROMEO:"
-      handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --temperature 0 --stop $'\\n'
-      handgrad generate --prompt "ROMEO:" --prompt "JULIET:" --top-p 0.9 --seed 1
+      handgrad generate --prompt "ROMEO:" --temperature 0.8
+      handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --stop $'\\n'
+      handgrad generate --prompt "ROMEO:" --prompt "JULIET:" --temperature 1 --top-p 0.9 --seed 1
       handgrad generate --prompts-file prompts.txt --json --logprobs 5
-      handgrad generate --model smollm2 --chat "Name three primary colours." --temperature 0 --bits 4
+      handgrad generate --model smollm2 --chat "Name three primary colors." --bits 4
       handgrad generate --model smollm2 --bits 4 --cost sample
     """
     from ..formats.models import open_folder, weights_folder
@@ -108,7 +110,7 @@ def generate(
     if cost is not None:
         _print_cost(folder, bits, cost)
         return
-    prompts = _chat_prompts(folder, chat) if chat else _lines(prompts_file) if prompts_file else prompt or ["\n"]
+    prompts = _chat_prompts(folder, chat) if chat else _lines(prompts_file) if prompts_file else _texts(prompt)
     network = open_folder(folder, bits=bits)
     known = model_text(network)
     if model is None:
@@ -124,7 +126,7 @@ def generate(
     ends = known.ends | set(stop_id or ())
     options = [
         Options(
-            tokens,
+            max_new_tokens,
             Sampling(temperature, top_k, top_p, min_p, repetition_penalty, None if seed is None else seed + i),
             frozenset(ends),
             logprobs,
@@ -168,17 +170,27 @@ def _chat_prompts(folder: Path, messages: list[str]) -> list[str]:
     return [template.render([{"role": "user", "content": one}], add_generation_prompt=True) for one in messages]
 
 
+def _texts(prompts: list[str] | None) -> list[str]:
+    """The prompts as given; a single dash stands for standard input."""
+    if prompts and prompts.count("-") > 1:
+        raise HandgradError(
+            "--prompt - reads all of standard input: give it once, or --prompts-file - for a prompt a line"
+        )
+    return [_standard_input() if one == "-" else one for one in prompts or ["\n"]]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")  # which echo and files end with
+    except UnicodeDecodeError as reason:
+        raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
+
+
 def _lines(file: Path) -> list[str]:
     """The lines of a file, or of standard input, that are not blank."""
     from ..files.reading import read_text
 
-    if str(file) == "-":
-        try:
-            text = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as reason:
-            raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
-    else:
-        text = read_text(file)
+    text = _standard_input() if str(file) == "-" else read_text(file)
     found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not found:
         raise HandgradError(f"{'standard input' if str(file) == '-' else file} has no prompt: write one per line")

@@ -90,8 +90,8 @@ def _print_result(result: Result) -> None:
             f"stopped after {steps}; resume with: handgrad {job.options.command} --resume --out {result.folder}"
         )
     if result.text:
-        console.out.rule(f"sample after {steps}", style="dim")
-        console.say(result.text)
+        console.out.rule(f"sample after {steps}: prompt ▸ continuation", style="dim")
+        console.say(result.sample.marked())
         console.out.rule(style="dim")
     if result.base_was_better:
         console.err.print(

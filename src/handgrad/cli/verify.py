@@ -45,15 +45,14 @@ def verify(
 def _verify_paper(seed: int, only: str | None) -> "Report":
     import torch
 
-    from ..display.progress import watch
     from ..proof import ledger
+    from ..proof.report import progress_bar
 
     torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
-    return ledger.run(seed, only, watch("checking"))
+    return ledger.run(seed, only, progress_bar("checking"))
 
 
 def _verify_model(name: str, seed: int) -> "Report":
-    from ..display.progress import watch
     from ..formats.models import find_model, open_folder
     from ..model.gpt import GPT
     from ..proof.random_batch import verify_on_random_batch
@@ -61,6 +60,6 @@ def _verify_model(name: str, seed: int) -> "Report":
     found = find_model(name)
     console.note(found.note)
     model = GPT(found.config, seed=seed) if found.folder is None else open_folder(found.folder)
-    report = verify_on_random_batch(model, seed, watch("finite differences"))
+    report = verify_on_random_batch(model, seed)
     report.title = f"{name}: {report.title} (seed {seed})"
     return report

@@ -1,14 +1,14 @@
 """The progress of a run: a live panel on a terminal, plain lines elsewhere."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,9 +17,9 @@ from ..formatting import clock, count, loss, number, percent, plural, size
 from ..text.examples import Examples, Summary
 from ..text.tokenizer import Tokenizer
 from ..training.job import Job
+from ..training.loop import Sample
 from .examples import report as examples_report
 
-T = TypeVar("T")
 TICKS = "▁▂▃▄▅▆▇█"
 
 
@@ -105,7 +105,7 @@ class Board(Lines):
     def show(self, record: dict[str, Any]) -> None:
         if "val_loss" in record:
             self.evaluations.append((record["step"], record["val_loss"]))
-            self.sample = record["sample"]
+            self.sample = Sample(record["sample"], record["prompt"]).marked() if record["sample"] else ""
         else:
             self.latest = record
             self.losses.append(record["loss"])
@@ -187,9 +187,3 @@ def sparkline(values: list[float], width: int) -> str:
 
 def _or_dash(form: Callable[[float], str], x: float | None) -> str:
     return "–" if x is None else form(x)
-
-
-def watch(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
-    """Wrap a sequence in a progress bar on stderr that disappears at the end; no bar if stderr is not a terminal."""
-    err = Console(stderr=True, emoji=False)
-    return lambda sequence: track(sequence, what, console=err, transient=True) if err.is_terminal else sequence

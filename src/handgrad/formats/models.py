@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -72,11 +73,20 @@ def find_model(name: str | None) -> Found:
         )
     path = Path(name).expanduser()
     if "/" not in name and name not in FETCHED and not path.is_dir() and not is_gguf(path):
+        near = get_close_matches(name, [*PRESETS, *FETCHED, *_folders()], 1)
+        meant = f". Did you mean {near[0]}?" if near else ""
         raise HandgradError(
             f"{name!r} is neither a preset ({', '.join(PRESETS)}), nor a model to fetch ({', '.join(FETCHED)}), nor a"
-            " directory, nor a .gguf file"
+            f" directory, nor a .gguf file{meant}"
         )
     return Found(name, locate(name))
+
+
+def _folders() -> list[str]:
+    """Folders and GGUF files here, and runs: names that a user may have meant."""
+    return [
+        str(x) for where in (Path(), Path(RUNS)) if where.is_dir() for x in where.iterdir() if x.is_dir() or is_gguf(x)
+    ]
 
 
 def weights_folder(name: str | None) -> Path:

@@ -68,7 +68,7 @@ def generate(
 def generate(
     model: GPT,
     tokens: Prompts,
-    max_new_tokens: int = 50,
+    max_new_tokens: int = 200,
     *,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -92,6 +92,7 @@ def generate(
     [1, 2, 3]                  the ids that follow; a list of lists, or of 1-D tensors, of any lengths gives a list of lists
     (B, T) tensor of ids       (B, new) tensor; rows that end early are filled with −1
 
+    max_new_tokens    most tokens to add
     temperature, top_k, top_p, min_p, repetition_penalty   how tokens are chosen, applied in the order of `transformers`:
                       penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the most probable token
     seed              the same seed gives the same tokens, alone or in a batch: prompt i has seed + i, or the i-th of a list

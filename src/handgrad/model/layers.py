@@ -26,6 +26,14 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         p.grad = None
 
 
+def shapes(module: nn.Module) -> str:
+    """The module's own parameters for its `repr`: weight 128 × 384, bias 384"""
+    found = {name: p.shape for name, p in module._parameters.items() if p is not None}
+    text = [f"{name} {' × '.join(map(str, shape))}" for name, shape in found.items()]
+    packed = getattr(module, "packed", None)
+    return ", ".join(text if packed is None else [repr(packed), *text])
+
+
 class Like(nn.Module):
     """The dtype and device of a layer without a weight. `model.to(dtype)` changes them as it does those of a weight."""
 
@@ -84,6 +92,9 @@ class Affine(nn.Module, ABC):
     def adapted(self) -> bool:
         """Whether the layer has an adapter."""
         return self.plain() is not self
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
 
 class Linear(Affine):
@@ -313,3 +324,6 @@ class Embedding(nn.Module):
             run.examples.look_up(self.weight, delta, ids)
         else:
             self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)
+
+    def extra_repr(self) -> str:
+        return shapes(self)

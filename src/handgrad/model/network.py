@@ -110,6 +110,14 @@ class Network(Parts):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    def extra_repr(self) -> str:
+        return f"{self.size:,} parameters, {str(self.dtype).removeprefix('torch.')}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """What `to`, `half`, `double` … call. A dtype in which the model cannot compute is refused."""
+        as_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
         super().requires_grad_(requires_grad)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..ops import layernorm, rmsnorm
 from .example_gradients import PieceExamples
+from .layers import shapes
 from .passes import PLAIN, Pass
 
 
@@ -35,6 +36,9 @@ class Norm(nn.Module, ABC):
     @abstractmethod
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by their letter."""
+
+    def extra_repr(self) -> str:
+        return shapes(self)
 
     def trains(self) -> bool:
         return any(p is not None and p.requires_grad for p in self._parameters.values())

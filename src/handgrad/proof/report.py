@@ -3,16 +3,27 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
+from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
 from ..formatting import percent
+
+T = TypeVar("T")
+Watch = Callable[[Sequence[str]], Iterable[str]]
+
+
+def progress_bar(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
+    """Wrap a sequence in a progress bar on stderr that disappears at the end; no bar if stderr is not a terminal."""
+    err = Console(stderr=True, emoji=False)
+    return lambda sequence: track(sequence, what, console=err, transient=True) if err.is_terminal else sequence
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from ..tolerances import (
 from .oracles import directional_error, relative_error
 from .paths import Gradients, gradients_of, training_paths
 from .reference import Reference, ReferenceModel, float64_copy
-from .report import Report, run_check
+from .report import Report, Watch, progress_bar, run_check
 
-Watch = Callable[[Sequence[str]], Iterable[str]]
 BYTES_PER_PARAMETER = 8 * 5  # a float64 copy, its gradients twice, autograd's, and one direction for finite differences
 SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
 
@@ -42,13 +41,14 @@ def verify(
     lengths: list[int] | None = None,
     *,
     seed: int = 0,
-    watch: Watch = iter,
+    watch: Watch | None = None,
 ) -> Report:
     """Check every error signal and every parameter gradient of a model on these tokens against autograd and finite
     differences in float64; then the gradients of every code path of training, and those computed in the model's own
     dtype. Dropout is off, except in separate checks by finite differences. A missing signal or gradient fails.
 
-    `watch` may wrap the sequence of names that finite differences test, for a progress bar. The model is not changed.
+    `watch` may wrap the sequence of names that finite differences test (default: a progress bar, on a terminal). The model
+    is not changed.
     """
     check_integer("seed", seed)
     check_verifiable(model)
@@ -79,7 +79,7 @@ def verify(
         add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads, name, grad, floor))
 
     paths = training_paths(wide, tokens, targets, lengths)
-    for path, run in paths.items():
+    for path, run in progress_bar("code paths of training")(list(paths.items())):
         add("Code paths of training", path, f"{len(trained)} gradients", "autograd", limit,
             lambda run=run: _worst(run(), trained, expected))  # type: ignore[misc]  # fmt: skip
 
@@ -89,7 +89,7 @@ def verify(
     if any(adapter.dropout for adapter in adapters_of(model).values()):
         wide.train()
         probes |= _dropout_probes(wide, tokens, targets, lengths, seed)
-    for name in watch(list(probes)):
+    for name in (watch or progress_bar("finite differences"))(list(probes)):
         probe = probes[name]
         add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.", difference_limit,
             lambda probe=probe: directional_error(probe.f, probe.at, probe.grad, generator, probe.floor, steps))  # type: ignore[misc]  # fmt: skip
@@ -138,7 +138,7 @@ def _worst(found: Gradients, trained: list[str], expected: Reference) -> tuple[f
 
 
 def check_verifiable(model: GPT) -> None:
-    """Raise if the model is too large for this machine, has an unsupported dtype, is all frozen, or holds NaN."""
+    """Raise if the model is too large for this machine, is all frozen, or holds NaN."""
     needed, free = BYTES_PER_PARAMETER * model.size, free_memory()
     if needed > free:
         raise HandgradError(
@@ -149,9 +149,7 @@ def check_verifiable(model: GPT) -> None:
 
 
 def check_finite_and_trained(model: GPT) -> None:
-    """Raise if the model has an unsupported dtype, is all frozen, or holds NaN."""
-    if model.dtype not in TOLERANCE:
-        raise HandgradError(f"cannot verify a model in {model.dtype}: convert it to float64, float32 or bfloat16")
+    """Raise if the model is all frozen or holds NaN."""
     if not any(p.requires_grad for p in model.parameters()):
         raise HandgradError(
             "every parameter is frozen, so there is no gradient to verify: set requires_grad=True on at least one"

@@ -54,7 +54,9 @@ def draft(location: Location, record: Any, template: ChatTemplate | None, loss_o
         text = _string(location, record, "text")
         return Draft(location, "text", [(None, False), (text, True), (None, True)] if text else [])
     found = ", ".join(name if name in has else f"{name} (null)" for name in record) or "no fields"
-    raise location.error(f"the record has {found}; {EXPECTED}")
+    names = [name for name in record if name in has and " " not in name]
+    renamed = f". Name its fields, as in --field prompt={names[0]} --field completion={names[1]}" if names[1:] else ""
+    raise location.error(f"the record has {found}; {EXPECTED}{renamed}")
 
 
 def _conversation(

@@ -6,6 +6,7 @@ its number alone, as in `batches`.
 """
 
 import hashlib
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ from .tokenizer import Tokenizer
 __all__ = ["Examples", "Summary", "find", "read"]
 
 TooLong = Literal["cut", "drop"]
-MAX_LISTED = 10  # bad records that an error lists
+MAX_LISTED = 10  # reasons that an error lists
+MAX_LINE = 300  # characters of one of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +141,27 @@ class Summary:
     distinct: int = 0  # number of different examples
     shared: int = 0  # examples of --val-data that are also here
     bad: int = 0  # records that cannot be used
-    mistakes: list[str] = field(default_factory=list)  # messages of the first MAX_LISTED of them
+    first_bad: dict[str, str] = field(
+        default_factory=dict
+    )  # for each of the first MAX_LISTED reasons, its first message
+    more_bad: dict[str, int] = field(default_factory=dict)  # and the number of further records with that reason
+
+    def add_bad(self, message: str) -> None:
+        """Count a record that cannot be used. Messages that differ in the line alone have one reason."""
+        self.bad += 1
+        reason = re.sub(r", line \d+", "", message)
+        if reason in self.first_bad:
+            self.more_bad[reason] = self.more_bad.get(reason, 0) + 1
+        elif len(self.first_bad) < MAX_LISTED:
+            self.first_bad[reason] = printable(message, MAX_LINE)
+
+    @property
+    def mistakes(self) -> list[str]:
+        """A line for each reason, and one for what is not listed."""
+        more = {reason: f" (and {plural(n, 'more line')} like it)" for reason, n in self.more_bad.items()}
+        unlisted = self.bad - len(self.first_bad) - sum(self.more_bad.values())
+        listed = [message + more.get(reason, "") for reason, message in self.first_bad.items()]
+        return [*listed, *([f"and {unlisted:,} more"] if unlisted else [])]
 
 
 def read(
@@ -175,9 +197,7 @@ def read(
     summary = Summary(n_context, dict.fromkeys(KINDS, 0))
 
     def report_bad(error: HandgradError) -> None:
-        summary.bad += 1
-        if len(summary.mistakes) < MAX_LISTED:
-            summary.mistakes.append(printable(str(error)))
+        summary.add_bad(str(error))
 
     drafts = _drafts(records(files, progress) if entries is None else entries, names, template, loss_on, report_bad)
     for drafted, ids, is_target in _encode(drafts, tokenizer, report_bad):
@@ -215,9 +235,7 @@ class BadLinesError(HandgradError):
     def __init__(self, summary: Summary):
         lines = summary.mistakes
         if summary.bad > 1:
-            more = [f"and {summary.bad - len(lines):,} more"] if summary.bad > len(lines) else []
-            title = f"{summary.bad:,} lines cannot be used (--skip-bad leaves them out):"
-            lines = ["\n  ".join([title, *lines, *more])]
+            lines = ["\n  ".join([f"{summary.bad:,} lines cannot be used (--skip-bad leaves them out):", *lines])]
         ValueError.__init__(self, lines[0])  # not shortened: its lines are, one by one
 
 

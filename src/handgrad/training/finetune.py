@@ -147,7 +147,7 @@ def _decide(options: FinetuneOptions, batch: int, training: Examples, validation
     warmup = options.warmup
     if warmup is None:
         warmup = 20 if steps is None else min(20, steps // 10)
-    interval = max(1, steps // 10, _steps_per_evaluation(training, validation, batch)) if steps is not None else 50
+    interval = max(5, steps // 10, _steps_per_evaluation(training, validation, batch)) if steps is not None else 50
     return Recipe(
         steps=steps,
         minutes=options.minutes,

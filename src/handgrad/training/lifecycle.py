@@ -29,7 +29,7 @@ from . import example_report, tensorboard
 from .config import TrainOptions
 from .distributed import Ranks
 from .job import Display, Job, settings_of
-from .loop import Outcome, sample, train
+from .loop import Outcome, Sample, sample, train
 from .report import report
 from .run import LockedError, Run
 from .threads import Threads
@@ -72,7 +72,7 @@ class Result:
     job: Job
     outcome: Outcome
     path: Path  # of the model or the adapter
-    text: str  # a sample of the model, or ""
+    sample: Sample  # of the model; empty if none was asked for
     outlying: Outlying | None = None  # examples with the longest gradients, if measured
 
     @property
@@ -83,6 +83,11 @@ class Result:
     @property
     def model(self) -> GPT:
         return self.job.model
+
+    @property
+    def text(self) -> str:
+        """The sample, its prompt included."""
+        return self.sample.text
 
     @property
     def base_was_better(self) -> bool:
@@ -156,7 +161,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
             job.model.text_source = str(path.absolute())
             outlying = example_report.outlying(job, run) if ranks.first else None
-            return Result(run.folder, job, outcome, path, sample(job) if ranks.first else "", outlying)
+            return Result(run.folder, job, outcome, path, sample(job) if ranks.first else Sample(), outlying)
     finally:
         display.end()
         if ranks.first:
@@ -290,7 +295,7 @@ def _unchanged(request: Request[C], name: str, settings: dict[str, Any]) -> bool
 
 
 def _absolute(value: Any) -> list[str]:
-    return [str(Path(x).expanduser().absolute()) for x in (value if isinstance(value, list) else [value]) if x]
+    return [str(Path(x).expanduser().resolve()) for x in (value if isinstance(value, list) else [value]) if x]
 
 
 def _check_same_data(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

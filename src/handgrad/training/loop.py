@@ -90,7 +90,8 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                     log(run, display, interval.record(job))
                 interval = Interval(job)
             if val_loss is not None and ranks.first:
-                log(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+                made = sample(job)
+                log(run, display, {"step": job.step, "val_loss": val_loss, "sample": made.text, "prompt": made.prompt})
             if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
                 if done or stopping:
@@ -179,17 +180,31 @@ def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
     return total / targets
 
 
-def sample(job: Job) -> str:
-    """Text that the model generates, with the beginning of the validation data as its prompt."""
+class Sample(NamedTuple):
+    """Text that the model generates: all of it, and how it begins."""
+
+    text: str = ""
+    prompt: str = ""
+
+    def marked(self) -> str:
+        """With a mark where the model's own text begins."""
+        return f"{self.prompt}▸{self.text[len(self.prompt) :]}"
+
+
+def sample(job: Job) -> Sample:
+    """A sample whose prompt is the beginning of the validation data."""
     if not job.options.sample_tokens or job.validation is None or job.model.packed:  # a token would unpack every block
-        return ""
+        return Sample()
     prompt = job.validation.sample_prompt()
     count, seed = job.options.sample_tokens, job.options.seed
     new = generate(job.model, prompt, count, temperature=0.8, top_k=200, seed=seed, context_full="slide")
     generated = new[0].tolist()
     if job.tokenizer.end in generated:
         generated = generated[: generated.index(job.tokenizer.end)]
-    return job.tokenizer.decode([*prompt[0].tolist(), *generated])
+    ids = prompt[0].tolist()
+    text = job.tokenizer.decode([*ids, *generated])
+    begun = job.tokenizer.decode(ids).rstrip("\ufffd")  # a character may begin in the prompt and end after it
+    return Sample(text, begun if text.startswith(begun) else "")
 
 
 def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from ..formatting import count, loss, number, percent, plural, seconds, size
 from ..per_example import page
 from ..web.document import document
+from .loop import Sample
 from .run import Run
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
@@ -43,7 +44,10 @@ def report(run: Run, examples: str = "") -> str:
         chosen = samples[::every]
         if chosen[-1] is not samples[-1]:
             chosen.append(samples[-1])
-        body += [f"<p>after {plural(r['step'], 'step')}</p><pre>{escape(r['sample'])}</pre>" for r in chosen]
+        body += [
+            f"<p>after {plural(r['step'], 'step')}: prompt ▸ continuation</p><pre>{escape(_sample(r))}</pre>"
+            for r in chosen
+        ]
     options = {name: value for name, value in settings["training"].items() if name != "clock"}  # not an option
     for title, part in (("Configuration", options), ("Model", settings["model"])):
         rows = "".join(
@@ -51,6 +55,11 @@ def report(run: Run, examples: str = "") -> str:
         )
         body.append(f"<h2>{title}</h2><table>{rows}</table>")
     return document(run.folder.name, "".join(body), page.STYLE if examples else "")
+
+
+def _sample(record: dict[str, Any]) -> str:
+    """A sample with its mark; older runs did not record the prompt."""
+    return Sample(record["sample"], record["prompt"]).marked() if "prompt" in record else str(record["sample"])
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> Curve:
