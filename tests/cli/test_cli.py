@@ -488,9 +488,15 @@ def test_a_tiny_temperature_and_a_huge_plan_work(tmp_path: Path, monkeypatch: py
     ("words", "message"),
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'? see handgrad --help"),
-        (["train", "--stepz", "3"], "unknown option --stepz (Possible options: --keep, --seed, --steps); see handgrad train"),
+        (
+            ["train", "--stepz", "3"],
+            "unknown option --stepz (Possible options: --keep, --seed, --steps); see handgrad train",
+        ),
         (["train", "--steps", "x"], "--steps must be a valid integer; see handgrad train --help"),
-        (["generate", "--temperature", "-1"], "--temperature must be greater than or equal to 0; see handgrad generate"),
+        (
+            ["generate", "--temperature", "-1"],
+            "--temperature must be greater than or equal to 0; see handgrad generate",
+        ),
         (["merge"], "missing argument 'adapter'; see handgrad merge --help"),
     ],
 )

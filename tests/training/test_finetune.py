@@ -80,6 +80,10 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     evaluations = [r for r in run.records() if "val_loss" in r]
     losses = [r["val_loss"] for r in evaluations]
     assert losses[-1] < losses[0] - 0.1
+    assert [r["step"] for r in evaluations] == [0, 5, 10, 15, 20, 22], "not after every step of a short run"
+    assert all(r["sample"].startswith(r["prompt"]) and r["prompt"].endswith("=") for r in evaluations)
+    assert "prompt ▸ continuation" in done.stdout and f"{evaluations[0]['prompt']}▸" in done.stdout
+    assert f"{evaluations[0]['prompt']}▸" in (workdir / "run" / "report.html").read_text()
     assert {f.name for f in (workdir / "run" / "adapter").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", FILE
     }  # fmt: skip

@@ -188,6 +188,10 @@ def test_resume_starts_continues_and_finishes_a_run(finished_runs: Path, workdir
     assert same_weights(weights(workdir / "new", 6), weights(workdir / "train", 6))
     done = handgrad(*full)
     assert done.returncode == 0 and "finished after 6 steps" in done.stdout
+    relative = os.path.relpath(finished_runs / "text.txt")  # begins with ../
+    for data in (relative, f"train/../{relative}"):
+        named = handgrad("train", "--resume", "--data", data, "--out", "new")
+        assert named.returncode == 0 and "finished after 6 steps" in named.stdout, named.stderr
     changed = handgrad(*full, "--lr", "0.5")
     assert changed.returncode == 1 and "--lr cannot change when a run is resumed" in changed.stderr
 

@@ -78,8 +78,8 @@ def explain(
     session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..proof.report import progress_bar
         from ..explain.export import export
+        from ..proof.report import progress_bar
 
         write_text(html, export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
