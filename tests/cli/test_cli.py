@@ -1,5 +1,6 @@
 """The command line: output, help, errors, and which model each command uses."""
 
+import io
 import json
 import os
 import re
@@ -510,3 +511,14 @@ def test_the_bare_command_prints_the_help() -> None:
     done = subprocess.run([sys.executable, "-m", "handgrad"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("Usage: handgrad [OPTIONS] COMMAND") and "finetune" in done.stdout
+
+
+def test_long_work_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=written))
+    with console.working("comparing gradients"):
+        assert written.getvalue() == ""
+    monkeypatch.setattr(console, "err", Console(file=written, force_terminal=True, width=60))
+    with console.working("comparing gradients"):
+        pass
+    assert "comparing gradients" in written.getvalue() and "0:00:00" in written.getvalue()

@@ -50,10 +50,11 @@ def audit(
     console.check_json_target(json_file)
     if html is not None:
         check_writable(html)
-    report = audit_folder(
-        model, adapter=adapter, data=tuple(data or ()), dtype=dtype, attention=attention, sequences=sequences,
-        tokens=tokens, setup=setup, seed=seed,
-    )  # fmt: skip
+    with console.working("comparing gradients"):
+        report = audit_folder(
+            model, adapter=adapter, data=tuple(data or ()), dtype=dtype, attention=attention, sequences=sequences,
+            tokens=tokens, setup=setup, seed=seed,
+        )  # fmt: skip
     if html is not None:
         write_text(html, report.to_html())
         console.note(f"wrote {html}")

@@ -1,6 +1,8 @@
 """The terminal: standard output, standard error, and `--json`."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -24,6 +26,19 @@ def note(text: str) -> None:
     """Print a remark to stderr; nothing if it is empty."""
     if text:
         err.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something long is running, and for how long."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if not err.is_terminal:
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=err, transient=True) as spinner:
+        spinner.add_task(what, total=None)
+        yield
 
 
 def check_json_target(target: str | None) -> None:

@@ -23,6 +23,7 @@ def convert(
     """
     from ..formats.convert import convert_model
 
-    done = convert_model(model, folder, dtype, shard_size)
+    with console.working("writing the model"):
+        done = convert_model(model, folder, dtype, shard_size)
     console.say(f"{plural(done.files, 'file')} of weights, {size(done.bytes)}, {done.dtype}")
     console.say(f"model   {folder}")

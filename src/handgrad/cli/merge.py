@@ -28,7 +28,8 @@ def merge(
     """
     from ..formats.merge import merge_adapter, unmerge_adapter
 
-    done = (unmerge_adapter if undo else merge_adapter)(adapter, model, folder, dtype)
+    with console.working("merging and comparing logits"):
+        done = (unmerge_adapter if undo else merge_adapter)(adapter, model, folder, dtype)
     what = "removed from" if undo else "merged into"
     untied = " The head is now a separate matrix." if done.untied else ""
     console.say(

@@ -95,7 +95,7 @@ def plan(
         packed, base_dtype, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(display.to_json(planned), json_file):
-        with using(threads):
+        with using(threads), console.working("timing trial steps"):
             predicted = forecast(planned, before)
         for table in display.tables(planned, predicted, model, console.out.width):
             console.out.print(table)
