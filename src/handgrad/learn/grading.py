@@ -20,8 +20,6 @@ RANDOM_CASES = 2
 LIMIT = TOLERANCE[torch.float64]
 MAX_CODE = 20_000  # characters
 SMALL = 20_000  # entries of a case; above, one finite difference checks all gradients together
-AUTOGRAD = ("autograd", "requires_grad", "requires_grad_", "enable_grad", "set_grad_enabled", "func", "vjp", "jvp",
-            "jacrev", "jacfwd", "functional_call")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def grade(
     arguments = [line.name for line in exercise.arguments]
     made = run(
         code, FUNCTION, arguments, [case.arguments for case in cases], [case.names for case in cases],
-        modules=exercise.importable(), forbidden=AUTOGRAD, limits=limits,
+        modules=exercise.importable(), hidden=exercise.hidden(), limits=limits,
     )  # fmt: skip
     if made.problem is not None:
         problem = _explained(made.problem, exercise)
@@ -126,6 +124,8 @@ def _line(code: str, number: int | None) -> str:
 def _notes(made: Run) -> Iterator[str]:
     for name in made.changed:
         yield f"{FUNCTION} changes its argument {name} in place; another layer may still need it"
+    if not made.kernel:
+        yield "this system's kernel does not confine the answer's process, so judge only code that you have read"
 
 
 def _judge(case: Case, outputs: Sequence[Output], generator: torch.Generator) -> Iterator[Part]:

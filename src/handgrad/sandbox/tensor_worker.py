@@ -1,50 +1,47 @@
-"""The sandboxed child that runs Python functions on tensors: each request in a separate fork with limits.
+"""The sandboxed child that judges need: it runs a Python function in one confined process, and its tensors in another.
 
 Run as `python -I -S tensor_worker.py PARENT FOLDER…`: the parent's process id, and the folders to import from. A request and
 a reply are JSON, preceded by its length in four bytes and followed by the bytes of its tensors.
 
-A fork cannot open a file or a socket, by any call of any library: it may have no more open files than it has. It ends after
-its time, and gets no more than its memory. An audit hook refuses what needs no open file: deleting, renaming, other
-processes, foreign functions; calls that Python does not report to the hook are taken away.
+For each request there are two forks. The answer's process has Python but no torch (answer_worker). The process here holds the
+tensors and computes what the answer asks for: functions and methods of torch by their names, except those that differentiate.
+Both are confined, so neither can touch a file, the network or another process.
 """
 
-import ast
-import builtins
 import contextlib
 import importlib
+import inspect
 import json
 import os
+import re
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-NAME = "<answer>"  # the file name of the code in tracebacks
 IDLE = 600  # seconds without a request after which the child exits, and frees the memory that torch takes
-MESSAGE = 600  # characters
-NO_MEMORY = 3  # exit status
-REFUSED = ("open", "os", "socket", "subprocess", "ctypes", "shutil", "resource", "mmap", "fcntl", "signal", "glob", "pty",
-           "tempfile", "urllib", "http", "ftplib", "smtplib", "sqlite3", "webbrowser", "pathlib")  # fmt: skip
-UNREPORTED = {  # calls that no audit hook sees, by module
-    "os": ("mkfifo", "mknod", "setpgid", "setsid", "setpriority", "nice", "chroot", "unshare", "setns", "closerange",
-           "sched_setaffinity", "sched_setscheduler", "sched_setparam", "dup", "dup2", "close"),
-    "signal": ("setitimer", "alarm", "signal", "pthread_sigmask", "siginterrupt", "set_wakeup_fd", "raise_signal"),
-}  # fmt: skip
+NO_MEMORY, CRASHED = 3, 4  # exit status
 GRACE = 5.0  # seconds that a fork may take after its time to end by itself
-ALWAYS = ("torch", "torch.nn", "torch.nn.functional", "math", "typing", "collections", "collections.abc", "functools",
-          "itertools", "operator", "__future__")  # fmt: skip
+DERIVES = re.compile("backward|grad|vjp|jvp|jac|hess|dual|functorch|functional_call|^func$", re.IGNORECASE)
+SPACES = ("torch", "torch.nn", "torch.nn.functional", "torch.linalg", "torch.special")
+FILES = (
+    "from_file",
+    "from_numpy",
+    "frombuffer",
+)  # functions of torch that read something else than tensors and numbers
+
+
+class Forbidden(Exception):
+    """A name that differentiates."""
 
 
 class Refused(Exception):
-    """The code asked for something that it may not do here."""
-
-
-class Fault(Exception):
-    """The answer has a problem. Arguments: its kind, a message, the line."""
+    """A name that an answer cannot use."""
 
 
 def main() -> None:
@@ -53,14 +50,16 @@ def main() -> None:
     sys.path += [here, *sys.argv[2:]]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     handgrad = types.ModuleType("handgrad")  # its parts can be imported one by one, without all of it
     handgrad.__path__ = [os.path.dirname(here)]
     sys.modules["handgrad"] = handgrad
-    worker = importlib.import_module("worker")
+    confine, worker = importlib.import_module("confine"), importlib.import_module("worker")
+    filter = confine.kernel_filter()
+    answers = importlib.import_module("answer_worker")
+    control = answers.start(filter, worker)  # before torch is imported: an answer must not find it
     _warm_up()
     while (raw := worker.next_request(parent, IDLE)) is not None:
-        reply = _in_a_fork(raw, worker)
+        reply = _in_forks(raw, control, filter)
         worker.write(len(reply).to_bytes(4, "big") + reply)
 
 
@@ -71,40 +70,57 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     repr(torch.einsum("ij,jk->ik", x, x))
-    torch.vmap(torch.sum)(x)
+    repr(x.float() @ x.float())
     x.numpy().tobytes()
 
 
-def _in_a_fork(raw: bytes, worker: Any) -> bytes:
+def _in_forks(raw: bytes, control: socket.socket, filter: Any) -> bytes:
+    answers, worker = sys.modules["answer_worker"], sys.modules["worker"]
     length = int.from_bytes(raw[:4], "big")
     request = json.loads(raw[4 : 4 + length])
+    ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         try:
-            os.close(reading)
             os.setpgid(0, 0)
-            worker.write(_answer(request, raw[4 + length :], worker), writing)
+            confine = sys.modules["confine"].confine
+            tensors = list(_tensors(request, raw[4 + length :]))
+            by_kernel = confine(request, [ours.fileno(), writing], filter, worker.limit_memory)
+            worker.write(_answer(request, tensors, ours.fileno(), by_kernel), writing)
         except MemoryError:
             os._exit(NO_MEMORY)
+        except BaseException:  # a message that no answer sends by itself
+            os._exit(CRASHED)
         finally:
             os._exit(0)
     os.close(writing)
-    deadline = time.monotonic() + request["wall"] + GRACE
-    reply, late = bytearray(), False
-    while len(reply) <= request["reply"]:
-        late = not select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]
-        if late or not (part := os.read(reading, 1 << 20)):
-            break
-        reply += part
+    ours.close()
+    answers.ask(control, {name: value for name, value in request.items() if name != "tensors"}, theirs.fileno())
+    theirs.close()
+    reply, late = _collect(reading, request["reply"], time.monotonic() + request["wall"] + GRACE)
     os.close(reading)
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(OSError):
             kill(pid, signal.SIGKILL)  # nothing of it is left, whatever it started
-    status = os.waitpid(pid, 0)[1]
+    status, of_answer = os.waitpid(pid, 0)[1], answers.end(control)
     if not late and len(reply) >= 4 and 4 + int.from_bytes(reply[:4], "big") <= len(reply) <= request["reply"]:
-        return bytes(reply)
+        return reply
+    if not late and reply == b"\0":  # the answer's process has ended before it had returned
+        status = of_answer
     return _encode({"problem": {"kind": "time" if late else _ending(status, len(reply) > request["reply"])}})
+
+
+def _collect(pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
+    """What comes through the pipe, at most a little more than `most` bytes, and whether the deadline passed."""
+    found = bytearray()
+    while len(found) <= most:
+        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return bytes(found), True
+        if not (part := os.read(pipe, 1 << 20)):
+            break
+        found += part
+    return bytes(found), False
 
 
 def _ending(status: int, too_long: bool) -> str:
@@ -112,7 +128,7 @@ def _ending(status: int, too_long: bool) -> str:
         return "long"
     if os.WIFSIGNALED(status):
         return "time" if os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU) else "crash"
-    return "memory" if os.WEXITSTATUS(status) == NO_MEMORY else "exit"
+    return {NO_MEMORY: "memory", CRASHED: "crash"}.get(os.WEXITSTATUS(status), "exit")
 
 
 def _encode(answer: dict[str, Any], tensors: bytes = b"") -> bytes:
@@ -123,218 +139,159 @@ def _encode(answer: dict[str, Any], tensors: bytes = b"") -> bytes:
 # ── inside the fork ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _answer(request: dict[str, Any], data: bytes, worker: Any) -> bytes:
-    """Run the code on each case, and return its outputs, what it printed and which arguments it changed."""
-    for name in request["modules"]:
-        _import(name)
-    cases = [[_decode(x, request["tensors"], data) for x in case] for case in request["cases"]]
-    printed: list[str] = []
-    tensors: list[bytes] = []
-    answer: dict[str, Any] = {"printed": printed, "outputs": [], "changed": []}
-    _confine(request, worker)
-    try:
-        tree = _parse(request)
-        namespace: dict[str, Any] = {"__name__": "answer", "__builtins__": _builtins(request, printed)}
-        exec(compile(tree, NAME, "exec", dont_inherit=True), namespace)
-        function = namespace.get(request["function"])
-        if not isinstance(function, types.FunctionType):
-            raise Fault("missing", f"the code has no function {request['function']}", None)
-        for described, case, returns in zip(request["cases"], cases, request["returns"], strict=True):
-            outputs = list(_flat(function(*case), returns, f"{request['function']} returned"))
-            answer["outputs"].append([_output(x, name, tensors, request["reply"]) for name, x in outputs])
-            again = [_decode(x, request["tensors"], data) for x in described]
-            changed = [n for n, a, b in zip(request["arguments"], case, again, strict=True) if not _equal(a, b)]
-            answer["changed"] += [name for name in changed if name not in answer["changed"]]
-    except Fault as reason:
-        answer["problem"] = dict(zip(("kind", "message", "line"), reason.args, strict=True))
-    except MemoryError:
-        answer["problem"] = {"kind": "memory"}
-    except BaseException as reason:
-        answer["problem"] = {"kind": _kind(reason), "message": _text(reason), "line": _line_of(reason)}
-    return _encode(answer, b"".join(tensors) if "problem" not in answer else b"")
-
-
-def _import(name: str) -> None:
-    """Import a module, or the module of a name in it."""
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError:
-        importlib.import_module(name.rpartition(".")[0])
-
-
-def _confine(request: dict[str, Any], worker: Any) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
-    worker.limit_memory(request["memory"])
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    seconds = int(request["cpu"]) + 2  # in case that its timers do not end it
-    hard = {resource.RLIMIT_NOFILE: 0, resource.RLIMIT_NPROC: 0, resource.RLIMIT_AS: soft, resource.RLIMIT_CPU: seconds}
-    for limit, most in hard.items():
-        resource.setrlimit(limit, (most, most))
-    signal.setitimer(signal.ITIMER_PROF, request["cpu"])
-    signal.setitimer(signal.ITIMER_REAL, request["wall"])
-
-    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event.partition(".")[0] in REFUSED:
-            _refusing(event)()
-
-    for name, calls in UNREPORTED.items():
-        for module in (sys.modules[name], sys.modules[{"os": "posix", "signal": "_signal"}[name]]):
-            for call in calls:
-                vars(module)[call] = _refusing(f"{name}.{call}")
-    sys.addaudithook(refuse)
-
-
-def _refusing(name: str, why: str = "an answer uses no files, no network and no other programs") -> Callable[..., Any]:
-    """A function to stand for the one of that name."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise Refused(f"{name} is refused: {why}")
-
-    return refuse
-
-
-def _parse(request: dict[str, Any]) -> ast.Module:
-    try:
-        tree: ast.Module = ast.parse(str(request["code"]), NAME)
-    except SyntaxError as reason:
-        raise Fault("syntax", reason.msg, reason.lineno) from None
-    except (ValueError, RecursionError) as reason:
-        raise Fault("syntax", str(reason), None) from None
-    for node in ast.walk(tree):
-        name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
-        name = name.rpartition(".")[2]
-        if name in request["forbidden"] or name.endswith("_backward"):
-            raise Fault("forbidden", name, getattr(node, "lineno", None))
-    return tree
-
-
-def _builtins(request: dict[str, Any], printed: list[str]) -> dict[str, Any]:
-    """Python's own functions, with `import` and `print` of ours, and without those that read files or ask."""
-    made = dict(vars(builtins))
-    allowed = {*ALWAYS, *request["modules"]}
-    real = builtins.__import__
-    room = [request["printed"]]
-
-    def guarded(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        parts = {f"{name}.{part}" for part in fromlist or ()}
-        loaded = name.startswith("torch.") and name in sys.modules  # torch's own code imports through this function too
-        if level == 0 and (loaded or name in allowed or (parts and parts <= allowed)):
-            return real(name, globals, locals, fromlist, level)
-        known = ", ".join(["torch", "math", *request["modules"]])
-        raise Refused(f"import {name} is refused: an answer can import {known} and Python's typing and iteration tools")
-
-    def show(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = False) -> None:
-        text = (sep.join(str(value) for value in values) + end)[: room[0]]
-        room[0] -= len(text)
-        printed.append(text)
-
-    def leave(*_: Any) -> Any:
-        raise SystemExit
-
-    why = "an answer uses no files and asks no questions"
-    made |= {name: _refusing(f"{name}()", why) for name in ("open", "input", "breakpoint", "help")}
-    made |= {"__import__": guarded, "print": show, "exit": leave, "quit": leave}
-    return made
-
-
-def _decode(x: Any, described: list[dict[str, Any]], data: bytes) -> Any:
-    """Rebuild an argument: a tensor, a plain value, a list, or a NamedTuple by its full name."""
+def _tensors(request: dict[str, Any], data: bytes) -> Iterator[Any]:
     torch = sys.modules["torch"]
-    kind, value = x["kind"], x["value"]
-    if kind == "tensor":
-        about = described[value]
+    for about in request["tensors"]:
         dtype = getattr(torch, about["dtype"])
         part = bytearray(data[about["start"] : about["end"]])
         flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-        return flat.clone().reshape(about["shape"])
-    if kind == "plain":
-        return value
-    items = [_decode(item, described, data) for item in value]
-    if kind == "list":
-        return items
-    module, _, name = kind.rpartition(".")
-    return getattr(importlib.import_module(module), name)(*items)
+        yield flat.clone().reshape(about["shape"])
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple):
-        return all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(sys.modules["torch"].equal(a, b)) if hasattr(a, "untyped_storage") else a is b or a == b
+def _answer(request: dict[str, Any], given: list[Any], pipe: int, by_kernel: bool) -> bytes:
+    """Compute for the answer until it has returned, then encode what it returned and which arguments it changed."""
+    torch, link = sys.modules["torch"], sys.modules["link"]
+    with torch.inference_mode():  # there is nothing to differentiate
+        server = Torch([x.clone() for x in given])
+        while True:
+            try:
+                message = link.receive(pipe)
+            except EOFError:
+                return b"\0"
+            if isinstance(message, list) and message[:1] == ["end"]:
+                break
+            link.send(pipe, server.reply(message))
+        found, tensors = message[1], list[bytes]()
+        answer: dict[str, Any] = {"printed": found["printed"], "kernel": by_kernel, "outputs": []}
+        if found["problem"] is not None:
+            return _encode({**answer, "problem": found["problem"]})
+        try:
+            for numbers, names in zip(found["outputs"], request["returns"], strict=True):
+                pairs = zip(_flat(names), numbers, strict=True)
+                answer["outputs"].append([_output(server, n, name, tensors, request["reply"]) for name, n in pairs])
+        except Refused as reason:
+            return _encode({**answer, "problem": {"kind": "returned", "message": str(reason)}})
+        changed = {n for n, x in enumerate(given) if not torch.equal(server.given[n], x)}
+        arguments = zip(*request["cases"], strict=True)
+        named = zip(request["arguments"], arguments, strict=True)
+        answer["changed"] = [name for name, cases in named if any(changed & set(_numbers(x)) for x in cases)]
+        return _encode(answer, b"".join(tensors))
 
 
-def _flat(found: Any, expected: list[Any], what: str) -> Iterator[tuple[str, Any]]:
-    """Pair the returned values with the names of what is expected; a list stands for a tuple: its name, then its fields."""
-    wanted = ", ".join(_first(x) for x in expected)
-    if found is ...:
-        found = [...] * len(expected)
-    if len(expected) == 1 and not isinstance(found, tuple | list):
-        found = (found,)
-    if not isinstance(found, tuple | list):
-        raise Fault("returned", f"{what} {_described(found)} instead of {len(expected)} values: {wanted}", None)
-    if len(found) != len(expected):
-        count = f"{len(found)} value{'s' * (len(found) != 1)} instead of {len(expected)}"
-        raise Fault("returned", f"{what} {count}: {wanted}", None)
-    for x, name in zip(found, expected, strict=True):
-        if isinstance(name, list):
-            yield from _flat(x, name[1:], f"{name[0]} has")
-        else:
-            yield name, x
+class Torch:
+    """What an answer can use of torch: functions and methods by their names, tensors by their numbers."""
+
+    def __init__(self, given: list[Any]):
+        self.given = given
+        self.tensors = dict(enumerate(given))
+        self._count = len(given)
+        self._torch = sys.modules["torch"]
+        self._homes = {name: importlib.import_module(name) for name in SPACES}
+        functions = {*dir(self._torch._C._VariableFunctions), *self._torch.functional.__all__, "manual_seed"}
+        self._functions = {"torch": functions - {*FILES}}
+
+    def reply(self, message: list[Any]) -> dict[str, Any]:
+        try:
+            what, space, name, *rest = message
+            value = self._find(space, name)[0] if what == "look" else self._call(space, name, *rest)
+            return {"value": sys.modules["link"].encode(value, self._pack)}
+        except Exception as reason:
+            return {"error": [type(reason).__name__, str(reason)[:2000]]}
+
+    def _find(self, space: str, name: str) -> tuple[Any, Any]:
+        """What the name is there (function, method, property, module, or its value), and itself."""
+        torch = self._torch
+        operator = space == "Tensor" and name in sys.modules["remote_torch"].OPERATORS
+        if DERIVES.search(name):
+            raise Forbidden(name)
+        shown = f"a tensor's {name}" if space == "Tensor" else f"{space}.{name}"
+        refused = Refused(f"{shown} is refused: an answer can use torch's functions and methods on tensors")
+        if space not in ("Tensor", *SPACES) or (name.startswith("_") and not operator):
+            raise refused
+        if space == "Tensor":
+            found = inspect.getattr_static(torch.Tensor, name, None)
+            if found is None:
+                raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+            method = callable(getattr(torch.Tensor, name))
+            return ("method", getattr(torch.Tensor, name)) if method else ("property", lambda x: getattr(x, name))
+        if f"{space}.{name}" in SPACES:
+            return "module", None
+        found = vars(self._homes[space]).get(name)
+        if found is None:
+            raise AttributeError(f"module {space!r} has no attribute {name!r}")
+        if isinstance(found, torch.dtype | float):
+            return found, found
+        allowed = (
+            name in self._functions["torch"] if space == "torch" else callable(found) and not inspect.isclass(found)
+        )
+        if not allowed or space == "torch.nn":
+            raise refused
+        return "function", found
+
+    def _call(self, space: str, name: str, arguments: Any, options: Any, freed: list[int]) -> Any:
+        function = self._find(space, name)[1]
+        decode = sys.modules["link"].decode
+        given, named = decode(arguments, self._unpack), dict(decode(options, self._unpack))
+        for number in freed:
+            self.tensors.pop(number, None)
+        for option in named:
+            if DERIVES.search(option):
+                raise Forbidden(option)
+        if space == "Tensor" and not isinstance(given[0], self._torch.Tensor):
+            raise TypeError(f"{name} is a method of tensors")
+        return function(*given, **named)
+
+    def _unpack(self, kind: str, parts: list[Any]) -> Any:
+        if kind == "tensor":
+            return self.tensors[parts[0]]
+        found = getattr(self._torch, parts[0]) if kind == "dtype" else None
+        if not isinstance(found, self._torch.dtype):
+            raise TypeError(f"torch does not take a {kind} here")
+        return found
+
+    def _pack(self, x: Any) -> list[Any]:
+        torch, encode = self._torch, sys.modules["link"].encode
+        if isinstance(x, torch.Tensor):
+            self.tensors[self._count] = x
+            self._count += 1
+            return ["tensor", self._count - 1]
+        if isinstance(x, torch.dtype):
+            return ["dtype", str(x).removeprefix("torch.")]
+        if isinstance(x, torch.Size):
+            return ["size", *x]
+        if isinstance(x, tuple):
+            names = [name for name, value in vars(type(x)).items() if inspect.ismemberdescriptor(value)]
+            return ["fields", ["list", *names], encode(list(x), self._pack)]
+        if isinstance(x, torch.device | torch.layout | torch.memory_format):
+            return str(x)  # type: ignore[return-value]
+        raise Refused(f"its result is a {type(x).__name__}: an answer can use tensors, numbers and text")
 
 
-def _first(expected: Any) -> str:
-    return str(expected[0] if isinstance(expected, list) else expected)
-
-
-def _described(x: Any) -> str:
-    return "None" if x is None else f"a {type(x).__name__}"
-
-
-def _output(x: Any, name: str, tensors: list[bytes], limit: int) -> dict[str, Any]:
+def _output(server: Torch, number: int | None, name: str, tensors: list[bytes], limit: int) -> dict[str, Any]:
     torch = sys.modules["torch"]
-    if x is ...:  # as the exercise was given: not written yet
+    if number is None:
         return {"name": name, "shape": None, "dtype": ""}
-    if not isinstance(x, torch.Tensor):
-        raise Fault("returned", f"{name} is {_described(x)}; return a tensor", None)
+    x = server.tensors[number]
     if x.layout != torch.strided or x.device.type != "cpu" or x.is_complex() or x.is_quantized:
-        raise Fault("returned", f"{name} is not an ordinary tensor of real numbers: {x.dtype}, {x.layout}", None)
+        raise Refused(f"{name} is not an ordinary tensor of real numbers: {x.dtype}, {x.layout}")
     if 8 * x.numel() + sum(map(len, tensors)) > limit // 2:
-        raise Fault("returned", f"{name} is too large: its shape is {tuple(x.shape)}", None)
-    dtype = str(x.dtype).removeprefix("torch.")
-    tensors.append(x.detach().double().contiguous().numpy().tobytes())
-    return {"name": name, "shape": list(x.shape), "dtype": dtype}
+        raise Refused(f"{name} is too large: its shape is {tuple(x.shape)}")
+    tensors.append(x.double().contiguous().numpy().tobytes())
+    return {"name": name, "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
 
 
-def _kind(reason: BaseException) -> str:
-    if isinstance(reason, Refused):
-        return "refused"
-    if isinstance(reason, SystemExit):
-        return "exit"
-    if isinstance(reason, NotImplementedError):
-        return "unwritten"
-    return "memory" if "can't allocate memory" in _text(reason) else "exception"
+def _flat(names: list[Any]) -> Iterator[str]:
+    for name in names:
+        yield from _flat(name[1:]) if isinstance(name, list) else (name,)
 
 
-def _text(reason: BaseException) -> str:
-    try:
-        text = str(reason)
-    except BaseException:
-        text = ""
-    if isinstance(reason, Refused):
-        return text[:MESSAGE]
-    return f"{type(reason).__name__}: {text}"[:MESSAGE] if text else type(reason).__name__
-
-
-def _line_of(reason: BaseException) -> int | None:
-    """The last line of the code that was running."""
-    found, step = None, reason.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_filename == NAME:
-            found = step.tb_lineno
-        step = step.tb_next
-    return found
+def _numbers(x: dict[str, Any]) -> Iterator[int]:
+    """The numbers of the tensors in a described argument."""
+    if x["kind"] == "tensor":
+        yield x["value"]
+    elif x["kind"] != "plain":
+        for item in x["value"]:
+            yield from _numbers(item)
 
 
 if __name__ == "__main__":
