@@ -57,7 +57,7 @@ CHEATS: list[tuple[str, str]] = [
     ("return rho.__torch_function__", f"a tensor's __torch_function__ {REFUSED}"),
     ("return rho.numpy()", "its result is a ndarray"),
     ("return rho.untyped_storage()", "an answer can use tensors, numbers and text"),
-    ("from handgrad.paper.attention import delta_causal\nreturn delta_causal(delta_rho, rho)", "import handgrad.paper.attention is refused"),
+    ("from handgrad.paper.attention import delta_causal", "import handgrad.paper.attention is refused"),
     ("import handgrad.paper.attention", "import handgrad.paper.attention is refused"),
     ("from handgrad.learn.course import COURSE", "import handgrad.learn.course is refused"),
     ("return __import__('importlib').import_module('torch')", "import importlib is refused"),

@@ -49,42 +49,50 @@ def f(x):
 
 # {d} is a folder of ours with a file, {v} a process of ours, {p} a port on which we listen, {b} the folder as bytes.
 FILES = """
-os.open('{d}/precious', os.O_RDONLY) | os.open('{d}/precious', os.O_WRONLY + os.O_TRUNC) | os.open('{d}/new', os.O_CREAT, 0o777)
-os.remove('{d}/precious') | os.rename('{d}/precious', '{d}/stolen') | os.replace('{d}/precious', '{d}/other')
-os.chmod('{d}/precious', 0o777) | os.chown('{d}/precious', 1, 1) | os.utime('{d}/precious', (0, 0)) | os.truncate('{d}/precious', 0)
-os.link('{d}/precious', '{d}/link') | os.symlink('{d}/precious', '{d}/link') | os.mkdir('{d}/folder') | os.rmdir('{d}/empty')
-os.listdir('{d}') | os.stat('{d}/precious') | os.readlink('{d}/pointer') | os.chdir('{d}') | os.setxattr('{d}/precious', 'user.a', b'1')
-c('open', {b}, 1) | c('creat', {b} + b'/new', 0o777) | c('unlink', {b} + b'/precious') | c('rename', {b} + b'/precious', {b} + b'/a')
-c('chmod', {b} + b'/precious', 0) | c('mkfifo', {b} + b'/fifo', 0o666) | c('mknod', {b} + b'/node', 0o100666, 0)
-c('truncate', {b} + b'/precious', 0) | c('memfd_create', b'a', 0) | call(437, -100, {b} + b'/precious', (ctypes.c_uint64 * 3)(2), 24)
-ctypes.CDLL('{d}/precious') | importlib.import_module('sqlite3') | c('access', {b}, 0) | c('chroot', {b})
+os.open('{d}/precious', os.O_RDONLY) | os.open('{d}/precious', os.O_WRONLY + os.O_TRUNC)
+os.open('{d}/new', os.O_CREAT, 0o777) | os.remove('{d}/precious') | os.rename('{d}/precious', '{d}/stolen')
+os.replace('{d}/precious', '{d}/other') | os.chmod('{d}/precious', 0o777) | os.chown('{d}/precious', 1, 1)
+os.utime('{d}/precious', (0, 0)) | os.truncate('{d}/precious', 0) | os.link('{d}/precious', '{d}/link')
+os.symlink('{d}/precious', '{d}/link') | os.mkdir('{d}/folder') | os.rmdir('{d}/empty') | os.listdir('{d}')
+os.stat('{d}/precious') | os.readlink('{d}/pointer') | os.chdir('{d}') | os.setxattr('{d}/precious', 'user.a', b'1')
+c('open', {b}, 1) | c('creat', {b} + b'/new', 0o777) | c('unlink', {b} + b'/precious')
+c('rename', {b} + b'/precious', {b} + b'/a') | c('chmod', {b} + b'/precious', 0) | c('mkfifo', {b} + b'/fifo', 0o666)
+c('mknod', {b} + b'/node', 0o100666, 0) | c('truncate', {b} + b'/precious', 0) | c('memfd_create', b'a', 0)
+call(437, -100, {b} + b'/precious', (ctypes.c_uint64 * 3)(2), 24) | ctypes.CDLL('{d}/precious')
+importlib.import_module('sqlite3') | c('access', {b}, 0) | c('chroot', {b})
 """
 PROCESSES = """
-os.kill({v}, 9) | os.kill(-1, 0) | os.killpg({v}, 9) | os.kill({w}, 9) | os.kill({t}, 9) | c('kill', {v}, 9) | c('killpg', {v}, 15)
-os.fork() | c('fork') | os.execv('/bin/sh', ['sh', '-c', 'touch {d}/new']) | os.posix_spawn('/bin/sh', ['sh', '-c', 'touch {d}/new'], {{}})
-c('execv', b'/bin/sh', None) | c('ptrace', 16, {v}, 0, 0) | call(434, {v}, 0) | call(424, {v}, 9, 0, 0)
-os.setuid(0) | c('setuid', 0) | os.nice(-5) | c('setpriority', 0, {v}, 19) | os.sched_setaffinity({v}, {{0}}) | os.setpgid({v}, 0)
-c('prctl', 4, 1, 0, 0, 0) | c('setrlimit', 7, (ctypes.c_uint64 * 2)(99, 99)) | c('prlimit', {v}, 0, (ctypes.c_uint64 * 2)(1, 1), None)
+os.kill({v}, 9) | os.kill(-1, 0) | os.killpg({v}, 9) | os.kill({w}, 9) | os.kill({t}, 9) | c('kill', {v}, 9)
+c('killpg', {v}, 15) | os.fork() | c('fork') | os.execv('/bin/sh', ['sh', '-c', 'touch {d}/new'])
+os.posix_spawn('/bin/sh', ['sh', '-c', 'touch {d}/new'], {{}}) | c('execv', b'/bin/sh', None)
+c('ptrace', 16, {v}, 0, 0) | call(434, {v}, 0) | call(424, {v}, 9, 0, 0) | os.setuid(0) | c('setuid', 0) | os.nice(-5)
+c('setpriority', 0, {v}, 19) | os.sched_setaffinity({v}, {{0}}) | os.setpgid({v}, 0) | c('prctl', 4, 1, 0, 0, 0)
+c('setrlimit', 7, (ctypes.c_uint64 * 2)(99, 99)) | c('prlimit', {v}, 0, (ctypes.c_uint64 * 2)(1, 1), None)
 c('unshare', 0x10000000) | c('setns', 0, 0) | c('personality', 0) | c('process_vm_writev', {v}, None, 0, None, 0, 0)
 """
 CHANNELS = """
 socket.socket() | socket.create_connection(('127.0.0.1', {p})) | socket.socket(socket.AF_UNIX) | socket.socketpair()
 c('socket', 2, 1, 0) | c('socket', 1, 2, 0) | os.pipe() | os.eventfd(0) | os.write(99, b'x') | os.dup(0)
-c('shmget', 77, 4096, 0o1666) | c('msgget', 77, 0o1666) | c('semget', 77, 1, 0o1666) | c('inotify_init') | c('epoll_create1', 0)
-call(425, 8, (ctypes.c_uint64 * 15)()) | call(438, 3, 1, 0) | call(435, (ctypes.c_uint64 * 11)(), 88) | c('dup2', 3, 1) | c('fcntl', 3, 0, 0)
-c('ioctl', 0, 0x5412, b'x') | c('setitimer', 2, None, None) | c('sigaction', 27, (ctypes.c_uint64 * 20)(), None)
+c('shmget', 77, 4096, 0o1666) | c('msgget', 77, 0o1666) | c('semget', 77, 1, 0o1666) | c('inotify_init')
+c('epoll_create1', 0) | call(425, 8, (ctypes.c_uint64 * 15)()) | call(438, 3, 1, 0)
+call(435, (ctypes.c_uint64 * 11)(), 88) | c('dup2', 3, 1) | c('fcntl', 3, 0, 0) | c('ioctl', 0, 0x5412, b'x')
+c('setitimer', 2, None, None) | c('sigaction', 27, (ctypes.c_uint64 * 20)(), None)
 """
 # Through the pipe to the process that computes: what a forged message could ask for.
 MESSAGES = """
-ask('torch', 'load', ('{d}/precious',), {{}}) | ask('torch', 'save', (x, '{d}/new'), {{}}) | ask('torch', 'from_file', ('{d}/precious',), {{}})
-ask('torch', '_C', (), {{}}) | ask('torch', 'os', (), {{}}) | ask('torch.os', 'remove', ('{d}/precious',), {{}}) | ask('os', 'remove', (), {{}})
-ask('torch', 'os.remove', ('{d}/precious',), {{}}) | ask('builtins', 'eval', ('1',), {{}}) | ask('Tensor', '__class__', (x,), {{}})
-ask('Tensor', '__getattribute__', (x, 'sum'), {{}}) | ask('Tensor', '__reduce_ex__', (x, 2), {{}}) | ask('Tensor', '__dict__', (x,), {{}})
-ask('Tensor', '__init__.__globals__', (x,), {{}}) | ask('Tensor', 'sum', (1,), {{}}) | ask('Tensor', 'numpy', (x,), {{}})
-ask('Tensor', 'untyped_storage', (x,), {{}}) | ask('Tensor', 'share_memory_', (x,), {{}}) | ask('torch', 'ops', (), {{}})
-ask('torch.nn', 'Module', (), {{}}) | ask('torch.nn.functional', '__builtins__', (), {{}}) | ask('torch.hub', 'load', (), {{}})
-remote._exchange(['call']) | remote._exchange(['look', 7, []]) | remote._exchange(['call', 'torch', 'add', 3, 4, 5])
-remote._exchange(['call', 'Tensor', 'sum', ['list', ['tensor', 99]], ['list'], []]) | remote._exchange({{}}) | remote._exchange(None)
+ask('torch', 'load', ('{d}/precious',), {{}}) | ask('torch', 'save', (x, '{d}/new'), {{}})
+ask('torch', 'from_file', ('{d}/precious',), {{}}) | ask('torch', '_C', (), {{}}) | ask('torch', 'os', (), {{}})
+ask('torch.os', 'remove', ('{d}/precious',), {{}}) | ask('os', 'remove', (), {{}})
+ask('torch', 'os.remove', ('{d}/precious',), {{}}) | ask('builtins', 'eval', ('1',), {{}})
+ask('Tensor', '__class__', (x,), {{}}) | ask('Tensor', '__getattribute__', (x, 'sum'), {{}})
+ask('Tensor', '__reduce_ex__', (x, 2), {{}}) | ask('Tensor', '__dict__', (x,), {{}})
+ask('Tensor', '__init__.__globals__', (x,), {{}}) | ask('Tensor', 'sum', (1,), {{}})
+ask('Tensor', 'numpy', (x,), {{}}) | ask('Tensor', 'untyped_storage', (x,), {{}})
+ask('Tensor', 'share_memory_', (x,), {{}}) | ask('torch', 'ops', (), {{}}) | ask('torch.nn', 'Module', (), {{}})
+ask('torch.nn.functional', '__builtins__', (), {{}}) | ask('torch.hub', 'load', (), {{}}) | remote._exchange(['call'])
+remote._exchange(['look', 7, []]) | remote._exchange(['call', 'torch', 'add', 3, 4, 5])
+remote._exchange(['call', 'Tensor', 'sum', ['list', ['tensor', 99]], ['list'], []]) | remote._exchange({{}})
+remote._exchange(None)
 remote._exchange(['call', 'torch', 'zeros', ['list', 3], ['list', ['tuple', 'dtype', ['dtype', 'os']]], []])
 """
 
@@ -195,10 +203,8 @@ def test_the_answers_process_has_neither_torch_nor_the_solution() -> None:
 """
     exercise = COURSE["attention"]
     made = call(body, modules=[*exercise.importable(), "handgrad.paper.gated"], hidden=exercise.hidden())
-    assert made.printed.startswith(
-        "['handgrad', 'handgrad.paper', 'handgrad.paper.activation', 'handgrad.paper.attention'"
-    )
-    assert "'remote_torch', 'torch', 'torch.nn', 'torch.nn.functional']" in made.printed
+    assert "'handgrad.paper.attention'" in made.printed and "handgrad.paper.transformer" not in made.printed
+    assert "'torch', 'torch.nn', 'torch.nn.functional']" in made.printed and "torch_server" not in made.printed
     assert made.printed.endswith("] True False True\n"), made
 
 
@@ -270,8 +276,8 @@ def test_another_user_gets_nothing_from_explain(tmp_path: Path, monkeypatch: pyt
             assert found.startswith(("DONE 403", "DONE 404")) and server.key not in found, (number, found)
         local: list[Callable[[], object]] = [
             lambda: Path(door).read_text(), lambda: Path(f"/proc/{os.getppid()}/environ").read_bytes(),
-            lambda: Path(f"/proc/{os.getppid()}/mem").open("rb"), lambda: os.listdir(f"/proc/{os.getppid()}/fd"),
-            lambda: os.kill(os.getppid(), 0), lambda: os.kill(worker, 9), lambda: Path(f"/proc/{worker}/mem").open("rb"),
+            lambda: Path(f"/proc/{os.getppid()}/mem").read_bytes(), lambda: os.listdir(f"/proc/{os.getppid()}/fd"),
+            lambda: os.kill(os.getppid(), 0), lambda: os.kill(worker, 9), lambda: Path(f"/proc/{worker}/mem").read_bytes(),
             lambda: os.listdir(private), lambda: (tmp_path / "learn.json").write_text("{}"),
         ]  # fmt: skip
         for number, attempt in enumerate(local):

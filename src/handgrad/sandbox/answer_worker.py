@@ -16,9 +16,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import remote_torch
-from confine import Refused, confine, refusing
-from link import send
+from . import remote_torch
+from .confine import Refused, confine, refusing
+from .link import send
 
 NAME = "<answer>"  # the file name of the code in tracebacks
 MESSAGE = 600  # characters

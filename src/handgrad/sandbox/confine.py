@@ -1,6 +1,6 @@
-"""Take from a process what an answer does not need: it can compute, and use the files that it has open. Nothing else.
+"""Take from a process what an answer does not need: it can compute, and use the pipes that it has open. Nothing else.
 
-On Linux the kernel sees to it (seccomp): every system call that is not in ALLOWED fails, whatever code makes it. Without that
+On Linux the kernel enforces it (seccomp): every system call that is not in ALLOWED fails, whatever code makes it. Without it
 there remain the limits on files, memory and time, and an audit hook, which a program written to break out can evade.
 """
 
@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 ALLOWED = ("read", "write", "mmap", "munmap", "mremap", "mprotect", "madvise", "brk", "futex", "rt_sigreturn", "getrandom",
-           "clock_gettime", "gettimeofday", "clock_nanosleep", "restart_syscall", "sched_yield", "exit", "exit_group")  # fmt: skip
+           "clock_gettime", "gettimeofday", "clock_nanosleep", "restart_syscall", "sched_yield", "exit",
+           "exit_group")  # fmt: skip
+MOST_FILES = 1 << 20  # the largest number of an open file that Linux gives by default
 WHY = "an answer uses no files, no network and no other programs"
 
 
@@ -44,7 +46,7 @@ def confine(limits: dict[str, Any], keep: list[int], filter: Any, limit_memory: 
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     last = 2
-    for number in [*sorted(keep), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
+    for number in [*sorted(keep), MOST_FILES]:
         os.closerange(last + 1, number)
         last = number
     limit_memory(limits["memory"])

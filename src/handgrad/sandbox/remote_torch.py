@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
-from confine import Refused
-from link import decode, encode, receive, send
+from .confine import Refused
+from .link import decode, encode, receive, send
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 OTHERS = ("lt", "le", "eq", "ne", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "setitem", "len", "bool", "int",
@@ -25,7 +25,7 @@ class Forbidden(Exception):
     """The answer used something that differentiates. Argument: its name."""
 
 
-class dtype:  # noqa: N801
+class dtype:
     """A dtype of torch, by its name."""
 
     def __init__(self, name: str):
@@ -53,7 +53,7 @@ class Size(tuple[int, ...]):
 class Tensor:
     """A tensor that the other process holds under a number."""
 
-    __slots__ = ("_number", "__weakref__")
+    __slots__ = ("__weakref__", "_number")
     _number: int
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +124,7 @@ def _unpack(kind: str, parts: list[Any]) -> Any:
         return Size(parts)
     if kind == "fields":
         names, values = parts
-        return namedtuple("result", names)(*values)  # noqa: PYI024
+        return namedtuple("result", names)(*values)
     raise ValueError(kind)
 
 
