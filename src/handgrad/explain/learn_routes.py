@@ -18,9 +18,15 @@ from ..learn.as_json import exercise_json, grade_json
 from ..learn.course import COURSE, find
 from ..learn.grading import MAX_CODE, grade
 from ..learn.progress import Entry, Progress
+from ..sandbox.tensor_client import confined_by_kernel
 from .exercises import case_of, offered_at
 from .session import Session
 
+CONFINED = "The kernel lets its process do nothing but compute: no files, no network, no other programs."
+LIMITED = (
+    "Its process has no files and no network, but this system cannot keep a program in that is written to break out: run\
+ only code that you have read."
+)
 RANDOM_ONLY = "this model has no such layer, so the answer was judged on random numbers only"
 
 
@@ -47,7 +53,8 @@ def course_view(session: Session, progress: dict[str, Entry], grading: bool) -> 
         }
         for exercise in COURSE.values()
     ]
-    return {"grading": grading, "max_code": MAX_CODE, "exercises": exercises}
+    confinement = CONFINED if confined_by_kernel() else LIMITED
+    return {"grading": grading, "max_code": MAX_CODE, "confinement": confinement, "exercises": exercises}
 
 
 def add_routes(
