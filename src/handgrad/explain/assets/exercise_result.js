@@ -15,7 +15,7 @@ export function judgement(result, exactly, reveal, next) {
   const style = passed ? "good" : result.unfinished ? "wait" : "bad";
   const wrong = result.outputs.filter((o) => o.state === "wrong");
   const more = !exactly && wrong.some((o) => o.general !== o.sentence);
-  const cases = result.cases.length ? `Judged on: ${result.cases.join("; ")}.` : "";
+  const cases = result.cases.length && !problem ? `Judged on: ${result.cases.join("; ")}.` : "";
   return h(
     "div",
     { class: "judgement", "aria-live": "polite", key: "judgement" },
