@@ -75,7 +75,8 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
         serious = ("error", "warning")
         page.on("console", lambda m: errors.append(m.text) if m.type in serious and m.text != expected else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
-        page.on("request", lambda r: None if r.url.startswith((base, "data:", "blob:")) else errors.append(r.url))
+        ours = (base.partition("?")[0], "data:", "blob:")
+        page.on("request", lambda r: None if r.url.startswith(ours) else errors.append(r.url))
         page.goto(base + where)
         page.wait_for_selector("html[data-ready=yes]")
         return page

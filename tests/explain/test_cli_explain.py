@@ -5,6 +5,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,30 @@ def test_a_server_can_be_started_and_stopped_twice() -> None:
     for _ in range(2):
         with Server(make_session(n_blocks=1)) as url, urllib.request.urlopen(url) as page:
             assert page.status == 200
+
+
+def test_the_browser_gets_the_key_in_a_file_that_only_this_user_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line of a browser can be read by everyone on the machine."""
+    opened: list[str] = []
+    seen: list[tuple[str, int]] = []
+
+    def run(server: Server) -> None:
+        file = Path(urllib.request.url2pathname(opened[0].removeprefix("file://")))
+        seen.append((file.read_text(), file.parent.stat().st_mode & 0o777))
+        assert f'url={server.url}"' in seen[0][0] and server.key in server.url and server.key not in opened[0]
+
+    class At:  # a Timer that does not wait
+        def __init__(self, _: float, function: Any, arguments: list[Any]):
+            self.start = lambda: function(*arguments)
+
+    monkeypatch.setattr("handgrad.cli.explain.Timer", At)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(Server, "run", run)
+    done = CliRunner().invoke(app, ["explain", "--model", "nano", "--text", TEXT])
+    assert done.exit_code == 0 and "?key=" in done.stdout, done.output
+    assert seen[0][1] == 0o700 and not Path(urllib.request.url2pathname(opened[0].removeprefix("file://"))).exists()
 
 
 def test_help_lists_every_option() -> None:

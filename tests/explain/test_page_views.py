@@ -12,6 +12,7 @@ from tiny_session import LLAMA, TEXT, make_session
 import handgrad as hg
 from handgrad.explain.server import Server
 from handgrad.explain.session import Session
+from handgrad.learn.course import COURSE
 
 pytest_plugins = ["page_fixtures"]
 
@@ -240,6 +241,34 @@ def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) ->
             break
         page.wait_for_timeout(100)
     assert number(page, "figure.heat .readout[data-column]") == expected
+
+
+def test_the_first_exercise_from_its_template_to_the_next_one(open_page: Open) -> None:
+    page = open_page("#/exercises")
+    expect(page.locator("#code")).to_have_value(re.compile("delta_scores = \\.\\.\\."))
+    page.click("#grade")
+    expect(page.locator("#judgement")).to_have_text("… nothing is written yet: replace each ... in backward")
+    expect(page.locator("#judgement")).to_have_class("badge wait")
+    expect(page.locator("table:has-text('worst case')")).to_have_count(0)
+    page.fill("#code", "def backward(delta_rho, rho):\n    return delta_rho * rho\n")
+    page.click("#grade")
+    fault = page.locator("[data-fault='missing term']")
+    expect(fault).to_contain_text("one of its terms is missing")
+    expect(fault).not_to_contain_text("second term")
+    page.click("#exactly")
+    expect(fault).to_contain_text("lacks the second term")
+    expect(page.locator("#exactly")).to_have_count(0)
+    page.fill("#code", COURSE["softmax"].solution())
+    page.click("#grade")
+    expect(page.locator("#judgement")).to_have_text("✔ Right, against autograd and finite differences.")
+    expect(page.locator("h3").first).to_have_text("1. softmax of the scores")
+    expect(page.locator("#code")).to_have_value(COURSE["softmax"].solution())
+    check_accessibility(page)
+    page.click("#next")
+    expect(page.locator("h3").first).to_contain_text("2. ")
+    expect(page.locator("#judgement")).to_have_count(0)
+    page.click("[data-exercise=softmax]")
+    expect(page.locator("#judgement")).to_have_class("badge good")
 
 
 def test_an_exercise_is_graded_in_the_page(open_page: Open) -> None:

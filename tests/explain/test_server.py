@@ -31,9 +31,10 @@ def server() -> Iterator[Server]:
 def call(
     server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, Any, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[-1][:-1]))
+    connection = http.client.HTTPConnection("127.0.0.1", server._socket.getsockname()[1])
     raw = json.dumps(body).encode() if isinstance(body, dict) else body
-    connection.request(method, path, raw, headers or (JSON if method == "POST" else {}))
+    sent = headers or (JSON if method == "POST" else {})
+    connection.request(method, path, raw, {"X-Handgrad-Key": server.key, **sent})
     answer = connection.getresponse()
     text = answer.read().decode()
     kind = answer.headers.get("content-type", "")
@@ -49,7 +50,7 @@ def sentence(server: Server, text: str = TEXT) -> dict[str, Any]:
 
 
 def test_the_page_and_its_assets(server: Server) -> None:
-    status, page, headers = call(server, "GET", "/")
+    status, page, headers = call(server, "GET", f"/?key={server.key}")
     assert status == 200 and "handgrad" in page
     assert headers["content-security-policy"].startswith("default-src 'self'")
     assert "unsafe" not in headers["content-security-policy"] and "http" not in page
@@ -150,9 +151,31 @@ def test_eight_clients_at_once(server: Server) -> None:
 
 
 def test_a_port_that_is_taken(server: Server) -> None:
-    server_port = int(server.url.split(":")[-1][:-1])
+    server_port = server._socket.getsockname()[1]
     with pytest.raises(HandgradError, match="choose another with --port"):
         Server(make_session(n_blocks=1), server_port)
+
+
+@pytest.mark.parametrize("key", ["", "guess", "é", None])
+def test_without_the_key_of_the_address_nothing_is_answered(server: Server, key: str | None) -> None:
+    """Another user of the machine can connect as well."""
+    headers = {"X-Handgrad-Key": (server.key[:-1] if key is None else key).encode("utf-8").decode("latin-1")}
+    routes = [(method, route.path) for route in server._server.config.app.routes for method in route.methods]  # type: ignore[union-attr]
+    assert ("GET", "/api/learn") in routes and ("POST", "/api/learn/grade") in routes and len(routes) > 20
+    for method, path in routes:
+        if path in ("/assets/{name}", "/favicon.ico"):
+            continue
+        body = {} if method == "POST" else None
+        status, found, _ = call(server, method, path, body, {**headers, **(JSON if method == "POST" else {})})
+        assert (status, list(found)) == (403, ["error"]) and "address that handgrad explain printed" in found[
+            "error"
+        ], path
+        assert server.key not in str(found)
+    assert call(server, "GET", "/")[0] == 403, "a header does not open the page"
+    assert call(server, "GET", f"/api/learn?key={server.key}", None, headers)[0] == 403
+    status, found, sent = call(server, "GET", f"/?key={server.key}", None, headers)
+    assert status == 200 and server.key not in found and "set-cookie" not in sent
+    assert call(server, "GET", f"/?key={server.key}&key=", None, headers)[0] == 403
 
 
 def test_it_listens_on_loopback_only(server: Server) -> None:
@@ -163,13 +186,13 @@ def test_it_listens_on_loopback_only(server: Server) -> None:
 
 
 def connect(server: Server, *parts: bytes) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", int(server.url.split(":")[-1][:-1])), timeout=30)
+    made = socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=30)
     for part in parts:
-        made.sendall(part)
+        made.sendall(part.replace(b"KEY", server.key.encode()))
     return made
 
 
-HEAD = b"POST /api/sentence HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /api/sentence HTTP/1.1\r\nHost: localhost\r\nX-Handgrad-Key: KEY\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +261,7 @@ def test_connections_are_limited(server: Server) -> None:
         client.close()
     for _ in range(100):
         try:
-            assert call(server, "GET", "/")[0] == 200
+            assert call(server, "GET", f"/?key={server.key}")[0] == 200
             break
         except OSError:
             time.sleep(0.1)

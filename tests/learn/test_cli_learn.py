@@ -25,10 +25,15 @@ def test_a_session(folder: Path) -> None:
         written.returncode == 0 and "Wrote learn/softmax.py" in written.stdout and "def backward(" in path.read_text()
     )
     unfinished = handgrad("learn", "softmax")
-    assert unfinished.returncode == 0 and "not written yet" in unfinished.stdout and "--hint" in unfinished.stdout
+    assert (
+        unfinished.returncode == 0 and "nothing is written yet" in unfinished.stdout and "--hint" in unfinished.stdout
+    )
     path.write_text("def backward(delta_rho, rho):\n    return delta_rho * rho\n")
     wrong = handgrad("learn", "softmax")
-    assert wrong.returncode == 1 and "lacks the second term" in wrong.stdout and "✘" in wrong.stdout
+    assert wrong.returncode == 1 and "one of its terms is missing" in wrong.stdout and "✘" in wrong.stdout
+    assert "second term" not in wrong.stdout and "run the command again" in wrong.stdout
+    again = handgrad("learn", "softmax")
+    assert "lacks the second term" in again.stdout and "run the command again" not in again.stdout
     assert "Hint 1 of 3" in handgrad("learn", "softmax", "--hint").stdout
     assert "Hint 2 of 3" in handgrad("learn", "softmax", "--hint").stdout
     solution = handgrad("learn", "softmax", "--solution").stdout
@@ -37,7 +42,7 @@ def test_a_session(folder: Path) -> None:
     solved = handgrad("learn", "softmax", "--file", "mine.py")
     assert solved.returncode == 0 and "Solved. Next: handgrad learn loss" in solved.stdout
     after = handgrad("learn").stdout
-    assert "1 of 12 solved. Next: handgrad learn loss" in after and "solved, 2 attempts, 2 hints" in after
+    assert "1 of 12 solved. Next: handgrad learn loss" in after and "solved, 3 attempts, 2 hints" in after
     assert path.read_text().endswith("return delta_rho * rho\n"), "an answer is never overwritten"
 
 

@@ -42,10 +42,23 @@ def test_the_fault_of_a_wrong_answer_is_named(name: str, code: str, value: str, 
 
 
 @pytest.mark.parametrize("name", COURSE)
-def test_the_file_to_edit_is_unfinished_and_what_is_written_counts(name: str) -> None:
-    made = grade(COURSE[name], file_text(COURSE[name]))
+def test_what_was_given_is_not_judged_and_what_is_written_counts(name: str) -> None:
+    exercise = COURSE[name]
+    for code in (file_text(exercise), exercise.starter(), exercise.starter().replace("\n", "  \r\n")):
+        made = grade(exercise, code)
+        assert made.unfinished and not made.passed and not made.parts and made.problem is not None
+        assert made.problem.message == "nothing is written yet: replace each ... in backward"
+    made = grade(exercise, f"{exercise.starter()}\nx = 1\n")
     assert made.unfinished and not made.passed and made.problem is None
     assert all(part.state != "wrong" for part in made.parts)
+
+
+def test_what_is_said_first_leaves_the_term_to_be_found() -> None:
+    for name, code, value, kind, words in WRONG:
+        part = next(part for part in grade(COURSE[name], code).parts if part.name == value)
+        assert words in part.said(exactly=True)
+        gives_away = kind in ("missing term", "known mistake", "factor", "missing sum")
+        assert (words not in part.said(exactly=False)) == gives_away, (name, kind)
 
 
 def test_parts_are_judged_separately() -> None:
@@ -77,23 +90,24 @@ def test_terms_and_mistakes_are_what_they_say() -> None:
     ("body", "kind", "words", "line"),
     [
         ("    while True: pass", "time", "takes too long", None),
-        ("    x = []\n    while True: x.append(bytearray(10**7))", "memory", "300 MB", None),
+        ("    x = []\n    while True: x.append(bytearray(10**9))", "memory", "300 MB", None),
         ("    import torch\n    return torch.zeros(10**12), a, w", "memory", "300 MB", 3),
         ("    return open('/etc/passwd').read()", "refused", "open() is refused", 2),
         ("    import os", "refused", "import os is refused", 2),
         ("    import socket", "refused", "import socket is refused", 2),
-        ("    import torch\n    torch.save(a, 'stolen.pt')", "refused", "no files", 3),
-        ("    import torch\n    torch.hub.load('a/b', 'c')", "refused", "no network", 3),
-        ("    import torch\n    torch.os.remove('precious.txt')", "refused", "os.remove is refused", 3),
-        ("    import torch\n    torch.os.fork()", "refused", "no other programs", 3),
-        ("    import torch\n    torch.os.mkfifo('left')", "refused", "os.mkfifo is refused", 3),
+        ("    import torch\n    torch.save(a, 'stolen.pt')", "refused", "torch.save is refused", 3),
+        ("    import torch\n    torch.hub.load('a/b', 'c')", "refused", "torch.hub is refused", 3),
+        ("    import torch\n    torch.os.remove('precious.txt')", "refused", "torch.os is refused", 3),
         (
-            "    import torch\n    torch.sys.modules['signal'].setitimer(2, 0)",
+            "    print.__globals__['os'].remove('precious.txt')",
             "refused",
-            "signal.setitimer is refused",
-            3,
+            "os.remove is refused: an answer uses no files",
+            2,
         ),
-        ("    import torch\n    torch.os._exit(0)", "exit", "ended its process", None),
+        ("    print.__globals__['os'].fork()", "refused", "no other programs", 2),
+        ("    print.__globals__['os'].mkfifo('left')", "refused", "os.mkfifo is refused", 2),
+        ("    print.__globals__['signal'].setitimer(2, 0)", "refused", "signal.setitimer is refused", 2),
+        ("    print.__globals__['os']._exit(0)", "exit", "ended its process", None),
         ("    raise SystemExit(0)", "exit", "ended its process", 2),
         ("    return delta @", "syntax", "not Python", 2),
         ("    return delta @ w", "exception", "shapes cannot be multiplied", 2),

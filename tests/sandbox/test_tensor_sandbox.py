@@ -73,5 +73,5 @@ def test_a_reply_that_cannot_be_read_is_a_crash() -> None:
     )  # fmt: skip
     heads = [json.dumps(x).encode() for x in forged]
     for reply in (b"", b"\xff\xff\xff\xff", *(len(x).to_bytes(4, "big") + x + bytes(8) for x in heads)):
-        made = tensor_client._decode(reply, tensor_client.Limits(), [["y"]])
+        made = tensor_client._decode(reply, tensor_client.Limits(), ["x"], [["y"]])
         assert made.problem is not None and made.problem.kind == "crash"

@@ -3,6 +3,7 @@
 import webbrowser
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread, Timer
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +58,8 @@ def explain(
     """Watch backpropagation: a page that shows a forward and a backward pass of a real model, layer by layer.
 
     Every layer is shown with its formulas, the numbers of your sentence, and a check of the formulas on this sentence
-    against autograd and finite differences. Only this machine can open the page.
+    against autograd and finite differences. Only this machine can open the page, and only with the printed address: it
+    contains a key.
 
       handgrad explain --model nano --text "Once upon a time" --html page.html
       handgrad explain --model runs/mine --no-open
@@ -90,10 +92,18 @@ def explain(
     out.print(f"{name}, {note}", highlight=False, markup=False)
     out.print(f"{server.url}   Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
     Thread(target=_trace_first, args=[session], daemon=True).start()
-    if open_browser:
-        Timer(0.5, webbrowser.open, [server.url]).start()
-    with suppress(KeyboardInterrupt):  # the normal way to stop
-        server.run()
+    with TemporaryDirectory(prefix="handgrad-", ignore_cleanup_errors=True) as private, suppress(KeyboardInterrupt):
+        if open_browser:
+            Timer(0.5, webbrowser.open, [_doorway(Path(private), server.url)]).start()
+        server.run()  # until Ctrl-C
+
+
+def _doorway(folder: Path, url: str) -> str:
+    """The address of a file that leads to the page. Only this user can read it, while everyone on the machine can read a
+    browser's command line, and with it an address that contains the key."""
+    file = folder / "explain.html"
+    file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}"><a href="{url}">handgrad</a>\n')
+    return file.as_uri()
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:

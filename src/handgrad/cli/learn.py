@@ -35,7 +35,8 @@ def learn(
     """Write the backward pass yourself: twelve exercises, from a softmax to a whole block.
 
     The first call for an exercise writes a file to edit, later calls judge it: against autograd and finite differences, on
-    numbers of different shapes. A wrong gradient gets a diagnosis: a factor, a sign, a transpose, a missing term or sum.
+    numbers of different shapes. A wrong gradient gets a diagnosis: a factor, a sign, a transpose, a missing term or sum;
+    which one, from the second attempt on.
 
     Your code runs in a separate process, without files and network, and with limits of time and memory. Solved exercises
     are remembered in your data folder ($HANDGRAD_DATA, or ~/.local/share/handgrad).
@@ -101,13 +102,16 @@ def _judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, p
     torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
     code = read_text(path, MAX_BYTES)
     made = grade(exercise, code, seed=seed)
+    exactly = True
     try:
-        progress.judged(exercise, code, made)
+        exactly = progress.judged(exercise, code, made).attempts > 1
     except (HandgradError, OSError) as reason:  # the judgement is worth more than its record
         console.note(f"progress was not saved: {reason}")
     if not console.write_json(json.dumps(grade_json(made), ensure_ascii=False, indent=1), json_file):
-        for part in display.judged(exercise, made, str(path)):
+        for part in display.judged(exercise, made, str(path), exactly):
             console.out.print(part, highlight=False)
+        if not exactly and any(part.said(True) != part.said(False) for part in made.parts):
+            console.say("\nFor what exactly is wrong, run the command again.")
         _say_next(exercise, list(COURSE), made.passed, made.unfinished, path)
     if not made.passed and not made.unfinished:
         raise typer.Exit(1)

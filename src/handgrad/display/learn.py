@@ -44,16 +44,17 @@ def _state(entry: Entry) -> str:
     return ", ".join([*words, *(["solution seen"] if entry.solution else [])])
 
 
-def judged(exercise: Exercise, grade: Grade, where: str) -> list[RenderableType]:
-    """What the grader found in the answer in the file `where`."""
+def judged(exercise: Exercise, grade: Grade, where: str, exactly: bool = True) -> list[RenderableType]:
+    """What the grader found in the answer in the file `where`. Not exactly: without the term that is missing."""
     lines: list[RenderableType] = [Text(f"{exercise.name}: {where}", style="bold")]
     if grade.problem is not None:
         place = "" if grade.problem.line is None else f"line {grade.problem.line}: "
-        lines.append(Text(f"\n✘ {place}{grade.problem.message}", style="bold red"))
+        mark, style = MARKS["unwritten" if grade.unfinished else "wrong"]
+        lines.append(Text(f"\n{mark} {place}{grade.problem.message}", style=style))
         if grade.source:
             lines.append(Text(f"    {grade.source}", style="dim"))
     else:
-        lines += _parts(grade)
+        lines += _parts(grade, exactly)
     if grade.printed:
         lines += [
             Text("\nIt printed:", style="dim"),
@@ -63,7 +64,7 @@ def judged(exercise: Exercise, grade: Grade, where: str) -> list[RenderableType]
     return lines
 
 
-def _parts(grade: Grade) -> Iterable[RenderableType]:
+def _parts(grade: Grade, exactly: bool) -> Iterable[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "", "against autograd", "against finite differences"):
         table.add_column(name, justify="right" if "against" in name else "left", no_wrap=True)
@@ -84,20 +85,19 @@ def _parts(grade: Grade) -> Iterable[RenderableType]:
         if many and count:
             yield Text(f"{mark}  {plural(count, 'gradient')} {words}", style=style)
     if (first := grade.first_wrong) is not None:
-        yield from _wrong(grade, first)
+        yield from _wrong(grade, first, exactly)
     if any(part.state != "unwritten" for part in grade.parts):
         yield Text(f"\nJudged on {len(grade.cases)} sets of numbers: {'; '.join(grade.cases)}.", style="dim")
 
 
-def _wrong(grade: Grade, first: Part) -> Iterable[RenderableType]:
+def _wrong(grade: Grade, first: Part, exactly: bool) -> Iterable[RenderableType]:
     wrong = [part for part in grade.parts if part.state == "wrong" and part.diagnosis is not None]
     explained = [
         part for part in reversed(wrong) if part is first or (part.diagnosis and part.diagnosis.kind != "other")
     ]
     yield Text()
     for part in explained[:FEW]:
-        assert part.diagnosis is not None
-        yield Text.assemble((part.name, "bold"), f" {part.diagnosis.sentence}.{_place(part)}")
+        yield Text.assemble((part.name, "bold"), f" {part.said(exactly)}.{_place(part)}")
     if len(wrong) > len(explained):
         yield Text(f"Begin with {first.name}; the others may be wrong because of it.", style="dim")
 

@@ -30,7 +30,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
     sentence = session.sentence(text)
     embedded = {
         "table": views.table(session),
-        "learn": course_view(session, {}, ""),
+        "learn": course_view(session, {}, grading=False),
         **answers(session, sentence, watch),
     }
     for columns in COLUMNS:

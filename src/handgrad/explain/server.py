@@ -1,13 +1,16 @@
 """The web server of the page: on 127.0.0.1 only, for browsers on this machine only.
 
-A page from elsewhere that is open in the same browser could try to reach this server. So the Host must be ours, requests
-that change something must come from our own page, and only the assets and the answers below are served. Requests are
-limited in size and in the time they take to arrive, connections in number.
+Other users and programs of this machine can connect to it too, and a page from elsewhere that is open in the same browser
+could try. So the page and every answer need the key that is part of the printed address; the page sends it as a header, not
+as a cookie, because a cookie would also go to other servers on 127.0.0.1. The Host must be ours, requests that change
+something must come from our own page, and only the assets and the answers below are served. Requests are limited in size and
+in the time they take to arrive, connections in number.
 """
 
 import asyncio
 import json
 import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +47,7 @@ from .stations import Station
 from .steps import take_step
 
 MAX_BODY_BYTES = 64_000  # a sentence of 4,000 bytes needs at most six times that in JSON
+KEY_HEADER = "X-Handgrad-Key"
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 PROOF_WAIT = 1.5  # seconds that a request for a proof waits for new results
 
@@ -78,14 +82,14 @@ def nonfinite_to_null(x: Any) -> Any:
     return x
 
 
-def make_app(session: Session, prover: Prover) -> FastAPI:
+def make_app(session: Session, prover: Prover, key: str) -> FastAPI:
     worker = ThreadPoolExecutor(1, "explain")
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     Next = Callable[[Request], Awaitable[Response]]
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Next) -> Response:
-        rejected = rejection(request)
+        rejected = rejection(request, key)
         response = JSONAnswer({"error": rejected[1]}, rejected[0]) if rejected else await call_next(request)
         if rejected:
             response.headers["Connection"] = "close"  # else the unread body would be parsed as the next request
@@ -291,7 +295,7 @@ def make_app(session: Session, prover: Prover) -> FastAPI:
     return app
 
 
-def rejection(request: Request) -> tuple[int, str] | None:
+def rejection(request: Request, key: str) -> tuple[int, str] | None:
     """Return the status and the message if the request must be rejected."""
     host = request.headers.get("host", "")
     name, _, port = host.partition(":")
@@ -300,6 +304,14 @@ def rejection(request: Request) -> tuple[int, str] | None:
     length = request.headers.get("content-length", "")
     if "transfer-encoding" in request.headers:
         return 411, "send a Content-Length instead of Transfer-Encoding"
+    path = request.url.path
+    given = request.query_params.get("key", "") if path == "/" else request.headers.get(KEY_HEADER, "")
+    open_to_all = path.startswith("/assets/") or path == "/favicon.ico"  # the same files for everyone
+    if not open_to_all and not secrets.compare_digest(given.encode(), key.encode()):
+        return (
+            403,
+            "the key is missing or old: open the address that handgrad explain printed, with all that follows ?key=",
+        )
     if request.method in ("GET", "HEAD"):
         return (413, "GET and HEAD requests must not have a body") if length.strip("0") else None
     if request.headers.get("origin", f"http://{host}") != f"http://{host}":
@@ -312,11 +324,15 @@ def rejection(request: Request) -> tuple[int, str] | None:
 
 
 class Server(BackgroundServer):
-    """Serves the page: in the background inside `with Server(session) as url`, or in the foreground with `run()`."""
+    """Serves the page: in the background inside `with Server(session) as url`, or in the foreground with `run()`.
+
+    The url contains the key without which nothing is answered."""
 
     def __init__(self, session: Session, port: int = 0):
         self.prover = Prover(session)
-        super().__init__(make_app(session, self.prover), port=port)
+        self.key = secrets.token_urlsafe(24)
+        super().__init__(make_app(session, self.prover, self.key), port=port)
+        self.url += f"?key={self.key}"
 
     def stopped(self) -> None:
         self.prover.stop()

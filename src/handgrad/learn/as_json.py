@@ -47,6 +47,7 @@ def _part(part: Part, start: bool) -> dict[str, Any]:
         "name": part.name, "state": part.state, "start": start, "case": part.case,
         "error": part.error, "limit": LIMIT, "difference": part.difference,
         "difference_limit": FINITE_DIFFERENCE_TOLERANCE,
-        "kind": found.kind if found else "", "sentence": found.sentence if found else "",
+        "kind": found.kind if found else "", "sentence": part.said(exactly=True),
+        "general": part.said(exactly=False),
         "place": None if part.place is None else list(part.place), "yours": part.yours, "right": part.right,
     }  # fmt: skip

@@ -110,6 +110,10 @@ class Exercise:
                 found += [f"{module}.{name.strip()}" for name in names.split(",")]
         return found
 
+    def hidden(self) -> list[str]:
+        """The functions that are the solution, which an answer must not find in the modules that it can import."""
+        return [f"{function.__module__}.{function.__name__}" for function in self.quoted]
+
 
 def wrapped(text: str, width: int = 100) -> str:
     """Wrap paragraphs; indented lines stay as they are."""

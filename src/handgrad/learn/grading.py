@@ -14,14 +14,19 @@ from ..proof.ledger.check import RandomInputs
 from ..proof.oracles import differentiate, directional_error
 from ..sandbox.tensor_client import Limits, Output, Problem, Run, run
 from ..tolerances import FINITE_DIFFERENCE_TOLERANCE, NORM_FLOOR, TOLERANCE
+from .course import file_text
 from .exercise import FUNCTION, Case, Exercise
 
 RANDOM_CASES = 2
 LIMIT = TOLERANCE[torch.float64]
 MAX_CODE = 20_000  # characters
+GENERAL = {  # what is said of a fault before its term, factor or sum is named
+    "missing term": "is not complete: one of its terms is missing or doubled, or has the wrong sign or factor",
+    "known mistake": "is wrong in a way that is often seen here",
+    "factor": "is right up to a constant factor",
+    "missing sum": "lacks a sum",
+}
 SMALL = 20_000  # entries of a case; above, one finite difference checks all gradients together
-AUTOGRAD = ("autograd", "requires_grad", "requires_grad_", "enable_grad", "set_grad_enabled", "func", "vjp", "jvp",
-            "jacrev", "jacfwd", "functional_call")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,12 @@ class Part:
     place: tuple[int, ...] | None = None  # of its largest error
     yours: float | None = None  # the entry there
     right: float | None = None
+
+    def said(self, exactly: bool) -> str:
+        """The diagnosis. What is said first leaves the term, the factor or the sum to be found."""
+        if self.diagnosis is None:
+            return ""
+        return self.diagnosis.sentence if exactly else GENERAL.get(self.diagnosis.kind, self.diagnosis.sentence)
 
 
 @dataclass(frozen=True)
@@ -92,10 +103,14 @@ def grade(
     if len(code) > MAX_CODE:
         text = f"the answer has {len(code):,} characters; the limit is {MAX_CODE:,}"
         return Grade(exercise.name, problem=Problem("syntax", text), cases=labels)
+    if _lines(code) in (_lines(exercise.starter()), _lines(file_text(exercise))):
+        return Grade(
+            exercise.name, problem=Problem("unwritten", f"nothing is written yet: replace each ... in {FUNCTION}")
+        )
     arguments = [line.name for line in exercise.arguments]
     made = run(
         code, FUNCTION, arguments, [case.arguments for case in cases], [case.names for case in cases],
-        modules=exercise.importable(), forbidden=AUTOGRAD, limits=limits,
+        modules=exercise.importable(), hidden=exercise.hidden(), limits=limits,
     )  # fmt: skip
     if made.problem is not None:
         problem = _explained(made.problem, exercise)
@@ -118,6 +133,10 @@ def _explained(problem: Problem, exercise: Exercise) -> Problem:
     return problem if in_words is None else Problem(problem.kind, in_words(problem.message), problem.line)
 
 
+def _lines(code: str) -> list[str]:
+    return [line.rstrip() for line in code.strip().splitlines()]
+
+
 def _line(code: str, number: int | None) -> str:
     lines = code.splitlines()
     return lines[number - 1].strip() if number is not None and 1 <= number <= len(lines) else ""
@@ -126,6 +145,8 @@ def _line(code: str, number: int | None) -> str:
 def _notes(made: Run) -> Iterator[str]:
     for name in made.changed:
         yield f"{FUNCTION} changes its argument {name} in place; another layer may still need it"
+    if not made.kernel:
+        yield "this system's kernel does not confine the answer's process, so judge only code that you have read"
 
 
 def _judge(case: Case, outputs: Sequence[Output], generator: torch.Generator) -> Iterator[Part]:

@@ -1,8 +1,8 @@
-"""Run Python functions on tensors in a child process with limits on time and memory, and without files and network.
+"""Run Python functions on tensors in processes with limits on time and memory, and without files and network.
 
 The code is somebody's answer to an exercise: it may loop, exhaust memory, crash or exit. `run` reports each of these as a
-Problem; nothing that the code does reaches this process. One child, started at first use, serves all requests, each in a
-fork. It exits with this process, or when it has had nothing to do for some minutes.
+Problem; nothing that the code does reaches this process. One child, started at first use, serves all requests, each in two
+forks (see tensor_worker). It exits with this process, or when it has had nothing to do for some minutes.
 """
 
 import json
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError, printable
-from . import tensor_worker
+from . import confine, tensor_worker
 from .child import Child, ChildExited, Service
 
 START_TIMEOUT = 300  # seconds for the child to import torch; generous, because the machine may be busy
 KINDS = ("syntax", "forbidden", "refused", "missing", "unwritten", "returned", "exception", "exit", "time", "memory",
          "crash", "long")  # fmt: skip
+MAX_HEAD = 4_000_000  # bytes of a reply besides its tensors
+DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 Names = list[Any]  # names of outputs; a list in it is a tuple: its name, then the names of its fields
 
 
@@ -56,6 +58,7 @@ class Run:
     problem: Problem | None = None
     printed: str = ""
     changed: tuple[str, ...] = ()  # arguments that the function changed in place
+    kernel: bool = True  # whether the kernel confined the processes
 
 
 def run(
@@ -66,7 +69,7 @@ def run(
     returns: Sequence[Names],
     *,
     modules: Sequence[str] = (),
-    forbidden: Sequence[str] = (),
+    hidden: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008
 ) -> Run:
     """Execute the code and call its function once for each case.
@@ -75,7 +78,7 @@ def run(
     cases       their values: tensors, numbers, text, lists, and NamedTuples of `modules`
     returns     the names of what it returns in each case
     modules     modules of handgrad, or names in them, that the code can import besides torch and math
-    forbidden   names that the code must not contain
+    hidden      functions of these modules, by their full names, that the code must not find there
     """
     tensors: list[bytes] = []
     described: list[dict[str, Any]] = []
@@ -83,13 +86,13 @@ def run(
     head = json.dumps(
         {
             "code": code, "function": function, "arguments": list(arguments), "cases": encoded, "tensors": described,
-            "returns": list(returns), "modules": list(modules), "forbidden": list(forbidden), **limits._asdict(),
+            "returns": list(returns), "modules": list(modules), "hidden": list(hidden), **limits._asdict(),
         },
         ensure_ascii=True,
     ).encode()  # fmt: skip
     request = b"".join([len(head).to_bytes(4, "big"), head, *tensors])
     try:
-        return _decode(_service.call(request, START_TIMEOUT + limits.wall), limits, returns)
+        return _decode(_service.call(request, START_TIMEOUT + limits.wall), limits, arguments, returns)
     except ChildExited as reason:
         raise HandgradError(f"the sandbox process ended (exit status {reason.args[0]})") from None
 
@@ -119,10 +122,17 @@ def _start() -> Child:
 _service = Service(_start)
 
 
-def _decode(reply: bytes, limits: Limits, returns: Sequence[Names]) -> Run:
-    """Read a reply. It comes from a process that ran untrusted code, so nothing about it is taken for granted."""
+def confined_by_kernel() -> bool:
+    """Whether this system can confine an answer's processes so that code written to break out stays in as well."""
+    return confine.kernel_filter() is not None
+
+
+def _decode(reply: bytes, limits: Limits, arguments: Sequence[str], returns: Sequence[Names]) -> Run:
+    """Read a reply. It comes from a process that computed for untrusted code, so nothing about it is taken for granted."""
     try:
         length = int.from_bytes(reply[:4], "big")
+        if length > MAX_HEAD:
+            raise ValueError
         answer = json.loads(reply[4 : 4 + length])
         printed = printable("".join(map(str, answer.get("printed", ()))), limits.printed)
         if (problem := answer.get("problem")) is not None:
@@ -139,11 +149,12 @@ def _decode(reply: bytes, limits: Limits, returns: Sequence[Names]) -> Run:
                 end = start + 8 * int(torch.Size(shape).numel())
                 raw = bytearray(data[start:end])
                 flat = torch.frombuffer(raw, dtype=torch.float64) if raw else torch.empty(0, dtype=torch.float64)
-                if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
+                if about["dtype"] not in DTYPES:
                     raise TypeError
                 cases[-1].append(Output(name, flat.reshape(shape), about["dtype"]))
                 start = end
-        return Run(cases, None, printed, tuple(map(str, answer["changed"])))
+        changed = tuple(name for name in arguments if name in answer["changed"])
+        return Run(cases, None, printed, changed, answer["kernel"] is True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, OverflowError, MemoryError):
         return Run(problem=Problem("crash", "the answer's process sent a reply that cannot be read"))
 

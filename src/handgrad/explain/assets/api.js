@@ -15,13 +15,15 @@ const embedded = document.getElementById("embedded-answers");
 const answers = embedded ? parse(embedded.textContent ?? "") : null;
 export const offline = answers !== null;
 
+const key = new URLSearchParams(location.search).get("key") ?? ""; // without it the server answers nothing
+
 export class RequestError extends Error {}
 
-/** @param {string} path @param {RequestInit} [options] */
-async function request(path, options) {
+/** @param {string} path @param {RequestInit} options */
+async function request(path, options = {}) {
   let response;
   try {
-    response = await fetch(`/api/${path}`, options);
+    response = await fetch(`/api/${path}`, { ...options, headers: { ...options.headers, "X-Handgrad-Key": key } });
   } catch {
     throw new RequestError("No response from handgrad. Is it still running?");
   }
@@ -59,12 +61,12 @@ export async function get(name, id = null, parameters = {}) {
   return cache.get(path);
 }
 
-/** @param {string} name @param {object} body @param {Record<string, string>} headers */
-export async function post(name, body, headers = {}) {
+/** @param {string} name @param {object} body */
+export async function post(name, body) {
   if (offline) throw new RequestError("This file shows one sentence. Run handgrad explain to change it.");
   return request(name, {
     method: "POST",
-    headers: { "Content-Type": "application/json", ...headers },
+    headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
   });
 }

@@ -8,11 +8,14 @@ import { h } from "./render.js";
 const MARKS = { right: "✔", wrong: "✘", unwritten: "…" };
 const error = (/** @type {number | null} */ x) => (x === null ? "–" : number(x, 2));
 
-/** @param {any} result */
-export function judgement(result) {
+/** @param {any} result @param {boolean} exactly whether the missing term is named @param {() => void} reveal names it
+ * @param {any} next what follows a right answer */
+export function judgement(result, exactly, reveal, next) {
   const { problem, passed } = result;
-  const style = passed ? "good" : problem || !result.unfinished ? "bad" : "wait";
-  const cases = result.cases.length ? `Judged on: ${result.cases.join("; ")}.` : "";
+  const style = passed ? "good" : result.unfinished ? "wait" : "bad";
+  const wrong = result.outputs.filter((o) => o.state === "wrong");
+  const more = !exactly && wrong.some((o) => o.general !== o.sentence);
+  const cases = result.cases.length && !problem ? `Judged on: ${result.cases.join("; ")}.` : "";
   return h(
     "div",
     { class: "judgement", "aria-live": "polite", key: "judgement" },
@@ -21,12 +24,12 @@ export function judgement(result) {
       { class: `badge ${style}`, id: "judgement" },
       passed
         ? "✔ Right, against autograd and finite differences."
-        : problem
-          ? `✘ ${problem.message}`
-          : `${result.unfinished ? "…" : "✘"} ${result.summary}`,
+        : `${result.unfinished ? "…" : "✘"} ${problem ? problem.message : result.summary}`,
     ),
+    passed ? next : null,
     problem?.line ? h("pre", { tabindex: "0" }, `line ${problem.line}: ${problem.source}`) : null,
-    result.outputs.filter((o) => o.state === "wrong").map(fault),
+    wrong.map((o) => fault(o, exactly)),
+    more ? h("p", {}, h("button", { type: "button", id: "exactly", onclick: reveal }, "what exactly?")) : null,
     problem ? null : outputs(result.outputs),
     [...result.notes, result.note_on_case]
       .filter(Boolean)
@@ -36,8 +39,8 @@ export function judgement(result) {
   );
 }
 
-function fault(output) {
-  const said = output.sentence ? `${output.name} ${output.sentence}.` : `${output.name} is wrong.`;
+function fault(output, exactly) {
+  const said = `${output.name} ${(exactly ? output.sentence : output.general) || "is wrong"}.`;
   const place = output.place
     ? ` At [${output.place.join(", ")}] it is ${number(output.yours)}; right is ${number(output.right)}.`
     : "";

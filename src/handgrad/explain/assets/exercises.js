@@ -15,6 +15,7 @@ let chosen = ""; // name of the exercise
  * @property {number} [hints]     how many are shown
  * @property {boolean} [solution] whether it is shown
  * @property {any} [result]
+ * @property {boolean} [exactly]  whether the reader asked which term is missing
  * @property {any} [progress]
  * @property {boolean} [busy]
  * @property {string} [problem]
@@ -50,6 +51,7 @@ export const exercisesView = {
     const open = course.exercises.findIndex((e) => e.name === chosen);
     const next = course.exercises.findIndex((e) => !progressOf(e)?.solved);
     const exercise = course.exercises[open >= 0 ? open : Math.max(0, next)];
+    chosen = exercise.name; // it stays open when it is solved
     const solved = course.exercises.filter((e) => progressOf(e)?.solved).length;
     return [
       viewHead(
@@ -130,11 +132,11 @@ function editor(course, exercise, state, actions) {
   mine.code ??= exercise.progress?.code || exercise.starter;
   const grade = async () => {
     if (mine.busy) return;
-    Object.assign(mine, { busy: true, problem: "" });
+    Object.assign(mine, { busy: true, problem: "", exactly: false });
     actions.redraw();
     try {
       const body = { id: state.overview.id, exercise: exercise.name, code: mine.code, station: mine.station ?? "" };
-      mine.result = await actions.busy(post("learn/grade", body, { "X-Handgrad-Key": course.key }));
+      mine.result = await actions.busy(post("learn/grade", body));
       mine.progress = mine.result.progress;
     } catch (reason) {
       mine.problem = /** @type {Error} */ (reason).message;
@@ -145,6 +147,10 @@ function editor(course, exercise, state, actions) {
   const replace = (/** @type {string | undefined} */ code, /** @type {string | undefined} */ before) => {
     actions.redraw(); // the renderer sees what was typed, or it would not see that it changes
     Object.assign(mine, { code, before, result: null });
+    actions.redraw();
+  };
+  const reveal = () => {
+    mine.exactly = true;
     actions.redraw();
   };
   const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
@@ -181,12 +187,25 @@ function editor(course, exercise, state, actions) {
     h(
       "p",
       { class: "soft" },
-      "Your code runs on this machine only, when you press the button, in a process without files or " +
-        "network and with limits on time and memory.",
+      `Your code runs on this machine only, when you press the button. ${course.confinement}`,
     ),
     mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
-    mine.result ? judgement(mine.result) : null,
+    mine.result
+      ? judgement(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
+      : null,
   );
+}
+
+/** What to do after a right answer. */
+function following(course, exercise, actions) {
+  const open = course.exercises.filter((e) => !progressOf(e)?.solved);
+  const next = open.find((e) => e.number > exercise.number) ?? open[0];
+  if (!next) return h("p", { key: "next" }, "That was the last one: you have written every backward pass of a transformer.");
+  const go = () => {
+    chosen = next.name;
+    actions.redraw();
+  };
+  return h("p", { key: "next" }, h("button", { type: "button", id: "next", onclick: go }, `next: ${next.title}`));
 }
 
 function stationChoice(exercise, state, mine) {
@@ -228,7 +247,7 @@ function help(course, exercise, actions) {
   const tell = async (what) => {
     if (!course.grading) return;
     try {
-      mine.progress = await post("learn/shown", { exercise: exercise.name, what }, { "X-Handgrad-Key": course.key });
+      mine.progress = await post("learn/shown", { exercise: exercise.name, what });
       actions.redraw();
     } catch {
       // only the count of hints is lost
