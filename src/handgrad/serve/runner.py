@@ -216,7 +216,12 @@ class Runner:
             if event.sequence not in self._owner:
                 continue
             job, i = self._owner[event.sequence]
-            piece = job.writers[i].piece(event)
+            try:
+                piece = job.writers[i].piece(event)
+            except HandgradError as reason:  # this sequence has failed, no other
+                log.error("a sequence failed: %s", reason)
+                self._end(job, ApiError(500, reason, code="sequence_failed"))
+                continue
             if piece.finish is not None:  # the place is free before the client knows
                 del self._owner[event.sequence]
                 job.left -= 1

@@ -1,0 +1,117 @@
+"""Texts that a sequence may be: JSON values of a schema, or those of a grammar. `llguidance` finds the tokens that may follow.
+
+    grammar = Grammar(vocabulary(text, n_vocab), json_grammar({"type": "object"}))
+    matcher = grammar.matcher()       one for each sequence
+    matcher.mask(logits)              −∞ for every id with which the text could not go on
+    matcher.add(i)                    the id that was chosen
+    matcher.finished                  whether the text is complete, and nothing can follow
+
+Ids that end a text are allowed where it is complete. Schemas come from clients: the library bounds their size, the states they
+need and the work of every step, runs no regular expression that backtracks, and fetches nothing.
+"""
+
+import json
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import HandgradError
+from ..text.token_text import TokenText
+from ..text.tokenizer import Tokenizer
+from .model_text import ModelText
+
+# White space in JSON is bounded: a model could otherwise write nothing else until its tokens are used up.
+JSON = {"whitespace_pattern": r"[ \t\n\r]{1,32}"}
+
+
+class _Tokens:
+    """The vocabulary as `llguidance` wants it. The last token is not the model's: a text ends with it if the model has no
+    token for that."""
+
+    bos_token_id = None
+
+    def __init__(self, text: ModelText, n_vocab: int):
+        self.tokenizer = text.tokenizer
+        of = TokenText(text.tokenizer)
+        known = min(n_vocab, text.tokenizer.n_vocab)
+        self.tokens = [*(of.raw(i) for i in range(known)), *[b""] * (n_vocab - known), b"<end>"]
+        added = text.tokenizer.inner.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special and i < n_vocab}
+        self.special_token_ids = sorted({*special, *text.ends, n_vocab})
+        self.eos_token_id = n_vocab
+
+    def __call__(self, given: str) -> list[int]:
+        """The ids of a text that must follow; none if the tokenizer would write something else, or does not know it."""
+        try:
+            ids = self.tokenizer.encode(given)
+        except (HandgradError, TypeError):  # TypeError: it asks once with bytes, whether these are understood
+            if isinstance(given, str):
+                return []
+            raise
+        return ids if b"".join(self.tokens[i] for i in ids) == given.encode() else []
+
+
+_vocabularies: WeakKeyDictionary[Tokenizer, llguidance.LLTokenizer] = WeakKeyDictionary()
+
+
+def vocabulary(text: ModelText, n_vocab: int) -> llguidance.LLTokenizer:
+    """The bytes of every token of a model, prepared at first use, which takes about a second."""
+    if text.tokenizer not in _vocabularies:
+        wrapped = llguidance.TokenizerWrapper(_Tokens(text, n_vocab))
+        _vocabularies[text.tokenizer] = llguidance.LLTokenizer(wrapped, eos_token=[*sorted(text.ends), n_vocab])
+    return _vocabularies[text.tokenizer]
+
+
+def json_grammar(schema: Any) -> str:
+    """The source of a grammar of the JSON values that satisfy a schema."""
+    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON))  # type: ignore[arg-type]
+
+
+class Grammar:
+    """A grammar for one vocabulary. Raises if it is wrong, or has what the library does not support."""
+
+    def __init__(self, tokens: llguidance.LLTokenizer, source: str):
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._start = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+        if self._start.is_error():
+            raise HandgradError(_first_line(self._start.get_error()))
+
+    def matcher(self) -> "Matcher":
+        return Matcher(self._start.deep_copy())
+
+
+class Matcher:
+    """Where one sequence is in its grammar."""
+
+    def __init__(self, inner: llguidance.LLMatcher):
+        self._inner = inner
+
+    def mask(self, logits: Tensor) -> None:
+        """(V) logits, changed in place. Raises if no token can follow."""
+        bits = np.unpackbits(np.frombuffer(self._inner.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = torch.from_numpy(bits[: len(logits)]).to(logits.device, torch.bool)
+        if self._inner.is_error() or not allowed.any():
+            reason = _first_line(self._inner.get_error()) or "no token of the vocabulary continues the text"
+            raise HandgradError(f"the answer's format cannot be kept: {reason}")
+        logits.masked_fill_(~allowed, -torch.inf)
+
+    def add(self, i: int) -> None:
+        self._inner.consume_token(i)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._inner.is_stopped() and not self._inner.is_error())
+
+
+def literal(tokens: llguidance.LLTokenizer, tokenizer: Tokenizer, text: str) -> str:
+    """A text in a grammar's source: as its own special token, if it is one."""
+    i = tokenizer.inner.token_to_id(text)
+    return f"<[{i}]>" if i is not None and tokens.is_special_token(i) else json.dumps(text)
+
+
+def _first_line(message: str) -> str:
+    return message.partition("\n")[0][:300]
