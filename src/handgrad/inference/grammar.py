@@ -11,6 +11,7 @@ need and the work of every step, runs no regular expression that backtracks, and
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,9 +67,19 @@ def vocabulary(text: ModelText, n_vocab: int) -> llguidance.LLTokenizer:
     return _vocabularies[text.tokenizer]
 
 
-def json_grammar(schema: Any) -> str:
+def json_grammar(schema: Mapping[str, Any]) -> str:
     """The source of a grammar of the JSON values that satisfy a schema."""
-    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON))  # type: ignore[arg-type]
+    return lark_grammar(f"start: {json_rule(schema)}")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The right side of a grammar's rule for such values."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON})
+
+
+def lark_grammar(rules: str) -> str:
+    """The source of a grammar in Lark's notation."""
+    return str(llguidance.LLMatcher.grammar_from_lark(rules))
 
 
 class Grammar:

@@ -44,5 +44,7 @@ def penalize(logits: Tensor, sampling: Sampling, prompt: SequenceOf[int], new: S
         where = torch.tensor(list(counts), device=logits.device)
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[where] -= sampling.frequency_penalty * times + sampling.presence_penalty
-    for i, bias in sampling.logit_bias:
-        logits[i] += bias
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        bias = torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, torch.tensor(ids, device=logits.device), bias)
