@@ -136,6 +136,9 @@ def response_format(name: str, value: Any) -> Any:
     return schema
 
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def tools(name: str, value: Any) -> list[dict[str, Any]]:
     """Functions: name, description and parameters, a JSON schema"""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
@@ -143,7 +146,7 @@ def tools(name: str, value: Any) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(value):
         function = _function(f"{name}[{i}]", tool, "description", "parameters", "strict")
-        if not isinstance(function.setdefault("parameters", {"type": "object", "properties": {}}), dict):
+        if not isinstance(function.setdefault("parameters", NO_PARAMETERS), dict):
             raise invalid(name, f"{name}[{i}].function.parameters must be a JSON schema")
         if function["name"] in found:
             raise invalid(name, f"{name} has two functions called {function['name']}")
