@@ -68,6 +68,24 @@ def test_probabilities_equal_those_of_transformers(options: dict[str, float], mo
     assert torch.equal(probabilities(changed, chosen)[rows], ours[rows])
 
 
+def test_penalties_and_bias_are_those_of_the_definition() -> None:
+    """OpenAI's: l_i − f c_i − p [c_i > 0], where c_i counts the new text; between repetition penalty and bias."""
+    logits = logits_of(1)[0]
+    chosen = Sampling(
+        1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.7, logit_bias=((3, 5.0), (9, -100.0))
+    )
+    prompt, new = [3, 3, 5], [5, 8, 8, 8]
+    expected = logits.clone()
+    for i in {3, 5, 8}:
+        expected[i] = expected[i] * 1.3 if expected[i] < 0 else expected[i] / 1.3
+    expected[5] -= 0.4 - 0.7
+    expected[8] -= 3 * 0.4 - 0.7
+    expected[3] += 5
+    expected[9] -= 100
+    penalize(logits, chosen, prompt, new)
+    assert torch.allclose(logits, expected, atol=1e-14)
+
+
 def chi_square_limit(degrees: int) -> float:
     """Exceeded once in 10⁶ (Wilson and Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 4.753 * math.sqrt(2 / (9 * degrees))) ** 3

@@ -69,7 +69,9 @@ def test_sequences_beside_a_broken_one_are_what_they_are_alone(
                 options = Options(20, Sampling(0.8, seed=step), logprobs=1, adapter=[sound, None][step % 2])
                 sequences.append(engine.add(prompts[step % 3], options))
             if faults and step % 2:
-                failed.append(engine.add(prompts[step % 3] * 2, Options(5, adapter=broken, prompt_logprobs=step % 4 == 1)))
+                failed.append(
+                    engine.add(prompts[step % 3] * 2, Options(5, adapter=broken, prompt_logprobs=step % 4 == 1))
+                )
             for event in engine.step():
                 assert (event.finish == "error") == (event.sequence in failed)
         while engine.busy:

@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import tokenizers
 import torch
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 from tiny_server import SHAPE, write_models
+from tokenizers import decoders, models, normalizers
 
 import handgrad as hg
 from conftest import make_model
@@ -130,11 +132,27 @@ def test_sequences_with_grammars_in_one_batch_are_what_they_are_alone(tmp_path: 
 WORDS = ['{"name": "Ann", "kind": "human"}', "hello world", "naïve €", '{"kind":']
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe:400", "chars"])
+def sentencepiece() -> tokenizer.Tokenizer:
+    """As Llama's: a space before the first word, bytes as tokens of their own beside characters, special tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(33, 127))]
+    merges = [("h", "u"), ("hu", "m"), ("▁", '"'), ('"', ":"), ("▁", "{"), ("{", '"')]
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, *(a + b for a, b in merges)])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer.Tokenizer(inner)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe:400", "chars", "sentencepiece"])
 @pytest.mark.parametrize("end", [False, True])
 def test_grammars_for_every_kind_of_tokenizer(kind: str, end: bool) -> None:
-    """A schema that any vocabulary can keep; ids beyond the tokenizer's are never chosen; an end of text is where it may be."""
-    found = tokenizer.make(kind, [*WORDS, '{}[]",: 0123456789humanrobt'])
+    """Ids beyond the tokenizer's are never chosen, and an end of text only where it may be."""
+    found = (
+        sentencepiece() if kind == "sentencepiece" else tokenizer.make(kind, [*WORDS, '{}[]",: 0123456789humanrobt'])
+    )
     n_vocab = found.n_vocab + 7
     ends = frozenset({found.n_vocab - 1}) if end else frozenset[int]()  # any id will do
     model = make_model(**{**SHAPE, "n_vocab": n_vocab, "n_context": 256})
@@ -149,7 +167,8 @@ def test_grammars_for_every_kind_of_tokenizer(kind: str, end: bool) -> None:
         while engine.busy:
             engine.step()
         assert x.finish == "stop", (x.finish, x.error)
-        value = json.loads(found.decode(x.new))
+        assert not set(x.new[:-1]) & ends and max(x.new) < found.n_vocab
+        value = json.loads(found.decode([i for i in x.new if i not in ends]))
         assert value["kind"] in ("human", "robot") and value["a"] <= 999
 
 
@@ -227,14 +246,20 @@ def test_tool_choice(client: openai.OpenAI) -> None:
     "template,written",
     [
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]'),
-        ('{"name": function name, "parameters": dictionary of argument name and its value}', '{"name": "f", "parameters": {"x": 1}}'),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}',
+         '{"name": "f", "parameters": {"x": 1}}'),
     ],
     ids=["Mistral", "Llama"],
 )  # fmt: skip
 def test_calls_of_other_families(tmp_path: Path, template: str, written: str) -> None:
-    source = "{% if tools %}{% raw %}" + template + "{% endraw %}{% endif %}" + TEMPLATE.partition("endif %}")[2].replace("<tool", "<")
-    models = open_models(write_model(tmp_path / "m", source), "base")
-    with Server(models) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
+    source = (
+        "{% if tools %}{% raw %}"
+        + template
+        + "{% endraw %}{% endif %}"
+        + TEMPLATE.partition("endif %}")[2].replace("<tool", "<")
+    )
+    opened = open_models(write_model(tmp_path / "m", source), "base")
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
         choice = client.chat.completions.create(
             model="base", messages=ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}
         ).choices[0]
@@ -252,10 +277,10 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     "text,content,names",
     [
         ("Hello <b>you</b>", "Hello <b>you</b>", []), (f"Let me see.\n{CALL}", "Let me see.", ["f"]),
-        (f"{CALL}\n{CALL}", "", ["f", "f"]), (CALL.removesuffix("</tool_call>"), "", ["f"]), ("<tool_call>{", "<tool_call>{", []),
-        ('<tool_call>{"name": "no", "arguments": {}}</tool_call>', '<tool_call>{"name": "no", "arguments": {}}</tool_call>', []),
-        ('<tool_call>[{"name": "f"}, {"name": "f"}]</tool_call>', "", ["f", "f"]), ('<tool_call>{"name": {}}', '<tool_call>{"name": {}}', []),
-        ('<tool_call>{"name": "f", "arguments": 3}', '<tool_call>{"name": "f", "arguments": 3}', []), ("a<tool_c", "a<tool_c", []),
+        (f"{CALL}\n{CALL}", "", ["f", "f"]), (CALL.removesuffix("</tool_call>"), "", ["f"]),
+        ('<tool_call>[{"name": "f"}, {"name": "f"}]</tool_call>', "", ["f", "f"]),
+        *((x, x, []) for x in ("<tool_call>{", "a<tool_c", '<tool_call>{"name": "no"}</tool_call>')),
+        *((x, x, []) for x in ('<tool_call>{"name": {}}', '<tool_call>{"name": "f", "arguments": 3}', '<tool_call>[{"name": "f"}, 3]')),
     ],
 )  # fmt: skip
 def test_calls_in_a_text(text: str, content: str, names: list[str]) -> None:
@@ -269,9 +294,9 @@ def test_calls_in_a_text(text: str, content: str, names: list[str]) -> None:
 
 
 def test_a_model_whose_calls_are_unknown(tmp_path: Path) -> None:
-    models = open_models(write_model(tmp_path / "m", TEMPLATE.replace("<tool_call>", "<call>")), "base")
+    opened = open_models(write_model(tmp_path / "m", TEMPLATE.replace("<tool_call>", "<call>")), "base")
     asked = {"model": "base", "messages": ASK, "tools": TOOLS, "max_tokens": 5}
-    with Server(models) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
         assert client.chat.completions.create(**asked).choices[0].message.tool_calls is None
         with pytest.raises(openai.BadRequestError, match="is not known: give tool_choice auto"):
             client.chat.completions.create(**asked, tool_choice="required")
@@ -298,8 +323,8 @@ def test_penalties_bias_and_ends(client: openai.OpenAI, server: Server) -> None:
 def test_ignore_eos_and_health(tmp_path: Path) -> None:
     write_models(tmp_path)
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": 65}))
-    models = open_models(tmp_path / "base", "base")
-    with Server(models, api_key="k") as url, openai.OpenAI(base_url=f"{url}v1", api_key="k", max_retries=0) as client:
+    opened = open_models(tmp_path / "base", "base")
+    with Server(opened, api_key="k") as url, openai.OpenAI(base_url=f"{url}v1", api_key="k", max_retries=0) as client:
         asked = {"model": "base", "prompt": "ab", "max_tokens": 3, "logit_bias": {"65": 100}}
         ended = client.completions.create(**asked).choices[0]
         assert (ended.text, ended.finish_reason) == ("", "stop")
@@ -315,10 +340,10 @@ def test_embeddings_are_the_mean_of_the_last_layer(tmp_path: Path) -> None:
     from transformers import AutoModel
 
     write_models(tmp_path)
-    models = open_models(tmp_path / "base", "base", {"one": tmp_path / "one"})
+    opened = open_models(tmp_path / "base", "base", {"one": tmp_path / "one"})
     reference = AutoModel.from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
     texts = ["Once upon a time", "naïve"]
-    with Server(models) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
         for form in ("float", openai.NOT_GIVEN):  # by default the client asks for base64
             found = client.embeddings.create(model="base", input=texts, encoding_format=form)
             assert found.usage.prompt_tokens == found.usage.total_tokens == 22

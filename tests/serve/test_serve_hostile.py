@@ -47,7 +47,8 @@ WRONG: list[tuple[str, Any]] = [
     ("stream_options", {"include_usage": True}), ("best_of", 2), ("best_of", True), ("suffix", "x"), ("logit_bias", [5]),
     ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"256": 1}), ("logit_bias", {"9" * 5000: 1}),
     ("logit_bias", {str(i): 0 for i in range(1025)}), ("frequency_penalty", 2.5), ("presence_penalty", False),
-    ("nonsense", None), ("nonsense", 1), ("model", 3), ("response_format", "json"), ("response_format", {"type": "json_schema"}),
+    ("nonsense", None), ("nonsense", 1), ("model", 3), ("response_format", "json"),
+    ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_object", "json_schema": {}}), ("stop_token_ids", 5), ("stop_token_ids", [256]),
     ("stop_token_ids", [-1]), ("stop_token_ids", [1] * 1025), ("ignore_eos", 1), ("metadata", {"a": 1}), ("metadata", []),
     ("store", "no"), ("functions", [{}]), ("reasoning_effort", "low"),
@@ -62,8 +63,9 @@ def test_wrong_parameters_are_named(server: Server, name: str, value: Any) -> No
 
 SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "foo"}, "Invalid type"), ({"not": {}}, "Unimplemented"), ({"$ref": "#/no"}, "does not exist"),
-    ({"$ref": "http://example.org/x"}, "not present"), ({"type": "string", "pattern": "(?=a)b"}, "regex"), ({"x-guidance": 3, "type": "foo"}, "Invalid type"),
-    ({"enum": [f"value {i}" for i in range(900)] * 40}, "bytes"), ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisf"),
+    ({"$ref": "http://example.org/x"}, "not present"), ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+    ({"x-guidance": 3, "type": "foo"}, "Invalid type"), ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisf"),
+    ({"items": [{"type": "foo"}]}, "response_format: failed to compile"),
 ]  # fmt: skip
 
 
@@ -71,17 +73,14 @@ SCHEMAS: list[tuple[Any, str]] = [
 def test_schemas_that_cannot_be_kept(server: Server, schema: Any, reason: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
-        too_large = reason == "bytes"
-        message = refused(
-            server, path, {**body, "response_format": form}, 413 if too_large else 400, None if too_large else "response_format"
-        )
-        assert reason in message
+        assert reason in refused(server, path, {**body, "response_format": form}, 400, "response_format")
 
 
 @pytest.mark.parametrize(
     "body,param",
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type"), ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"), ({"logit_bias": {"5": True}}, "logit_bias.5"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
@@ -119,7 +118,8 @@ def test_wrong_tools(server: Server, body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     "body,param",
     [
-        ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": ["a"] * 2049}, "input"), ({"input": [256]}, "input"),
+        ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": ["a"] * 2049}, "input"),
+        ({"input": [9999]}, "input"),
         ({"dimensions": 8}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"), ({"input": "x" * 161}, "input"),
         ({"truncate": True}, "truncate"),
     ],

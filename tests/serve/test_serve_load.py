@@ -221,7 +221,9 @@ def test_headers_must_arrive_in_half_of_the_time(models: Models, monkeypatch: py
     monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.4)
     real = asyncio.BaseEventLoop.call_later
     monkeypatch.setattr(
-        asyncio.BaseEventLoop, "call_later", lambda loop, wait, f, *a, **k: asked.append(wait) or real(loop, wait, f, *a, **k)
+        asyncio.BaseEventLoop,
+        "call_later",
+        lambda loop, wait, f, *a, **k: asked.append(wait) or real(loop, wait, f, *a, **k),
     )
     with serving(models) as server:
         half, body = open_connection(server, HALF_OPEN[1]), open_connection(server, HALF_OPEN[2])

@@ -217,7 +217,7 @@ class Engine:
         return a, _last_rows(lengths)
 
     def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor) -> list[Event]:
-        """Add the log-probabilities of the prompt's tokens that this pass has computed. The events of sequences that fail."""
+        """Add the log-probabilities of the prompt's tokens that this pass has computed; events of sequences that fail."""
         model, start, failed = self.model, 0, list[Event]()
         for sequence, count in work:
             known = len(sequence.prompt_logprobs)

@@ -90,7 +90,7 @@ class Pool:
             self._resize(2 * len(self.slots))
 
     def _clear(self, slot: Slot) -> None:
-        """Torch multiplies masked keys and values by 0: those of a broken sequence (NaN) must not stay. Kernels skip them."""
+        """Torch multiplies masked keys and values by 0: those of a broken sequence, NaN, must go. Kernels skip them."""
         if not slot.has_kernels:
             for x in (self.k, self.v):
                 x[:, slot.row, :, : slot.length] = 0

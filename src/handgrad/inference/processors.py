@@ -1,7 +1,7 @@
 """What changes the logits l of a sequence before its next token is chosen, in this order:
 
-    repetition penalty r      l_i / r if l_i > 0, otherwise l_i · r, for every id i of prompt and text  (as in `transformers`)
-    frequency f, presence p   l_i − f · c_i − p · [c_i > 0], where c_i is the number of times i occurs in the new text  (as OpenAI)
+    repetition penalty r      l_i / r if l_i > 0, otherwise l_i · r, for every id i of prompt and text (as `transformers`)
+    frequency f, presence p   l_i − f c_i − p [c_i > 0], where i occurs c_i times in the new text (as OpenAI)
     bias b                    l_i + b_i
     grammar                   −∞ for every id with which the text could not go on
 

@@ -53,7 +53,8 @@ class Options:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been generated after it. `finish` says why it ended: None while it runs; `error` why it failed."""
+    """A prompt and what has been generated after it. `finish` says why it ended, None while it runs, and `error` why it
+    failed."""
 
     prompt: list[int]
     options: Options
@@ -131,7 +132,10 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
     least = 0 if options.prompt_logprobs else 1
     if type(options.max_new_tokens) is not int or options.max_new_tokens < least:
         raise HandgradError(f"max_new_tokens must be at least {least}, not {options.max_new_tokens}")
-    for what, ids_of in (("stop id", options.stop_ids), ("logit_bias: id", [i for i, _ in options.sampling.logit_bias])):
+    for what, ids_of in (
+        ("stop id", options.stop_ids),
+        ("logit_bias: id", [i for i, _ in options.sampling.logit_bias]),
+    ):
         for i in ids_of:
             if type(i) is not int or not 0 <= i < c.n_vocab:
                 raise HandgradError(f"{what} {i!r} is outside the vocabulary: ids go from 0 to {c.n_vocab - 1}")

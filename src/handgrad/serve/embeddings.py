@@ -28,7 +28,9 @@ def embeddings(models: Models, asked: dict[str, Any]) -> tuple[list[list[int]], 
         raise invalid("input", f"input may have {MAX_TEXTS:,} texts at most, not {len(asked['input']):,}")
     width = models.network.config.d_model
     if asked.get("dimensions", width) != width:
-        raise invalid("dimensions", f"dimensions may be {width} only, the width of the model, not {asked['dimensions']}")
+        raise invalid(
+            "dimensions", f"dimensions may be {width} only, the width of the model, not {asked['dimensions']}"
+        )
     texts = [encode(models, "input", text) for text in asked["input"]]
 
     def compute(ids: list[int]) -> Tensor:

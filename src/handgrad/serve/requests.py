@@ -157,7 +157,8 @@ def tools(name: str, value: Any) -> list[dict[str, Any]]:
 def tool_choice(name: str, value: Any) -> str:
     """none, auto or required, or "=name" of a function"""
     if isinstance(value, dict):
-        return f"={_function(name, value)['name']}"
+        function: str = _function(name, value)["name"]
+        return f"={function}"
     return one_of("none", "auto", "required")(name, value)
 
 

@@ -106,7 +106,11 @@ class Guard:
         if self.loopback and not OUR_HOST.fullmatch(headers.get(b"host", b"")):
             return ApiError(421, "wrong Host: connect to 127.0.0.1 or localhost", code="wrong_host")
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if self.key is not None and path != "/health" and not (scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key)):
+        if (
+            self.key is not None
+            and path != "/health"
+            and not (scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key))
+        ):
             return ApiError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self.body:

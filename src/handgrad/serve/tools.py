@@ -6,8 +6,8 @@ The model's chat template tells it of the functions, and how it writes a call is
     [TOOL_CALLS][{"name": …, "arguments": {…}}]             Mistral
     {"name": …, "parameters": {…}}                          Llama 3
 
-A call that must come (`tool_choice`) is written by a grammar. Otherwise calls are found in the text: what is not a call of one of
-the functions stays text.
+A call that must come (`tool_choice`) is written by a grammar. Otherwise calls are found in the text: what is not a call of
+one of the functions stays text.
 """
 
 import json
@@ -102,11 +102,13 @@ def tools_of(model: Served, asked: dict[str, Any]) -> Tools:
 
 def grammar_of(models: Models, asked: dict[str, Any], tools: Tools) -> Grammar | None:
     """What the answer of a request may be: of its response_format, or a call of a tool; None: any text."""
-    schema = asked.get("response_format")
+    schema: Any = asked.get("response_format")
     if schema is None and tools.must_call is None:
         return None
     if asked.get("ignore_eos"):
-        raise invalid("ignore_eos", "ignore_eos goes on after the end of the text, which response_format and tools need")
+        raise invalid(
+            "ignore_eos", "ignore_eos goes on after the end of the text, which response_format and tools need"
+        )
     tokens = vocabulary(models.text, models.network.config.n_vocab)
     param = "tools" if schema is None else "response_format"
     try:
