@@ -280,7 +280,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
         (f"{CALL}\n{CALL}", "", ["f", "f"]), (CALL.removesuffix("</tool_call>"), "", ["f"]),
         ('<tool_call>[{"name": "f"}, {"name": "f"}]</tool_call>', "", ["f", "f"]),
         *((x, x, []) for x in ("<tool_call>{", "a<tool_c", '<tool_call>{"name": "no"}</tool_call>')),
-        *((x, x, []) for x in ('<tool_call>{"name": {}}', '<tool_call>{"name": "f", "arguments": 3}', '<tool_call>[{"name": "f"}, 3]')),
+        ('<tool_call>{"name": {}}', '<tool_call>{"name": {}}', []),
+        *((x, x, []) for x in ('<tool_call>{"name": "f", "arguments": 3}', '<tool_call>[{"name": "f"}, 3]')),
     ],
 )  # fmt: skip
 def test_calls_in_a_text(text: str, content: str, names: list[str]) -> None:

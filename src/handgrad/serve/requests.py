@@ -159,7 +159,8 @@ def tool_choice(name: str, value: Any) -> str:
     if isinstance(value, dict):
         function: str = _function(name, value)["name"]
         return f"={function}"
-    return one_of("none", "auto", "required")(name, value)
+    found: str = one_of("none", "auto", "required")(name, value)
+    return found
 
 
 def _function(name: str, value: Any, *more: str) -> dict[str, Any]:
