@@ -1,6 +1,8 @@
 """hg.generate: forms of prompts and results, seeds, stops, log-probabilities, full contexts and invalid input."""
 
 import importlib.util
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -251,3 +253,34 @@ def test_generate_function_does_not_shadow_its_module() -> None:
 
     assert module.generate is hg.generate and module.Engine is Engine
     assert importlib.util.find_spec("handgrad.generate") is None
+
+
+def test_json_of_a_schema(talking: hg.GPT) -> None:
+    schema = {
+        "type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["a", "b"], "additionalProperties": False,
+    }  # fmt: skip
+    for text in hg.generate(
+        talking, ["Give: ", "x"] * 3, 56, temperature=1.0, seed=1, logit_bias={10: -9}, json_schema=schema
+    ):
+        found = json.loads(text)
+        assert found["a"] in ("x", "y") and found["b"] in range(10)
+    details = hg.generate(talking, list(b"ab"), 60, json_schema={"const": 7}, details=True)
+    assert (details.ids, details.finish) == (list(b"7"), "stop")
+    with pytest.raises(hg.HandgradError, match="Invalid type: foo"):
+        hg.generate(talking, "a", json_schema={"type": "foo"})
+    with pytest.raises(hg.HandgradError, match="no tokenizer"):
+        hg.generate(make_model(), [1], json_schema={"type": "object"})
+
+
+@pytest.mark.parametrize(
+    "options,reason",
+    [
+        ({"logit_bias": {11: 1.0}}, "logit_bias: id 11 is outside the vocabulary"), ({"logit_bias": {1: math.nan}}, "give"),
+        ({"logit_bias": {"1": 1.0}}, "by token id"), ({"frequency_penalty": math.inf}, "frequency_penalty must be"),
+        ({"presence_penalty": "x"}, "presence_penalty must be"),
+    ],
+)  # fmt: skip
+def test_wrong_penalties(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(hg.HandgradError, match=reason):
+        hg.generate(make_model(), [1, 2], 3, **options)

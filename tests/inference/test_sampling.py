@@ -7,6 +7,7 @@ import torch
 from transformers.generation import logits_process
 
 from handgrad.inference import sampling
+from handgrad.inference.processors import penalize
 from handgrad.inference.sampling import Sampling, choose, probabilities
 
 ONE_BY_ONE = [
@@ -23,6 +24,14 @@ SEEN = [[0, 3, 3, 8], [1], [20, 19, 0, 5, 5]]
 
 def logits_of(rows: int = 3, n_vocab: int = 23) -> torch.Tensor:
     return 2 * torch.randn(rows, n_vocab, dtype=torch.float64)
+
+
+def penalized(logits: torch.Tensor, settings: list[Sampling], seen: list[list[int]]) -> torch.Tensor:
+    """(B, V) logits, those of each row as its settings change them"""
+    changed = logits.clone()
+    for row, chosen, ids in zip(changed, settings, seen, strict=True):
+        penalize(row, chosen, ids[:2], ids[2:])
+    return changed
 
 
 def by_transformers(logits: torch.Tensor, seen: list[list[int]], options: dict[str, float]) -> torch.Tensor:
@@ -50,12 +59,31 @@ def test_probabilities_equal_those_of_transformers(options: dict[str, float], mo
     logits = logits_of()
     logits[1, 4:7] = logits[1].max()  # equal ones: top_k keeps all that equal the last
     chosen = Sampling(**{"temperature": 1.0, **options})
-    ours, theirs = probabilities(logits, chosen, SEEN), by_transformers(logits, SEEN, options)
+    changed = penalized(logits, [chosen] * 3, SEEN)
+    ours, theirs = probabilities(changed, chosen), by_transformers(logits, SEEN, options)
     rows = [0, 2] if "top_p" in options else [0, 1, 2]  # top_p may keep either of two equal tokens at its edge
     assert torch.allclose(ours[rows], theirs[rows], atol=1e-14)
     assert torch.allclose(ours.sort(1)[0], theirs.sort(1)[0], atol=1e-14)
     monkeypatch.setattr(sampling, "FIRST_CANDIDATES", 2)  # the whole vocabulary has to be sorted
-    assert torch.equal(probabilities(logits, chosen, SEEN)[rows], ours[rows])
+    assert torch.equal(probabilities(changed, chosen)[rows], ours[rows])
+
+
+def test_penalties_and_bias_are_those_of_the_definition() -> None:
+    """OpenAI's: l_i − f c_i − p [c_i > 0], where c_i counts the new text; between repetition penalty and bias."""
+    logits = logits_of(1)[0]
+    chosen = Sampling(
+        1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.7, logit_bias=((3, 5.0), (9, -100.0))
+    )
+    prompt, new = [3, 3, 5], [5, 8, 8, 8]
+    expected = logits.clone()
+    for i in {3, 5, 8}:
+        expected[i] = expected[i] * 1.3 if expected[i] < 0 else expected[i] / 1.3
+    expected[5] -= 0.4 - 0.7
+    expected[8] -= 3 * 0.4 - 0.7
+    expected[3] += 5
+    expected[9] -= 100
+    penalize(logits, chosen, prompt, new)
+    assert torch.allclose(logits, expected, atol=1e-14)
 
 
 def chi_square_limit(degrees: int) -> float:
@@ -68,13 +96,13 @@ def chi_square_limit(degrees: int) -> float:
 )
 def test_samples_follow_the_probabilities(options: dict[str, float]) -> None:
     """Chi-square over 20,000 samples."""
-    logits, draws = logits_of(1), 20_000
-    chosen = Sampling(**{"temperature": 1.0, "seed": 3, **options})
-    p = probabilities(logits, chosen, SEEN[:1])[0]
+    chosen, draws = Sampling(**{"temperature": 1.0, "seed": 3, **options}), 20_000
+    logits = penalized(logits_of(1), [chosen], SEEN[:1])
+    p = probabilities(logits, chosen)[0]
     generators = [Sampling(seed=i).generator() for i in range(100)]  # of different sequences
     counts = torch.zeros(len(p), dtype=torch.float64)
     for _ in range(draws // 100):
-        ids = choose(logits.expand(100, -1), [chosen] * 100, generators, SEEN[:1] * 100)
+        ids = choose(logits.expand(100, -1), [chosen] * 100, generators)
         counts += torch.bincount(torch.tensor(ids), minlength=len(p))
     assert counts[p == 0].sum() == 0
     rare = draws * p < 5  # together in one class
@@ -94,8 +122,9 @@ def test_rows_of_different_settings() -> None:
         Sampling(repetition_penalty=9.0),
     ]  # fmt: skip
     seen = [[int(row.argmax())] for row in logits]
-    together = choose(logits, settings, [s.generator() for s in settings], seen)
-    alone = [choose(logits[i : i + 1], [s], [s.generator()], seen[i : i + 1])[0] for i, s in enumerate(settings)]
+    logits = penalized(logits, settings, seen)
+    together = choose(logits, settings, [s.generator() for s in settings])
+    alone = [choose(logits[i : i + 1], [s], [s.generator()])[0] for i, s in enumerate(settings)]
     assert together == alone
     assert [together[0], together[3]] == [seen[0][0], seen[3][0]] and together[5] != seen[5][0]
 
@@ -112,7 +141,7 @@ def test_rounding_changes_a_choice_as_rarely_as_the_probabilities() -> None:
         distance = float((p - q).abs().sum() / 2)
         most = draws * 2 * distance / (1 + distance)
         first, second = chosen.generator(), chosen.generator()
-        found = [choose(x, [chosen], [g], [[]])[0] for _ in range(draws) for x, g in ((logits, first), (noisy, second))]
+        found = [choose(x, [chosen], [g])[0] for _ in range(draws) for x, g in ((logits, first), (noisy, second))]
         differ = sum(a != b for a, b in zip(found[::2], found[1::2], strict=True))
         assert differ <= most + 5 * math.sqrt(most) + 0.5
     assert differ > 0 and len(set(found[::2])) > 300, "the test can fail"
@@ -124,7 +153,7 @@ def test_a_choice_depends_on_key_and_id_only() -> None:
     assert torch.equal(sampling.uniform(keys, ids), torch.tensor(expected, dtype=torch.float64))
     logits = logits_of(1, 3000)
     settings = [Sampling(1.0, seed=3), Sampling(1.0, top_k=2999, seed=3), Sampling(1.0, top_p=1 - 1e-12, seed=3)]
-    filtered = [choose(logits, [s], [s.generator()], [[]]) for s in settings[1:]]
+    filtered = [choose(logits, [s], [s.generator()]) for s in settings[1:]]
     assert filtered[0] == filtered[1]  # the id that is left out was not chosen
 
 
@@ -139,5 +168,5 @@ def splitmix(key: int, i: int) -> float:
 
 def test_a_tiny_temperature_takes_the_most_probable() -> None:
     logits = logits_of()
-    found = choose(logits, [Sampling(1e-40, seed=1)] * 3, [Sampling(seed=1).generator()] * 3, SEEN)
+    found = choose(logits, [Sampling(1e-40, seed=1)] * 3, [Sampling(seed=1).generator()] * 3)
     assert found == logits.argmax(1).tolist()

@@ -1,5 +1,8 @@
 """The server: the official client, exact log-probabilities, adapters by name."""
 
+import http.client
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +205,44 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         done = handgrad("serve", *options, *wrong)
         assert done.returncode == 1 and reason in done.stderr, done.stderr
+
+
+def test_every_request_is_a_line_of_the_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the command, on the standard error: who asked for what, and what it took; nothing of what was written."""
+    body = {"model": "base", "prompt": "secret text", "max_tokens": 3}
+    chat = {"model": "base", "messages": [{"role": "user", "content": "secret text"}], "max_tokens": 3}
+
+    def ask(server: Server) -> None:
+        with server:
+            key = {"Authorization": "Bearer hidden"}
+            post(server, "/v1/completions", body, key)
+            connection = http.client.HTTPConnection("127.0.0.1", int(server.url.split(":")[-1][:-1]))
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps({**chat, "stream": True}),
+                key | {"Content-Type": "application/json"},
+            )
+            connection.getresponse().read()
+            connection.close()
+            post(server, "/v1/completions", {**body, "top_k": 0}, key)
+            post(server, "/v1/completions", body)
+            post(server, "/v1/a%0Ab%1B[31m", {}, key)
+            post(server, "/v1/embeddings", {"model": "base", "input": ["ab", "c"]}, key)
+
+    monkeypatch.setattr(Server, "run", ask)
+    done = handgrad("serve", "--model", folder / "base", "--port", 0, "--api-key", "hidden")
+    lines = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]
+    assert [re.sub(r" [0-9.]+ s$", "", line) for line in lines] == [
+        "127.0.0.1 POST /v1/completions 200 base 11+3 tokens",
+        "127.0.0.1 POST /v1/chat/completions 200 base 16+3 tokens",
+        "127.0.0.1 POST /v1/completions 400",
+        "127.0.0.1 POST /v1/completions 401",
+        "127.0.0.1 POST /v1/a b\\x1b[31m 404",
+        "127.0.0.1 POST /v1/embeddings 200 base 3+0 tokens",
+    ]
+    assert "secret" not in done.stderr and "hidden" not in done.stderr
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d .* [0-9.]+ s", done.stderr.splitlines()[0])
 
 
 def test_log_likelihoods_as_harnesses_read_them(folder: Path) -> None:

@@ -44,9 +44,14 @@ WRONG: list[tuple[str, Any]] = [
     ("top_k", 0), ("top_k", 2.5), ("min_p", -1), ("repetition_penalty", 0), ("seed", -1), ("seed", 1 << 63),
     ("seed", 1.5), ("n", 0), ("n", 10**9), ("n", 100), ("stop", ""), ("stop", [1]), ("stop", ["a"] * 17), ("stop", {}),
     ("max_tokens", -1), ("max_tokens", 51), ("max_tokens", "2"), ("max_tokens", 10**30), ("stream", "yes"), ("stream", 1),
-    ("stream_options", {"include_usage": True}), ("best_of", 1), ("best_of", 2), ("suffix", "x"), ("logit_bias", {"5": 1}),
-    ("frequency_penalty", 0.5), ("presence_penalty", False), ("nonsense", None), ("nonsense", 1), ("model", 3),
-    ("tools", [{}]), ("response_format", {"type": "json_object"}),
+    ("stream_options", {"include_usage": True}), ("best_of", 2), ("best_of", True), ("suffix", "x"), ("logit_bias", [5]),
+    ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"256": 1}), ("logit_bias", {"9" * 5000: 1}),
+    ("logit_bias", {str(i): 0 for i in range(1025)}), ("frequency_penalty", 2.5), ("presence_penalty", False),
+    ("nonsense", None), ("nonsense", 1), ("model", 3), ("response_format", "json"),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_object", "json_schema": {}}), ("stop_token_ids", 5), ("stop_token_ids", [256]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", [1] * 1025), ("ignore_eos", 1), ("metadata", {"a": 1}), ("metadata", []),
+    ("store", "no"), ("functions", [{}]), ("reasoning_effort", "low"),
 ]  # fmt: skip
 
 
@@ -54,6 +59,74 @@ WRONG: list[tuple[str, Any]] = [
 def test_wrong_parameters_are_named(server: Server, name: str, value: Any) -> None:
     refused(server, "/v1/completions", {**COMPLETION, name: value}, 400, name)
     refused(server, "/v1/chat/completions", {**CHAT, name: value}, 400, name)
+
+
+SCHEMAS: list[tuple[Any, str]] = [
+    ({"type": "foo"}, "Invalid type"), ({"not": {}}, "Unimplemented"), ({"$ref": "#/no"}, "does not exist"),
+    ({"$ref": "http://example.org/x"}, "not present"), ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+    ({"x-guidance": 3, "type": "foo"}, "Invalid type"), ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisf"),
+    ({"items": [{"type": "foo"}]}, "response_format: failed to compile"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema,reason", SCHEMAS, ids=lambda x: str(x)[:30])
+def test_schemas_that_cannot_be_kept(server: Server, schema: Any, reason: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        assert reason in refused(server, path, {**body, "response_format": form}, 400, "response_format")
+
+
+@pytest.mark.parametrize(
+    "body,param",
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"), ({"logit_bias": {"5": True}}, "logit_bias.5"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_that_are_wrong_are_named(server: Server, body: dict[str, Any], param: str) -> None:
+    refused(server, "/v1/completions", {**COMPLETION, **body}, 400, param)
+    refused(server, "/v1/chat/completions", {**CHAT, **body}, 400, param)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "body,param",
+    [
+        ({"tools": [FUNCTION]}, "tools"), ({"tools": {}}, "tools"), ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),
+        ({"tools": [FUNCTION], "tool_choice": "maybe"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_tools(server: Server, body: dict[str, Any], param: str) -> None:
+    """The template of this model has none."""
+    refused(server, "/v1/chat/completions", {**CHAT, **body}, 400, param)
+    assert post(server, "/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "none"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body,param",
+    [
+        ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": ["a"] * 2049}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"dimensions": 8}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"), ({"input": "x" * 161}, "input"),
+        ({"truncate": True}, "truncate"),
+    ],
+    ids=lambda x: str(x)[:40],
+)  # fmt: skip
+def test_wrong_embeddings(server: Server, body: dict[str, Any], param: str) -> None:
+    refused(server, "/v1/embeddings", {"model": "base", "input": "ab", **body}, 400, param)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +159,9 @@ def test_wrong_completions(server: Server, body: dict[str, Any], param: str) -> 
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2}, "logprobs"), ({"max_completion_tokens": 1}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages"), ({"echo": True}, "echo"),
     ],
@@ -139,8 +215,9 @@ def test_a_chunked_body_is_bounded(server: Server) -> None:
 
 def test_values_that_change_nothing_are_accepted(server: Server) -> None:
     neutral = {
-        "user": "me", "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "suffix": None, "best_of": None,
-        "tools": [], "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": None,
+        "user": "me", "frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "suffix": None, "best_of": 1,
+        "tools": [], "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": None, "store": True,
+        "metadata": {"run": "3"}, "stop_token_ids": [], "ignore_eos": False,
     }  # fmt: skip
     assert post(server, "/v1/completions", {**COMPLETION, **neutral})[0] == 200
     assert post(server, "/v1/chat/completions", {**CHAT, **neutral})[0] == 200

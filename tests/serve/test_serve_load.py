@@ -20,6 +20,7 @@ import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.serve.models import Models
 from handgrad.serve.server import Limits, Server
+from handgrad.web.connection import MAX_PER_ADDRESS
 
 NAMES = ("base", "one", "two")
 LONG = {"model": "base", "prompt": "ab", "max_tokens": 100_000, "seed": 1}
@@ -180,6 +181,64 @@ def test_a_connection_that_is_not_read_is_closed(endless: Models, monkeypatch: p
         until(lambda: server.runner.count == 1)
         until(lambda: idle(server))
         stuck.close()
+
+
+ASK = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF_OPEN = [
+    b"",
+    b"POST /v1/completions HT",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{",
+]
+
+
+@pytest.mark.parametrize("sent", HALF_OPEN, ids=["nothing", "part of the headers", "part of the body"])
+def test_half_open_connections_shut_nobody_out(models: Models, sent: bytes) -> None:
+    with serving(models) as server:
+        held = [open_connection(server, sent) for _ in range(MAX_PER_ADDRESS)]
+        for _ in range(3):
+            assert post(server, "/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+        for connection in held:
+            connection.close()
+
+
+def test_an_address_has_its_share_of_connections(endless: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run are not given up for new ones: the new one is closed, and other addresses have room."""
+    monkeypatch.setattr("handgrad.web.connection.MAX_PER_ADDRESS", 2)
+    with serving(endless) as server:
+        streams = [open_stream(server, {**LONG, "stream": True}) for _ in range(2)]
+        until(lambda: server.runner.count == 2)
+        with open_connection(server, ASK) as refused, contextlib.suppress(ConnectionResetError):
+            assert refused.recv(12) == b""
+        with open_connection(server, ASK, "127.0.0.2") as elsewhere:
+            assert elsewhere.recv(12) == b"HTTP/1.1 200"
+        assert server.runner.count == 2
+        for stream in streams:
+            stream.close()
+
+
+def test_headers_must_arrive_in_half_of_the_time(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.4)
+    real = asyncio.BaseEventLoop.call_later
+    monkeypatch.setattr(
+        asyncio.BaseEventLoop,
+        "call_later",
+        lambda loop, wait, f, *a, **k: asked.append(wait) or real(loop, wait, f, *a, **k),
+    )
+    with serving(models) as server:
+        half, body = open_connection(server, HALF_OPEN[1]), open_connection(server, HALF_OPEN[2])
+        for connection in (half, body):
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(10) == b""
+            connection.close()
+    assert asked.count(0.2) == 3  # for the headers of both, and then for the body of one
+
+
+def open_connection(server: Server, sent: bytes, address: str = "127.0.0.1") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", int(server.url.split(":")[-1][:-1])), source_address=(address, 0))
+    with contextlib.suppress(ConnectionError):  # it may be closed already
+        made.sendall(sent)
+    return made
 
 
 def test_time_is_limited(endless: Models) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandgradError
+from ..errors import HandgradError, NonFiniteError
 from ..model.gpt import GPT
 from ..model.layers import Affine, Linear
 from ..model.passes import PLAIN, Pass, Rows
@@ -149,6 +149,15 @@ def check_named(model: GPT, name: str | None) -> None:
     if name is not None and name not in model.named_adapters:
         known = ", ".join(model.named_adapters) or "none"
         raise HandgradError(f"the model has no adapter {name!r}; loaded: {known}")
+
+
+def check_finite_adapter(model: GPT, name: str | None) -> None:
+    """Raise if the adapter of this name holds a value that is not finite."""
+    for where in model.named_adapters.get(name or "", ()):
+        branch: LoRA = model.get_submodule(where).branches[name]  # type: ignore[assignment, index]
+        for p in (branch.down, branch.up, branch.magnitude):
+            if p is not None and not torch.isfinite(p).all():
+                raise NonFiniteError(f"the adapter {name} holds NaN or infinity in {where}: load an intact checkpoint")
 
 
 def _named_layers(model: GPT) -> dict[str, NamedAdapters]:

@@ -284,6 +284,10 @@ def _sort_tensors(
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")
+        if not torch.isfinite(tensor).all():
+            raise HandgradError(
+                f"{file}: {name} holds NaN or infinity: the adapter is broken, use an earlier checkpoint"
+            )
         if found := re.fullmatch(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?", name):
             factors.setdefault(found[1], {})[found[2]] = tensor
         elif ".base_layer." in name:

@@ -1,7 +1,9 @@
 """`handgrad serve`"""
 
+import logging
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -50,10 +52,10 @@ def serve(
     ] = None,
     max_body: Annotated[int, typer.Option(min=1000, help="Bytes that a request may have.")] = 4_000_000,
 ) -> None:
-    """Serve a model to clients of OpenAI's interface: completions, chats, log-probabilities, attribution.
+    """Serve a model to clients of OpenAI's interface: completions, chats, structured output, tools, embeddings.
 
     Give a client http://127.0.0.1:8000/v1 as its base URL. Adapters of the model are served beside it, under their names, in
-    the same batches. Ctrl-C stops the server.
+    the same batches. Every request is a line on the standard error. Ctrl-C stops the server.
 
       handgrad serve --model smollm2 --bits 8
       handgrad serve --model path/to/gpt2 --adapter mine=runs/mine --api-key secret --port 8001
@@ -81,8 +83,21 @@ def serve(
         console.note(f"warning: other machines can reach {host}{guard}; the connection is not encrypted")
     console.say(", ".join(models.served))
     console.say(f"{server.url}v1   Press Ctrl-C to stop.")
-    with suppress(KeyboardInterrupt):  # the normal way to stop
+    with suppress(KeyboardInterrupt), _log_requests():  # Ctrl-C is the normal way to stop
         server.run()
+
+
+@contextmanager
+def _log_requests() -> Iterator[None]:
+    """Write a line per request to the standard error."""
+    log, lines = logging.getLogger("handgrad.serve"), logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(lines)
 
 
 def adapters_of(given: list[str]) -> dict[str, str]:

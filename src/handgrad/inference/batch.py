@@ -62,7 +62,9 @@ class Writer:
         self.stream = None if text is None else TextStream(text.tokenizer, stop, self.sequence.prompt)
 
     def piece(self, event: Event) -> Piece:
-        """The event with its text. A stop string ends the sequence."""
+        """The event with its text. A stop string ends the sequence. Raises if the sequence has failed."""
+        if self.sequence.error is not None:
+            raise self.sequence.error
         finish, text, stream = event.finish, "", self.stream
         if stream is not None:
             if event.id is not None and event.id not in self.sequence.options.stop_ids:

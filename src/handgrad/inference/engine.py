@@ -19,7 +19,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from ..adapters.named import groups
+from ..adapters.named import check_finite_adapter, groups
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.passes import Pass
@@ -28,6 +28,7 @@ from ..model.token_block import TokenBlocks, describe
 from ..ops import attention
 from ..ops.linear import FEW_ROWS
 from .kv_cache import Cache, copy
+from .processors import changes_logits, process
 from .sampling import Sampling, choose
 from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
 
@@ -78,6 +79,7 @@ class Engine:
         options = options or Options()
         ids = check_prompt(self.model, prompt, options)
         sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
+        sequence.matcher = None if options.grammar is None else options.grammar.matcher()
         sequence.window = ids[-self.model.config.n_context :]
         if not self.sequences:
             self._blocks = describe(self.model)  # the model may have changed while nothing ran
@@ -113,25 +115,17 @@ class Engine:
             a, last = self._forward_uncached(work)
         model = self.model
         with model.unpacked(model.head, generating=True):
-            self._prompt_logprobs(work, a)
-            ready = [i for i, (sequence, _) in enumerate(work) if sequence.pending == 0]
+            events = self._prompt_logprobs(work, a)
+            ready = [i for i, (x, _) in enumerate(work) if x.finish is None and x.pending == 0]
             wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
             rows = [last[i] for i in ready if work[i][0].options.max_new_tokens]
             logits = None
             if rows:
                 some = a if len(rows) == len(a) else a[rows]
                 run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]))
-                logits = model.check_finite(model.head.forward(model.final_norm.forward(some)[0], run))
-        events = [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
-        if logits is None:
-            return events
-        samplings = [sequence.options.sampling for sequence in wanted]
-        seen = [
-            sequence.ids if s.repetition_penalty != 1 else [] for sequence, s in zip(wanted, samplings, strict=True)
-        ]
-        chosen = choose(logits, samplings, [sequence.generator for sequence in wanted], seen)
-        logprobs = self._logprobs(wanted, logits, chosen)
-        return events + [self._append(*found) for found in zip(wanted, chosen, logprobs, strict=True)]
+                logits = model.head.forward(model.final_norm.forward(some)[0], run)
+        events += [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
+        return events if logits is None else events + self._choose(wanted, logits)
 
     # ── which tokens ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,9 +216,9 @@ class Engine:
             sequence.slot.length = count
         return a, _last_rows(lengths)
 
-    def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor) -> None:
-        """Add the log-probabilities of the prompt's tokens that this pass has computed."""
-        model, start = self.model, 0
+    def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor) -> list[Event]:
+        """Add the log-probabilities of the prompt's tokens that this pass has computed; events of sequences that fail."""
+        model, start, failed = self.model, 0, list[Event]()
         for sequence, count in work:
             known = len(sequence.prompt_logprobs)
             first = sequence.slot.length - count  # position of the first row
@@ -233,11 +227,53 @@ class Engine:
                 rows = a[start : start + len(targets)]
                 for part in row_groups(len(rows), model.head) if len(rows) else ():
                     run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]))
-                    logits = model.check_finite(model.head.forward(model.final_norm.forward(rows[part])[0], run))
+                    logits = model.head.forward(model.final_norm.forward(rows[part])[0], run)
+                    if not torch.isfinite(logits.sum()):
+                        failed.append(self._fail(sequence, self._non_finite(sequence, logits)))
+                        break
                     sequence.prompt_logprobs += logprobs_of(logits, targets[part], sequence.options.logprobs or 0)
             start += count
+        return failed
 
     # ── new tokens ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _choose(self, wanted: list[Sequence], logits: Tensor) -> list[Event]:
+        """Choose the next token of every sequence. One whose logits are not finite, or whose grammar leaves no token, fails,
+        and no other does."""
+        own = logits.clone() if any(changes_logits(x) for x in wanted) else logits
+        finite = torch.isfinite(logits.sum(1)).tolist()
+        failed: dict[int, HandgradError] = {}
+        for i, sequence in enumerate(wanted):
+            try:
+                if not finite[i]:
+                    raise self._non_finite(sequence, logits[i])
+                process(own[i], sequence)
+            except HandgradError as reason:
+                failed[i] = reason
+        events = [self._fail(wanted[i], reason) for i, reason in failed.items()]
+        if failed:
+            sound = [i for i in range(len(wanted)) if i not in failed]
+            wanted, logits, own = [wanted[i] for i in sound], logits[sound], own[sound]
+        chosen = choose(own, [x.options.sampling for x in wanted], [x.generator for x in wanted])
+        logprobs = self._logprobs(wanted, logits, chosen)
+        return events + [self._append(*found) for found in zip(wanted, chosen, logprobs, strict=True)]
+
+    def _non_finite(self, sequence: Sequence, logits: Tensor) -> HandgradError:
+        """Why a sequence's logits are not finite."""
+        try:
+            check_finite_adapter(self.model, sequence.options.adapter)
+            self.model.check_finite(logits)
+        except HandgradError as reason:
+            return reason
+        return HandgradError("the logits are not finite")
+
+    def _fail(self, sequence: Sequence, reason: HandgradError) -> Event:
+        """End a sequence alone; nothing of it is kept for others."""
+        sequence.error, sequence.finish = reason, "error"
+        self.sequences.remove(sequence)
+        self.cache.free(sequence.slot)
+        self._evict()
+        return Event(sequence, None, None, "error")
 
     def _logprobs(self, wanted: list[Sequence], logits: Tensor, chosen: list[int]) -> list[TokenLogprob | None]:
         found: list[TokenLogprob | None] = [None] * len(wanted)
@@ -252,7 +288,9 @@ class Engine:
         sequence.window.append(i)
         if logprob is not None:
             sequence.logprobs.append(logprob)
-        if i in sequence.options.stop_ids:
+        if sequence.matcher is not None:
+            sequence.matcher.add(i)
+        if i in sequence.options.stop_ids or (sequence.matcher is not None and sequence.matcher.finished):
             return self._end(sequence, i, logprob, "stop")
         if len(sequence.new) == sequence.options.max_new_tokens:
             return self._end(sequence, i, logprob, "length")

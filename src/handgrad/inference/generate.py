@@ -1,6 +1,7 @@
 """`hg.generate`: continue prompts, given as ids or as text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -12,9 +13,11 @@ from ..model.gpt import GPT
 from ..text.tokenizer import Tokenizer
 from .batch import Batch
 from .engine import Engine, Options
+from .grammar import Grammar, json_grammar, vocabulary
 from .model_text import ModelText, model_text
 from .sampling import Sampling
 
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
 ENDED = -1  # in a (B, new) result: the row has ended before
 
 Ids = list[int]
@@ -30,6 +33,10 @@ class Settings(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    json_schema: Mapping[str, Any] | None
     seed: int | Sequence[int] | None
     stop: Stop
     stop_at_end: bool | None
@@ -75,6 +82,10 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] = NO_BIAS,
+    json_schema: Mapping[str, Any] | None = None,
     seed: int | Sequence[int] | None = None,
     stop: Stop = (),
     stop_at_end: bool | None = None,
@@ -95,6 +106,9 @@ def generate(
     max_new_tokens    most tokens to add
     temperature, top_k, top_p, min_p, repetition_penalty   how tokens are chosen, applied in the order of `transformers`:
                       penalty, temperature, top-k, top-p, min-p. Temperature 0 takes the most probable token
+    frequency_penalty, presence_penalty   subtracted from the logits of tokens of the new text: per occurrence, and once
+    logit_bias        numbers to add to the logits of ids
+    json_schema       the text is JSON that satisfies this schema, and ends with it; {"type": "object"}: any object
     seed              the same seed gives the same tokens, alone or in a batch: prompt i has seed + i, or the i-th of a list
     stop              strings or ids at which to end; a string is left out of the text
     stop_at_end       end at the model's end-of-sequence ids (default: for text; ids go on)
@@ -109,7 +123,8 @@ def generate(
     kind, prompts = _kind(tokens)
     strings, ids = _stops(stop)
     ends = kind.text if stop_at_end is None else stop_at_end
-    text = model_text(model, tokenizer) if kind.text or strings or ends or tokenizer is not None else None
+    needs_text = kind.text or strings or ends or tokenizer is not None or json_schema is not None
+    text = model_text(model, tokenizer) if needs_text else None
     if text is not None and ends:
         ids |= text.ends
     if (logprobs is not None or prompt_logprobs) and not details:
@@ -117,9 +132,14 @@ def generate(
     if stream and details:
         raise HandgradError("stream=True gives pieces and details=True a result at the end: choose one")
     seeds = _seeds(seed, len(prompts))
-    samplings = [Sampling(temperature, top_k, top_p, min_p, repetition_penalty, one) for one in seeds]
+    grammar = None
+    if json_schema is not None and text is not None:
+        ids |= text.ends  # where the JSON is complete, the model may end it
+        grammar = Grammar(vocabulary(text, model.config.n_vocab), json_grammar(json_schema))
+    penalties = (frequency_penalty, presence_penalty, tuple(logit_bias.items()))
+    samplings = [Sampling(temperature, top_k, top_p, min_p, repetition_penalty, one, *penalties) for one in seeds]
     options = [
-        Options(max_new_tokens, sampling, frozenset(ids), logprobs, prompt_logprobs, context_full)
+        Options(max_new_tokens, sampling, frozenset(ids), logprobs, prompt_logprobs, context_full, grammar=grammar)
         for sampling in samplings
     ]
     encoded = [_encoded(prompt, text) for prompt in prompts]

@@ -80,12 +80,20 @@ class Pool:
     def remove(self, slot: Slot) -> None:
         """Free the slot's row; the last one takes its place."""
         last = self.slots.pop()
+        self._clear(slot)
         if last is not slot:
             copy(last, slot, last.length)
+            self._clear(last)
             self.slots[slot.row], last.row = last, slot.row
         slot.pool = None
         if 4 * len(self.slots) <= self.rows:
             self._resize(2 * len(self.slots))
+
+    def _clear(self, slot: Slot) -> None:
+        """Torch multiplies masked keys and values by 0: those of a broken sequence, NaN, must go. Kernels skip them."""
+        if not slot.has_kernels:
+            for x in (self.k, self.v):
+                x[:, slot.row, :, : slot.length] = 0
 
     def _resize(self, rows: int) -> None:
         length = max((slot.length for slot in self.slots), default=0)

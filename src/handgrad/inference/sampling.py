@@ -1,9 +1,9 @@
 """Choose the next token from its logits.
 
-    logits → repetition penalty → temperature → top-k → top-p → min-p → probabilities → the next id
+    logits → penalties, bias, grammar (`processors.py`) → temperature → top-k → top-p → min-p → probabilities → the next id
 
 This is the order of `transformers`; each filter sees the probabilities that the ones before it left. At temperature 0 the
-most probable token after the penalty is taken.
+most probable token after the penalties is taken.
 
 A sequence draws one number per token from its own generator. It gives every id i a time e_i, exponentially distributed,
 and the id with the largest p_i / e_i is chosen, which is i with probability p_i: of arrivals at the rates p_i, the first.
@@ -14,7 +14,7 @@ vocabulary would change it more often: rounding moves the limits of all ids, of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ class Sampling:
     min_p                sample among the tokens that have at least this share of the highest probability
     repetition_penalty   divide positive logits of tokens that already occur by this number, and multiply negative ones
     seed                 the same seed gives the same tokens; None: a random seed
+    frequency_penalty    subtract this from the logit of a token for every time it occurs in the new text
+    presence_penalty     subtract this from the logits of tokens that occur in the new text
+    logit_bias           (id, number to add to its logit), …
     """
 
     temperature: float = 0.0
@@ -51,6 +54,9 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
@@ -63,6 +69,12 @@ class Sampling:
                 raise HandgradError(f"{name} must be a number from 0 to 1, not {value}")
         if not is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
             raise HandgradError(f"repetition_penalty must be a number above 0, not {self.repetition_penalty}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not is_number(getattr(self, name)):
+                raise HandgradError(f"{name} must be a finite number, not {getattr(self, name)}")
+        for i, bias in self.logit_bias:
+            if type(i) is not int or not is_number(bias):
+                raise HandgradError(f"logit_bias has {i!r}: {bias!r}; give finite numbers by token id")
         if self.seed is not None:
             check_integer("seed", self.seed)
 
@@ -80,20 +92,9 @@ class Sampling:
         return self.temperature == 0
 
 
-def penalized(logits: Tensor, penalty: float, seen: Sequence[Sequence[int]]) -> Tensor:
-    """(B, V) logits, with those of the ids in `seen`, one list per row, divided by the penalty, or multiplied if negative"""
-    logits = logits.clone()
-    for row, ids in zip(logits, seen, strict=True):
-        where = torch.tensor(list(set(ids)), device=logits.device)
-        found = row[where]
-        row[where] = torch.where(found < 0, found * penalty, found / penalty)
-    return logits
-
-
-def probabilities(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]] = ()) -> Tensor:
-    """(B, V) logits → the exact probabilities (B, V), float64, with which each id is chosen. `seen` has the ids so far of
-    every row, for the repetition penalty."""
-    candidates, p = _candidates(logits, sampling, seen)
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """(B, V) logits, penalties included → the exact probabilities (B, V), float64, with which each id is chosen."""
+    candidates, p = _candidates(logits, sampling)
     if candidates is None:
         return p
     return p.new_zeros(logits.shape, dtype=torch.float64).scatter_(1, candidates, p)
@@ -103,16 +104,15 @@ def choose(
     logits: Tensor,
     samplings: Sequence[Sampling],
     generators: Sequence[torch.Generator],
-    seen: Sequence[Sequence[int]],
 ) -> list[int]:
-    """(B, V) logits → the next id of every row. Rows of equal settings are computed together."""
+    """(B, V) logits, penalties included → the next id of every row. Rows of equal settings are computed together."""
     groups: dict[Sampling, list[int]] = {}
-    for row, sampling in enumerate(samplings):
-        groups.setdefault(replace(sampling, seed=None), []).append(row)
+    for row, s in enumerate(samplings):
+        groups.setdefault(Sampling(s.temperature, s.top_k, s.top_p, s.min_p), []).append(row)
     chosen = [0] * len(logits)
     for sampling, rows in groups.items():
         some = logits if len(rows) == len(logits) else logits[rows]
-        candidates, p = _candidates(some, sampling, [seen[row] for row in rows])
+        candidates, p = _candidates(some, sampling)
         if sampling.greedy and candidates is not None:
             picked = candidates[:, 0]
         else:
@@ -154,10 +154,8 @@ def _shifted(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << 64 - n) - 1)
 
 
-def _candidates(logits: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]]) -> tuple[Tensor | None, Tensor]:
+def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids that can be chosen, (B, k), or None for all, and their probabilities in float64."""
-    if sampling.repetition_penalty != 1:
-        logits = penalized(logits, sampling.repetition_penalty, seen)
     if sampling.greedy:
         best = logits.argmax(1, keepdim=True)
         return best, torch.ones(best.shape, dtype=torch.float64, device=logits.device)

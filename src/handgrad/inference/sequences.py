@@ -10,15 +10,17 @@ from torch import Tensor
 from ..adapters.named import check_named
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from .grammar import Grammar, Matcher
 from .kv_cache import Slot
 from .sampling import Sampling
 
 GREEDY = Sampling()
-Finish = Literal["stop", "length", "context", "cancelled"]
+Finish = Literal["stop", "length", "context", "cancelled", "error"]
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability that the model gives a token, before temperature and filters, and the most probable tokens."""
+    """The log-probability that the model gives a token, before penalties, bias, grammar, temperature and filters, and the
+    most probable tokens."""
 
     id: int
     logprob: float
@@ -36,6 +38,7 @@ class Options:
     prompt_logprobs   also of the prompt's tokens
     context_full      "stop" ends the sequence when the context is full; "slide" continues from its second half
     adapter           name of one of several adapters (`adapters.named`); None: the model as it is
+    grammar           what the text may be (`grammar.py`); when nothing can follow, the sequence ends
     """
 
     max_new_tokens: int = 50
@@ -45,11 +48,13 @@ class Options:
     prompt_logprobs: bool = False
     context_full: Literal["stop", "slide"] = "stop"
     adapter: str | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been generated after it. `finish` says why it ended: None while it runs."""
+    """A prompt and what has been generated after it. `finish` says why it ended, None while it runs, and `error` why it
+    failed."""
 
     prompt: list[int]
     options: Options
@@ -59,6 +64,8 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     finish: Finish | None = None
+    error: HandgradError | None = None
+    matcher: Matcher | None = None  # where it is in its grammar
     window: list[int] = field(default_factory=list)  # the ids that the model sees
     joined: bool = False  # whether any of it has been computed
 
@@ -125,9 +132,13 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
     least = 0 if options.prompt_logprobs else 1
     if type(options.max_new_tokens) is not int or options.max_new_tokens < least:
         raise HandgradError(f"max_new_tokens must be at least {least}, not {options.max_new_tokens}")
-    for i in options.stop_ids:
-        if type(i) is not int or not 0 <= i < c.n_vocab:
-            raise HandgradError(f"stop id {i!r} is outside the vocabulary: ids go from 0 to {c.n_vocab - 1}")
+    for what, ids_of in (
+        ("stop id", options.stop_ids),
+        ("logit_bias: id", [i for i, _ in options.sampling.logit_bias]),
+    ):
+        for i in ids_of:
+            if type(i) is not int or not 0 <= i < c.n_vocab:
+                raise HandgradError(f"{what} {i!r} is outside the vocabulary: ids go from 0 to {c.n_vocab - 1}")
     n_top = options.logprobs
     if n_top is not None and (type(n_top) is not int or not 0 <= n_top <= c.n_vocab):
         raise HandgradError(f"logprobs must be a number of tokens from 0 to {c.n_vocab}, not {n_top!r}")

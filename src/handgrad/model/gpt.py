@@ -59,14 +59,19 @@ class GPT(Network):
     @torch.no_grad()
     def logits(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
         """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V)."""
+        a = self.last_layer(tokens, lengths)
+        return self.check_finite(self.head.forward(a)).view(*tokens.shape, -1).as_subclass(Logits)
+
+    @torch.no_grad()
+    def last_layer(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
+        """(B, T) ids → (B·T, d): the last block's output, after the final norm. Lengths as for `logits`."""
         batch = self.pack(tokens, lengths)
         a = self.embeddings(batch.ids, batch.positions)
         run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions))
         for block in self.blocks:
             with self.unpacked(block):
                 a, _ = block.forward(a, run)
-        logits = self.check_finite(self.head.forward(self.final_norm.forward(a)[0]))
-        return logits.view(*tokens.shape, -1).as_subclass(Logits)
+        return self.final_norm.forward(a)[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """model(tokens) is model.logits(tokens)."""

@@ -35,9 +35,9 @@ class Template:
         except Exception as reason:
             raise TemplateError(1, f"{reason}"[:2000] or type(reason).__name__) from None
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool, tools: list[Any] | None = None) -> str:
         return self._template.render(
-            **self.special, messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt
+            **self.special, messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
         )
 
     def segments(self, messages: Messages) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def prepare(request: dict[str, Any]) -> Any:
 
 
 def render(request: dict[str, Any]) -> Any:
-    arguments = request["messages"], request["add_generation_prompt"]
+    arguments = request["messages"], request["add_generation_prompt"], request.get("tools")
     return _with_template(request, lambda template: template.render(*arguments))
 
 

@@ -15,6 +15,7 @@ from ..inference.batch import Piece
 from ..inference.engine import TokenLogprob
 from ..text.token_text import Offsets, TokenText
 from .runner import Update
+from .tools import CallReader
 
 LOWEST = -9999.0  # JSON has no infinity
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -37,7 +38,9 @@ class Choice:
     echo: str | None = None  # the prompt's text, if it is repeated
     logprobs: bool = False
     list_end: bool = False  # list the end-of-sequence token, which has no text here
+    reader: CallReader | None = None  # finds calls of tools in the text
     finish: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of tools, known when the text has ended
     _begun: bool = False
     _certain: int = 0  # characters
     _offsets: Offsets = field(init=False)
@@ -54,15 +57,19 @@ class Choice:
             text, entries = self.echo, self._prompt(update)
         self._begun = True
         piece: Piece = update.piece
-        text += piece.text
+        text += piece.text if self.reader is None else self.reader.add(piece.text)
         self._certain += len(piece.text)
         if piece.id is not None and piece.logprob is not None:
             self._pending.append(Entry(piece.id, piece.logprob, self._offsets.next(piece.id)))
         if piece.finish is not None:
             self.finish = REASONS.get(piece.finish, piece.finish)
+        flush = self.finish == "length"
+        if self.finish is not None and self.reader is not None:
+            rest, self.calls = self.reader.end()
+            text += rest
+            self.finish = "tool_calls" if self.calls else self.finish
         ended = self.list_end and piece.id in update.sequence.options.stop_ids
-        flush = self.finish == "length" or ended
-        while self._pending and (flush or self._pending[0].offset < self._certain):
+        while self._pending and (flush or ended or self._pending[0].offset < self._certain):
             entries.append(self._pending.pop(0))
         return text, entries
 
@@ -88,12 +95,12 @@ class Form(ABC):
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     @abstractmethod
-    def choice(self, index: int, text: str, entries: list[Entry], finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, choice: Choice, text: str, entries: list[Entry]) -> dict[str, Any]:
         """A choice of the whole answer."""
 
-    def delta(self, index: int, text: str, entries: list[Entry], finish: str | None, first: bool) -> dict[str, Any]:
+    def delta(self, index: int, choice: Choice, text: str, entries: list[Entry], first: bool) -> dict[str, Any]:
         """A choice of one event."""
-        return self.choice(index, text, entries, finish)
+        return self.choice(index, choice, text, entries)
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {"object": self.kind, **self.head, "choices": choices, "usage": usage}
@@ -108,9 +115,9 @@ class CompletionForm(Form):
     prefix = "cmpl"
     list_end = True
 
-    def choice(self, index: int, text: str, entries: list[Entry], finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, choice: Choice, text: str, entries: list[Entry]) -> dict[str, Any]:
         logprobs = None if self.logprobs is None else self._logprobs(entries)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def _logprobs(self, entries: list[Entry]) -> dict[str, Any]:
         return {
@@ -134,13 +141,20 @@ class ChatForm(Form):
     kind, streamed = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def choice(self, index: int, text: str, entries: list[Entry], finish: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(entries), "finish_reason": finish}
+    def choice(self, index: int, choice: Choice, text: str, entries: list[Entry]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message |= {"content": text or None, "tool_calls": choice.calls}
+        return self._with(index, choice, entries, message=message)
 
-    def delta(self, index: int, text: str, entries: list[Entry], finish: str | None, first: bool) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(entries), "finish_reason": finish}
+    def delta(self, index: int, choice: Choice, text: str, entries: list[Entry], first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        if choice.calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(choice.calls)]
+        return self._with(index, choice, entries, delta=delta)
+
+    def _with(self, index: int, choice: Choice, entries: list[Entry], **text: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, **text, "logprobs": self._logprobs(entries), "finish_reason": choice.finish}
 
     def _logprobs(self, entries: list[Entry]) -> dict[str, Any] | None:
         if self.logprobs is None:

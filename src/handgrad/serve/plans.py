@@ -1,5 +1,6 @@
 """From the parameters of a request to the sequences of the engine and the form of the answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..inference.sequences import Options, check_prompt
 from .answers import ChatForm, Choice, CompletionForm, Form
 from .errors import ApiError, invalid
 from .models import Models, Served
+from .tools import Tools, grammar_of, tools_of
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 
@@ -47,13 +49,14 @@ def completion(models: Models, most: int | None, asked: dict[str, Any]) -> Plan:
     scored = echo and (logprobs is not None or new == 0)
     echoed = [_echo(models, given, ids) if echo else None for given, ids in zip(asked["prompt"], prompts, strict=True)]
     _check_limit("max_tokens", new, most)
-    return _plan(models, model, asked, prompts, "prompt", form, new, scored, echoed)
+    return _plan(models, model, asked, prompts, "prompt", form, new, scored, echoed, tools_of(model, {}))
 
 
 def chat(models: Models, most: int | None, asked: dict[str, Any]) -> Plan:
     """The plan of a request for the next message of a chat."""
     model = served(models, asked["model"])
-    ids = render(models, model, asked)
+    tools = tools_of(model, asked)
+    ids = render(models, model, asked, tools.offered)
     wanted = {name: asked[name] for name in ("max_completion_tokens", "max_tokens") if name in asked}
     if len(set(wanted.values())) > 1:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one of them")
@@ -66,17 +69,19 @@ def chat(models: Models, most: int | None, asked: dict[str, Any]) -> Plan:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     logprobs = (top or 0) if asked.get("logprobs") else None
     form = ChatForm(model.name, models.tokens, logprobs, _usage_wanted(asked))
-    return _plan(models, model, asked, [ids], "messages", form, new, False, [None])
+    return _plan(models, model, asked, [ids], "messages", form, new, False, [None], tools)
 
 
-def render(models: Models, model: Served, asked: dict[str, Any]) -> list[int]:
+def render(
+    models: Models, model: Served, asked: dict[str, Any], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
     """The ids of a conversation, ready for the assistant's message."""
     if "messages" not in asked:
         raise invalid("messages", "messages is missing: give the conversation")
     if model.template is None:
         raise ApiError(400, f"{model.name} has no chat template: use /v1/completions", "messages", "no_chat_template")
     try:
-        text = model.template.render(asked["messages"], add_generation_prompt=True)
+        text = model.template.render(asked["messages"], add_generation_prompt=True, tools=tools)
     except HandgradError as reason:
         raise invalid("messages", reason) from None
     return encode(models, "messages", text)
@@ -84,16 +89,13 @@ def render(models: Models, model: Served, asked: dict[str, Any]) -> list[int]:
 
 def encode(models: Models, param: str, prompt: str | list[int]) -> list[int]:
     """The ids of a prompt, checked."""
-    n_vocab = models.network.config.n_vocab
     try:
         ids = models.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     except HandgradError as reason:
         raise invalid(param, reason) from None
     if not ids:
         raise invalid(param, f"{param} is empty: give at least one character or token")
-    for i in ids:
-        if not 0 <= i < n_vocab:
-            raise invalid(param, f"{param}: there is no token {str(i)[:30]}; ids go from 0 to {n_vocab - 1}")
+    _check_ids(models, param, ids)
     context = models.network.config.n_context
     if len(ids) > context:
         message = f"{param} has {len(ids):,} tokens, and the context of the model {context:,}: shorten it"
@@ -111,23 +113,38 @@ def _plan(
     new: int,
     scored: bool,
     echoed: list[str | None],
+    tools: Tools,
 ) -> Plan:
     """`n` sequences for every prompt; sequence i of the request has seed + i."""
     n, seed = asked.get("n", 1), asked.get("seed")
+    stops, bias = asked.get("stop_token_ids", []), asked.get("logit_bias", ())
+    _check_ids(models, "stop_token_ids", stops)
+    _check_ids(models, "logit_bias", [i for i, _ in bias])
+    ends = frozenset(stops) if asked.get("ignore_eos") else models.text.ends.union(stops)
+    grammar = grammar_of(models, asked, tools)
     all_prompts, options, choices = list[list[int]](), list[Options](), list[Choice]()
     for ids, echo in zip(prompts, echoed, strict=True):
         for _ in range(n):
             sampling = Sampling(
                 asked.get("temperature", 1.0), asked.get("top_k"), asked.get("top_p"), asked.get("min_p"),
                 asked.get("repetition_penalty", 1.0), None if seed is None else (seed + len(options)) % 2**63,
+                asked.get("frequency_penalty", 0.0), asked.get("presence_penalty", 0.0), bias,
             )  # fmt: skip
-            option = Options(new, sampling, models.text.ends, form.logprobs, scored, adapter=model.adapter)
+            option = Options(new, sampling, ends, form.logprobs, scored, adapter=model.adapter, grammar=grammar)
             if not options:
                 _check(models, param, ids, option)
             all_prompts.append(ids)
             options.append(option)
-            choices.append(Choice(form.tokens, ids, echo, form.logprobs is not None, form.list_end))
-    return Plan(all_prompts, options, choices, asked.get("stop", []), form, sum(len(ids) for ids in prompts))
+            choices.append(Choice(form.tokens, ids, echo, form.logprobs is not None, form.list_end, tools.reader()))
+    stop = [*asked.get("stop", []), *tools.stop]
+    return Plan(all_prompts, options, choices, stop, form, sum(len(ids) for ids in prompts))
+
+
+def _check_ids(models: Models, param: str, ids: Sequence[int]) -> None:
+    n_vocab = models.network.config.n_vocab
+    for i in ids:
+        if not 0 <= i < n_vocab:
+            raise invalid(param, f"{param}: there is no token {str(i)[:30]}; ids go from 0 to {n_vocab - 1}")
 
 
 def _check(models: Models, param: str, ids: list[int], options: Options) -> None:

@@ -131,6 +131,16 @@ class Runner:
         limit = f"the request has taken more than {self.timeout:g} seconds"
         return ApiError(504, f"{limit}: ask for fewer tokens", code="timeout")
 
+    def check_time(self, deadline: float) -> None:
+        """Raise if a request has taken too long."""
+        if time.monotonic() > deadline:
+            raise self._too_long()
+
+    def check_alive(self) -> None:
+        """Raise if requests will not be answered."""
+        if self._closed or not self._thread.is_alive():
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
     def wake(self) -> None:
         with self._changed:
             self._changed.notify()
@@ -216,7 +226,12 @@ class Runner:
             if event.sequence not in self._owner:
                 continue
             job, i = self._owner[event.sequence]
-            piece = job.writers[i].piece(event)
+            try:
+                piece = job.writers[i].piece(event)
+            except HandgradError as reason:  # this sequence has failed, no other
+                log.error("a sequence failed: %s", reason)
+                self._end(job, ApiError(500, reason, code="sequence_failed"))
+                continue
             if piece.finish is not None:  # the place is free before the client knows
                 del self._owner[event.sequence]
                 job.left -= 1

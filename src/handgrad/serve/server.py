@@ -1,4 +1,4 @@
-"""The routes of OpenAI's interface, and `/v1/attribution`, which is ours.
+"""The routes of OpenAI's interface, `/v1/attribution`, which is ours, and `/health`. Every request is a line in the log.
 
 By default only this machine can connect, and the Host must be ours: a page from elsewhere that is open in a browser on this
 machine could otherwise reach the server. Bodies are limited in size and in the time they take to arrive (`web`), requests in
@@ -9,12 +9,14 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,17 +24,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import HandgradError, shown
+from ..errors import HandgradError, NonFiniteError, printable, shown
 from ..web.connection import BackgroundServer
 from . import plans
 from .answers import Form, usage
 from .attribution import attribution
+from .embeddings import answer as embeddings_answer
+from .embeddings import embeddings
 from .errors import ApiError
 from .models import Models
 from .plans import Plan
-from .requests import ATTRIBUTION, CHAT, COMPLETION, parse
+from .requests import ATTRIBUTION, CHAT, COMPLETION, EMBEDDINGS, parse
 from .runner import Job, Runner
 
+log = logging.getLogger("handgrad.serve")
 SEND_BUFFER = 65_536  # bytes that the system holds for a client that does not read
 OUR_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
@@ -69,8 +74,8 @@ def refusal(error: ApiError, close: bool = False) -> Answer:
 
 
 class Guard:
-    """Middleware: who may send a request, and how large it may be. It leaves `receive` alone, which tells of clients that
-    go."""
+    """Middleware: who may send a request, and how large it may be; and a line of log for each. It leaves `receive` alone,
+    which tells of clients that go."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, loopback: bool, body: int):
         self.app, self.loopback, self.body = app, loopback, body
@@ -81,20 +86,31 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        facts: dict[str, Any] = {"status": 500}  # of the request, for the log
+        scope["facts"], started = facts, time.monotonic()
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
+                facts["status"] = facts.get("refused", message["status"])
                 message["headers"] = [*message["headers"], *HEADERS]
             await send(message)
 
-        error = self._error(scope["method"], dict(scope["headers"]))
+        error = self._error(scope["method"], scope["path"], dict(scope["headers"]))
         app = self.app if error is None else refusal(error, close=True)
-        await app(scope, receive, send_with_headers)
+        try:
+            await app(scope, receive, send_with_headers)
+        finally:
+            log.info(_line(scope, facts, time.monotonic() - started))
 
-    def _error(self, method: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _error(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if self.loopback and not OUR_HOST.fullmatch(headers.get(b"host", b"")):
             return ApiError(421, "wrong Host: connect to 127.0.0.1 or localhost", code="wrong_host")
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if self.key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key)):
+        if (
+            self.key is not None
+            and path != "/health"
+            and not (scheme.lower() == b"bearer" and hmac.compare_digest(key, self.key))
+        ):
             return ApiError(401, "wrong or missing API key: send Authorization: Bearer KEY", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self.body:
@@ -102,6 +118,15 @@ class Guard:
         if method == "POST" and _media_type(headers) != b"application/json":
             return ApiError(415, "the body must be JSON (Content-Type: application/json)", code="wrong_content_type")
         return None
+
+
+def _line(scope: Scope, facts: dict[str, Any], seconds: float) -> str:
+    """127.0.0.1 POST /v1/completions 200 smollm2 12+48 tokens 1.24 s. Nothing of what the client or the model wrote."""
+    who = scope["client"][0] if scope.get("client") else "-"
+    asked = printable(f"{scope['method']} {scope['path']}", 120).replace("\n", " ").replace("\t", " ")
+    model = f" {facts['model']}" if "model" in facts else ""
+    tokens = f" {facts['prompt_tokens']}+{facts['new_tokens']} tokens" if "prompt_tokens" in facts else ""
+    return f"{who} {asked} {facts['status']}{model}{tokens} {seconds:.2f} s"
 
 
 def _media_type(headers: dict[bytes, bytes]) -> bytes:
@@ -116,11 +141,13 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, reason: ApiError) -> Response:
+        request.scope["facts"]["refused"] = reason.status  # 499: the client has gone
         return refusal(reason)
 
     @app.exception_handler(HandgradError)
     async def mistake(request: Request, reason: HandgradError) -> Response:
-        return refusal(ApiError(400, reason))
+        status = 500 if isinstance(reason, NonFiniteError) else 400  # broken weights are not the client's mistake
+        return refusal(ApiError(status, reason))
 
     @app.exception_handler(HTTPException)
     async def absent(request: Request, reason: HTTPException) -> Response:
@@ -152,10 +179,26 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
         runner.check_number(given * n, "n" if n > 1 else "prompt")
         plan = await in_text_thread(prepare, models, limits.max_tokens, asked)
         job = runner.submit(plan.prompts, plan.options, plan.stop)
+        facts = request.scope["facts"]
+        facts |= {"model": asked["model"], "prompt_tokens": plan.prompt_tokens, "new_tokens": 0}
         if asked.get("stream"):
-            return EventStream(plan, job)
+            return EventStream(plan, job, facts)
         async with watching(request.receive, job.leave):
-            return Answer(await whole(plan, job))
+            return Answer(await whole(plan, job, facts))
+
+    async def call(request: Request, compute: Callable[[], Any]) -> Any:
+        """Run a function of the model between two steps, unless the client goes."""
+        task = asyncio.create_task(runner.call(compute))
+        async with watching(request.receive, task.cancel):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise ClientDisconnect from None
+
+    @app.get("/health")
+    async def health() -> Response:
+        runner.check_alive()
+        return Answer({"status": "ok"})
 
     @app.get("/v1/models")
     async def list_models() -> Response:
@@ -176,13 +219,21 @@ def make_app(models: Models, runner: Runner, limits: Limits, api_key: str | None
     @app.post("/v1/attribution")
     async def attribute(request: Request) -> Response:
         asked = parse(await body_of(request), ATTRIBUTION)
-        compute = await in_text_thread(attribution, models, asked)
-        task = asyncio.create_task(runner.call(compute))
-        async with watching(request.receive, task.cancel):
-            try:
-                return Answer(await task)
-            except asyncio.CancelledError:
-                raise ClientDisconnect from None
+        request.scope["facts"]["model"] = asked["model"]
+        return Answer(await call(request, await in_text_thread(attribution, models, asked)))
+
+    @app.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        asked = parse(await body_of(request), EMBEDDINGS)
+        texts, compute = await in_text_thread(embeddings, models, asked)
+        facts = request.scope["facts"]
+        facts |= {"model": asked["model"], "prompt_tokens": sum(map(len, texts)), "new_tokens": 0}
+        deadline = time.monotonic() + limits.timeout
+        vectors = []
+        for ids in texts:  # one after another: sequences of others go on between them
+            vectors.append(await call(request, partial(compute, ids)))
+            runner.check_time(deadline)
+        return Answer(embeddings_answer(asked, texts, vectors))
 
     return app
 
@@ -208,29 +259,28 @@ async def watching(receive: Receive, leave: Callable[[], object]) -> AsyncIterat
         leave()
 
 
-async def whole(plan: Plan, job: Job) -> dict[str, Any]:
+async def whole(plan: Plan, job: Job, facts: dict[str, Any]) -> dict[str, Any]:
     """The answer in one piece."""
     parts: list[list[Any]] = [["", []] for _ in plan.prompts]
-    new_tokens = 0
     async for update in job:
         text, entries = plan.choices[update.which].add(update)
         parts[update.which][0] += text
         parts[update.which][1] += entries
-        new_tokens += update.piece.id is not None
+        facts["new_tokens"] += update.piece.id is not None
     choices = [
-        plan.form.choice(i, text, entries, choice.finish)
+        plan.form.choice(i, choice, text, entries)
         for i, ((text, entries), choice) in enumerate(zip(parts, plan.choices, strict=True))
     ]
-    return plan.form.whole(choices, usage(plan.prompt_tokens, new_tokens))
+    return plan.form.whole(choices, usage(plan.prompt_tokens, facts["new_tokens"]))
 
 
 class EventStream(Response):
     """Server-sent events: one for every piece of text, then the usage if it is wanted, then [DONE]."""
 
-    def __init__(self, plan: Plan, job: Job):
+    def __init__(self, plan: Plan, job: Job, facts: dict[str, Any]):
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
-        self.plan, self.job = plan, job
+        self.plan, self.job, self.facts = plan, job, facts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watching(receive, self.job.leave):
@@ -240,20 +290,21 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def _events(self) -> AsyncIterator[str]:
-        plan, new_tokens, begun = self.plan, 0, set[int]()
+        plan, begun = self.plan, set[int]()
         form: Form = plan.form
         try:
             async for update in self.job:
                 i, choice = update.which, plan.choices[update.which]
-                new_tokens += update.piece.id is not None
+                self.facts["new_tokens"] += update.piece.id is not None
                 text, entries = choice.add(update)
                 if text or entries or choice.finish or i not in begun:
-                    yield _json(form.event([form.delta(i, text, entries, choice.finish, i not in begun)]))
+                    yield _json(form.event([form.delta(i, choice, text, entries, i not in begun)]))
                     begun.add(i)
             if form.usage_wanted:
-                yield _json(form.event([], usage(plan.prompt_tokens, new_tokens)))
+                yield _json(form.event([], usage(plan.prompt_tokens, self.facts["new_tokens"])))
             yield "[DONE]"
         except ApiError as error:
+            self.facts["status"] = error.status
             yield _json(error.content())
 
 

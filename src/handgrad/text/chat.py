@@ -43,9 +43,16 @@ class ChatTemplate:
         self._program = {"key": hashlib.sha256(json.dumps(program).encode()).hexdigest(), **program}
         self._prepare()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The conversation as text. With add_generation_prompt, the header of an assistant turn follows."""
-        text: str = self._call("render", messages, add_generation_prompt=add_generation_prompt)
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as text. With add_generation_prompt, the header of an assistant turn follows. `tools` are
+        functions that the model may call, in OpenAI's form."""
+        given = {} if tools is None else {"tools": list(tools)}
+        text: str = self._call("render", messages, add_generation_prompt=add_generation_prompt, **given)
         return text
 
     def segments(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:

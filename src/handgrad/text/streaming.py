@@ -63,14 +63,14 @@ class TextStream:
             self._held = self._held[: min(found)]
             self.stopped = True
             return self.end()
-        longest = max(_overlap(self._held, s) for s in self.stop)
+        longest = max(overlap(self._held, s) for s in self.stop)
         certain = self._held[: len(self._held) - longest]
         self._held = self._held[len(certain) :]
         self.text += certain
         return certain
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 

@@ -1,5 +1,5 @@
-"""A uvicorn server whose connections are bounded in number, in the time a request takes to arrive, and in the time a client
-takes to read."""
+"""A uvicorn server whose connections are bounded in number, in all and per address, in the time a request takes to arrive,
+and in the time a client takes to read."""
 
 import asyncio
 import socket
@@ -14,22 +14,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..errors import HandgradError
 
 MAX_HEADER_BYTES = 16_384
-MAX_CONNECTIONS = 128
-REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive, and for a client to read some more of the response
+MAX_CONNECTIONS = 256
+MAX_PER_ADDRESS = 128  # connections of one client's address
+REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive, its headers in half of it, and for a client to read some more
 KEEP_ALIVE = 5  # seconds that a connection stays open between requests
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed if a request does not arrive in time or the client stops reading the response."""
+    """A connection that is closed if a request does not arrive in time or the client stops reading the response. If there
+    are too many, the one that has waited longest without a complete request gives way to the new one: connections that
+    send nothing shut nobody out."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread = 0  # bytes of the response that were unread at the last check
+    _waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._restart_timer()
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
+        self._begin()
+        open_ones = [x for x in self.connections if isinstance(x, BoundedConnection) and not x.transport.is_closing()]
+        same = [x for x in open_ones if x._address == self._address]
+        if len(same) > MAX_PER_ADDRESS:
+            _close_one(same, self)
+        elif len(open_ones) > MAX_CONNECTIONS:
+            _close_one(open_ones, self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -38,20 +46,46 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._restart_timer()
+        self._begin()
 
-    def _restart_timer(self) -> None:
+    @property
+    def _address(self) -> str | None:
+        return None if self.client is None else self.client[0]
+
+    @property
+    def _incomplete(self) -> bool:
+        """Whether its next request has not arrived."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def _begin(self) -> None:
+        """Wait for a request."""
+        self._waits_since = self.loop.time()
+        self._start_timer(REQUEST_TIMEOUT / 2, self._check_headers)
+
+    def _start_timer(self, seconds: float, check: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(REQUEST_TIMEOUT, self._check)
+        self._timer = self.loop.call_later(seconds, check)
+
+    def _check_headers(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.abort()
+        else:
+            self._start_timer(REQUEST_TIMEOUT / 2, self._check)
 
     def _check(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or (unread and unread == self._unread):
+        if self._incomplete or (unread and unread == self._unread):
             self.transport.abort()
             return
         self._unread = unread
-        self._restart_timer()
+        self._start_timer(REQUEST_TIMEOUT, self._check)
+
+
+def _close_one(among: list[BoundedConnection], new: BoundedConnection) -> None:
+    """Close the connection whose request is overdue for longest, or the new one if all others have sent theirs."""
+    waiting = [x for x in among if x._incomplete and x is not new]
+    min(waiting, key=lambda x: x._waits_since, default=new).transport.abort()
 
 
 class _Server(uvicorn.Server):
