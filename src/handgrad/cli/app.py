@@ -69,7 +69,8 @@ app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unk
 def main() -> None:
     """Run a command. A user's mistake ends in one line and status 1, without a traceback."""
     try:
-        app(prog_name="handgrad")
+        with console.warnings_in_one_line():
+            app(prog_name="handgrad")
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer exits silently
             _print_interrupted()

@@ -18,6 +18,7 @@ from ..model.dtype import as_dtype
 from ..model.gpt import GPT
 from ..model.lowbit import check_bits, quantize
 from ..text import chat, downloads, tokenizer
+from ..text import format as text_format
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .gguf_model import gguf_config, load_gguf
@@ -232,9 +233,15 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def chat_template_of(folder: Path) -> ChatTemplate | None:
-    """The chat template of the model or adapter in a folder, if it has one."""
-    folder = tokenizer_folder(folder) or folder
-    return chat.find(folder) if chat.has_template(folder) else None
+    """The chat template for conversations with the model or adapter in a folder, if it has one. Warns if the model was
+    fine-tuned on raw text."""
+    texts = tokenizer_folder(folder)
+    found = None if texts is None else tokenizer.read(texts)
+    if found is None or not chat.has_template(found.extra_files):
+        return None
+    how = text_format.choose(found, "chat")
+    how.warn(folder, "a conversation (chat, /v1/chat/completions)")
+    return how.template
 
 
 def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:

@@ -140,6 +140,7 @@ class Summary:
     shared: int = 0  # examples of --val-data that are also here
     bad: int = 0  # records that cannot be used
     mistakes: list[str] = field(default_factory=list)  # messages of the first MAX_LISTED of them
+    format: str = "raw"  # "chat": a chat template has formatted records; texts alone are raw
 
 
 def read(
@@ -158,6 +159,7 @@ def read(
 ) -> tuple[Examples, Summary]:
     """Read the examples of fine-tuning files, none longer than the context, and statistics.
 
+    template    formats messages, prompts and completions; None: raw
     loss_on     "answers": targets are completions and assistant messages; "all": prompts and other messages too
     too_long    "cut": a text is split into several examples, other examples are cut at the end; "drop": both are left out
     fields      names of fields in the data, as "prompt=question"
@@ -204,6 +206,7 @@ def read(
     )
     lengths = np.diff(examples.offsets) - 1
     summary.examples, summary.tokens = examples.per_epoch, int(lengths.sum())
+    summary.format = "chat" if template is not None and sum(summary.kinds.values()) > summary.kinds["text"] else "raw"
     summary.distinct = 1 + int(examples.content_ids.max())
     summary.targets, summary.lengths = int(np.count_nonzero(examples.is_target)), np.bincount(lengths)
     return examples, summary
