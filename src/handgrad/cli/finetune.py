@@ -35,7 +35,8 @@ OPTIONS: Options = {
         "dora": "Also train a magnitude for every output (DoRA).",
         "dropout": "Dropout probability of the adapters' input.",
         "freeze_down": "Train the adapters' up factors only (LoRA-FA).",
-        "modules_to_save": "Layers trained in full and saved with the adapter: ln_f … Names as in --targets.",
+        "modules_to_save": "Layers trained in full and saved with the adapter, by the end of their name, as in PEFT: ln_f,"
+        " or norm for every norm of a Llama.",
     },
     "Length": {
         "epochs": "Passes over the examples. [default: 3]",
