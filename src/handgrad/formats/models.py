@@ -141,6 +141,7 @@ def open_folder(
             model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
     texts = tokenizer_folder(folder)
     model.text_source = model.source if texts is None else str(texts.absolute())
+    model.read_tokenizer = None if texts is None else tokenizer.read
     return model
 
 
