@@ -12,7 +12,7 @@ import torch
 
 from .. import adapters
 from ..errors import HandgradError, shown
-from ..files.gguf import is_gguf
+from ..files.gguf import is_gguf, open_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
@@ -141,7 +141,8 @@ def open_folder(
             model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
     texts = tokenizer_folder(folder)
     model.text_source = model.source if texts is None else str(texts.absolute())
-    model.read_tokenizer = None if texts is None else tokenizer.read
+    if texts is not None and (not is_gguf(texts) or "tokenizer.ggml.model" in open_gguf(texts).metadata):
+        model.read_tokenizer = tokenizer.read
     return model
 
 

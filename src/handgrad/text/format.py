@@ -71,6 +71,11 @@ def choose(
     noted = recorded(tokenizer)
     has_template = chat.has_template(tokenizer.extra_files)
     name = given or ("chat" if file is not None else noted) or ("chat" if has_template else "raw")
+    if name == "chat" and not has_template:
+        raise HandgradError(
+            f"{tokenizer.source} has no chat template, which --format chat needs: choose --format raw (finetune also takes"
+            " --chat-template FILE)"
+        )
     template = chat.of_files(tokenizer.extra_files, tokenizer.source, file, now) if name == "chat" else None
     return TextFormat(name, template, noted)
 
