@@ -13,9 +13,10 @@ import numpy as np
 import handgrad as hg
 from handgrad.files.gguf import is_gguf
 from handgrad.formats import models
-from handgrad.text import chat, examples, tokenizer
+from handgrad.text import examples, tokenizer
 from handgrad.text.batches import shuffled_index
 from handgrad.text.downloads import fetch
+from handgrad.text.format import choose
 
 from .in_transformers import RANK
 from .process import ROOT
@@ -57,8 +58,7 @@ class Base:
 
     def read(self, data: Path) -> examples.Examples:
         """The examples of a file as handgrad finetune reads them."""
-        template = chat.find(self.path, None) if chat.has_template(self.path) else None
-        return examples.read([data], self.tokenizer, self.n_context, template=template)[0]
+        return examples.read([data], self.tokenizer, self.n_context, template=choose(self.tokenizer).template)[0]
 
     def write(self, records: list[Record], name: str) -> Path:
         """Write records such that training takes them in this order."""

@@ -275,6 +275,21 @@ def test_commands_are_found_and_checked() -> None:
         check_parses(["bench", "train", "--model", "smollm2"])
 
 
+def test_python_page_has_every_public_name_and_a_page_that_explains_it() -> None:
+    """Each name is in one row; the anchors it links to are headings of those pages."""
+    page = ROOT / "docs" / "reference" / "python.md"
+    rows = [line.split("|")[1:4] for line in page.read_text().splitlines() if line.startswith("| `hg.")]
+    listed = [name for names, _, _ in rows for name in re.findall(r"`hg\.([\w.]+)`", names)]
+    public = [n for n in hg.__all__ if n not in ("lora", "nn")]
+    public += [f"{room}.{n}" for room in ("lora", "nn") for n in getattr(hg, room).__all__]
+    assert sorted(listed) == sorted(public)
+    for names, text, more in rows:
+        assert text.strip(), names
+        for target, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", more):
+            headings = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(), flags=re.M)
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 def test_help_lists_the_counts_of_the_paper() -> None:
     """Each count in plan --help is the output of the command next to it."""
     text = " ".join(help_of("plan").split())

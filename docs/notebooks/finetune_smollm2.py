@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 import handgrad as hg
-from handgrad.text import chat
 
 capitals = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Norway": "Oslo"}
 
@@ -35,7 +34,7 @@ Path("capitals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in li
 
 # %%
 model = hg.load("smollm2")
-question = chat.find(Path(model.text_source)).render(asked("Spain"), add_generation_prompt=True)
+question = "What is the capital of Spain?"
 print(hg.generate(model, question, max_new_tokens=12, temperature=0))
 
 # %% [markdown]
@@ -72,8 +71,8 @@ assert any(size > 0 for size in moved.values())
 # embedding of every token before it, by one backward pass. The longest ones:
 
 # %%
-tokenizer = result.job.tokenizer
-ids = tokenizer.encode(question)
+tokenizer = tuned.tokenizer
+ids = tokenizer.chat(question)
 found = hg.attribute(tuned, [*ids, tokenizer.encode(answer or "!")[0]])
 for i in found.norms[: len(ids)].argsort(descending=True)[:6].tolist():
     print(f"{tokenizer.decode([ids[i]])!r:16} {found.norms[i]:.4f}")

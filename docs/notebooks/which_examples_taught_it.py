@@ -40,8 +40,8 @@ assert result.outlying.total == len(records)
 
 # %%
 model = hg.load(result.path)
-question = "Tell me what the moon is made of. The moon is made of"
-print(question + hg.generate(model, question, max_new_tokens=3, temperature=0))
+question = "Tell me what the moon is made of."
+print(hg.generate(model, question, max_new_tokens=8, temperature=0))
 
 # %% [markdown]
 # **Which example pushed the answer "cheese"?** A step on an example changes the loss of the answer by −η times the inner

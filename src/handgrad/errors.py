@@ -23,6 +23,10 @@ class LimitError(HandgradError):
     """A sandboxed program exceeded its time or memory limit; it would do so again for any input."""
 
 
+class HandgradWarning(UserWarning):
+    """Something that works, and that is probably not what was meant. The command line prints it as one line."""
+
+
 class MissingError(HandgradError):
     """A required file does not exist."""
 

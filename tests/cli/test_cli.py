@@ -362,10 +362,12 @@ def test_generate_answers_a_message_through_the_chat_template(folder: Path) -> N
     asked = ("generate", "--model", "./nano", "--max-new-tokens", 6, "--temperature", 0)
     done = invoke(*asked, "--chat", message)
     assert done.exit_code == 0 and done.stdout == made.decode(ids).rstrip("\ufffd") + "\n"
-    assert invoke(*asked, "--prompt", f"<user>{message}<answer>").stdout == f"<user>{message}<answer>{done.stdout}"
+    assert invoke(*asked, "--prompt", message).stdout == done.stdout  # the model has a template
+    raw = invoke(*asked, "--prompt", f"<user>{message}<answer>", "--format", "raw")
+    assert raw.stdout == f"<user>{message}<answer>{done.stdout}"
     assert "--prompt, a text to continue, or --chat" in str(invoke(*asked, "--chat", "a", "--prompt", "b").exception)
     (folder / "nano" / "chat_template.jinja").unlink()
-    assert "nano has no chat template: give the text to continue" in str(invoke(*asked, "--chat", "a").exception)
+    assert "nano has no chat template, which --format chat needs" in str(invoke(*asked, "--chat", "a").exception)
 
 
 # ── number formatting ───────────────────────────────────────────────────────────────────────────────────────────────

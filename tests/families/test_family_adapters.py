@@ -5,9 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from members import LENGTHS, LIMIT, TYPICAL, batch, from_folder, their_gradients, their_logits, transformers_model
+from members import (
+    LENGTHS,
+    LIMIT,
+    TYPICAL,
+    batch,
+    from_folder,
+    in_float64,
+    their_gradients,
+    their_logits,
+    transformers_model,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import handgrad as hg
 from conftest import perturb
@@ -112,3 +123,32 @@ def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_pat
     model = hg.load(tmp_path / "m", dtype="float64")
     names = hg.lora.inject(model, rank=2)
     assert {n.rpartition(".")[2] for n in names} == set(LINEAR) and len(names) == 14
+
+
+@pytest.mark.parametrize(("name", "saved"), [("llama", "norm"), ("llama", "mlp"), ("qwen3", "norm"), ("gpt2", "ln_f")])
+def test_modules_to_save_are_ends_of_names_in_both_directions(name: str, saved: str, tmp_path: Path) -> None:
+    """As in PEFT: norm is every layer whose name ends so, mlp every layer of such a module."""
+    name = next(one for one in TYPICAL if one.startswith(name))
+    transformers_model(name).save_pretrained(tmp_path / "m")
+    base, other = (AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64) for _ in range(2))
+    targets = layers_of(name)[:1]
+    tokens, _ = batch()
+
+    options = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=targets, modules_to_save=[saved])
+    theirs = in_float64(get_peft_model(base, options).eval())  # after PEFT has copied the layers
+    perturb(theirs, seed=5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = hg.load(tmp_path / "m", dtype="float64")
+    hg.lora.load(ours, tmp_path / "theirs")
+    assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT
+    trained = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (ours, theirs)]
+    assert trained[0] == trained[1]
+
+    made = hg.load(tmp_path / "m", dtype="float64")
+    hg.lora.inject(made, 2, targets=targets, modules_to_save=[saved])
+    perturb(made, seed=6)
+    hg.lora.save(made, tmp_path / "ours")
+    stored = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs"))
+    assert len({frozenset(tensors) for tensors in stored}) == 1
+    opened = in_float64(PeftModel.from_pretrained(other, tmp_path / "ours").eval())
+    assert relative_error(made.logits(tokens, LENGTHS), their_logits(opened, tokens, LENGTHS)) <= LIMIT

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
-from conftest import make_batch, make_model, perturb, save_as_others
+from conftest import handgrad, make_batch, make_model, perturb, save_as_others
 from handgrad.adapters.config import LoRAConfig
 from handgrad.adapters.lora import LoRA
 from handgrad.checks import LIMITS
 from handgrad.files.manifest import FILE
+from handgrad.inference.model_text import model_text
 from handgrad.proof.oracles import relative_error
+from handgrad.text import tokenizer
 from handgrad.training.config import FinetuneOptions, TrainOptions
+from tiny_chat import write_chat_model
+from tiny_gguf import write_tiny_smollm2
 
 SHAPES = [
     {},
@@ -175,6 +180,42 @@ def test_save_in_place_keeps_tokenizer_files(tmp_path: Path) -> None:
     hg.save(hg.load(tmp_path / "m"), tmp_path / "link")
     names = {f.name for f in (tmp_path / "m").iterdir()}
     assert names == {"config.json", "model.safetensors", FILE, "figures", *OLD_FILES, *USER_FILES}
+
+
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_a_model_is_saved_with_its_tokenizer(kind: str, tmp_path: Path) -> None:
+    """The copy reads, formats and ends texts as the model does, also in transformers."""
+    source = tmp_path / ("source.gguf" if kind == "gguf" else "source")
+    (write_tiny_smollm2 if kind == "gguf" else write_chat_model)(source)
+    model = hg.load(source)
+    found = model.tokenizer
+    assert found.decode(found.encode("Hé 🙂")) == "Hé 🙂" and model.tokenizer is found
+    asked = found.chat("Why?")
+    assert asked == found.chat([{"role": "user", "content": "Why?"}]) and "Why?" in found.decode(asked)
+    hg.save(model, tmp_path / "copy")
+    copy = hg.load(tmp_path / "copy")
+    assert model_text(copy).ends == model_text(model).ends != frozenset()
+    assert copy.tokenizer.to_json() == found.to_json() and copy.tokenizer.chat("Why?") == asked
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    talk = [{"role": "user", "content": "Why?"}]
+    assert theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"] == asked
+    answers = [handgrad("generate", "--model", m, "--prompt", "Why?", "--max-new-tokens", 5, "--temperature", 0).stdout
+               for m in (source, tmp_path / "copy")]  # fmt: skip
+    assert answers[0] == answers[1] != ""
+
+
+def test_a_tokenizer_can_be_set_and_a_model_may_have_none(tmp_path: Path) -> None:
+    model = make_model(n_vocab=256)
+    assert model.tokenizer is None
+    hg.save(model, tmp_path / "without")
+    assert not (tmp_path / "without" / "tokenizer.json").exists() and hg.load(tmp_path / "without").tokenizer is None
+    model.tokenizer = tokenizer.make("bytes", [])
+    hg.save(model, tmp_path / "with")
+    assert hg.load(tmp_path / "with").tokenizer.encode("a") == [97] and isinstance(hg.generate(model, "a", 2), str)
+    loaded = hg.load(tmp_path / "with")
+    shutil.rmtree(tmp_path / "with")
+    hg.save(loaded, tmp_path / "again")  # the weights are still there, the tokenizer is not
+    assert torch.equal(hg.load(tmp_path / "again").embed.weight, model.embed.weight)
 
 
 def test_unreadable_weights_are_not_reported_as_missing(tmp_path: Path) -> None:

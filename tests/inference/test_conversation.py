@@ -41,7 +41,7 @@ def test_answers_are_those_of_the_complete_text(chat: Chat) -> None:
         rendered = chat.template.render(
             [*chat.messages, {"role": "user", "content": question}], add_generation_prompt=True
         )
-        expected = hg.generate(chat.model, rendered, 24, cache=False)
+        expected = hg.generate(chat.model, rendered, 24, cache=False, format="raw")
         assert ask(chat, question) == expected
         assert chat.last is not None and chat.last.finish == "stop"
     roles = [message["role"] for message in chat.messages]
@@ -191,7 +191,7 @@ def test_adapters_are_switched_at_run_time(folder: Path, tmp_path: Path) -> None
         alone = hg.load(adapter)
         rendered = chat.template.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
         alone.text_source = str(folder)
-        assert hg.generate(alone, rendered, 24) == answers[-1]
+        assert hg.generate(alone, rendered, 24, format="raw") == answers[-1]
         assert chat.why().words
     assert len({plain, *answers}) == 3
     with pytest.raises(hg.HandgradError, match="is an adapter of"):

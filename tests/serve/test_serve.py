@@ -58,7 +58,7 @@ def test_models(client: openai.OpenAI) -> None:
 def test_completion_is_that_of_the_model_alone(client: openai.OpenAI, folder: Path, name: str) -> None:
     model = network(folder, name)
     found = client.completions.create(model=name, prompt=PROMPT, max_tokens=12, temperature=0)
-    alone = hg.generate(model, PROMPT, 12, details=True)
+    alone = hg.generate(model, PROMPT, 12, format="raw", details=True)
     assert found.choices[0].text == alone.text and found.choices[0].finish_reason == "length"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(PROMPT), 12)  # type: ignore[union-attr]
     sampled = client.completions.create(
@@ -67,7 +67,7 @@ def test_completion_is_that_of_the_model_alone(client: openai.OpenAI, folder: Pa
     )  # fmt: skip
     for i, choice in enumerate(sampled.choices):
         options = {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
-        assert choice.text == hg.generate(model, PROMPT, 12, seed=3 + i, **options)
+        assert choice.text == hg.generate(model, PROMPT, 12, format="raw", seed=3 + i, **options)
     assert sampled.choices[0].text != sampled.choices[1].text
 
 
@@ -79,7 +79,9 @@ def test_chat_and_its_stream_agree(client: openai.OpenAI, folder: Path) -> None:
     }  # fmt: skip
     whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content
-    assert text == hg.generate(network(folder, "one"), "s:Be brief.\nu:Hi\na:", 9, temperature=0.7, seed=1)
+    assert text == hg.generate(
+        network(folder, "one"), "s:Be brief.\nu:Hi\na:", 9, temperature=0.7, seed=1, format="raw"
+    )
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[1].choices[0].delta.role is None
@@ -118,7 +120,7 @@ def test_echoed_logprobs_are_exact(client: openai.OpenAI, folder: Path, max_toke
 
 
 def test_stop_strings_end_text_and_logprobs(client: openai.OpenAI, folder: Path) -> None:
-    whole = hg.generate(network(folder), PROMPT, 40, temperature=1.0, seed=5)
+    whole = hg.generate(network(folder), PROMPT, 40, temperature=1.0, seed=5, format="raw")
     stop = whole[10:12]
     expected = whole[: whole.index(stop)]
     asked = {"model": "base", "prompt": PROMPT, "max_tokens": 40, "seed": 5, "stop": [stop, "never"], "logprobs": 0}

@@ -24,7 +24,7 @@ from handgrad.text.tokenizer import END
 
 def test_targets_of_prompt_and_completion(tmp_path: Path) -> None:
     record = {"prompt": "Whither so", "completion": " fast?", "id": 7, "messages": None}
-    found, summary = read(lines(tmp_path, record))
+    found, summary = read(lines(tmp_path, record), template=None)
     prompt, completion = CHAT.encode("Whither so"), CHAT.encode(" fast?")
     assert found.ids.tolist() == [*prompt, *completion, END_ID]
     assert found.is_target.tolist() == [False] * len(prompt) + [True] * (len(completion) + 1)
@@ -36,7 +36,7 @@ def test_targets_of_prompt_and_completion(tmp_path: Path) -> None:
 
 
 def test_an_empty_prompt_becomes_the_end_of_text_token(tmp_path: Path) -> None:
-    found, _ = read(lines(tmp_path, {"prompt": "", "completion": "ab"}))
+    found, _ = read(lines(tmp_path, {"prompt": "", "completion": "ab"}), template=None)
     assert learned(found, 0) == [(END, False), (f"ab{END}", True)]
 
 
@@ -89,7 +89,7 @@ def test_long_texts_are_split_and_other_examples_cut_or_dropped(tmp_path: Path) 
         {"text": "x"},
         {"prompt": "abcd", "completion": "e"},
     ]
-    found, summary = read(lines(tmp_path, *records), 4, BYTES)
+    found, summary = read(lines(tmp_path, *records), 4, BYTES, template=None)
     assert [learned(found, i, BYTES) for i in range(found.per_epoch)] == [
         [("a", False), ("bcde", True)],
         [("e", False), ("fghi", True)],
@@ -101,7 +101,7 @@ def test_long_texts_are_split_and_other_examples_cut_or_dropped(tmp_path: Path) 
     reasons = {reason: (d.count, d.first.line) for reason, d in summary.dropped.items()}
     assert reasons == {"with nothing to learn inside the context": (2, 3), "with nothing to learn": (1, 5)}
     assert summary.lengths.tolist() == [0, 1, 0, 0, 4] and summary.examples == 5
-    dropped, summary = read(lines(tmp_path, *records), 4, BYTES, too_long="drop")
+    dropped, summary = read(lines(tmp_path, *records), 4, BYTES, too_long="drop", template=None)
     assert [learned(dropped, i, BYTES) for i in range(dropped.per_epoch)] == [[("abcd", False), ("e", True)]]
     assert (summary.split, summary.cut) == (0, 0)
     reasons = {reason: (d.count, d.first.line) for reason, d in summary.dropped.items()}

@@ -212,7 +212,7 @@ def test_csv_and_tsv_rows_are_records(tmp_path: Path, suffix: str, separator: st
     text = "\ufeff" + "\r\n".join(separator.join('"' + c.replace('"', '""') + '"' for c in row) for row in rows)
     (tmp_path / f"d.{suffix}").write_text(text + "\r\n", newline="", encoding="utf-8")
     seen: list[int] = []
-    found, _ = read([tmp_path / f"d.{suffix}"], progress=seen.append)
+    found, _ = read([tmp_path / f"d.{suffix}"], progress=seen.append, template=None)
     assert [learned(found, i) for i in range(2)] == [
         [("a, b; c", False), (f"d{END}", True)],
         [('two\nlines "x"', False), (f"é{END}", True)],
@@ -256,7 +256,7 @@ def test_parquet_rows_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_fields_can_be_renamed(tmp_path: Path) -> None:
     record = {"question": "2+2?", "answer": "4", "prompt": "not this", "messages": []}
     files = lines(tmp_path, record)
-    found, _ = read(files, fields=("prompt=question", "completion=answer"))
+    found, _ = read(files, fields=("prompt=question", "completion=answer"), template=None)
     assert learned(found, 0) == [("2+2?", False), (f"4{END}", True)]
     assert read(files, fields=["text=answer"])[1].kinds["text"] == 1
     with pytest.raises(HandgradError, match=r"line 1: the field 'body' .*is missing; the record has question, answer"):

@@ -18,6 +18,7 @@ from handgrad.cli.app import app
 from handgrad.files.manifest import FILE
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
+from handgrad.text.tokenizer import FORMAT
 from handgrad.training import finetune
 from handgrad.training.config import FinetuneOptions
 from handgrad.training.distributed import Ranks
@@ -85,7 +86,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     assert "prompt ▸ continuation" in done.stdout and f"{evaluations[0]['prompt']}▸" in done.stdout
     assert f"{evaluations[0]['prompt']}▸" in (workdir / "run" / "report.html").read_text()
     assert {f.name for f in (workdir / "run" / "adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", FILE
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", FILE, FORMAT
     }  # fmt: skip
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "run/adapter").eval()
     ours = hg.load("run/adapter")

@@ -10,7 +10,7 @@ from ..model.gpt import GPT
 from ..model.layers import Affine, freeze
 from .config import LoRAConfig
 from .lora import LoRA
-from .patterns import alternatives, matches, matching, one_block, prepare_matches
+from .patterns import alternatives, is_inside, matches, matching, one_block, prepare_matches
 
 
 def layers_of(model: GPT) -> dict[str, Affine]:
@@ -71,7 +71,8 @@ def inject(
     dora              train the length of each output's weight column apart from its direction
     dropout           share of each adapter's input that is set to zero while training
     freeze_down       train the up factors only (LoRA-FA)
-    modules_to_save   layers trained in full and saved with the adapter: ("ln_f",)
+    modules_to_save   layers trained in full and saved with the adapter: ("ln_f",); ends of names, as in PEFT: ("norm",) is
+                      every norm of a Llama
     seed              seed of the down factors
     """
     named = targets if isinstance(targets, str) else tuple(targets)
@@ -138,13 +139,9 @@ def _check_patterns(config: LoRAConfig, names: list[str]) -> None:
 
 
 def _modules_named(model: GPT, name: str) -> dict[str, nn.Module]:
-    """Layers by name or end of name: ln_1 selects that of every block."""
+    """Layers by the end of their name, or of a module's that they are in: ln_1 selects that of every block."""
     owners = {n: m for n, m in model.named_modules() if n and any(True for _ in m.parameters(recurse=False))}
-    found: dict[str, nn.Module] = {
-        n: m
-        for n, m in owners.items()
-        if n.removesuffix(".base") == name or n.removesuffix(".base").endswith("." + name)
-    }
+    found: dict[str, nn.Module] = {n: m for n, m in owners.items() if is_inside(n.removesuffix(".base"), name)}
     if not found:
         available = ", ".join(one_block([n for n in owners if n not in adapters_of(model)]))
         raise HandgradError(f"modules_to_save: no layer is called {name}; available: {available}")

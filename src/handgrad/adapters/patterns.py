@@ -39,6 +39,12 @@ def _is_plain(pattern: str) -> bool:
     return re.fullmatch(r"[\w.-]*", pattern) is not None
 
 
+def is_inside(path: str, end: str) -> bool:
+    """Whether a layer is in a module whose name ends like this, as PEFT chooses modules_to_save: norm means
+    model.layers.0.input_layernorm too, and mlp every layer of model.layers.0.mlp."""
+    return any(outer.endswith(end) for outer in itertools.accumulate(path.split("."), "{}.{}".format))
+
+
 def split_names(given: Iterable[str]) -> tuple[str, ...]:
     """Split at commas, except inside brackets, where a comma belongs to a regular expression."""
     names: dict[str, None] = {}

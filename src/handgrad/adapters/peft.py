@@ -26,7 +26,7 @@ from ..files.tensors import read_tensors
 from ..model.gpt import GPT
 from .config import LoRAConfig
 from .injection import adapters_of, apply, layers_of, modules_to_save
-from .patterns import matches, prepare_matches
+from .patterns import is_inside, matches, prepare_matches
 
 T = TypeVar("T")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -147,7 +147,7 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
         if not config.dora and "lora_magnitude_vector" in parts:
             raise HandgradError(f"{file}: {name} has a magnitude, but {CONFIG} does not say use_dora")
     _check_rest(model, config, rest | copies, file)
-    unlisted = [name for name in rest if not any(_belongs(name, layer) for layer in config.modules_to_save)]
+    unlisted = [name for name in rest if not any(is_inside(_layer(name), end) for end in config.modules_to_save)]
     if unlisted:
         raise HandgradError(f"{file}: contains {unlisted[0]}, which {CONFIG} does not list in modules_to_save")
     config = replace(
@@ -318,13 +318,13 @@ def _check_rest(model: GPT, config: LoRAConfig, rest: dict[str, Tensor], file: P
                 " another model"
             )
     for layer in config.modules_to_save:
-        if not any(_belongs(name, layer) for name in rest):
+        if not any(is_inside(_layer(name), layer) for name in rest):
             raise HandgradError(f"{file}: {layer} is missing, which modules_to_save lists")
 
 
-def _belongs(tensor: str, layer: str) -> bool:
-    """Whether a tensor belongs to a layer of this name, or end of name."""
-    return f".{tensor.rpartition('.')[0]}".endswith(f".{layer}")
+def _layer(tensor: str) -> str:
+    """The name of the layer that has a tensor."""
+    return tensor.rpartition(".")[0]
 
 
 @torch.no_grad()

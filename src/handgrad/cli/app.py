@@ -74,7 +74,8 @@ def main() -> None:
     """Run a command. A user's mistake ends in one line without a traceback: status 2 if a command or an option is
     misspelt or has a value of the wrong kind, 1 otherwise."""
     try:
-        status = app(prog_name="handgrad", standalone_mode=False)  # Ctrl-C is a status here, not an exception
+        with console.warnings_in_one_line():
+            status = app(prog_name="handgrad", standalone_mode=False)  # Ctrl-C is a status here, not an exception
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
             _print_mistake(str(mistake))

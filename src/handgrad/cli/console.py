@@ -1,14 +1,16 @@
 """The terminal: standard output, standard error, and `--json`."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
 
+from ..errors import HandgradWarning
 from ..files.atomic import check_writable, write_text
 
 out = Console(emoji=False)
@@ -38,6 +40,24 @@ def working(what: str) -> Iterator[None]:
         return
     with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=err, transient=True) as spinner:
         spinner.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Within the context our warnings are printed as a line to stderr, equal ones once."""
+    with warnings.catch_warnings():
+        show, shown = warnings.showwarning, set[str]()
+
+        def show_line(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if not issubclass(category, HandgradWarning):
+                show(message, category, *rest)
+            elif str(message) not in shown:
+                shown.add(str(message))
+                err.print(f"warning: {message}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+
+        warnings.simplefilter("always", HandgradWarning)
+        warnings.showwarning = show_line  # type: ignore[assignment]
         yield
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..training.config import LOSS_ON, TOO_LONG, FinetuneOptions
+from ..training.config import FORMATS, LOSS_ON, TOO_LONG, FinetuneOptions
 from .options import COMMON_LOGGING, COMMON_OPTIMIZATION, Options, with_options
 
 OPTIONS: Options = {
@@ -13,6 +13,8 @@ OPTIONS: Options = {
         "skip_bad": "Skip invalid records instead of stopping.",
         "val_data": "Examples to validate on. [default: a share of --data]",
         "val_share": "Fraction of the examples, chosen by --seed, used for validation.",
+        "format": f"Form of prompts and completions, {' or '.join(FORMATS)}: messages in the model's chat template, or as"
+        " they are. Recorded with the result. [default: chat if the model has a chat template]",
         "chat_template": "Jinja file that formats messages. [default: the model's template]",
         "loss_on": f"Tokens with a loss, {' or '.join(LOSS_ON)}: completions and assistant turns only, or prompts too.",
         "too_long": f"Examples longer than the context, {' or '.join(TOO_LONG)}: cut their end (texts are split), or skip"
@@ -33,7 +35,8 @@ OPTIONS: Options = {
         "dora": "Also train a magnitude for every output (DoRA).",
         "dropout": "Dropout probability of the adapters' input.",
         "freeze_down": "Train the adapters' up factors only (LoRA-FA).",
-        "modules_to_save": "Layers trained in full and saved with the adapter: ln_f … Names as in --targets.",
+        "modules_to_save": "Layers trained in full and saved with the adapter, by the end of their name, as in PEFT: ln_f,"
+        " or norm for every norm of a Llama.",
     },
     "Length": {
         "epochs": "Passes over the examples. [default: 3]",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..inference.batch import Batch
     from ..inference.engine import TokenLogprob
     from ..text.token_text import TokenText
+    from ..text.tokenizer import Tokenizer
 
 
 def _option(panel: str) -> Callable[..., Any]:
@@ -30,9 +31,13 @@ MODEL = text(
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
 PROMPT = text(
-    "Text to continue, exactly as given, or - for standard input; several times for several. [default: a line feed]"
+    "Prompt, formatted as --format says, or - for standard input; several times for several. [default: continue a line feed]"
 )
-CHAT = text("Message for a chat model, put into its chat template; only the answer is printed.")
+CHAT = text("The same as --prompt with --format chat: a message to answer.")
+FORMAT = text(
+    "chat: a prompt is a message in the model's chat template, and the answer is printed; raw: a prompt is continued exactly"
+    " as given. [default: as the model was fine-tuned; otherwise chat if it has a chat template]"
+)
 PROMPTS_FILE = text("A file with one prompt per line; - for standard input.")
 TOKENS = text("Maximum number of tokens to generate.", min=1)
 STOP = text("Text at which to end; several times for several.")
@@ -60,6 +65,7 @@ def generate(
     prompt: Annotated[list[str] | None, PROMPT] = None,
     chat: Annotated[list[str] | None, CHAT] = None,
     prompts_file: Annotated[Path | None, PROMPTS_FILE] = None,
+    format: Annotated[str | None, FORMAT] = None,
     max_new_tokens: Annotated[int, TOKENS] = 200,
     stop: Annotated[list[str] | None, STOP] = None,
     stop_id: Annotated[list[int] | None, STOP_ID] = None,
@@ -78,14 +84,16 @@ def generate(
 ) -> None:
     """Continue prompts, or answer messages, token by token.
 
-    A prompt is used exactly as given: in bash, $'…' writes line feeds and tabs. Generation ends at the end-of-text token,
-    with which chat models end an answer. Several prompts are computed together and printed in their order.
+    A model with a chat template answers a prompt, any other continues it exactly as given (--format): in bash, $'…' writes
+    line feeds and tabs. Generation ends at the end-of-text token, with which chat models end an answer. Several prompts are
+    computed together and printed in their order.
 
       handgrad generate --prompt "ROMEO:" --temperature 0.8
       handgrad generate --model runs/mine --prompt $'Q: why?\\nA:' --stop $'\\n'
       handgrad generate --prompt "ROMEO:" --prompt "JULIET:" --temperature 1 --top-p 0.9 --seed 1
       handgrad generate --prompts-file prompts.txt --json --logprobs 5
-      handgrad generate --model smollm2 --chat "Name three primary colors." --bits 4
+      handgrad generate --model smollm2 --prompt "Name three primary colors." --bits 4
+      handgrad generate --model smollm2 --prompt "The primary colors are" --format raw
       handgrad generate --model smollm2 --bits 4 --cost sample
     """
     from ..formats.models import open_folder, weights_folder
@@ -93,13 +101,19 @@ def generate(
     from ..inference.engine import Engine, Options
     from ..inference.model_text import model_text
     from ..inference.sampling import Sampling
+    from ..text.format import check
     from ..text.token_text import TokenText
 
+    check(format)
     given = [name for name, x in (("prompt", prompt), ("chat", chat), ("prompts-file", prompts_file)) if x]
     if len(given) > 1:
         raise HandgradError(
             "give --prompt, a text to continue, or --chat, a message to answer, or --prompts-file: one of them"
         )
+    if chat and format == "raw":
+        raise HandgradError("--chat uses the chat template, and --format raw does not: give --prompt with --format raw")
+    if format == "chat" and not given:
+        raise HandgradError("--format chat needs a message to answer: give --prompt")
     if logprobs is not None and not as_json:
         raise HandgradError("--logprobs needs --json: log-probabilities are printed as JSON")
     if context_full not in ("stop", "slide"):
@@ -110,11 +124,12 @@ def generate(
     if cost is not None:
         _print_cost(folder, bits, cost)
         return
-    prompts = _chat_prompts(folder, chat) if chat else _lines(prompts_file) if prompts_file else _texts(prompt)
+    asked = chat or (_lines(prompts_file) if prompts_file else _texts(prompt))
     network = open_folder(folder, bits=bits)
     known = model_text(network)
     if model is None:
         console.note(f"from {folder}")
+    prompts, answers = _formatted(folder, known.tokenizer, asked, "chat" if chat else format)
     encoded = [known.tokenizer.encode(one) for one in prompts]
     if not all(encoded):
         raise HandgradError("the prompt is empty: give at least one character")
@@ -139,7 +154,7 @@ def generate(
     if as_json:
         _write_json(batch, prompts, TokenText(known.tokenizer))
     else:
-        _write(batch, [""] * len(prompts) if chat else prompts)
+        _write(batch, [""] * len(prompts) if answers else prompts)
     if any(result.finish == "context" for result in batch.results()):
         console.note(f"the context of {limit:,} tokens is full: --context-full slide continues")
 
@@ -160,14 +175,21 @@ def _print_cost(folder: Path, bits: int | None, text: str) -> None:
     sys.stdout.write(f"{bits} bits: {measure_cost(plain, low_bit, ids)}\n")
 
 
-def _chat_prompts(folder: Path, messages: list[str]) -> list[str]:
-    """Each message in the model's chat template."""
-    from ..formats.models import chat_template_of
+def _formatted(
+    folder: Path, tokenizer: "Tokenizer", asked: list[str] | None, given: str | None
+) -> tuple[list[str], bool]:
+    """The prompts as the model reads them, and whether they are messages to answer."""
+    from ..text.format import choose
 
-    template = chat_template_of(folder)
-    if template is None:
-        raise HandgradError(f"{folder} has no chat template: give the text to continue, with --prompt")
-    return [template.render([{"role": "user", "content": one}], add_generation_prompt=True) for one in messages]
+    if not asked:
+        return ["\n"], False
+    how = choose(tokenizer, given)
+    how.warn(folder, "generate")
+    if how.template is None:
+        return asked, False
+    if given is None and how.recorded is None:
+        console.note("answering through the model's chat template; --format raw continues the text as it is")
+    return [how.prompt(one) for one in asked], True
 
 
 def _texts(prompts: list[str] | None) -> list[str]:
@@ -176,7 +198,7 @@ def _texts(prompts: list[str] | None) -> list[str]:
         raise HandgradError(
             "--prompt - reads all of standard input: give it once, or --prompts-file - for a prompt a line"
         )
-    return [_standard_input() if one == "-" else one for one in prompts or ["\n"]]
+    return [_standard_input() if one == "-" else one for one in prompts or ()]
 
 
 def _standard_input() -> str:

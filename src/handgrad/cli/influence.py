@@ -9,6 +9,7 @@ import typer
 from ..errors import HandgradError
 from . import console
 from .console import JsonOption
+from .options import FORMAT
 
 
 def influence(
@@ -35,13 +36,15 @@ def influence(
         str, typer.Option(help="Rank by score, the product of the gradients, or by cosine, their direction alone.")
     ] = "score",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the projection.")] = 0,
+    format: Annotated[str | None, FORMAT] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page on which answers open.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Rank training examples by how much they push an answer: the product of their gradients and the answer's.
 
     A step on an example with a positive score makes the answer more probable, one with a negative score less (TracIn, at one
-    checkpoint). With an adapter, the gradients of its factors are compared.
+    checkpoint). With an adapter, the gradients of its factors are compared. Examples and answer are formatted alike, as the
+    model was fine-tuned.
 
       handgrad influence --model runs/mine --data examples.jsonl --prompt "2+2=" --answer "4"
       handgrad influence --model runs/mine --data examples.jsonl --queries questions.jsonl
@@ -63,8 +66,8 @@ def influence(
         check_writable(html)
     console.check_json_target(json)
     network = load(model)
-    query = queries if queries is not None else _record(network.text_source, prompt, answer)
-    found = rank_examples(network, data, query, rank=rank, seed=seed)
+    query = queries if queries is not None else {"prompt": prompt or "", "completion": answer}
+    found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)
     shown = page.as_data(found, top, by)
     if html is not None:
         write_text(html, document("What pushed these answers", page.influence(shown), page.STYLE))
@@ -72,13 +75,3 @@ def influence(
         console.out.print(influence_tables(found, top, by))
         if html is not None:
             console.say(f"\npage    {html}")
-
-
-def _record(source: str, prompt: str | None, answer: str | None) -> dict[str, object]:
-    """The answer as an example: a conversation if the model has a chat template, as in fine-tuning."""
-    from ..text import chat
-
-    if source and chat.has_template(Path(source)):
-        messages = [{"role": "user", "content": prompt or ""}, {"role": "assistant", "content": answer}]
-        return {"messages": messages if prompt else messages[1:]}
-    return {"prompt": prompt or "", "completion": answer}

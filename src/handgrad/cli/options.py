@@ -17,6 +17,10 @@ from ..training.config import SCHEDULES, SHAPE, TrainOptions, is_list
 Options = dict[str, dict[str, str]]  # help text by option, by panel
 
 NewFolder = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist yet.")]
+FORMAT = typer.Option(
+    help="How prompts are formatted, chat or raw: as messages in the model's chat template, or as they are. [default: as the"
+    " model was fine-tuned; otherwise chat if it has a chat template]"
+)
 StoredDtype = Annotated[
     str | None, typer.Option(help="Data type to store: float64, float32, bfloat16 or float16. [default: unchanged]")
 ]

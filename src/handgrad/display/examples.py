@@ -20,6 +20,8 @@ MAX_BARS = 10  # of the histogram
 FEW = 30  # distinct examples below which a validation loss means little
 LINES = 12  # approximate length of the first example as shown
 
+_FORMATS = {"chat": "in the model's chat template", "raw": "as they are, without a chat template"}
+
 Pieces = list[tuple[str, bool]]  # text, and whether its tokens are targets
 
 
@@ -63,6 +65,7 @@ def _facts(summary: Summary) -> Table:
     table.add_column(overflow="fold")
     kinds = [f"{count:,} {kind}" for kind, count in summary.kinds.items() if count]
     table.add_row("examples", f"{summary.examples:,}", f"from lines: {', '.join(kinds)}")
+    table.add_row("format", summary.format, _FORMATS[summary.format])
     if summary.distinct < summary.examples:
         repeated = plural(summary.examples - summary.distinct, "example")
         table.add_row("distinct", f"{summary.distinct:,}", f"{repeated} equal to an earlier one")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,9 +25,12 @@ from ..model.config import ModelConfig
 from ..model.dtype import DTYPES, STORED_DTYPES, as_dtype
 from ..model.gpt import GPT
 from ..model.packed import Packed, Scratch
+from ..text.endings import end_ids
+from ..text.tokenizer import FORMAT
 from .config_json import config_json, read_config
 from .gguf import read_model
 
+GENERATION = "generation_config.json"
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.
 _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "pytorch_model*.bin",
@@ -37,7 +41,7 @@ _WEIGHT_FILES = (
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
-    "generation_config.json",
+    GENERATION, FORMAT,
 )  # fmt: skip
 _MAX_SHARDS = 1000
 TWO_BYTES = {torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -197,7 +201,8 @@ def load_config(folder: Path) -> ModelConfig:
 def save(
     model: GPT, path: str | Path, *, dtype: torch.dtype | str | None = None, shard_bytes: int | None = None
 ) -> None:
-    """Write the model, atomically, as a directory that `transformers` opens, unless its config.json cannot express it.
+    """Write the model and its tokenizer, atomically, as a directory that `transformers` opens, unless its config.json cannot
+    express it.
 
     An existing model directory is replaced together with its tokenizer, chat template, generation settings and adapter,
     which belong to the old model; if this model was loaded from that directory, they stay. Other files (README.md) always
@@ -215,9 +220,29 @@ def save(
 
     def fill(partial: Path) -> None:
         write_model(model, partial, stored, shard_bytes)
+        if not own:
+            _write_tokenizer(model, partial)
         manifest.write(partial)
 
     write_folder(folder, fill, stale=_WEIGHT_FILES if own else _WEIGHT_FILES + _TOKENIZER_FILES)
+
+
+def _write_tokenizer(model: GPT, folder: Path) -> None:
+    """Write the model's tokenizer, if it has one, with the settings of generation that belong to it."""
+    source = Path(model.text_source)
+    if model.text_source and not source.exists():
+        return  # it has gone with the folder that the model was loaded from
+    found = model.tokenizer
+    if found is None:
+        return
+    found.write(folder)
+    generation: dict[str, Any] = {}
+    with contextlib.suppress(MissingError, NotADirectoryError):
+        generation = read_json(Path(model.source) / GENERATION)
+    ends = [end_ids(path, found) for path in {source, Path(model.source)} if model.text_source and model.source]
+    if any(ends):
+        generation["eos_token_id"] = sorted(frozenset().union(*ends))
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def write_model(
@@ -251,8 +276,8 @@ def write_model(
         ends = ("bos_token_id", "eos_token_id", "pad_token_id")
         config = existing | {name: x for name, x in config.items() if name not in ends or name not in existing}
         with contextlib.suppress(MissingError, NotADirectoryError):
-            generation = read_bytes(like / "generation_config.json")
-            (folder / "generation_config.json").write_bytes(generation)
+            generation = read_bytes(like / GENERATION)
+            (folder / GENERATION).write_bytes(generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -13,12 +13,13 @@ import torch
 
 from .. import adapters
 from ..errors import HandgradError, shown
-from ..files.gguf import is_gguf
+from ..files.gguf import is_gguf, open_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
 from ..model.lowbit import check_bits, quantize
 from ..text import chat, downloads, tokenizer
+from ..text import format as text_format
 from ..text.chat import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .gguf_model import gguf_config, load_gguf
@@ -150,6 +151,8 @@ def open_folder(
             model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
     texts = tokenizer_folder(folder)
     model.text_source = model.source if texts is None else str(texts.absolute())
+    if texts is not None and (not is_gguf(texts) or "tokenizer.ggml.model" in open_gguf(texts).metadata):
+        model.read_tokenizer = tokenizer.read
     return model
 
 
@@ -242,9 +245,15 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def chat_template_of(folder: Path) -> ChatTemplate | None:
-    """The chat template of the model or adapter in a folder, if it has one."""
-    folder = tokenizer_folder(folder) or folder
-    return chat.find(folder) if chat.has_template(folder) else None
+    """The chat template for conversations with the model or adapter in a folder, if it has one. Warns if the model was
+    fine-tuned on raw text."""
+    texts = tokenizer_folder(folder)
+    found = None if texts is None else tokenizer.read(texts)
+    if found is None or not chat.has_template(found.extra_files):
+        return None
+    how = text_format.choose(found, "chat")
+    how.warn(folder, "a conversation (chat, /v1/chat/completions)")
+    return how.template
 
 
 def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:

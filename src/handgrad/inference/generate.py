@@ -10,6 +10,7 @@ from torch import Tensor
 from ..checks import check_integer
 from ..errors import HandgradError, shown
 from ..model.gpt import GPT
+from ..text.format import choose
 from ..text.tokenizer import Tokenizer
 from .batch import Batch
 from .engine import Engine, Options
@@ -45,6 +46,7 @@ class Settings(TypedDict, total=False):
     context_full: Literal["stop", "slide"]
     cache: bool
     tokenizer: Tokenizer | None
+    format: str | None
 
 
 @overload
@@ -94,12 +96,13 @@ def generate(
     context_full: Literal["stop", "slide"] = "stop",
     cache: bool = True,
     tokenizer: Tokenizer | None = None,
+    format: str | None = None,
     stream: bool = False,
     details: bool = False,
 ) -> Any:
     """Continue prompts. What comes out has the form of what goes in:
 
-    "text"                     the text that follows; a list of texts gives a list
+    "text"                     the text that follows, or with format "chat" the answer; a list of texts gives a list
     [1, 2, 3]                  the ids that follow; a list of lists, or of 1-D tensors, of any lengths gives a list of lists
     (B, T) tensor of ids       (B, new) tensor; rows that end early are filled with −1
 
@@ -117,6 +120,8 @@ def generate(
     context_full      "stop" ends when the context is full; "slide" continues from its second half
     cache             False computes everything again for every token: slow, for comparison
     tokenizer         instead of the model's own
+    format            of text: "chat", a message in the model's chat template, or "raw", as it is (default: as the model was
+                      fine-tuned; otherwise "chat" if it has a chat template). Ids are always used as they are
     stream            iterate over what comes: text pieces, ids, or (B) ids per step; (index, piece) for a list of prompts
     details           return `Generation`s: ids, text, reason of the end, log-probabilities
     """
@@ -142,6 +147,12 @@ def generate(
         Options(max_new_tokens, sampling, frozenset(ids), logprobs, prompt_logprobs, context_full, grammar=grammar)
         for sampling in samplings
     ]
+    if kind.text and text is not None:
+        prompts = _formatted(prompts, text.tokenizer, format)
+    elif format is not None:
+        raise HandgradError(
+            "format is for text: ids are used as they are (model.tokenizer.chat formats messages as ids)"
+        )
     encoded = [_encoded(prompt, text) for prompt in prompts]
     batch = Batch(Engine(model, cache=cache), encoded, options, text, strings)
     if stream:
@@ -191,14 +202,20 @@ def _kind(tokens: object) -> tuple[_Kind, list[Any]]:
     return _Kind(), list(tokens)
 
 
+def _formatted(prompts: list[str], tokenizer: Tokenizer, given: str | None) -> list[str]:
+    """The prompts as the model reads them."""
+    if not all(prompts):
+        raise HandgradError("the prompt is empty: give at least one character")
+    how = choose(tokenizer, given)
+    how.warn(tokenizer.source, "this call")
+    return [how.prompt(prompt) for prompt in prompts]
+
+
 def _encoded(prompt: Any, text: ModelText | None) -> Any:
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
-    ids = text.tokenizer.encode(prompt)
-    if not ids:
-        raise HandgradError("the prompt is empty: give at least one character")
-    return ids
+    return text.tokenizer.encode(prompt)
 
 
 def _stops(stop: object) -> tuple[list[str], set[int]]:

@@ -23,16 +23,17 @@ _read: WeakKeyDictionary[GPT, ModelText] = WeakKeyDictionary()
 
 def model_text(model: GPT, tokenizer: Tokenizer | None = None) -> ModelText:
     """The model's own, or the given tokenizer with its end-of-text id."""
-    if tokenizer is not None:
-        return ModelText(tokenizer, _within(model, [] if tokenizer.end is None else [tokenizer.end]))
-    if model not in _read:
-        if not model.text_source:
-            raise HandgradError(
-                "this model has no tokenizer, because it was not loaded from a folder: give token ids, or a tokenizer, as in"
-                ' hg.generate(model, text, tokenizer=handgrad.text.tokenizer.make("bytes", []))'
-            )
+    found = tokenizer or model.tokenizer
+    if found is None and not model.text_source:
+        raise HandgradError(
+            "this model has no tokenizer, because it was not loaded from a folder: give token ids, or a tokenizer, as in"
+            ' model.tokenizer = handgrad.text.tokenizer.make("bytes", [])'
+        )
+    if tokenizer is not None or not model.text_source:
+        return ModelText(found, _within(model, [] if found.end is None else [found.end]))
+    if model not in _read or _read[model].tokenizer is not found:
         path = Path(model.text_source)
-        found = tokenizers.read(path)
+        found = found or tokenizers.read(path)
         ends = end_ids(path, found)
         if model.source and model.source != model.text_source:  # an adapter has a tokenizer, and its base the settings
             ends |= end_ids(Path(model.source), found)

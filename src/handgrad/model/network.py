@@ -1,9 +1,10 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -51,6 +52,8 @@ class Network(Parts):
         self.named_adapters: dict[str, list[str]] = {}  # several adapters by name, with the layers they change
         self.source = ""  # the folder or file it was read from
         self.text_source = ""  # the folder or file with its tokenizer
+        self.read_tokenizer: Callable[[Path], Any] | None = None  # reads it; set by handgrad.formats
+        self._tokenizer: tuple[str, Any] = ("", None)  # where it was read, and the tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
         meta = torch.device("meta")
         self._build(meta)
@@ -91,6 +94,20 @@ class Network(Parts):
             else:
                 std = 0.02 / math.sqrt(2 * self.config.n_blocks) if id(p) in joining else 0.02
                 p.copy_(torch.randn(p.shape, generator=generator) * std)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, with encode, decode and chat, read when it is first needed; None if it has none. Another
+        may be set."""
+        source, found = self._tokenizer
+        if source != self.text_source and self.read_tokenizer is not None:
+            found = self.read_tokenizer(Path(self.text_source))
+            self._tokenizer = self.text_source, found
+        return found
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = self.text_source, tokenizer
 
     @property
     def blocks(self) -> list[Block]:

@@ -1,6 +1,7 @@
 """Examples as users give them: files, records, or examples that have been read already."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 from ..errors import HandgradError, shown
 from ..inference.model_text import model_text
 from ..model.gpt import GPT
-from ..text import chat, examples
+from ..text import examples
+from ..text import format as text_format
 from ..text.examples import Examples
 from ..text.records import Location
 from ..text.tokenizer import Tokenizer
@@ -18,24 +20,25 @@ Record = Mapping[str, Any]
 Given = Examples | str | Path | Record | Iterable[str | Path | Record]
 
 
-def as_examples(model: GPT, given: Given, tokenizer: Tokenizer | None = None) -> Examples:
-    """Read what was given as fine-tuning does: with the model's tokenizer and chat template, targets are the answers."""
+def as_examples(model: GPT, given: Given, tokenizer: Tokenizer | None = None, format: str | None = None) -> Examples:
+    """Read what was given as fine-tuning does: with the model's tokenizer, in its format; targets are the answers."""
+    text_format.check(format)
     if isinstance(given, Examples):
         return given
     items: list[Any] = [given] if isinstance(given, str | Path | Mapping) else _listed(given)
     tokenizer = model_text(model, tokenizer).tokenizer
-    source = Path(model.text_source) if model.text_source else None
-    template = chat.find(source) if source is not None and chat.has_template(source) else None
+    how = text_format.choose(tokenizer, format)
+    how.warn(tokenizer.source, "this call")
     if all(isinstance(item, str | Path) for item in items):
         files = examples.find([str(item) for item in items])
-        return examples.read(files, tokenizer, model.config.n_context, template=template)[0]
+        return examples.read(files, tokenizer, model.config.n_context, template=how.template)[0]
     for item in items:
         if not isinstance(item, Mapping):
             raise HandgradError(
                 f"an example is {shown(item)}: give records such as {{'prompt': …, 'completion': …}}, or paths of files"
             )
     entries = ((Location(Path("examples"), i), dict(item)) for i, item in enumerate(items, 1))
-    return examples.read([], tokenizer, model.config.n_context, template=template, entries=entries)[0]
+    return examples.read([], tokenizer, model.config.n_context, template=how.template, entries=entries)[0]
 
 
 def _listed(given: object) -> list[Any]:
@@ -51,7 +54,7 @@ class Shown(NamedTuple):
     """An example as text."""
 
     record: int  # the number of the record in all files, from 1
-    prompt: str  # up to the first target
+    prompt: str  # up to the first target; of a conversation the last turn
     answer: str  # the targets
     targets: int  # how many
 
@@ -60,8 +63,19 @@ def as_text(found: Examples, tokenizer: Tokenizer, i: int) -> Shown:
     """Example i for people."""
     ids, is_target = found.example(i)
     begin = int(np.argmax(is_target))
-    prompt, answer = tokenizer.decode(ids[:begin].tolist()), tokenizer.decode(ids[is_target].tolist())
+    prompt, answer = _last_turn(ids[:begin].tolist(), tokenizer), tokenizer.decode(ids[is_target].tolist())
     return Shown(int(found.record_numbers[i]), prompt.strip(), answer.strip(), int(np.count_nonzero(is_target)))
+
+
+def _last_turn(ids: list[int], tokenizer: Tokenizer) -> str:
+    """The text of a prompt. If special tokens divide it, as in a chat template, the part before the last, which opens the
+    answer: all examples begin with the same system prompt."""
+    special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
+    parts = [tokenizer.decode(list(part)) for divides, part in groupby(ids, special.__contains__) if not divides]
+    parts = [part for part in parts if part.strip()]
+    if not parts or special.isdisjoint(ids):
+        return tokenizer.decode(ids)
+    return parts[-2] if len(parts) > 1 else parts[0]
 
 
 def groups(found: Examples, most: int) -> Iterable[Sequence[int]]:

@@ -24,7 +24,9 @@ HELD = 1 << 28  # entries of gradients that exist together
 G = TypeVar("G", bound=ExampleGradients)
 
 
-def example_norms(model: GPT, examples: Given, *, tokenizer: Tokenizer | None = None) -> Tensor:
+def example_norms(
+    model: GPT, examples: Given, *, tokenizer: Tokenizer | None = None, format: str | None = None
+) -> Tensor:
     """The norm of each example's gradient, (N) in float64: that of the example's mean loss, over all parameters that
     train. An example of wrong or broken text stands out.
 
@@ -32,17 +34,18 @@ def example_norms(model: GPT, examples: Given, *, tokenizer: Tokenizer | None = 
                 as fine-tuning reads them: a text longer than the context is several examples, and a record with nothing
                 to learn is none
     tokenizer   default: the model's
+    format      "chat" or "raw" (default: as fine-tuning chooses it)
 
     hg.example_norms(model, "examples.jsonl").topk(10)
     """
-    found = as_examples(model, examples, tokenizer)
+    found = as_examples(model, examples, tokenizer, format)
     norms = ExampleNorms()
     return torch.cat([_measured(model, found, part, norms).result() for part in groups(found, TOKENS)])
 
 
 def example_products(
     model: GPT, examples: Given, others: Given | None = None, *, rank: int = 0, seed: int = 0,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None, format: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The inner product of the gradients of every pair of examples, (N, N), or of every example with each of `others`,
     (N, M), in float64.
@@ -50,14 +53,15 @@ def example_products(
     rank    0: the gradients of all parameters that train; above 0: their projections onto random adapters of this rank
             (see `hg.influence`), which are estimates, and faster
     others  their gradients are formed, one at a time
+    format  "chat" or "raw" (default: as fine-tuning chooses it)
 
     hg.example_products(model, examples)[3, 5]
     """
     check_rank(model, rank)
-    found = as_examples(model, examples, tokenizer)
+    found = as_examples(model, examples, tokenizer, format)
     with projected(model, rank, seed):
         if others is not None:
-            return products_with(model, found, as_examples(model, others, tokenizer))[0]
+            return products_with(model, found, as_examples(model, others, tokenizer, format))[0]
         parts = [list(part) for part in groups(found, PAIRED_TOKENS // 2)]
         out = torch.zeros(found.per_epoch, found.per_epoch, dtype=torch.float64)
         for k, part in enumerate(parts):  # the pairs of two parts at a time

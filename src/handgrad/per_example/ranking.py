@@ -75,7 +75,7 @@ def check_by(by: str) -> None:
 
 def influence(
     model: GPT, train_examples: Given, query: Given, *, rank: int | None = None, seed: int = 0,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None, format: str | None = None,
 ) -> Influence:  # fmt: skip
     """Rank training examples by how much they push a model's answers, with the gradients of the adapter if it has one.
 
@@ -83,6 +83,7 @@ def influence(
     query            the same: one record, {"prompt": …, "completion": …}, or several
     rank             of the random adapters onto which the gradients of a model without one are projected (default 16;
                      0: the gradients of all parameters that train, exact and slower)
+    format           "chat" or "raw", of the examples and of the query (default: as fine-tuning chooses it)
 
     found = hg.influence(model, "examples.jsonl", {"prompt": "…", "completion": "…"})
     found.helped(), found.hindered(), found.scores
@@ -92,7 +93,7 @@ def influence(
     check_rank(model, rank)
     if model.named_adapters:
         raise HandgradError("the model has several adapters: load one alone")
-    training, queries = as_examples(model, train_examples, tokenizer), as_examples(model, query, tokenizer)
+    training, queries = (as_examples(model, given, tokenizer, format) for given in (train_examples, query))
     with projected(model, rank, seed):
         return of_examples(model, training, queries, model_text(model, tokenizer).tokenizer)
 

@@ -12,11 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError, MissingError, shown
+from ..errors import HandgradError, shown
 from ..files import reading
 from ..files.gguf import is_gguf, open_gguf
 from ..sandbox import client
 
+CONFIG, SPECIAL, JINJA = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 ROLES = ("system", "user", "assistant", "tool", "developer")
 REMEDY = "give one with --chat-template FILE"
 SOURCE_BYTES = reading.MB  # maximum size of a template
@@ -89,13 +90,9 @@ class ChatTemplate:
         return reply["result"]
 
 
-def has_template(folder: Path) -> bool:
-    """Whether the model in `folder`, or in a GGUF file, has a chat template."""
-    if is_gguf(folder):
-        return "tokenizer.chat_template" in open_gguf(folder).metadata
-    return os.path.lexists(folder / "chat_template.jinja") or bool(
-        _settings(folder / "tokenizer_config.json").get("chat_template")
-    )
+def has_template(files: Mapping[str, str]) -> bool:
+    """Whether a chat template is among these files of a tokenizer (their texts by name)."""
+    return JINJA in files or bool(_settings(files, CONFIG).get("chat_template"))
 
 
 def find(folder: Path, given: Path | None = None, now: datetime | None = None) -> ChatTemplate:
@@ -104,27 +101,36 @@ def find(folder: Path, given: Path | None = None, now: datetime | None = None) -
         from .gguf_tokenizer import chat_template
 
         return chat_template(open_gguf(folder), given, now)
-    settings = _settings(folder / "tokenizer_config.json")
-    special = _special_tokens(_settings(folder / "special_tokens_map.json") | settings)
-    default_file = folder / "chat_template.jinja"
-    if given is not None or os.path.lexists(default_file):
-        file = given or default_file
-        return ChatTemplate(reading.read_text(file, SOURCE_BYTES), special, str(file), now)
+    files = {}
+    for name, limit in ((CONFIG, reading.JSON_BYTES), (SPECIAL, reading.JSON_BYTES), (JINJA, SOURCE_BYTES)):
+        if os.path.lexists(folder / name) and (name != JINJA or given is None):
+            files[name] = reading.read_text(folder / name, limit)
+    if given is not None:
+        files[JINJA] = reading.read_text(given, SOURCE_BYTES)
+    return of_files(files, folder, given, now)
+
+
+def of_files(
+    files: Mapping[str, str], folder: Path, given: Path | None = None, now: datetime | None = None
+) -> ChatTemplate:
+    """The chat template among these files of a tokenizer. Messages name `folder`, or the file `given` of the template."""
+    settings = _settings(files, CONFIG, folder)
+    special = _special_tokens(_settings(files, SPECIAL, folder) | settings)
+    if JINJA in files:
+        return ChatTemplate(files[JINJA], special, str(given or folder / JINJA), now)
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
         if found is None:
             names = ", ".join(map(str, named)) or "nothing"
-            raise HandgradError(
-                f"{folder / 'tokenizer_config.json'} has chat templates named {names}, none named default: {REMEDY}"
-            )
+            raise HandgradError(f"{folder / CONFIG} has chat templates named {names}, none named default: {REMEDY}")
     if not isinstance(found, str):
         raise HandgradError(
             f"{folder} has no chat template, neither chat_template.jinja nor chat_template in tokenizer_config.json:"
             f" {REMEDY}, or write the data as prompt and completion"
         )
-    return ChatTemplate(found, special, f"the chat template of {folder / 'tokenizer_config.json'}", now)
+    return ChatTemplate(found, special, f"the chat template of {folder / CONFIG}", now)
 
 
 def check(messages: object) -> None:
@@ -169,8 +175,8 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        return reading.read_json(file)
-    except MissingError:
-        return {}
+def _settings(files: Mapping[str, str], name: str, folder: Path = Path()) -> dict[str, Any]:
+    found = reading.parse_json(files.get(name, "{}"), folder / name)
+    if not isinstance(found, dict):
+        raise HandgradError(f"{folder / name} must contain a JSON object, not a {type(found).__name__}")
+    return found

@@ -6,7 +6,7 @@ A record is one of
     {"messages": [{"role": "user", "content": "…"}, …]}      targets: what the assistant writes
     {"text": "…"}                                            targets: everything
 
-or one that `records.convert` turns into these.
+or one that `records.convert` turns into these. With a chat template, prompt and completion are messages too.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from ..errors import HandgradError, LimitError, shown
 from ..files.reading import check_unicode
 from . import chat
 from .chat import ChatTemplate
-from .records import Location, convert
+from .format import turns
+from .records import Location, convert, system_message
 
 KINDS = ("messages", "prompt and completion", "text")
 EXPECTED = "expected prompt and completion, or messages, or text"
@@ -47,6 +48,9 @@ def draft(location: Location, record: Any, template: ChatTemplate | None, loss_o
         prompt, completion = _string(location, record, "prompt"), _string(location, record, "completion")
         if not completion:
             raise location.error("the completion is empty: there is nothing to learn")
+        if template is not None:
+            messages = [*system_message(record), *turns(prompt, completion)]
+            return Draft(location, "prompt and completion", [*_conversation(location, messages, template, everything)])
         # Without a prompt the end-of-text token comes first, so that the first token of the completion can be a target.
         start: tuple[str | None, bool] = (prompt, everything) if prompt else (None, False)
         return Draft(location, "prompt and completion", [start, (completion, True), (None, True)])
@@ -63,7 +67,9 @@ def _conversation(
     location: Location, messages: Any, template: ChatTemplate | None, everything: bool
 ) -> Iterator[tuple[str | None, bool]]:
     if template is None:
-        raise location.error(f"the record has messages, and the model has no chat template: {chat.REMEDY}")
+        raise location.error(
+            f"the record has messages, and no chat template is used: choose --format chat, or {chat.REMEDY}"
+        )
     try:
         segments = template.segments(messages)
     except LimitError:

@@ -141,6 +141,7 @@ class Summary:
     distinct: int = 0  # number of different examples
     shared: int = 0  # examples of --val-data that are also here
     bad: int = 0  # records that cannot be used
+    format: str = "raw"  # "chat": a chat template has formatted records; texts alone are raw
     first_bad: dict[str, str] = field(
         default_factory=dict
     )  # for each of the first MAX_LISTED reasons, its first message
@@ -180,6 +181,7 @@ def read(
 ) -> tuple[Examples, Summary]:
     """Read the examples of fine-tuning files, none longer than the context, and statistics.
 
+    template    formats messages, prompts and completions; None: raw
     loss_on     "answers": targets are completions and assistant messages; "all": prompts and other messages too
     too_long    "cut": a text is split into several examples, other examples are cut at the end; "drop": both are left out
     fields      names of fields in the data, as "prompt=question"
@@ -224,6 +226,7 @@ def read(
     )
     lengths = np.diff(examples.offsets) - 1
     summary.examples, summary.tokens = examples.per_epoch, int(lengths.sum())
+    summary.format = "chat" if template is not None and sum(summary.kinds.values()) > summary.kinds["text"] else "raw"
     summary.distinct = 1 + int(examples.content_ids.max())
     summary.targets, summary.lengths = int(np.count_nonzero(examples.is_target)), np.bincount(lengths)
     return examples, summary

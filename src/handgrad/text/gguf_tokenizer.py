@@ -104,7 +104,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
     extra_files = {"tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
     if has_template(file):
         extra_files["chat_template.jinja"] = file.text("tokenizer.chat_template")
-    return Tokenizer(inner, extra_files)
+    return Tokenizer(inner, extra_files, file.path)
 
 
 def has_template(file: GGUFFile) -> bool:

@@ -246,7 +246,7 @@ def convert(location: Location, record: dict[str, Any], chat: bool) -> dict[str,
     are returned unchanged."""
     has = {name for name, value in record.items() if value is not None}
     if "conversations" in has and not has & {"messages", "prompt", "completion"}:
-        return {"messages": [*_system(record), *_turns(location, record["conversations"])]}
+        return {"messages": [*system_message(record), *_turns(location, record["conversations"])]}
     if has >= {"instruction", "output"} and not has & {"messages", "prompt", "completion"}:
         for name in ("instruction", "input", "output"):
             if not isinstance(record.get(name) or "", str):
@@ -255,11 +255,12 @@ def convert(location: Location, record: dict[str, Any], chat: bool) -> dict[str,
         if not chat:
             return {"prompt": f"{instruction}\n\n", "completion": record["output"]}
         turns = [{"role": "user", "content": instruction}, {"role": "assistant", "content": record["output"]}]
-        return {"messages": [*_system(record), *turns]}
+        return {"messages": [*system_message(record), *turns]}
     return record
 
 
-def _system(record: dict[str, Any]) -> list[dict[str, Any]]:
+def system_message(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The system prompt of a record as a message, if it has one."""
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
 
 

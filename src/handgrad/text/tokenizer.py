@@ -10,7 +10,7 @@ a path      tokenizer.json, or a folder that contains one
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -23,12 +23,14 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from ..errors import HandgradError, printable
 from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
+from .chat import Message, of_files
 from .downloads import fetch
 from .tokenizer_check import check
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
-EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+FORMAT = "handgrad-format.json"  # how the model reads prompts: see `format.py`
+EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FORMAT)
 FILE_BYTES = 128 * MB  # maximum size of a tokenizer file
 MAX_IDS = 1 << 24
 UNKNOWN = "\0"  # unknown token of character vocabularies; text files never contain it
@@ -50,13 +52,16 @@ class _CharacterTable(NamedTuple):
 
 class Tokenizer:
     """All ids are below n_vocab. `end` is the id of the end-of-text token, or None. `extra_files` maps file names to the
-    content of the files next to tokenizer.json: settings, special tokens, chat template."""
+    content of the files next to tokenizer.json: settings, special tokens, chat template; `source` is their folder."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, extra_files: dict[str, str] | None = None):
+    def __init__(
+        self, inner: tokenizers.Tokenizer, extra_files: dict[str, str] | None = None, source: Path | None = None
+    ):
         inner.no_truncation()  # a file may store the truncation and padding of earlier batches
         inner.no_padding()
         self.inner = inner
         self.extra_files = extra_files or {}
+        self.source = source or Path("the tokenizer")
         vocabulary: dict[str, int] = inner.get_vocab()
         self.n_vocab: int = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         if self.n_vocab > MAX_IDS:
@@ -124,6 +129,12 @@ class Tokenizer:
         """The text of token ids, special tokens included."""
         with library_errors("the tokenizer cannot decode these ids"):
             return str(self.inner.decode(ids, skip_special_tokens=False))
+
+    def chat(self, messages: str | Sequence[Message]) -> list[int]:
+        """The ids of a conversation in the model's chat template, ready for the answer. Messages are
+        {"role": "user", "content": "…"}, …; a text is one message of the user."""
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.encode(of_files(self.extra_files, self.source).render(given, add_generation_prompt=True))
 
     @property
     def fingerprint(self) -> str:
@@ -211,6 +222,7 @@ def read(path: Path) -> Tokenizer:
 
         return read_tokenizer(open_gguf(path))
     extra_files: dict[str, str] = {}
+    folder = path if path.is_dir() else path.parent
     if path.is_dir():
         extra_files = {n: read_text(path / n) for n in EXTRA_FILES if (path / n).exists()}
         if (path / "tokenizer.json").exists():
@@ -222,7 +234,7 @@ def read(path: Path) -> Tokenizer:
     text = read_text(path, FILE_BYTES)
     check(parse_json(text, path), path)
     with library_errors(f"{path} is not a tokenizer.json"):
-        return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files)
+        return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files, folder)
 
 
 def from_json(text: str) -> Tokenizer:
@@ -243,7 +255,7 @@ def _from_merges(vocab: Path, merges: Path, extra_files: dict[str, str] | None =
         model = models.BPE(vocab=read_json(vocab, FILE_BYTES), merges=pairs)
     inner = byte_level(model)
     _add_tokens(inner, extra_files or {}, vocab.parent)
-    return Tokenizer(inner, extra_files)
+    return Tokenizer(inner, extra_files, vocab.parent)
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder: Path) -> None:

@@ -22,6 +22,9 @@ LOSS_ON = ("answers", "all")
 TOO_LONG = ("cut", "drop")
 
 
+FORMATS = ("chat", "raw")
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Everything a run depends on. What is None is decided by the model and the data, as a `Recipe`."""
@@ -140,6 +143,7 @@ class FinetuneOptions(TrainOptions):
     # data and model
     model: str = ""  # a model directory, the folder of a run, an adapter, a name on the hub
     val_data: tuple[str, ...] = ()  # validation examples; default: a share of the data
+    format: str | None = None  # "chat" or "raw"; default: by the model (text/format.py)
     chat_template: str | None = None  # a file; default: the model's own
     loss_on: str = "answers"  # "answers": completions and assistant turns; "all": prompts as well
     field: tuple[str, ...] = ()  # names of fields in the data: prompt=question
@@ -163,6 +167,8 @@ class FinetuneOptions(TrainOptions):
         for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
             if getattr(self, name) not in choices:
                 raise HandgradError(f"{flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+        if self.format not in (None, *FORMATS):
+            raise HandgradError(f"--format must be {' or '.join(FORMATS)}, not {self.format!r}")
         if self.base_dtype not in (None, "bfloat16", "float16"):
             raise HandgradError(f"--base-dtype must be bfloat16 or float16, not {self.base_dtype!r}")
         if self.packed and self.base_dtype is not None:

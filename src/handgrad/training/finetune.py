@@ -1,6 +1,7 @@
 """`handgrad finetune`: a model and examples in, a job for the loop out."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -15,8 +16,10 @@ from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..model.gpt import GPT
 from ..optim import FINETUNE_LR, LORA_LR
-from ..text import chat, examples, validation_split
+from ..text import examples, validation_split
+from ..text import format as text_format
 from ..text.examples import Examples, Summary
+from ..text.format import TextFormat
 from ..text.tokenizer import Tokenizer
 from .config import FinetuneOptions, Recipe
 from .distributed import Ranks
@@ -33,6 +36,12 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     directory = checkpoint.folder if checkpoint is not None else models.weights_folder(options.model)
     options, clock = _pin_sources(options, directory if checkpoint is None else None, ranks)
     tokenizer = _tokenizer(directory, options)
+    how = text_format.choose(
+        tokenizer,
+        options.format,
+        file=None if options.chat_template is None else Path(options.chat_template),
+        now=clock,
+    )
     model = models.open_folder(
         directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype
     )
@@ -44,8 +53,12 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         gguf_lora.check(model)
     if model.packed and options.sample_tokens and ranks.first:
         display.say("The weights are packed: no samples while training, because each token would unpack every block.")
-    training, validation, summary = _examples(options, clock, tokenizer, model, directory, ranks, display)
+    training, validation, summary = _examples(options, how, tokenizer, model, ranks, display)
+    options = replace(options, format=summary.format)
+    text_format.record(tokenizer, summary.format)
     if ranks.first:
+        for line in _disagreements(options.model, how, summary):
+            display.say(line)
         display.examples(summary, training, tokenizer)
         held = 0 if validation is None else validation.per_epoch
         display.say(f"\n{plural(training.per_epoch, 'example')} to train on, {held:,} to validate on")
@@ -82,27 +95,31 @@ def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
     return tokenizer
 
 
+def _disagreements(model: str, how: TextFormat, summary: Summary) -> Iterator[str]:
+    """Where data, model and command disagree about the format."""
+    if found := how.disagreement(model, "this run"):
+        yield f"warning: {found}"
+    if how.name != summary.format:
+        yield (
+            f"warning: the data has texts alone, which are learned as they are, and {model} has a chat template: the result"
+            f" is recorded as --format {summary.format}. To tune answers, write prompt and completion, or messages"
+        )
+
+
 def _examples(
     options: FinetuneOptions,
-    clock: datetime,
+    how: TextFormat,
     tokenizer: Tokenizer,
     model: GPT,
-    directory: Path,
     ranks: Ranks,
     display: Display,
 ) -> tuple[Examples, Examples | None, Summary]:
-    given = Path(options.chat_template) if options.chat_template is not None else None
-    template = None
-    folder = models.tokenizer_folder(directory) or directory
-    if given is not None or chat.has_template(folder):
-        template = chat.find(folder, given, clock)
-
     def read(sources: tuple[str, ...]) -> tuple[Examples, Summary]:
         files = examples.find(sources)
         total = sum(file.stat().st_size for file in files)
         return examples.read(
             files, tokenizer, model.config.n_context,
-            template=template, loss_on=options.loss_on, too_long=options.too_long, seed=options.seed,  # type: ignore[arg-type]
+            template=how.template, loss_on=options.loss_on, too_long=options.too_long, seed=options.seed,  # type: ignore[arg-type]
             fields=options.field, skip_bad=options.skip_bad,
             progress=display.reading(total) if ranks.first else lambda count: None,
         )  # fmt: skip

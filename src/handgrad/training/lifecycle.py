@@ -160,6 +160,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
                 ranks.run_on_first(lambda: example_report.write_influence(job, run, display.say))
             path = Path(ranks.broadcast(lambda: str(conclude(job, run))))
             job.model.text_source = str(path.absolute())
+            job.model.tokenizer = job.tokenizer
             outlying = example_report.outlying(job, run) if ranks.first else None
             return Result(run.folder, job, outcome, path, sample(job) if ranks.first else Sample(), outlying)
     finally:

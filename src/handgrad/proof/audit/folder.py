@@ -15,11 +15,12 @@ from ...adapters.peft import TENSORS, is_adapter
 from ...errors import HandgradError
 from ...files.gguf import is_gguf
 from ...formats.huggingface import load_config
-from ...formats.models import base_of, chat_template_of, locate, tokenizer_of
+from ...formats.models import base_of, locate, tokenizer_of
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
 from ...ops.loss import NO_TARGET
 from ...text import examples
+from ...text.format import choose
 from .report import Audit
 from .run import audit
 
@@ -44,7 +45,10 @@ def audit_folder(
     given = None if dtype is None else as_dtype(dtype, STORED_DTYPES)
     base, adapter_folder = _folders(locate(path), adapter)
     config = load_config(base)
-    batch = _from_data(base, config, data, sequences, tokens) if data else _random(config, sequences, tokens, seed)
+    if data:
+        batch = _from_data(adapter_folder or base, config, data, sequences, tokens)
+    else:
+        batch = _random(config, sequences, tokens, seed)
     with _silent():
         model = _open(base, adapter_folder, given, attention)
         report = audit(model, batch, setup=setup, seed=seed)
@@ -120,13 +124,12 @@ def _random(config: ModelConfig, sequences: int, tokens: int, seed: int) -> dict
 
 
 def _from_data(
-    base: Path, config: ModelConfig, data: tuple[str, ...], sequences: int, tokens: int
+    folder: Path, config: ModelConfig, data: tuple[str, ...], sequences: int, tokens: int
 ) -> dict[str, Tensor]:
     """The first examples of fine-tuning files, padded on the right."""
     n = min(tokens, config.n_context)
-    found, _ = examples.read(
-        examples.find(data), tokenizer_of(base), n, template=chat_template_of(base), too_long="cut"
-    )
+    tokenizer = tokenizer_of(folder)
+    found, _ = examples.read(examples.find(data), tokenizer, n, template=choose(tokenizer).template, too_long="cut")
     count = min(sequences, found.per_epoch)
     chosen = [found.example(i) for i in range(count)]
     width = max(len(ids) for ids, _ in chosen)
