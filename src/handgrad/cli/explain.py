@@ -4,7 +4,7 @@ import webbrowser
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from threading import Thread, Timer
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.markup import escape
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
 from ..files.cache import cache_path
-from ..formatting import loss, plural, size
+from ..formatting import loss, plural, public_path, size
 from ..training.config import TrainOptions
 from .options import MODEL
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 DEFAULT = "smollm2"  # if it was fetched
+SEED = 0  # of random weights
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
 TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
@@ -69,13 +70,15 @@ def explain(
 
         from ..explain.session import Session, add_adapters
 
-    network, tokenizer, name, note = choose(model)
+    network, tokenizer, name, note, source = choose(model)
+    python = in_python(source, others_read=html is not None)
     if lora:
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
+        python += f"\nhg.lora.inject(model, {lora})"
     if network.size < SMALL:
         torch.set_num_threads(1)
-    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
+    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..display.progress import watch
@@ -108,8 +111,29 @@ def _trace_first(session: "Session") -> None:
         out.print(f"Ready: the sentence was run forward and backward; its loss is {loss(value)}.", highlight=False)
 
 
-def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
-    """Return the model, its tokenizer, its name, and a note on where its weights come from."""
+class Chosen(NamedTuple):
+    """The model of the page."""
+
+    network: "GPT"
+    tokenizer: "Tokenizer"
+    name: str
+    note: str  # where its weights come from
+    source: str | Path  # what `hg.load` takes; the name of a preset
+
+
+def in_python(source: str | Path, others_read: bool = False) -> str:
+    """The lines that define `model`. What others will read has no path of this machine."""
+    from ..model.config import PRESETS
+
+    if source in PRESETS:
+        return f"model = hg.GPT(hg.preset({source!r}), seed={SEED}).eval()"
+    given = public_path(source) if others_read else str(source)
+    where = "  # where this folder is on your machine" if given != str(source) else ""
+    return f"model = hg.load({given!r}).eval(){where}"
+
+
+def choose(name: str | None) -> Chosen:
+    """Find the model and its tokenizer."""
     from ..formats.models import find_model
     from ..formats.run_folder import model_folder, newest_run
     from ..model.gpt import GPT
@@ -118,22 +142,16 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
     if name is None and is_cached(DEFAULT):
         name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
-        folder = model_folder(_train_small_model())
-        network, tokenizer = _open(folder, "nano")
-        return network, tokenizer, "nano", f"trained for {plural(STEPS, 'step')}"
+        run = _train_small_model()
+        return Chosen(*_open(model_folder(run), "nano"), "nano", f"trained for {plural(STEPS, 'step')}", run)
     found = find_model(name)
     if found.folder is None:
-        network = GPT(found.config)
-        return (
-            network,
-            _tokenizer(None, network),
-            found.name,
-            "; ".join(["random weights, not trained", found.note]).strip("; "),
-        )
-    network, tokenizer = _open(found.folder, found.name)
-    where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
+        network = GPT(found.config, seed=SEED)
+        note = "; ".join(["random weights, not trained", found.note]).strip("; ")
+        return Chosen(network, _tokenizer(None, network), found.name, note, found.name)
+    where = public_path(found.name)
     note = f"trained in {where}" if name is None else "trained weights" if name == DEFAULT else f"from {where}"
-    return network, tokenizer, Path(found.name).name, note
+    return Chosen(*_open(found.folder, found.name), Path(found.name).name, note, found.name)
 
 
 def _open(folder: Path, name: str) -> "tuple[GPT, Tokenizer]":

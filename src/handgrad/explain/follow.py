@@ -17,6 +17,8 @@ from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
+VOCABULARY_ROWS = ("w_tok", "grad_w_tok")  # tensors with a row, or a column, for every token of the vocabulary
+VOCABULARY_COLUMNS = ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
 SHOWN = 12  # terms that are listed; the others are added up
 
 
@@ -65,14 +67,33 @@ def _term(session: Session, sentence: TracedSentence, t: Tensors, s: Sum, i: int
             named = _named(session, sentence, cell)
             entry |= {"cell": named, "symbol": factor.symbol or named["symbol"]}
         factors.append(entry)
-    return {"value": value, "factors": factors, "scale": s.scale}
+    return {"value": value, "factors": factors, "scale": s.scale, **_place(session, sentence, s, i)}
+
+
+def _place(session: Session, sentence: TracedSentence, s: Sum, i: int) -> dict[str, Any]:
+    """What tells a term from the others of its sum: the token that its factors belong to, with its position if it is one
+    of the sentence, or else the number of a feature."""
+    found: dict[str, Any] = {"token": None, "position": None, "feature": None}
+    for factor in s.factors:
+        cell, other = factor.cell(i), factor.cell(0 if i else 1) if len(factor.values) > 1 else None
+        if cell is None or other is None:
+            continue
+        named = _named(session, sentence, cell)
+        row = cell.row != other.row
+        label = named["row_label" if row else "column_label"]
+        if label is not None:
+            over_vocabulary = (cell.name in VOCABULARY_ROWS) if row else (split(cell.name)[1] in VOCABULARY_COLUMNS)
+            position = None if over_vocabulary else (cell.row if row else cell.column) + 1
+            return {**found, "token": label, "position": position}
+        found["feature"] = cell.row if row else cell.column
+    return found
 
 
 def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, Any]:
     """A cell as the page shows it: with the symbol of its tensor, the block, and the words of its row and column."""
     here, last = split(cell.name)
     block = int(here.split(".")[1]) if here else None
-    wide = last in ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
+    wide = last in VOCABULARY_COLUMNS
     between = last in ("rho", "score", "delta_causal", "delta_raw")
     tokens = (
         last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
@@ -82,7 +103,7 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, 
         return session.token_text(sentence.ids[i])
 
     row_label = word(cell.row) if (tokens or last == "y_pred") and cell.row < len(sentence.ids) else None
-    if last in ("w_tok", "grad_w_tok"):
+    if last in VOCABULARY_ROWS:
         row_label = session.token_text(cell.row)
     column_label = session.token_text(cell.column) if wide else word(cell.column) if between else None
     return {

@@ -45,7 +45,8 @@ const STOPS = [
     subject: ".loss-card .strip",
     text:
       "At every position the model gave the true next token some probability. The lower this " +
-      "probability, the higher the loss. Choose the position with the strongest colour.",
+      "probability, the higher the loss. The position that is open is the one before the word of the " +
+      "story; choose another one to compare.",
     where: { view: "station", station: "loss", direction: "backward" },
   },
   {

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...adapters.peft import TENSORS, is_adapter
 from ...errors import HandgradError
 from ...files.gguf import is_gguf
+from ...formatting import public_path
 from ...formats.huggingface import load_config
 from ...formats.models import base_of, chat_template_of, locate, tokenizer_of
 from ...model.config import ModelConfig
@@ -48,7 +49,7 @@ def audit_folder(
     with _silent():
         model = _open(base, adapter_folder, given, attention)
         report = audit(model, batch, setup=setup, seed=seed)
-    report.title = f"{path}: {report.title}"
+    report.title = f"{public_path(path)}: {report.title}"
     return report
 
 
