@@ -27,7 +27,7 @@ SEED = 0  # of random weights
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
 TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
-SMALL = 5_000_000  # parameters; below, a second thread does not help
+SMALL = 5_000_000  # parameters; below, one thread
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -76,7 +76,7 @@ def explain(
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
         python += f"\nhg.lora.inject(model, {lora})"
-    if network.size < SMALL:
+    if network.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
         torch.set_num_threads(1)
     session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
     session.encode(session.text)  # report an invalid sentence now

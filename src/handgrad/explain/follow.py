@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formatting import subscript
 from ..model.trace import Trace
 from . import follow_forward, follow_signals
 from .follow_tensors import Cell, Tensors, split
@@ -34,6 +35,31 @@ def follow(
         rule = follow_signals.rule if last.startswith(("delta_", "grad_", "g_")) else follow_forward.rule
         formula, sums = rule(t, sentence, cell, here, last)
         return _shown(session, sentence, t, cell, value, formula, sums)
+
+
+def by_hand(t: Tensors, sentence: TracedSentence, name: str, grad: Tensor) -> dict[str, Any] | None:
+    """The entry of a gradient that is furthest from 0, with the two columns whose products add up to it, a row per token;
+    None if it is more than one sum of products. Numbers have all their digits, also in a file whose others are rounded."""
+    grad = grad[None] if grad.ndim == 1 else grad
+    row, column = divmod(int(grad.abs().argmax()), grad.shape[1])
+    here, last = split(name)
+    _, sums = follow_signals.rule(t, sentence, Cell(name, row, column), here, last)
+    if len(sums) != 1 or len(sums[0].factors) != 2 or sums[0].scale != 1.0:
+        return None
+    factors = []
+    for factor in sums[0].factors:
+        cell = factor.cell(0)
+        if cell is None or len(factor.values) != len(sentence.ids):
+            return None
+        head = "" if cell.head is None else f" of head {cell.head + 1}"
+        title = f"{factor.symbol or _symbol(split(cell.name)[1])}{head}, column {cell.column}"
+        factors.append({"title": title, "digits": [_digits(x) for x in factor.values.tolist()]})
+    return {"row": row, "column": column, "factors": factors, "digits": _digits(grad[row, column].item())}
+
+
+def _digits(x: float) -> str:
+    """A number of float32 or less, exactly."""
+    return f"{x:.9g}"
 
 
 def _shown(
@@ -114,6 +140,8 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, 
 
 
 def _symbol(last: str) -> str:
+    if last.startswith("a_bar_"):
+        return "ā" + subscript(int(last.removeprefix("a_bar_")))
     if last.startswith("grad_"):
         return "∂" + last.removeprefix("grad_")
     return {"rho": "ρ", "y_pred": "y_pred"}.get(last) or symbol(last)

@@ -160,6 +160,7 @@ function pointAt(aside, subject) {
     document.querySelector(`${panel} h2`); // the last token has no push
   if (!marked) return;
   marked.classList.add("subject");
+  /** @type {HTMLElement | null} */ (marked.querySelector(".map-fold[aria-expanded=false]"))?.click(); // of a narrow page
   const narrow = innerWidth <= 860,
     box = marked.getBoundingClientRect();
   const room = narrow ? innerHeight - aside.offsetHeight : innerHeight;
