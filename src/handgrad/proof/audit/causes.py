@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.injection import adapters_of, layers_of
+from ...formatting import number as formatted
 from ...model.block import Block
 from ...model.layers import Affine
 from ...ops import activation
@@ -23,8 +24,10 @@ from .batch import AuditBatch
 from .expect import Expected, expect
 from .norms import norm_mistakes, norm_terms
 from .observe import Observed
+from .slopes import slope_causes
 from .subject import Subject, Tracked
 
+NEAR = 1e-3  # relative distance of a fitted scale from a known one, below which they are the same
 
 @dataclass(frozen=True)
 class Causes:
@@ -56,7 +59,7 @@ class Suspects:
             norm, before = (block.norm_1, a("1")) if number == "2" else (block.norm_2, a("5"))
             return Causes(mistakes=norm_mistakes(norm, before))
         if number == "3":
-            return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None))
+            return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None, a("3")))
         layer, read = self._layer_into(block, number)
         if layer is not None:
             columns = self._part(layer, number)
@@ -99,6 +102,9 @@ class Suspects:
                 f"the gate were {g}": gated_op.forward(a("gate"), a("up"), g) for g in ("silu", "gelu", "gelu_tanh")
             }
             found["gate and up were exchanged"] = gated_op.forward(a("up"), a("gate"), mlp.g)
+            found["the gate had no activation function"] = a("gate") * a("up")
+            found["the gate were missing"] = a("up")
+            found["the factor up were missing"] = gated_op.forward(a("gate"), torch.ones_like(a("up")), mlp.g)
             return {name: x for name, x in found.items() if name != f"the gate were {mlp.g}"}
         kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
         return {f"the activation were {g}": activation.forward(a("7"), g) for g in kinds}
@@ -139,11 +145,14 @@ class Suspects:
             terms = norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
             return Causes(terms, scales=scales)
         if number == "2":
-            mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True))
+            mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True), d("2"))
             return Causes(mistakes=mistakes, scales=scales)
         if number in ("3", "8"):
             layer = block.attn.out if number == "3" else block.mlp.contract
             return Causes(_backward_terms({"": layer}, {"": d("5" if number == "3" else "10")}), scales=scales)
+        if number in ("7", "gate", "up"):
+            terms, mistakes = slope_causes(block.mlp, number, a, d("8"))
+            return Causes(terms, mistakes, scales)
         if number == "6":
             layers = {x: getattr(block.mlp, x) for x in block.mlp.inputs}
             names = {"gate": "gate", "expand": "up" if block.mlp.gated else "7"}
@@ -173,7 +182,9 @@ class Suspects:
             own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
             i = int(inside[0])
             signal = self._signals(f"blocks.{i}.3")("3", padded=True)
-            mistakes |= self._heads(i, lambda found: _turned(found.grads[own], tracked), signal)
+            mistakes |= self._heads(
+                i, lambda found: _turned(found.grads[own], tracked), signal, self.seen.grads[tracked.name]
+            )
         mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
         if path in (adapters := adapters_of(ours)):
             norms = weights.with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
@@ -272,12 +283,27 @@ class Suspects:
 
     # ── what the audited model computed ─────────────────────────────────────────────────────────────────────────────
 
-    def _heads(self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None) -> dict[str, Tensor]:
-        """What every known mistake of attention would have given."""
+    def _heads(
+        self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None, seen: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What every known mistake of attention would have given, and the scale that explains best what was seen."""
         block, c = self.subject.ours.blocks[i], self.subject.config
         a_2 = self._values(f"blocks.{i}.2")("2", padded=True)
+
+        def made(choices: heads.Heads) -> Tensor:
+            return of(heads.compute(block, c, self.batch, a_2, choices, delta_3))
+
         known = heads.known_mistakes(c, i, block, self.batch.padded)
-        return {name: of(heads.compute(block, c, self.batch, a_2, x, delta_3)) for name, x in known.items()}
+        found = {name: made(x) for name, x in known.items()}
+        right = heads.right_choices(c, i)
+        if seen is None or not torch.isfinite(seen).all():
+            return found
+        scale = heads.fitted_scale(lambda x: made(replace(right, scale=x)) - seen, right.scale)
+        named = {x.scale for x in known.values()}
+        if scale is not None and all(abs(scale / x - 1) > NEAR for x in named):
+            text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
+            found[text] = made(replace(right, scale=scale))
+        return found
 
     def _block(self, point: str) -> tuple[Block | None, str]:
         parts = point.split(".")
