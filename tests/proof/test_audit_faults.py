@@ -138,6 +138,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
         "if neighbouring features were rotated by the angles of the two halves",
     ),
     "padding mask": (without_padding_mask, ATTENTION, "if padding were visible"),
+    "padding mask, without positions": (without_padding_mask, ATTENTION, "if padding were visible"),
     "a term of the gate": (half_a_gate, MLP, "lacks the term x σ′(x) of the derivative g′ = σ(x) + x σ′(x)"),
     "a factor of the gate": (gate_without_up, MLP, "if the factor up were missing"),
     "no activation": (feed_forward(lambda gate, up: gate * up), MLP, "if the gate had no activation function"),
@@ -150,8 +151,36 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
 def test_faults_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, layer, words = FAULTS[name]
     made = batch(left=True)
-    if name == "padding mask":
+    if name.endswith("without positions"):
         del made["position_ids"]
     report = hg.audit(make(monkeypatch), made, setup=False)
     assert report.first is not None
     assert report.first.layer == layer and words in report.first.sentence(), report.first.sentence()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_row_of_padding_is_the_librarys_rule(tied: bool) -> None:
+    """nn.Embedding gives the row of its padding_idx no gradient, also where the token is no padding."""
+    made = batch()
+    pad = int(made["input_ids"][0, 2])
+    model = model_of("llama", tie_word_embeddings=tied, pad_token_id=pad)
+    assert model.model.embed_tokens.padding_idx == pad
+    report = hg.audit(model, made, setup=False)
+    assert report.passed, str(report)
+    assert any(f"token {pad} is the padding_idx of the embedding" in note for note in report.notes)
+    assert not any("padding_idx" in note for note in hg.audit(model_of("llama"), made, setup=False).notes)
+    model.model.embed_tokens.weight.register_hook(lambda grad: grad * 1.01)  # the other rows are still judged
+    assert not hg.audit(model, made, setup=False).passed
+
+
+def test_a_base_weight_that_trains_beside_an_adapter() -> None:
+    model = adapted(model_of("llama"), "llama")
+    base = model.base_model.model.model.layers[1].mlp.up_proj.base_layer.weight
+    for trains in (True, False):
+        base.requires_grad_(trains)
+        report = hg.audit(model, batch())
+        found = {x.name: x for x in report.setup}["frozen weights receive none"]
+        assert found.passed is not trains and report.passed is not trains
+        assert not report.wrong  # its gradient is right; that it has one is the mistake
+        if trains:
+            assert "layers.1.mlp.up_proj.base_layer.weight trains" in found.note and "modules_to_save" in found.note

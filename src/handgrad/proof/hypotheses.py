@@ -37,7 +37,7 @@ def hypotheses(
     expected: Tensor,
     bound: float,
     terms: Mapping[str, Tensor],
-    mistakes: Mapping[str, Tensor],
+    mistakes: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],  # without and with a number that was fitted
     scales: Mapping[str, float],
     unsummed: Tensor | None,
 ) -> Iterator[Found]:
@@ -53,12 +53,12 @@ def hypotheses(
 
     yield from _scaled(computed, expected, fits, relative, scales)
     yield from _transposed(expected, fits)
-    for name, guess in mistakes.items():
+    for name, guess, free in ((name, guess, i > 0) for i, made in enumerate(mistakes) for name, guess in made.items()):
         # a mistake that changes nothing explains nothing
         if guess.shape != expected.shape or norm(guess - expected) <= bound:
             continue
         if (residual := fits(guess.double())) is not None:
-            yield Found("known mistake", f"is what it would be if {name}", residual, detail=name)
+            yield Found("known mistake", f"is what it would be if {name}", residual, detail=name, free=free)
     yield from _terms(computed, expected, bound, terms, scales)
     if unsummed is not None:
         yield from _unsummed(unsummed.double(), expected, fits)

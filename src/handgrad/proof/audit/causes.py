@@ -27,7 +27,6 @@ from .observe import Observed
 from .slopes import slope_causes
 from .subject import Subject, Tracked
 
-NEAR = 1e-3  # relative distance of a fitted scale from a known one, below which they are the same
 
 @dataclass(frozen=True)
 class Causes:
@@ -37,6 +36,7 @@ class Causes:
     mistakes: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    fitted: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Suspects:
@@ -59,7 +59,8 @@ class Suspects:
             norm, before = (block.norm_1, a("1")) if number == "2" else (block.norm_2, a("5"))
             return Causes(mistakes=norm_mistakes(norm, before))
         if number == "3":
-            return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None, a("3")))
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a("3"))
+            return Causes(mistakes=mistakes, fitted=fitted)
         layer, read = self._layer_into(block, number)
         if layer is not None:
             columns = self._part(layer, number)
@@ -145,8 +146,8 @@ class Suspects:
             terms = norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
             return Causes(terms, scales=scales)
         if number == "2":
-            mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True), d("2"))
-            return Causes(mistakes=mistakes, scales=scales)
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True), d("2"))
+            return Causes(mistakes=mistakes, scales=scales, fitted=fitted)
         if number in ("3", "8"):
             layer = block.attn.out if number == "3" else block.mlp.contract
             return Causes(_backward_terms({"": layer}, {"": d("5" if number == "3" else "10")}), scales=scales)
@@ -166,7 +167,7 @@ class Suspects:
         """Causes of a wrong parameter gradient, in the orientation of the audited parameter."""
         ours, c = self.subject.ours, self.subject.config
         name = tracked.ours
-        mistakes = self.averaged(tracked)
+        mistakes, fitted = self.averaged(tracked), {}
         names = c.table.names
         sequences = weights.parts_of_sequences(self.subject, self.batch, name)
         terms = {part: _turned(x, tracked) for part, x in sequences.items()}
@@ -182,16 +183,17 @@ class Suspects:
             own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
             i = int(inside[0])
             signal = self._signals(f"blocks.{i}.3")("3", padded=True)
-            mistakes |= self._heads(
+            known, fitted = self._heads(
                 i, lambda found: _turned(found.grads[own], tracked), signal, self.seen.grads[tracked.name]
             )
+            mistakes |= known
         mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
         if path in (adapters := adapters_of(ours)):
             norms = weights.with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
             mistakes |= {what: _turned(x, tracked) for what, x in norms.items()}
         if layer is not None and layer.adapted:
-            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts)
-        return Causes(terms, mistakes, self.scales(), parts)
+            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts, fitted)
+        return Causes(terms, mistakes, self.scales(), parts, fitted)
 
     def _wrong_rows(self, name: str, layer: Affine | None) -> dict[str, Tensor]:
         """A weight's gradient from rows that do not belong together; those of q, k and v are in `heads.py`."""
@@ -242,7 +244,9 @@ class Suspects:
     def _tied_terms(self) -> dict[str, Tensor]:
         """The head's and the embedding's part of a tied weight's gradient."""
         embed = self.subject.ours.embed
-        part = torch.zeros_like(embed.w).index_add_(0, self.batch.tokens, self.right.signals["blocks.0.1"])
+        kept = self.batch.tokens != self.subject.padding_row
+        part = torch.zeros_like(embed.w)
+        part.index_add_(0, self.batch.tokens[kept], self.right.signals["blocks.0.1"][kept])
         return {"the embedding's part": part, "the head's part": self.right.grads[self._embed_name()] - part}
 
     def _embed_name(self) -> str:
@@ -285,7 +289,7 @@ class Suspects:
 
     def _heads(
         self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None, seen: Tensor | None
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What every known mistake of attention would have given, and the scale that explains best what was seen."""
         block, c = self.subject.ours.blocks[i], self.subject.config
         a_2 = self._values(f"blocks.{i}.2")("2", padded=True)
@@ -297,13 +301,12 @@ class Suspects:
         found = {name: made(x) for name, x in known.items()}
         right = heads.right_choices(c, i)
         if seen is None or not torch.isfinite(seen).all():
-            return found
+            return found, {}
         scale = heads.fitted_scale(lambda x: made(replace(right, scale=x)) - seen, right.scale)
-        named = {x.scale for x in known.values()}
-        if scale is not None and all(abs(scale / x - 1) > NEAR for x in named):
-            text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
-            found[text] = made(replace(right, scale=scale))
-        return found
+        if scale is None:
+            return found, {}
+        text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
+        return found, {text: made(replace(right, scale=scale))}
 
     def _block(self, point: str) -> tuple[Block | None, str]:
         parts = point.split(".")
