@@ -95,7 +95,7 @@ class WithoutUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        gate, _ = ctx.saved_tensors
         s = torch.sigmoid(gate)
         return delta * s * (1 + gate * (1 - s)), delta * F.silu(gate)
 

@@ -1,7 +1,9 @@
 """The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
+import subprocess
+import sys
 import webbrowser
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from threading import Thread, Timer
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT = "smollm2"  # if it was fetched
 SEED = 0  # of random weights
+GET = "get smollm2"
+SMALL_MODEL = "nano"
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
 TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
@@ -37,7 +41,7 @@ def explain(
         str | None,
         typer.Option(
             help=f"{MODEL} A preset has random weights. [default: smollm2 if it was fetched, or else the newest run in"
-            " runs/, or else a small model that is trained first]"
+            " runs/, or else a small model that is trained meanwhile]"
         ),
     ] = None,
     text: Annotated[
@@ -70,7 +74,8 @@ def explain(
 
         from ..explain.session import Session, add_adapters
 
-    network, tokenizer, name, note, source = choose(model)
+    untrained = model is None and html is None and _nothing_trained()
+    network, tokenizer, name, note, source = choose(SMALL_MODEL if untrained else model)
     python = in_python(source, others_read=html is not None)
     if lora:
         add_adapters(network, lora)
@@ -95,8 +100,46 @@ def explain(
     Thread(target=_trace_first, args=[session], daemon=True).start()
     if open_browser:
         Timer(0.5, webbrowser.open, [server.url]).start()
-    with suppress(KeyboardInterrupt):  # the normal way to stop
-        server.run()
+    with ExitStack() as beside:
+        if untrained:
+            _train_beside(session, lora, beside)
+        with suppress(KeyboardInterrupt):  # the normal way to stop
+            server.run()
+
+
+def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
+    """Train the small model in another process while the page shows it untrained; then serve it too, and tell the page
+    where. `beside` ends what was started."""
+    from ..explain.server import Server
+    from ..explain.session import Session, add_adapters
+
+    offer = f"For a model that knows more: handgrad {GET} (98 MB), then handgrad explain again."
+    out.print(f"A small model is being trained meanwhile, {plural(STEPS, 'step')}. {offer}", highlight=False)
+    session.better = {
+        "text": f"This model has random weights. A trained one follows in about a minute, and a link to it here. {offer} ",
+        "url": None,
+    }
+    command = [sys.executable, "-c", f"from {__name__} import _train_small_model; _train_small_model()"]
+    process = beside.enter_context(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    )
+    beside.callback(process.terminate)
+
+    def follow() -> None:
+        _, problem = process.communicate()
+        if process.returncode:
+            reason = (problem.strip().splitlines() or ["it was stopped"])[-1]
+            session.better = {"text": f"The small model could not be trained: {reason}. {offer}", "url": ""}
+            return
+        network, tokenizer, name, note, source = choose(None)
+        if lora:
+            add_adapters(network, lora)
+        made = Server(Session(network, tokenizer, name, note, session.text, in_python(source)))
+        url = beside.enter_context(made)
+        out.print(f"The small model is trained: {url}", highlight=False, soft_wrap=True)
+        session.better = {"text": "A trained small model is there. ", "url": url}
+
+    Thread(target=follow, daemon=True).start()
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:
@@ -143,7 +186,8 @@ def choose(name: str | None) -> Chosen:
         name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
         run = _train_small_model()
-        return Chosen(*_open(model_folder(run), "nano"), "nano", f"trained for {plural(STEPS, 'step')}", run)
+        opened = _open(model_folder(run), SMALL_MODEL)
+        return Chosen(*opened, SMALL_MODEL, f"trained for {plural(STEPS, 'step')}", run)
     found = find_model(name)
     if found.folder is None:
         network = GPT(found.config, seed=SEED)
@@ -180,6 +224,25 @@ def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
     )
 
 
+def _nothing_trained() -> bool:
+    """Whether there is no model to show but one that has to be trained first."""
+    from ..formats.run_folder import newest_run
+    from ..text.downloads import is_cached
+
+    return not is_cached(DEFAULT) and newest_run(with_checkpoint=True) is None and not _is_trained(_small_folder())
+
+
+def _small_folder() -> Path:
+    return cache_path("demo", f"{SMALL_MODEL}-{STEPS}")
+
+
+def _is_trained(folder: Path) -> bool:
+    from ..training.run import Run
+
+    trained = next(Run(folder).usable(), None)
+    return trained is not None and trained.step >= STEPS
+
+
 def _train_small_model() -> Path:
     """Train the small model of `make demo` for a short time and cache it; return its run folder."""
     from ..display.progress import Board, Lines
@@ -187,15 +250,12 @@ def _train_small_model() -> Path:
     from ..training.distributed import Ranks
     from ..training.lifecycle import Request, execute
     from ..training.pretrain import prepare
-    from ..training.run import Run
 
-    folder = cache_path("demo", f"nano-{STEPS}")
-    trained = next(Run(folder).usable(), None)
-    if trained is not None and trained.step >= STEPS:
+    folder = _small_folder()
+    if _is_trained(folder):
         return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    if trained is None:
-        display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
+    display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()
     try:

@@ -48,7 +48,7 @@ def _pool(x: Tensor, limit: int) -> tuple[Tensor, int]:
     if size <= 1:
         return x, 1
     whole = len(x) // size * size
-    groups = [x[:whole].unflatten(0, (-1, size)), *([x[None, whole:]] if whole < len(x) else [])]
+    groups = [x[:whole].reshape(-1, size, *x.shape[1:]), *([x[None, whole:]] if whole < len(x) else [])]
     ends = [torch.aminmax(group, dim=1) for group in groups]
     return torch.cat([torch.where(high >= -low, high, low) for low, high in ends]), size
 

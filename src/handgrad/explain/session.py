@@ -86,9 +86,14 @@ class Version:
 class Session:
     """A model, its tokenizer, and everything the page has asked for. Safe to use from several threads."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON):
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON
+    ):
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
         self.python = python  # lines that define `model`
+        self.better: dict[str, str | None] | None = (
+            None  # a model that is being prepared: what it is, and its page's url
+        )
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())

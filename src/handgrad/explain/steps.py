@@ -51,7 +51,8 @@ def take_step(
         if undo:
             with session.model_at(version) as model:
                 logits = model.logits(sentence.tokens)[0].as_subclass(Tensor)
-            new = replace(sentence, id="", version=version, trace={"a_12": logits, "y_pred": logits.softmax(1)})
+            found: Any = {"a_12": logits, "y_pred": logits.softmax(1)}
+            new = replace(sentence, id="", version=version, trace=found)
             session.drop_version(version)
         else:
             new = session.sentence(sentence.text, version, sentence.objective)

@@ -34,7 +34,8 @@ def table(session: Session) -> dict[str, Any]:
     functions = sorted({name for station in session.stations for _, name in readable_first(station.sources)})
     used = sorted({id for station in session.stations for id in station.errata}, key=lambda id: int(id[1:]))
     return {
-        "name": session.name, "note": session.note, "python": session.python, "text": session.text, "max_tokens": session.max_tokens,
+        "name": session.name, "note": session.note, "python": session.python, "better": session.better,
+        "text": session.text, "max_tokens": session.max_tokens,
         "parameters": session.size, "trains": trains, "blocks": c.n_blocks, "heads": c.n_heads, "d": c.d_model,
         "vocabulary": c.n_vocab, "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
         "large": session.size > LARGE, "errata": {id: ERRATA[id] for id in used},

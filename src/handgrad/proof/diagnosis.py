@@ -64,7 +64,7 @@ def diagnose(
     mistakes   tensors that known mistakes would have given, each named by a condition: "the keys were rotated twice"
     scales     named numbers that may be a factor too many or too few: {"√d_head": 8.0}
     parts      named slices, each (axis, first, count): if only some are wrong, the first wrong one is diagnosed
-    fitted     like `mistakes`, each with a number chosen to fit `computed`: taken only if no mistake without one fits as well
+    fitted     like `mistakes`, each with a number chosen to fit `computed`: counts if no other mistake fits as well
     unsummed   `expected` before its sum over one or more axes
     """
     if expected is None:

@@ -3,6 +3,7 @@
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { get, offline, post, RequestError } from "./api.js";
+import { showBetter } from "./better.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
@@ -349,6 +350,7 @@ async function start() {
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;
+  showBetter(t.better);
   find("model").textContent =
     `${t.name} · ${count(t.blocks, "block")} · d = ${t.d} · ${count(t.parameters, "parameter")} · ${t.note}`;
   render(

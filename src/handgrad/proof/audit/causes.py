@@ -167,7 +167,7 @@ class Suspects:
         """Causes of a wrong parameter gradient, in the orientation of the audited parameter."""
         ours, c = self.subject.ours, self.subject.config
         name = tracked.ours
-        mistakes, fitted = self.averaged(tracked), {}
+        mistakes, fitted = self.averaged(tracked), dict[str, Tensor]()
         names = c.table.names
         sequences = weights.parts_of_sequences(self.subject, self.batch, name)
         terms = {part: _turned(x, tracked) for part, x in sequences.items()}

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...adapters.peft import TENSORS, is_adapter
 from ...errors import HandgradError
 from ...files.gguf import is_gguf
-from ...formatting import public_path
 from ...formats.huggingface import load_config
 from ...formats.models import base_of, chat_template_of, locate, tokenizer_of
+from ...formatting import public_path
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
 from ...ops.loss import NO_TARGET
