@@ -15,8 +15,6 @@ from ...adapters.injection import adapters_of, layers_of
 from ...formatting import number as formatted
 from ...model.block import Block
 from ...model.layers import Affine
-from ...ops import activation
-from ...ops import gated as gated_op
 from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
 from . import heads, weights
@@ -24,7 +22,7 @@ from .batch import AuditBatch
 from .expect import Expected, expect
 from .norms import norm_mistakes, norm_terms
 from .observe import Observed
-from .slopes import slope_causes
+from .slopes import activation_mistakes, slope_causes
 from .subject import Subject, Tracked
 
 
@@ -71,7 +69,7 @@ class Suspects:
         if number == "10":
             return Causes(terms={"the residual connection": a("5"), "the feed-forward branch": a("9")})
         if number == "8":
-            return Causes(mistakes=self._activations(block, a))
+            return Causes(mistakes=activation_mistakes(block.mlp, a))
         return Causes(terms=self._embedding_terms(), mistakes=self._embedding_mistakes())
 
     def _embedding_terms(self) -> dict[str, Tensor]:
@@ -95,20 +93,6 @@ class Suspects:
             found["positions were counted from 1, not from 0"] = self.batch.positions.flatten() + 1
         tokens, positions = ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
         return {name: tokens + positions[self._rows(at)] for name, at in found.items()}
-
-    def _activations(self, block: Block, a: Callable[..., Tensor]) -> dict[str, Tensor]:
-        mlp = block.mlp
-        if mlp.gated:
-            found = {
-                f"the gate were {g}": gated_op.forward(a("gate"), a("up"), g) for g in ("silu", "gelu", "gelu_tanh")
-            }
-            found["gate and up were exchanged"] = gated_op.forward(a("up"), a("gate"), mlp.g)
-            found["the gate had no activation function"] = a("gate") * a("up")
-            found["the gate were missing"] = a("up")
-            found["the factor up were missing"] = gated_op.forward(a("gate"), torch.ones_like(a("up")), mlp.g)
-            return {name: x for name, x in found.items() if name != f"the gate were {mlp.g}"}
-        kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
-        return {f"the activation were {g}": activation.forward(a("7"), g) for g in kinds}
 
     def of_loss(self) -> Causes:
         """Causes of a wrong loss with right activations."""

@@ -1,4 +1,4 @@
-"""What may be wrong where the error signal passes the activation function: terms of its derivative, and known mistakes.
+"""What may be wrong at the activation function: known mistakes of both passes, and the terms of its derivative.
 
 g(x) = x s(x) with s = σ (SiLU), Φ (GELU) or its tanh form, so  g′ = s + x s′
 """
@@ -14,6 +14,22 @@ from ...ops import gated as gated_op
 
 INNER = {"silu": "σ", "gelu": "Φ", "gelu_tanh": "s"}
 Both = tuple[dict[str, Tensor], dict[str, Tensor]]  # terms, and what mistakes would have given
+
+
+@torch.no_grad()
+def activation_mistakes(mlp: MLP, a: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """What known mistakes would have made of a_8."""
+    if not mlp.gated:
+        kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
+        return {f"the activation were {g}": activation.forward(a("7"), g) for g in kinds}
+    gate, up = a("gate"), a("up")
+    found = {f"the gate were {g}": gated_op.forward(gate, up, g) for g in gated_op.NAMES if g != mlp.g}
+    return found | {
+        "gate and up were exchanged": gated_op.forward(up, gate, mlp.g),
+        "the gate had no activation function": gate * up,
+        "the gate were missing": up,
+        "the factor up were missing": gated_op.forward(gate, torch.ones_like(up), mlp.g),
+    }
 
 
 @torch.no_grad()
