@@ -2,7 +2,7 @@
 // “One entry by hand”: the two columns whose products add up to an entry of a gradient, with all digits. The sum stays
 // hidden until the reader asks for it.
 
-import { quote, visible } from "./format.js";
+import { number, quote, visible } from "./format.js";
 import { table } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -10,13 +10,13 @@ import { savedFigure } from "./save.js";
 /** @param {any} parameter @param {{ label: string }[]} tokens */
 export function byHand({ symbol, name, by_hand: { row, column, factors, digits } }, tokens) {
   const entry = `∂${symbol.split(" ")[0]} [${row}, ${column}]`;
-  const minus = (/** @type {string} */ x) => x.replace("-", "−");
+  const typeset = (/** @type {string} */ x) => (x.includes("e") ? number(Number(x), 9) : x.replace("-", "−"));
   const rows = tokens.map(({ label }, t) =>
     h(
       "tr",
       { key: t },
       h("th", { scope: "row" }, `${t + 1} ${quote(label)}`),
-      factors.map((f) => h("td", { class: "figure", "data-value": f.digits[t] }, minus(f.digits[t]))),
+      factors.map((f) => h("td", { class: "figure", "data-value": f.digits[t] }, typeset(f.digits[t]))),
     ),
   );
   return h(
@@ -32,7 +32,7 @@ export function byHand({ symbol, name, by_hand: { row, column, factors, digits }
       },
       h("p", { class: "caption" }, `Multiply the two numbers of every token, and add the products up: that is ${entry}.`),
       table(`The factors of ${entry}`, ["token", ...factors.map((f) => f.title)], rows, { class: "digits", tall: true }),
-      h("details", {}, h("summary", {}, "Show the sum"), h("p", { class: "sum", "data-value": digits }, minus(digits))),
+      h("details", {}, h("summary", {}, "Show the sum"), h("p", { class: "sum", "data-value": digits }, typeset(digits))),
     ),
   );
 }
