@@ -1,12 +1,18 @@
 """Format numbers for messages, tables and reports. Memory is in decimal units: 1 MB is 1,000,000 bytes."""
 
 import math
+from pathlib import PurePath
 
 
 def plural(n: float, noun: str, plural_noun: str | None = None) -> str:
     """A count with its noun: 1 step, 2,000 steps, 0.5 epochs"""
     count = f"{n:,}" if isinstance(n, int) else f"{n:g}"
     return f"{count} {noun if n == 1 else plural_noun or noun + 's'}"
+
+
+def public_path(path: str | PurePath) -> str:
+    """A path in something that others will read: as given, but of an absolute one only the last part"""
+    return PurePath(path).name if PurePath(path).is_absolute() else str(path)
 
 
 def number(x: float) -> str:

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ def test_a_file_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "with adapters of rank 2" in page and "Content-Security-Policy" in page
     assert "src=" not in page.replace("src/", "") and "<link" not in page
     assert "page.html" in capsys.readouterr().out
+    assert str(tmp_path) not in page and "model = hg.load('model').eval()" in page, "others have no such path"
 
 
 def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +60,8 @@ def test_choice_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run_folder(tmp_path / "runs" / "mine")
     (tmp_path / "runs" / "begun").mkdir()
     (tmp_path / "runs" / "begun" / "run.json").write_text("{}")  # newer, but without a checkpoint
-    network, tokenizer, name, note = choose(None)
+    network, tokenizer, name, note, source = choose(None)
+    assert source == "runs/mine"
     assert (
         name == "mine" and note == "trained in runs/mine" and tokenizer.n_vocab == 256 and network.config.n_blocks == 1
     )
@@ -79,6 +83,73 @@ def test_the_small_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in folder.parent.iterdir()] == ["nano-2"]
     before = (folder / "run.json").stat().st_mtime_ns
     assert cli_explain._train_small_model() == folder and (folder / "run.json").stat().st_mtime_ns == before
+
+
+def test_the_lines_of_python_define_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_directory(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    for name in ("nano", "runs/mine", str(folder)):
+        chosen = choose(name)
+        assert str(tmp_path) not in chosen.note
+        names: dict[str, object] = {}
+        exec("import handgrad as hg\n" + cli_explain.in_python(chosen.source), names)
+        model = names["model"]
+        assert isinstance(model, hg.GPT) and not model.training
+        for p, q in zip(model.parameters(), chosen.network.parameters(), strict=True):
+            assert torch.equal(p, q)
+        for_others = cli_explain.in_python(chosen.source, others_read=True)
+        assert str(tmp_path) not in for_others and for_others.startswith("model = hg.")
+
+
+class Trained:
+    """A process that has trained a model, or could not."""
+
+    returncode = 0
+
+    def __init__(self, command: list[str], **options: object):
+        self.command = command
+
+    def __enter__(self) -> "Trained":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def communicate(self) -> tuple[str, str]:
+        return "", "Error: no space left on device"
+
+    def terminate(self) -> None: ...
+
+
+class AtOnce:
+    """A thread that has ended when it is started."""
+
+    def __init__(self, target: Callable[[], None], daemon: bool):
+        self.start = target
+
+
+def test_the_page_opens_before_a_model_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without SmolLM2 and without a run, the page starts with random weights, and links to the small model when it is
+    trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_explain, "cache_path", lambda kind, name: tmp_path / kind / name)
+    monkeypatch.setattr(downloads, "is_cached", lambda name: False)
+    assert cli_explain._nothing_trained()
+    monkeypatch.setattr(cli_explain.subprocess, "Popen", Trained)
+    monkeypatch.setattr(cli_explain, "Thread", AtOnce)
+    monkeypatch.setattr(cli_explain, "_train_small_model", lambda: run_folder(tmp_path / "demo" / "nano-400"))
+    session = make_session(n_blocks=1)
+    with ExitStack() as beside:
+        cli_explain._train_beside(session, 0, beside)
+        assert session.better is not None and session.better["url"] is not None
+        with urllib.request.urlopen(session.better["url"]) as page:
+            assert page.status == 200
+    monkeypatch.setattr(Trained, "returncode", 1)
+    with ExitStack() as beside:
+        cli_explain._train_beside(session, 0, beside)
+    assert "no space left" in (session.better["text"] or "") and session.better["url"] == ""
+    monkeypatch.setattr(cli_explain, "STEPS", 3)
+    run_folder(tmp_path / "demo" / "nano-3")
+    assert not cli_explain._nothing_trained()
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -81,12 +81,6 @@ def lost_sequence(patch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def row_of_padding(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("llama")
-    model.model.embed_tokens.padding_idx = int(batch()["input_ids"][0, 2])
-    return model
-
-
 def norms_with_gradient(patch: pytest.MonkeyPatch) -> Any:
     model = adapted(model_of("llama"), "llama", use_dora=True)
     layer = model.base_model.model.model.layers[1].self_attn.v_proj
@@ -114,7 +108,6 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
     "wrong rows": (wrong_rows, "model.layers.1.mlp.down_proj", "its input were that of the previous row"),
     "wrong rows of the head": (wrong_rows_of_the_head, "transformer.wte", "its input were that of the previous row"),
     "a lost sequence": (lost_sequence, "transformer.h.1.attn.c_attn", "lacks the part of sequence 2 of 3"),
-    "the row of padding": (row_of_padding, "model.embed_tokens", "is zero in 1 of the 31 slices of axis 0"),
     "norms with a gradient": (
         norms_with_gradient, "model.layers.1.self_attn.v_proj", "DoRA's column norms were differentiated",
     ),

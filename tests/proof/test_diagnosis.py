@@ -59,6 +59,14 @@ def test_factor(factor: float, says: str, noise: float) -> None:
     assert says in result.sentence
 
 
+@pytest.mark.parametrize(
+    ("factor", "says"), [(1.001, "is 0.1 % too large"), (0.97, "is 3 % too small"), (1.23, "is 1.23 times too large")]
+)
+def test_factors_near_1_have_digits_that_tell(factor: float, says: str) -> None:
+    result = found(factor * RIGHT, RIGHT, 1e-9)
+    assert (result.kind, result.sentence) == ("factor", says) and float(result.detail) == pytest.approx(factor)
+
+
 def test_sign_zero_and_not_trained(noise: float) -> None:
     assert found(-RIGHT, RIGHT, noise).kind == "sign"
     assert found(0 * RIGHT, RIGHT, noise).kind == "zero"

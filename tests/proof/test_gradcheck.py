@@ -255,6 +255,12 @@ def test_which_output_is_wrong() -> None:
     assert (report.first.output, report.first.diagnosis.kind) == (1, "sign")
 
 
+def test_a_factor_near_1_is_given_in_percent() -> None:
+    report = hg.check(torch.sin, "n d", backward=lambda delta, a: 1.001 * delta * a.cos())
+    assert report.first is not None
+    assert "is 0.1 % too large" in report.first.diagnosis.sentence and report.first.diagnosis.detail == "1.001"
+
+
 def test_report_and_mistakes_of_the_caller() -> None:
     report = hg.check(layer_norm, "n d", "d", "d", backward=norm_backward("factor"))
     text = str(report)

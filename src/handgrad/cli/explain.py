@@ -1,11 +1,13 @@
 """The command explain: choose a model, then serve the page on this machine or write it to a file."""
 
+import subprocess
+import sys
 import webbrowser
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread, Timer
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -14,7 +16,7 @@ from rich.markup import escape
 from ..errors import HandgradError
 from ..files.atomic import check_writable, write_text
 from ..files.cache import cache_path
-from ..formatting import loss, plural, size
+from ..formatting import loss, plural, public_path, size
 from ..training.config import TrainOptions
 from .options import MODEL
 
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 DEFAULT = "smollm2"  # if it was fetched
+SEED = 0  # of random weights
+GET = "get smollm2"
+SMALL_MODEL = "nano"
 STEPS = 400  # of the small model that is trained if there is no other
 TEXT = "To be, or not to be, that is the question:"
 TEXTS = {DEFAULT: "The capital of France is Berlin, and the capital of Italy is Rome."}  # a model that knows better
-SMALL = 5_000_000  # parameters; below, a second thread does not help
+SMALL = 5_000_000  # parameters; below, one thread
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
@@ -37,7 +42,7 @@ def explain(
         str | None,
         typer.Option(
             help=f"{MODEL} A preset has random weights. [default: smollm2 if it was fetched, or else the newest run in"
-            " runs/, or else a small model that is trained first]"
+            " runs/, or else a small model that is trained meanwhile]"
         ),
     ] = None,
     text: Annotated[
@@ -71,13 +76,16 @@ def explain(
 
         from ..explain.session import Session, add_adapters
 
-    network, tokenizer, name, note = choose(model)
+    untrained = model is None and html is None and _nothing_trained()
+    network, tokenizer, name, note, source = choose(SMALL_MODEL if untrained else model)
+    python = in_python(source, others_read=html is not None)
     if lora:
         add_adapters(network, lora)
         note += f", with adapters of rank {lora}"
-    if network.size < SMALL:
+        python += f"\nhg.lora.inject(model, {lora})"
+    if network.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
         torch.set_num_threads(1)
-    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT))
+    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..explain.export import export
@@ -92,10 +100,16 @@ def explain(
     out.print(f"{name}, {note}", highlight=False, markup=False)
     out.print(f"{server.url}   Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
     Thread(target=_trace_first, args=[session], daemon=True).start()
-    with TemporaryDirectory(prefix="handgrad-", ignore_cleanup_errors=True) as private, suppress(KeyboardInterrupt):
+    with (
+        TemporaryDirectory(prefix="handgrad-", ignore_cleanup_errors=True) as private,
+        ExitStack() as beside,
+        suppress(KeyboardInterrupt),  # the normal way to stop
+    ):
         if open_browser:
             Timer(0.5, webbrowser.open, [_doorway(Path(private), server.url)]).start()
-        server.run()  # until Ctrl-C
+        if untrained:
+            _train_beside(session, lora, beside)
+        server.run()
 
 
 def _doorway(folder: Path, url: str) -> str:
@@ -104,6 +118,41 @@ def _doorway(folder: Path, url: str) -> str:
     file = folder / "explain.html"
     file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}"><a href="{url}">handgrad</a>\n')
     return file.as_uri()
+
+
+def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
+    """Train the small model in another process while the page shows it untrained; then serve it too, and tell the page
+    where. `beside` ends what was started."""
+    from ..explain.server import Server
+    from ..explain.session import Session, add_adapters
+
+    offer = f"For a model that knows more: handgrad {GET} (98 MB), then handgrad explain again."
+    out.print(f"A small model is being trained meanwhile, {plural(STEPS, 'step')}. {offer}", highlight=False)
+    session.better = {
+        "text": f"This model has random weights. A trained one follows in about a minute, and a link to it here. {offer} ",
+        "url": None,
+    }
+    command = [sys.executable, "-c", f"from {__name__} import _train_small_model; _train_small_model()"]
+    process = beside.enter_context(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    )
+    beside.callback(process.terminate)
+
+    def follow() -> None:
+        _, problem = process.communicate()
+        if process.returncode:
+            reason = (problem.strip().splitlines() or ["it was stopped"])[-1]
+            session.better = {"text": f"The small model could not be trained: {reason}. {offer}", "url": ""}
+            return
+        network, tokenizer, name, note, source = choose(None)
+        if lora:
+            add_adapters(network, lora)
+        made = Server(Session(network, tokenizer, name, note, session.text, in_python(source)))
+        url = beside.enter_context(made)
+        out.print(f"The small model is trained: {url}", highlight=False, soft_wrap=True)
+        session.better = {"text": "A trained small model is there. ", "url": url}
+
+    Thread(target=follow, daemon=True).start()
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:
@@ -118,8 +167,29 @@ def _trace_first(session: "Session") -> None:
         out.print(f"Ready: the sentence was run forward and backward; its loss is {loss(value)}.", highlight=False)
 
 
-def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
-    """Return the model, its tokenizer, its name, and a note on where its weights come from."""
+class Chosen(NamedTuple):
+    """The model of the page."""
+
+    network: "GPT"
+    tokenizer: "Tokenizer"
+    name: str
+    note: str  # where its weights come from
+    source: str | Path  # what `hg.load` takes; the name of a preset
+
+
+def in_python(source: str | Path, others_read: bool = False) -> str:
+    """The lines that define `model`. What others will read has no path of this machine."""
+    from ..model.config import PRESETS
+
+    if source in PRESETS:
+        return f"model = hg.GPT(hg.preset({source!r}), seed={SEED}).eval()"
+    given = public_path(source) if others_read else str(source)
+    where = "  # where this folder is on your machine" if given != str(source) else ""
+    return f"model = hg.load({given!r}).eval(){where}"
+
+
+def choose(name: str | None) -> Chosen:
+    """Find the model and its tokenizer."""
     from ..formats.models import find_model
     from ..formats.run_folder import model_folder, newest_run
     from ..model.gpt import GPT
@@ -128,22 +198,17 @@ def choose(name: str | None) -> "tuple[GPT, Tokenizer, str, str]":
     if name is None and is_cached(DEFAULT):
         name = DEFAULT
     if name is None and newest_run(with_checkpoint=True) is None:
-        folder = model_folder(_train_small_model())
-        network, tokenizer = _open(folder, "nano")
-        return network, tokenizer, "nano", f"trained for {plural(STEPS, 'step')}"
+        run = _train_small_model()
+        opened = _open(model_folder(run), SMALL_MODEL)
+        return Chosen(*opened, SMALL_MODEL, f"trained for {plural(STEPS, 'step')}", run)
     found = find_model(name)
     if found.folder is None:
-        network = GPT(found.config)
-        return (
-            network,
-            _tokenizer(None, network),
-            found.name,
-            "; ".join(["random weights, not trained", found.note]).strip("; "),
-        )
-    network, tokenizer = _open(found.folder, found.name)
-    where = found.name.replace(f"{Path.home()}/", "~/", 1) if found.name.startswith(f"{Path.home()}/") else found.name
+        network = GPT(found.config, seed=SEED)
+        note = "; ".join(["random weights, not trained", found.note]).strip("; ")
+        return Chosen(network, _tokenizer(None, network), found.name, note, found.name)
+    where = public_path(found.name)
     note = f"trained in {where}" if name is None else "trained weights" if name == DEFAULT else f"from {where}"
-    return network, tokenizer, Path(found.name).name, note
+    return Chosen(*_open(found.folder, found.name), Path(found.name).name, note, found.name)
 
 
 def _open(folder: Path, name: str) -> "tuple[GPT, Tokenizer]":
@@ -172,6 +237,25 @@ def _tokenizer(folder: Path | None, network: "GPT") -> "Tokenizer":
     )
 
 
+def _nothing_trained() -> bool:
+    """Whether there is no model to show but one that has to be trained first."""
+    from ..formats.run_folder import newest_run
+    from ..text.downloads import is_cached
+
+    return not is_cached(DEFAULT) and newest_run(with_checkpoint=True) is None and not _is_trained(_small_folder())
+
+
+def _small_folder() -> Path:
+    return cache_path("demo", f"{SMALL_MODEL}-{STEPS}")
+
+
+def _is_trained(folder: Path) -> bool:
+    from ..training.run import Run
+
+    trained = next(Run(folder).usable(), None)
+    return trained is not None and trained.step >= STEPS
+
+
 def _train_small_model() -> Path:
     """Train the small model of `make demo` for a short time and cache it; return its run folder."""
     from ..display.progress import Board, Lines
@@ -179,15 +263,12 @@ def _train_small_model() -> Path:
     from ..training.distributed import Ranks
     from ..training.lifecycle import Request, execute
     from ..training.pretrain import prepare
-    from ..training.run import Run
 
-    folder = cache_path("demo", f"nano-{STEPS}")
-    trained = next(Run(folder).usable(), None)
-    if trained is not None and trained.step >= STEPS:
+    folder = _small_folder()
+    if _is_trained(folder):
         return folder
     display: Lines = Board(out) if out.is_terminal else Lines(out)
-    if trained is None:
-        display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
+    display.say(f"No run in {RUNS}/. Training a small model first: {STEPS} steps, saved in {folder}")
     options = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "sample_tokens": 0}
     ranks = Ranks()
     try:

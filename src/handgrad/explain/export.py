@@ -5,7 +5,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import HandgradError
@@ -16,12 +16,13 @@ from .page_files import asset, modules
 from .proof import CheckResults, Prover
 from .server import nonfinite_to_null
 from .session import Session, TracedSentence
+from .stations import Station
 from .steps import take_step
 
 MAX_BYTES = 8_000_000
 COLUMNS = (128, 64, 32)  # most columns of a picture: the first number with which the file is small enough
 RATES = (0.001, 0.01, 0.1)
-STEPS = 12  # precomputed at each rate
+STEPS = 12  # precomputed at each rate; one for a large model
 Watch = Callable[[Sequence[str]], Iterable[str]]
 
 
@@ -33,7 +34,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
         "learn": course_view(session, {}, grading=False),
         **answers(session, sentence, watch),
     }
-    for columns in COLUMNS:
+    for columns in _columns(session, sentence, MAX_BYTES - len(_page(embedded).encode())):
         page = _page({**embedded, **_pictures(session, sentence, columns)})
         if len(page.encode()) <= MAX_BYTES:
             return page
@@ -45,8 +46,7 @@ def export(session: Session, text: str, watch: Watch = iter) -> str:
 
 def _page(embedded: dict[str, Any]) -> str:
     """The HTML of the page with these answers."""
-    data = json.dumps(_rounded(nonfinite_to_null(embedded)), ensure_ascii=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c")
+    data = _json(embedded).replace("<", "\\u003c")
     style, script = asset("style.css") + asset("views.css"), bundle()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
@@ -57,6 +57,10 @@ def _page(embedded: dict[str, Any]) -> str:
     page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
     body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
     return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+
+
+def _json(answers: dict[str, Any]) -> str:
+    return json.dumps(_rounded(nonfinite_to_null(answers)), ensure_ascii=False, separators=(",", ":"))
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
@@ -74,11 +78,28 @@ def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> 
     return found
 
 
-def _pictures(session: Session, sentence: TracedSentence, columns: int) -> dict[str, Any]:
-    """Return the answers that consist of pictures, with at most so many columns."""
+def _columns(session: Session, sentence: TracedSentence, room: int) -> Iterator[int]:
+    """Return the numbers of columns to try: those with which the pictures of all blocks would fit if each had the size of
+    the first one's, and at least the last number."""
+    for columns in COLUMNS:
+        block = [s for s in session.stations if s.block == 0]
+        size = len(_json(_pictures(session, sentence, columns, block, range(1))).encode())
+        if size * session.model.config.n_blocks <= room or columns == COLUMNS[-1]:
+            yield columns
+
+
+def _pictures(
+    session: Session,
+    sentence: TracedSentence,
+    columns: int,
+    stations: Sequence[Station] | None = None,
+    blocks: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """Return the answers that consist of pictures, with at most so many columns; of all stations and blocks, or of some."""
     config = session.model.config
-    found = {f"station?station={s.id}": views.at_station(session, sentence, s, columns) for s in session.stations}
-    for block in range(config.n_blocks):
+    shown = session.stations if stations is None else stations
+    found = {f"station?station={s.id}": views.at_station(session, sentence, s, columns) for s in shown}
+    for block in range(config.n_blocks) if blocks is None else blocks:
         for head in range(config.n_heads):
             made = attention_view.at_head(session, sentence, block, head, columns)
             found[f"head?block={block}&head={head}"] = made
@@ -99,14 +120,15 @@ def _steps(session: Session, sentence: TracedSentence) -> dict[str, Any]:
     """Take the steps that the file shows, at each learning rate."""
     found: dict[str, Any] = {}
     for rate in RATES:
-        here, taken = sentence, []
-        for _ in range(STEPS if session.size <= views.LARGE else 2):
+        here, taken, large = sentence, [], session.size > views.LARGE
+        for _ in range(1 if large else STEPS):
             try:
-                taken.append(take_step(session, here, rate, "SGD"))
+                taken.append(take_step(session, here, rate, "SGD", undo=large))
             except HandgradError as reason:
                 taken.append({"error": str(reason)})
                 break
-            here = session.find(taken[-1]["id"])
+            if not large:
+                here = session.find(taken[-1]["id"])
         found[f"{rate:g}"] = taken  # the key that assets/step.js looks up
     return found
 

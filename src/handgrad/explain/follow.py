@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formatting import subscript
 from ..model.trace import Trace
 from . import follow_forward, follow_signals
 from .follow_tensors import Cell, Tensors, split
@@ -17,6 +18,8 @@ from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
+VOCABULARY_ROWS = ("w_tok", "grad_w_tok")  # tensors with a row, or a column, for every token of the vocabulary
+VOCABULARY_COLUMNS = ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
 SHOWN = 12  # terms that are listed; the others are added up
 
 
@@ -32,6 +35,31 @@ def follow(
         rule = follow_signals.rule if last.startswith(("delta_", "grad_", "g_")) else follow_forward.rule
         formula, sums = rule(t, sentence, cell, here, last)
         return _shown(session, sentence, t, cell, value, formula, sums)
+
+
+def by_hand(t: Tensors, sentence: TracedSentence, name: str, grad: Tensor) -> dict[str, Any] | None:
+    """The entry of a gradient that is furthest from 0, with the two columns whose products add up to it, a row per token;
+    None if it is more than one sum of products. Numbers have all their digits, also in a file whose others are rounded."""
+    grad = grad[None] if grad.ndim == 1 else grad
+    row, column = divmod(int(grad.abs().argmax()), grad.shape[1])
+    here, last = split(name)
+    _, sums = follow_signals.rule(t, sentence, Cell(name, row, column), here, last)
+    if len(sums) != 1 or len(sums[0].factors) != 2 or sums[0].scale != 1.0:
+        return None
+    factors = []
+    for factor in sums[0].factors:
+        cell = factor.cell(0)
+        if cell is None or len(factor.values) != len(sentence.ids):
+            return None
+        head = "" if cell.head is None else f" of head {cell.head + 1}"
+        title = f"{factor.symbol or _symbol(split(cell.name)[1])}{head}, column {cell.column}"
+        factors.append({"title": title, "digits": [_digits(x) for x in factor.values.tolist()]})
+    return {"row": row, "column": column, "factors": factors, "digits": _digits(grad[row, column].item())}
+
+
+def _digits(x: float) -> str:
+    """A number of float32 or less, exactly."""
+    return f"{x:.9g}"
 
 
 def _shown(
@@ -65,14 +93,33 @@ def _term(session: Session, sentence: TracedSentence, t: Tensors, s: Sum, i: int
             named = _named(session, sentence, cell)
             entry |= {"cell": named, "symbol": factor.symbol or named["symbol"]}
         factors.append(entry)
-    return {"value": value, "factors": factors, "scale": s.scale}
+    return {"value": value, "factors": factors, "scale": s.scale, **_place(session, sentence, s, i)}
+
+
+def _place(session: Session, sentence: TracedSentence, s: Sum, i: int) -> dict[str, Any]:
+    """What tells a term from the others of its sum: the token that its factors belong to, with its position if it is one
+    of the sentence, or else the number of a feature."""
+    found: dict[str, Any] = {"token": None, "position": None, "feature": None}
+    for factor in s.factors:
+        cell, other = factor.cell(i), factor.cell(0 if i else 1) if len(factor.values) > 1 else None
+        if cell is None or other is None:
+            continue
+        named = _named(session, sentence, cell)
+        row = cell.row != other.row
+        label = named["row_label" if row else "column_label"]
+        if label is not None:
+            over_vocabulary = (cell.name in VOCABULARY_ROWS) if row else (split(cell.name)[1] in VOCABULARY_COLUMNS)
+            position = None if over_vocabulary else (cell.row if row else cell.column) + 1
+            return {**found, "token": label, "position": position}
+        found["feature"] = cell.row if row else cell.column
+    return found
 
 
 def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, Any]:
     """A cell as the page shows it: with the symbol of its tensor, the block, and the words of its row and column."""
     here, last = split(cell.name)
     block = int(here.split(".")[1]) if here else None
-    wide = last in ("a_12", "y_pred", "delta_12", "delta_0", "w_11", "grad_w_11")
+    wide = last in VOCABULARY_COLUMNS
     between = last in ("rho", "score", "delta_causal", "delta_raw")
     tokens = (
         last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
@@ -82,7 +129,7 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, 
         return session.token_text(sentence.ids[i])
 
     row_label = word(cell.row) if (tokens or last == "y_pred") and cell.row < len(sentence.ids) else None
-    if last in ("w_tok", "grad_w_tok"):
+    if last in VOCABULARY_ROWS:
         row_label = session.token_text(cell.row)
     column_label = session.token_text(cell.column) if wide else word(cell.column) if between else None
     return {
@@ -93,6 +140,8 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> dict[str, 
 
 
 def _symbol(last: str) -> str:
+    if last.startswith("a_bar_"):
+        return "ā" + subscript(int(last.removeprefix("a_bar_")))
     if last.startswith("grad_"):
         return "∂" + last.removeprefix("grad_")
     return {"rho": "ρ", "y_pred": "y_pred"}.get(last) or symbol(last)

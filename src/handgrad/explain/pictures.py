@@ -47,11 +47,10 @@ def _pool(x: Tensor, limit: int) -> tuple[Tensor, int]:
     size = math.ceil(len(x) / limit)
     if size <= 1:
         return x, 1
-    pieces = []
-    for piece in torch.split(x, size):
-        low, high = torch.aminmax(piece, dim=0)
-        pieces.append(torch.where(high >= -low, high, low))
-    return torch.stack(pieces), size
+    whole = len(x) // size * size
+    groups = [x[:whole].reshape(-1, size, *x.shape[1:]), *([x[None, whole:]] if whole < len(x) else [])]
+    ends = [torch.aminmax(group, dim=1) for group in groups]
+    return torch.cat([torch.where(high >= -low, high, low) for low, high in ends]), size
 
 
 def statistics(x: Tensor) -> dict[str, float]:

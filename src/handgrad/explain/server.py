@@ -167,7 +167,7 @@ def make_app(session: Session, prover: Prover, key: str) -> FastAPI:
 
     @app.get("/api/progress")
     async def progress() -> Response:
-        return JSONAnswer(session.progress.report())
+        return JSONAnswer({**session.progress.report(), "better": session.better})
 
     @app.post("/api/sentence")
     async def trace_sentence(body: SentenceRequest) -> Response:

@@ -36,6 +36,7 @@ MAX_TEXT_BYTES = 4000
 MAX_TOKENS = 256
 TRACE_CACHE_BYTES = 400_000_000  # the newest trace is always kept
 VERSION_CACHE_BYTES, MAX_VERSIONS = 4_000_000_000, 200  # on disk; the newest version is always kept
+MODEL_IN_PYTHON = "# model: the one that was given to hg.explain"
 BASE = -1  # the version of the weights without adapters
 MAX_IDS = 10_000  # ids of sentences that can be traced again
 
@@ -85,8 +86,14 @@ class Version:
 class Session:
     """A model, its tokenizer, and everything the page has asked for. Safe to use from several threads."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str):
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, name: str, note: str, text: str, python: str = MODEL_IN_PYTHON
+    ):
         self.model, self.tokenizer, self.name, self.note, self.text = model.eval(), tokenizer, name, note, text
+        self.python = python  # lines that define `model`
+        self.better: dict[str, str | None] | None = (
+            None  # a model that is being prepared: what it is, and its page's url
+        )
         self.stations: list[Station] = stations_of(model)
         self.by_id = {station.id: station for station in self.stations}
         self.size = sum(p.numel() for p in model.parameters())

@@ -7,6 +7,7 @@ are in memory.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import HandgradError, NonFiniteError
-from ..files.scratch import TensorFile
+from ..files.scratch import TensorFile, TensorsInMemory
 from ..formatting import size
 from ..machine import trim_heap
 from ..model.trace import own_gradients
@@ -27,35 +28,48 @@ OPTIMIZERS = {"SGD": "gradient descent", "Adam": "Adam"}
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> dict[str, Any]:
+def take_step(
+    session: Session, sentence: TracedSentence, lr: float, optimizer: str, *, undo: bool = False
+) -> dict[str, Any]:
     """Step from the sentence's version of the weights to a new one, which is added to the session; return the predicted
-    loss L + ⟨∂, step⟩, the measured one, and how the probability of each target moved."""
+    loss L + ⟨∂, step⟩, the measured one, and how the probability of each target moved. With `undo` only these numbers
+    are left: no version, nothing on disk, and no trace of the new weights."""
     if optimizer not in OPTIMIZERS:
         raise HandgradError(f"unknown optimizer {optimizer!r}: choose {' or '.join(OPTIMIZERS)}")
     if not 0 < lr <= 100:
         raise HandgradError(f"the learning rate must be above 0 and at most 100, not {lr}")
     with session.lock:
         session.free_gradients()
-        loss, expected, made = _stepped(session, sentence, lr, optimizer)
+        stored = TensorsInMemory if undo else TensorFile
+        loss, expected, made = _stepped(session, sentence, lr, optimizer, stored)
         version = session.add_version(made)
         try:
             measured = _measured(session, sentence, version, lr)
         except Exception:
             session.drop_version(version)
             raise
-    new = session.sentence(sentence.text, version, sentence.objective)
+        if undo:
+            with session.model_at(version) as model:
+                logits = model.logits(sentence.tokens)[0].as_subclass(Tensor)
+            found: Any = {"a_12": logits, "y_pred": logits.softmax(1)}
+            new = replace(sentence, id="", version=version, trace=found)
+            session.drop_version(version)
+        else:
+            new = session.sentence(sentence.text, version, sentence.objective)
     return {
         "id": new.id, "version": version, "steps": made.steps,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
     }  # fmt: skip
 
 
-def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> tuple[float, float, Version]:
+def _stepped(
+    session: Session, sentence: TracedSentence, lr: float, optimizer: str, stored: type[TensorFile | TensorsInMemory]
+) -> tuple[float, float, Version]:
     """The loss, its change to first order, ⟨∂, step⟩, and the version after the step."""
     old = session.version(sentence.version)
     state = old.optimizer_state if old.optimizer == optimizer else {}
     make = maker(optimizer, lr, 0.0, (0.9, 0.99))
-    weights, new_state = TensorFile(), TensorFile()
+    weights, new_state = stored(), stored()
     expected = 0.0
     with session.model_at(sentence.version) as model, own_gradients(model.parameters()):
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -70,7 +84,7 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
                     here = f"{names[p]} {i} "
                     before = {key.removeprefix(here): state[key] for key in state if key.startswith(here)}
                     stepped, after = _step(part, grad, make, before)
-                    expected += torch.sum(grad.double() * (stepped.double() - part.double())).item()
+                    expected += torch.sum(grad * (stepped - part), dtype=torch.float64).item()
                     weights.append(names[p], p.shape, stepped)
                     for key, x in after.items():
                         new_state.append(here + key, x.shape, x)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..model.gpt import GPT
 from ..model.objective import MEAN_LOSS, LogitDifference
 from . import captions, swaps_view
 from .exercises import offered_at
+from .follow import by_hand
+from .follow_tensors import Tensors
 from .formulas import ERRATA, Formula, mathml
 from .objectives import describe
 from .pictures import ROWS, picture, statistics
@@ -33,7 +34,8 @@ def table(session: Session) -> dict[str, Any]:
     functions = sorted({name for station in session.stations for _, name in readable_first(station.sources)})
     used = sorted({id for station in session.stations for id in station.errata}, key=lambda id: int(id[1:]))
     return {
-        "name": session.name, "note": session.note, "text": session.text, "max_tokens": session.max_tokens,
+        "name": session.name, "note": session.note, "python": session.python, "better": session.better,
+        "text": session.text, "max_tokens": session.max_tokens,
         "parameters": session.size, "trains": trains, "blocks": c.n_blocks, "heads": c.n_heads, "d": c.d_model,
         "vocabulary": c.n_vocab, "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
         "large": session.size > LARGE, "errata": {id: ERRATA[id] for id in used},
@@ -208,8 +210,9 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
     norms: dict[str, float] = {}
     sizes: dict[str, float] = {}
     with session.model_at(sentence.version) as model:
+        tensors = Tensors(model, sentence.trace)
         for parameter in station.parameters:
-            shown = _parameter(session, model, sentence, parameter, limit)
+            shown = _parameter(session, tensors, sentence, parameter, limit)
             sizes[parameter.symbol] = shown["norm"]
             if shown["frozen"]:
                 view["frozen"].append({key: shown[key] for key in ("symbol", "shape", "norm")})
@@ -259,10 +262,10 @@ def vocabulary_columns(sentence: TracedSentence, x: Tensor, most: int = VOCABULA
 
 
 def _parameter(
-    session: Session, model: GPT, sentence: TracedSentence, parameter: Parameter, limit: int
+    session: Session, tensors: Tensors, sentence: TracedSentence, parameter: Parameter, limit: int
 ) -> dict[str, Any]:
     """A parameter and its gradient; of a gradient over the vocabulary the rows or columns of some tokens."""
-    full = model.get_parameter(parameter.name)
+    full = tensors.model.get_parameter(parameter.name)
     value = parameter.view(full.data)
     grad = sentence.trace.get(parameter.gradient) if full.requires_grad else None
     axis, part, words = VOCABULARY_AXIS.get(parameter.gradient), "", None
@@ -277,6 +280,7 @@ def _parameter(
         "norm": value.norm().item(), "name": parameter.gradient,
         "grad_norm": sentence.trace.norms.get(parameter.gradient),
         "picture": None if shown is None else picture(shown, limit=columns, rows_limit=rows), "vocabulary": words,
+        "by_hand": None if grad is None else by_hand(tensors, sentence, parameter.gradient, grad),
         "python": f"trace[{parameter.gradient!r}]{part}",
     }  # fmt: skip
 

@@ -49,6 +49,21 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self._index)
 
 
+class TensorsInMemory(dict[str, Tensor]):
+    """The same interface without a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._filled = 0  # entries of the tensor that was appended last
+
+    def append(self, name: str, shape: torch.Size, part: Tensor) -> None:
+        """Append a tensor of this shape under a new name, or the next part of the one that was appended last."""
+        if name not in self:
+            self[name], self._filled = torch.empty(shape, dtype=part.dtype), 0
+        self[name].view(-1)[self._filled : self._filled + part.numel()] = part.detach().reshape(-1)
+        self._filled += part.numel()
+
+
 def _bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     array: Any = x.view(-1).view(torch.uint8).numpy()

@@ -52,6 +52,7 @@ def diagnose(
     mistakes: Mapping[str, Tensor] | None = None,
     scales: Mapping[str, float] | None = None,
     parts: Mapping[str, Part] | None = None,
+    fitted: Mapping[str, Tensor] | None = None,
     unsummed: Tensor | None = None,
 ) -> Diagnosis:
     """Compare a computed tensor with the right one; if they differ by more than rounding, say how.
@@ -63,6 +64,7 @@ def diagnose(
     mistakes   tensors that known mistakes would have given, each named by a condition: "the keys were rotated twice"
     scales     named numbers that may be a factor too many or too few: {"√d_head": 8.0}
     parts      named slices, each (axis, first, count): if only some are wrong, the first wrong one is diagnosed
+    fitted     like `mistakes`, each with a number chosen to fit `computed`: counts if no other mistake fits as well
     unsummed   `expected` before its sum over one or more axes
     """
     if expected is None:
@@ -87,7 +89,8 @@ def diagnose(
     inner, some_right = _judge_parts(computed, expected, bound, parts or {}, scales or {})
     if inner is not None and some_right and inner.kind not in ("factor per slice", "other"):
         return inner
-    found = list(hypotheses(computed, expected, bound, terms or {}, mistakes or {}, scales or {}, unsummed))
+    known = (mistakes or {}, fitted or {})
+    found = list(hypotheses(computed, expected, bound, terms or {}, known, scales or {}, unsummed))
     if some_right and inner is not None:  # of the whole tensor, only a known mistake says more than the wrong parts do
         found = [h for h in found if h.kind == "known mistake"]
     if found:

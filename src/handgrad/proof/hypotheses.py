@@ -15,6 +15,7 @@ from ..formatting import number
 
 MAX_SLICES = 2048  # an axis with more slices is not searched for a permutation
 TIGHT = 1e-4  # relative bound below which equal entries in another order are no coincidence
+CLOSE = 0.1  # factors closer to 1 are given in percent
 ENOUGH = 4  # numbers of a slice that resembles another by no coincidence
 Fits = Callable[[Tensor], float | None]
 
@@ -36,7 +37,7 @@ def hypotheses(
     expected: Tensor,
     bound: float,
     terms: Mapping[str, Tensor],
-    mistakes: Mapping[str, Tensor],
+    mistakes: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],  # without and with a number that was fitted
     scales: Mapping[str, float],
     unsummed: Tensor | None,
 ) -> Iterator[Found]:
@@ -52,12 +53,12 @@ def hypotheses(
 
     yield from _scaled(computed, expected, fits, relative, scales)
     yield from _transposed(expected, fits)
-    for name, guess in mistakes.items():
+    for name, guess, free in ((name, guess, i > 0) for i, made in enumerate(mistakes) for name, guess in made.items()):
         # a mistake that changes nothing explains nothing
         if guess.shape != expected.shape or norm(guess - expected) <= bound:
             continue
         if (residual := fits(guess.double())) is not None:
-            yield Found("known mistake", f"is what it would be if {name}", residual, detail=name)
+            yield Found("known mistake", f"is what it would be if {name}", residual, detail=name, free=free)
     yield from _terms(computed, expected, bound, terms, scales)
     if unsummed is not None:
         yield from _unsummed(unsummed.double(), expected, fits)
@@ -83,18 +84,17 @@ def _scaled(
         return
     size, sign = abs(factor), "has the wrong sign and " if factor < 0 else ""
     near = _named(size, scales, margin)
-    shown = _factor_text(size, margin)
-    text = f"{sign}is {shown}"
+    whole = _whole(size, margin)
+    text = f"{sign}is {_factor_text(size, whole)}"
     if near:
         text += f" ({' or '.join(near)})"
-    whole = "." not in shown.split()[0] and not shown.startswith("1 ")
     if expected.numel() > 1 or near or whole:  # every number is a multiple of another
         yield Found(
             "factor",
             text,
             residual,
             factor,
-            " or ".join(near) or number(size),
+            " or ".join(near) or f"{size:.6g}",
             loose=expected.numel() == 1 and not near,
         )
 
@@ -108,13 +108,20 @@ def _named(size: float, scales: Mapping[str, float], margin: float) -> list[str]
     return [how for distance, how in close if distance <= 2 * close[0][0] + 1e-9]
 
 
-def _factor_text(size: float, margin: float) -> str:
-    """2 times too large; half of the right one; 0.13 of the right one"""
-    whole = round(size) if size > 1 else round(1 / size)
-    if whole > 1 and abs((size if size > 1 else 1 / size) / whole - 1) <= min(margin, 0.1):
-        return (
-            f"{whole} times too large" if size > 1 else ("half" if whole == 2 else f"1/{whole}") + " of the right one"
-        )
+def _whole(size: float, margin: float) -> int:
+    """2 for a factor of 2 or of 1/2; 0 if it is no such number"""
+    ratio = max(size, 1 / size)
+    return round(ratio) if ratio > 1.5 and abs(ratio / round(ratio) - 1) <= min(margin, 0.1) else 0
+
+
+def _factor_text(size: float, whole: int) -> str:
+    """2 times too large; half of the right one; 0.13 of the right one; 0.1 % too large"""
+    if whole and size > 1:
+        return f"{whole} times too large"
+    if whole:
+        return ("half" if whole == 2 else f"1/{whole}") + " of the right one"
+    if abs(size - 1) < CLOSE:
+        return f"{number(100 * abs(size - 1))} % too {'large' if size > 1 else 'small'}"
     return f"{number(size)} times too large" if size > 1 else f"{number(size)} of the right one"
 
 

@@ -11,18 +11,18 @@ export function parseAddress(hash) {
     view,
     station,
     direction: direction === "backward" ? "backward" : "forward",
-    token: integer("token"),
+    token: parameters.has("token") ? integer("token") : null, // the page chooses one
     head: integer("head"),
     text: parameters.get("text"),
     objective: parameters.get("objective"),
   };
 }
 
-/** @param {{ view: string, station: string, direction: string, token: number, head: number, text: string | null,
+/** @param {{ view: string, station: string, direction: string, token: number | null, head: number, text: string | null,
  * objective: string | null }} here */
 export function formatAddress({ view, station, direction, token, head, text, objective }) {
   const parameters = new URLSearchParams();
-  if (token) parameters.set("token", String(token));
+  if (token !== null) parameters.set("token", String(token));
   if (head) parameters.set("head", String(head));
   if (objective) parameters.set("objective", objective);
   if (text !== null) parameters.set("text", text);

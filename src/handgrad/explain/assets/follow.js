@@ -85,11 +85,16 @@ function terms(found, actions) {
         )
       : h("span", { class: "factor" }, `${f.symbol} ${number(f.value)}`),
   ];
+  const place = ({ token, position, feature }) => {
+    if (token !== null) return quote(token) + (position === null ? "" : ` (position ${position})`);
+    return feature === null ? "" : `feature ${feature}`;
+  };
   const most = Math.max(...found.terms.map((t) => Math.abs(t.value)), 1e-300);
   const rows = found.terms.map((term, i) =>
     h(
       "tr",
       { key: i },
+      h("td", { class: "place" }, place(term)),
       h("td", {}, term.factors.map(factor), term.scale === 1 ? "" : ` × ${number(term.scale)}`),
       h("td", { class: "move" }, middleBar(term.value, most, "term")),
       h("td", { class: "figure", "data-term": term.value }, signed(term.value)),
@@ -100,10 +105,10 @@ function terms(found, actions) {
       h(
         "tr",
         { key: "rest" },
-        h("td", {}, `${count(found.rest.count)} smaller terms`),
+        h("td", { colspan: "2" }, `${count(found.rest.count)} smaller terms`),
         h("td", { class: "move" }, middleBar(found.rest.value, most, "term")),
         h("td", { class: "figure", "data-term": found.rest.value }, signed(found.rest.value)),
       ),
     );
-  return table("Terms", ["factors: choose one to follow it", "", "term"], rows, { class: "terms", tall: true });
+  return table("Terms", ["of", "factors: choose one to follow it", "", "term"], rows, { class: "terms", tall: true });
 }

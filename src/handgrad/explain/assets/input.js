@@ -57,7 +57,7 @@ function listenToSentence(state, actions) {
     const push = !typing;
     typing = true;
     state.objective = null; // its position belongs to the sentence before
-    await actions.trace(box.value, { push });
+    await actions.trace(box.value, { push, fresh: true }); // so does the token
   };
   const finish = () => {
     submit();
@@ -114,13 +114,13 @@ function listenToKeys(state, actions) {
 async function showAddress(state, actions, readAddress) {
   if (!state.overview) return;
   const { objective } = state;
-  const { text, wrong } = readAddress();
+  const { text, fresh, wrong } = readAddress();
   const wanted = text ?? state.table.text;
   actions.setStatus("");
   if (!offline && (wanted !== state.overview.text || objective !== state.objective)) {
     find("sentence").value = wanted;
     fitSentence();
-    if (await actions.trace(wanted)) return actions.show({ push: false });
+    if (await actions.trace(wanted, { fresh })) return actions.show({ push: false });
   } else await actions.show({ push: false });
   if (wrong) actions.setStatus(wrong, true);
 }

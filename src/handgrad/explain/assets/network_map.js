@@ -17,6 +17,7 @@ export function drawMap(nav, state, actions) {
   const moved = lastStation !== `${state.view} ${here.id}`;
   // a newly opened station unfolds its block
   if (here.block !== null && moved && state.view === "station") open.add(here.block);
+  if (moved) unfold(nav, false); // on a narrow page: the station is what was asked for
   lastStation = `${state.view} ${here.id}`;
   const length = (values) => (values ? Math.hypot(...values) : null);
   const lengths = { a: {}, delta: {} };
@@ -27,7 +28,22 @@ export function drawMap(nav, state, actions) {
   const redraw = () => drawMap(nav, state, actions);
   const outside = (before) => table.stations.filter((s) => s.block === null && (before ? s.index <= 1 : s.index > 1));
   const blocks = [...Array(table.blocks).keys()];
+  const isUnfolded = nav.classList.contains("unfolded");
   render(nav, [
+    h(
+      "button",
+      {
+        type: "button",
+        class: "map-fold",
+        "aria-expanded": String(isUnfolded),
+        onclick: () => {
+          unfold(nav, !isUnfolded);
+          redraw(); // the lines depend on where the rows are
+        },
+      },
+      h("span", { class: "turn", "aria-hidden": "true" }, isUnfolded ? "▾" : "▸"),
+      ` Map · ${here.block === null ? "" : `block ${here.block + 1} · `}${here.title}`,
+    ),
     h(
       "div",
       { class: "map-head" },
@@ -70,6 +86,9 @@ export function drawMap(nav, state, actions) {
   drawLines(nav, lengths);
   if (moved) scrollTo(nav);
 }
+
+/** Show or hide the map of a narrow page; a wide one always shows it. @param {HTMLElement} nav @param {boolean} wanted */
+const unfold = (nav, wanted) => void nav.classList.toggle("unfolded", wanted);
 
 const short = (x) => number(Number(x.toPrecision(2)), x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
 

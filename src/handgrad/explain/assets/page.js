@@ -3,6 +3,7 @@
 
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { get, offline, post, RequestError } from "./api.js";
+import { showBetter } from "./better.js";
 import { count, number, quote } from "./format.js";
 import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
@@ -13,6 +14,7 @@ import { follow as followProofs } from "./proofs.js";
 import { h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
+import { firstToken } from "./story.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
 import { tokenStrip } from "./tokens.js";
@@ -112,7 +114,8 @@ async function load(key) {
 
 // ── the address ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-/** Read the view from the address bar; return its sentence and a message if it names something that does not exist. */
+/** Read the view from the address bar; return its sentence, whether it leaves the token to the page, and a message if it
+ * names something that does not exist. */
 function readAddress(hash = location.hash) {
   const here = parseAddress(hash);
   const knownView = VIEWS.some((view) => view.id === here.view);
@@ -124,17 +127,19 @@ function readAddress(hash = location.hash) {
     head: Math.min(here.head, state.table.heads - 1),
     objective: here.objective,
   });
-  state.token = Math.min(here.token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
+  const token = here.token ?? (state.overview ? firstToken(state.overview) : 0);
+  state.token = Math.min(token, Math.max(0, (state.overview?.tokens.length ?? Infinity) - 1));
   let wrong = "";
   if (here.view && !knownView) wrong = `There is no view ${quote(here.view)}.`;
   else if (here.station && !knownStation) wrong = `There is no station ${quote(here.station)} in this model.`;
-  return { text: here.text, wrong };
+  return { text: here.text, fresh: here.token === null, wrong };
 }
 
 /** @param {boolean} push */
 function writeAddress(push) {
   const text = !offline && state.overview.text !== state.table.text ? state.overview.text : null;
-  const hash = formatAddress({ ...state, text });
+  const token = !state.objective && state.token === firstToken(state.overview) ? null : state.token;
+  const hash = formatAddress({ ...state, token, text });
   if (hash === location.hash) return;
   try {
     history[push ? "pushState" : "replaceState"](null, "", hash);
@@ -146,8 +151,8 @@ function writeAddress(push) {
 // ── the sentence ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 /** Show the sentence that `request` returns, unless another one was requested meanwhile.
- * @param {() => Promise<any>} request @param {boolean} push */
-async function showTraced(request, push = false) {
+ * @param {() => Promise<any>} request @param {boolean} push @param {boolean} fresh  whether the page chooses the token */
+async function showTraced(request, push = false, fresh = false) {
   const mine = ++newest;
   const overview = await busy(withProgress(request()));
   if (mine !== newest) return;
@@ -160,7 +165,7 @@ async function showTraced(request, push = false) {
     followed: [],
     objective: encodeObjective(overview.objective),
   });
-  state.token = Math.min(state.token, overview.tokens.length - 1);
+  state.token = fresh ? firstToken(overview) : Math.min(state.token, overview.tokens.length - 1);
   await show({ push });
 }
 
@@ -184,14 +189,14 @@ async function preview() {
 
 /** Trace a sentence on the current weights. Returns an error message or "".
  * @param {string} text
- * @param {{ push?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
-async function computeTrace(text, { push = false, version = weights(), wanted = null } = {}) {
+ * @param {{ push?: boolean, fresh?: boolean, version?: number, wanted?: import("./objective.js").Wanted | null }} options */
+async function computeTrace(text, { push = false, fresh = false, version = weights(), wanted = null } = {}) {
   discardSteps();
   if (state.table.large && state.overview) setStatus("Computing forward and backward pass…");
   const objective = wanted ?? decodeObjective(state.objective);
   const body = { text, version, ...(objective ? { objective } : {}) };
   try {
-    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push);
+    await showTraced(() => (offline ? get("overview") : post("sentence", body)), push, fresh);
     return "";
   } catch (reason) {
     if (!(reason instanceof RequestError)) throw reason;
@@ -298,7 +303,7 @@ const actions = {
   /** Change what is differentiated; null means the loss of the whole sentence. @param {any} wanted */
   async explain(wanted) {
     state.objective = null;
-    return trace(state.overview.text, { push: true, wanted });
+    return trace(state.overview.text, { push: true, fresh: Boolean(wanted), wanted });
   },
 
   /** From the story: to the loss, with the error of one position. @param {number} position */
@@ -311,7 +316,7 @@ const actions = {
   /** Explain the loss of one word of the sentence in the box. @param {number} position */
   explainWord(position) {
     state.objective = null;
-    return trace(find("sentence").value, { push: true, wanted: { kind: "position", position } });
+    return trace(find("sentence").value, { push: true, fresh: true, wanted: { kind: "position", position } });
   },
 
   /** Show a traced sentence by its id. @param {string} id */
@@ -345,6 +350,7 @@ async function start() {
   const t = state.table,
     address = location.hash;
   document.title = `${t.name} · handgrad explain`;
+  showBetter(t.better);
   find("model").textContent =
     `${t.name} · ${count(t.blocks, "block")} · d = ${t.d} · ${count(t.parameters, "parameter")} · ${t.note}`;
   render(
@@ -360,12 +366,12 @@ async function start() {
   if (offline) find("sentence-form").querySelector("button").hidden = true;
   fitSentence();
   listen(state, actions, { readAddress, setTheme, tour: () => startTour(find("tour"), state, visit) });
-  let problem = await trace(text);
+  let problem = await trace(text, { fresh: wanted.fresh });
   if (!state.overview) {
     state.objective = null;
     find("sentence").value = t.text;
     fitSentence();
-    const failed = await trace(t.text);
+    const failed = await trace(t.text, { fresh: true });
     find("opening").hidden = true;
     if (failed) return;
     problem += ". Showing the default sentence instead.";

@@ -3,6 +3,7 @@
 
 import { has, offline } from "./api.js";
 import { attentionCard } from "./attention.js";
+import { byHand } from "./by_hand.js";
 import { exerciseButtons } from "./exercises.js";
 import { number, shapeOf } from "./format.js";
 import { followCard } from "./follow.js";
@@ -200,6 +201,7 @@ function parameters(view, state, actions) {
             ...(offline ? {} : { choose: (row, column) => actions.follow(p.name, row, column, null), chooses }),
           })
         : null,
+      p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
     "section",

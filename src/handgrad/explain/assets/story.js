@@ -8,7 +8,7 @@ import { bar, chips } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
-let chosen = { text: "", position: -1 }; // the reader's word, in this sentence
+let chosen = { text: "", position: -1 }; // the reader's word, in a sentence that is not traced yet
 
 const CONTEXT = 3; // tokens before the word of the story, if the sentence is long enough: at its beginning everything is improbable
 
@@ -17,6 +17,10 @@ export function worst(losses) {
   const first = losses.length > 2 * CONTEXT ? CONTEXT : 0;
   return first + losses.slice(first).indexOf(Math.max(...losses.slice(first)));
 }
+
+/** The token that a page starts with: the one before the word that is explained, or before the word of the story.
+ * @param {any} overview @returns {number} */
+export const firstToken = ({ objective, losses }) => objective.position ?? worst(losses);
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
@@ -40,10 +44,13 @@ export const storyView = {
   draw(state, { view }, actions) {
     // while the reader types, the predictions come before the trace
     const { text, losses, tokens, positions } = state.preview ?? { ...state.overview, positions: view.positions };
-    const position = chosen.text === text ? Math.min(chosen.position, losses.length - 1) : worst(losses);
+    const here = chosen.text === text ? chosen.position : worst(losses);
+    const position = Math.min(state.preview ? here : state.token, losses.length - 1);
     const row = positions[position];
     const choose = (/** @type {number} */ i) => {
-      chosen = { text, position: Math.max(0, i - 1) };
+      const token = Math.max(0, i - 1);
+      if (!state.preview) return actions.select({ token });
+      chosen = { text, position: token };
       actions.redraw();
     };
     return [

@@ -39,12 +39,16 @@ export function targetBar(state, actions) {
 /** The names that the lines of Python on the page use. */
 function setUp({ table, overview }) {
   const ids = overview.tokens.map((t) => t.id);
-  const steps = overview.steps ? `, after ${count(overview.steps, "step")}` : "";
+  const steps = overview.steps
+    ? [`# the page shows the weights after ${count(overview.steps, "step")}: take them as “Take a step” writes them in Python`]
+    : [];
   return [
     "import torch",
     "import handgrad as hg",
     "",
-    `# model: ${table.name}, ${table.note}${steps}`,
+    `# ${table.name}, ${table.note}`,
+    table.python,
+    ...steps,
     `tokens = torch.tensor([[${ids.join(", ")}]])`,
     `targets = torch.tensor([[${[...ids.slice(1), -100].join(", ")}]])`,
     `trace = ${overview.objective.python}`,

@@ -45,7 +45,8 @@ const STOPS = [
     subject: ".loss-card .strip",
     text:
       "At every position the model gave the true next token some probability. The lower this " +
-      "probability, the higher the loss. Choose the position with the strongest colour.",
+      "probability, the higher the loss. The position that is open is the one before the word of the " +
+      "story; choose another one to compare.",
     where: { view: "station", station: "loss", direction: "backward" },
   },
   {
@@ -159,6 +160,7 @@ function pointAt(aside, subject) {
     document.querySelector(`${panel} h2`); // the last token has no push
   if (!marked) return;
   marked.classList.add("subject");
+  /** @type {HTMLElement | null} */ (marked.querySelector(".map-fold[aria-expanded=false]"))?.click(); // of a narrow page
   const narrow = innerWidth <= 860,
     box = marked.getBoundingClientRect();
   const room = narrow ? innerHeight - aside.offsetHeight : innerHeight;

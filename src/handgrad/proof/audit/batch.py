@@ -36,6 +36,12 @@ class AuditBatch:
         return sequences, width
 
     @property
+    def placed(self) -> Tensor:
+        """(B, T): the positions as the audited model counts them, those of padding included"""
+        given = self.inputs.get("position_ids")
+        return torch.arange(self.shape[1]).expand(self.shape) if given is None else given.cpu().expand(self.shape)
+
+    @property
     def n_targets(self) -> int:
         return int((self.targets != NO_TARGET).sum())
 

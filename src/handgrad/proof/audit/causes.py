@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ...adapters.injection import adapters_of, layers_of
+from ...formatting import number as formatted
 from ...model.block import Block
 from ...model.layers import Affine
-from ...ops import activation
-from ...ops import gated as gated_op
 from ...ops.loss import NO_TARGET
 from ..diagnosis import Part
 from . import heads, weights
@@ -23,6 +22,7 @@ from .batch import AuditBatch
 from .expect import Expected, expect
 from .norms import norm_mistakes, norm_terms
 from .observe import Observed
+from .slopes import activation_mistakes, slope_causes
 from .subject import Subject, Tracked
 
 
@@ -34,6 +34,7 @@ class Causes:
     mistakes: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    fitted: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Suspects:
@@ -56,7 +57,8 @@ class Suspects:
             norm, before = (block.norm_1, a("1")) if number == "2" else (block.norm_2, a("5"))
             return Causes(mistakes=norm_mistakes(norm, before))
         if number == "3":
-            return Causes(mistakes=self._heads(i, lambda found: self._rows(found.a_3), None))
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a("3"))
+            return Causes(mistakes=mistakes, fitted=fitted)
         layer, read = self._layer_into(block, number)
         if layer is not None:
             columns = self._part(layer, number)
@@ -67,7 +69,7 @@ class Suspects:
         if number == "10":
             return Causes(terms={"the residual connection": a("5"), "the feed-forward branch": a("9")})
         if number == "8":
-            return Causes(mistakes=self._activations(block, a))
+            return Causes(mistakes=activation_mistakes(block.mlp, a))
         return Causes(terms=self._embedding_terms(), mistakes=self._embedding_mistakes())
 
     def _embedding_terms(self) -> dict[str, Tensor]:
@@ -91,17 +93,6 @@ class Suspects:
             found["positions were counted from 1, not from 0"] = self.batch.positions.flatten() + 1
         tokens, positions = ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
         return {name: tokens + positions[self._rows(at)] for name, at in found.items()}
-
-    def _activations(self, block: Block, a: Callable[..., Tensor]) -> dict[str, Tensor]:
-        mlp = block.mlp
-        if mlp.gated:
-            found = {
-                f"the gate were {g}": gated_op.forward(a("gate"), a("up"), g) for g in ("silu", "gelu", "gelu_tanh")
-            }
-            found["gate and up were exchanged"] = gated_op.forward(a("up"), a("gate"), mlp.g)
-            return {name: x for name, x in found.items() if name != f"the gate were {mlp.g}"}
-        kinds = [g for g in ("gelu", "gelu_tanh", "relu") if g != mlp.g]
-        return {f"the activation were {g}": activation.forward(a("7"), g) for g in kinds}
 
     def of_loss(self) -> Causes:
         """Causes of a wrong loss with right activations."""
@@ -139,11 +130,14 @@ class Suspects:
             terms = norm_terms(self.subject.ours.final_norm, a("10"), self._signals("11")("11"), "readout")
             return Causes(terms, scales=scales)
         if number == "2":
-            mistakes = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True))
-            return Causes(mistakes=mistakes, scales=scales)
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.delta_2), d("3", padded=True), d("2"))
+            return Causes(mistakes=mistakes, scales=scales, fitted=fitted)
         if number in ("3", "8"):
             layer = block.attn.out if number == "3" else block.mlp.contract
             return Causes(_backward_terms({"": layer}, {"": d("5" if number == "3" else "10")}), scales=scales)
+        if number in ("7", "gate", "up"):
+            terms, mistakes = slope_causes(block.mlp, number, a, d("8"))
+            return Causes(terms, mistakes, scales)
         if number == "6":
             layers = {x: getattr(block.mlp, x) for x in block.mlp.inputs}
             names = {"gate": "gate", "expand": "up" if block.mlp.gated else "7"}
@@ -157,7 +151,7 @@ class Suspects:
         """Causes of a wrong parameter gradient, in the orientation of the audited parameter."""
         ours, c = self.subject.ours, self.subject.config
         name = tracked.ours
-        mistakes = self.averaged(tracked)
+        mistakes, fitted = self.averaged(tracked), dict[str, Tensor]()
         names = c.table.names
         sequences = weights.parts_of_sequences(self.subject, self.batch, name)
         terms = {part: _turned(x, tracked) for part, x in sequences.items()}
@@ -173,14 +167,17 @@ class Suspects:
             own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
             i = int(inside[0])
             signal = self._signals(f"blocks.{i}.3")("3", padded=True)
-            mistakes |= self._heads(i, lambda found: _turned(found.grads[own], tracked), signal)
+            known, fitted = self._heads(
+                i, lambda found: _turned(found.grads[own], tracked), signal, self.seen.grads[tracked.name]
+            )
+            mistakes |= known
         mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
         if path in (adapters := adapters_of(ours)):
             norms = weights.with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
             mistakes |= {what: _turned(x, tracked) for what, x in norms.items()}
         if layer is not None and layer.adapted:
-            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts)
-        return Causes(terms, mistakes, self.scales(), parts)
+            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts, fitted)
+        return Causes(terms, mistakes, self.scales(), parts, fitted)
 
     def _wrong_rows(self, name: str, layer: Affine | None) -> dict[str, Tensor]:
         """A weight's gradient from rows that do not belong together; those of q, k and v are in `heads.py`."""
@@ -231,7 +228,9 @@ class Suspects:
     def _tied_terms(self) -> dict[str, Tensor]:
         """The head's and the embedding's part of a tied weight's gradient."""
         embed = self.subject.ours.embed
-        part = torch.zeros_like(embed.w).index_add_(0, self.batch.tokens, self.right.signals["blocks.0.1"])
+        kept = self.batch.tokens != self.subject.padding_row
+        part = torch.zeros_like(embed.w)
+        part.index_add_(0, self.batch.tokens[kept], self.right.signals["blocks.0.1"][kept])
         return {"the embedding's part": part, "the head's part": self.right.grads[self._embed_name()] - part}
 
     def _embed_name(self) -> str:
@@ -272,12 +271,26 @@ class Suspects:
 
     # ── what the audited model computed ─────────────────────────────────────────────────────────────────────────────
 
-    def _heads(self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None) -> dict[str, Tensor]:
-        """What every known mistake of attention would have given."""
+    def _heads(
+        self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None, seen: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What every known mistake of attention would have given, and the scale that explains best what was seen."""
         block, c = self.subject.ours.blocks[i], self.subject.config
         a_2 = self._values(f"blocks.{i}.2")("2", padded=True)
+
+        def made(choices: heads.Heads) -> Tensor:
+            return of(heads.compute(block, c, self.batch, a_2, choices, delta_3))
+
         known = heads.known_mistakes(c, i, block, self.batch.padded)
-        return {name: of(heads.compute(block, c, self.batch, a_2, x, delta_3)) for name, x in known.items()}
+        found = {name: made(x) for name, x in known.items()}
+        right = heads.right_choices(c, i)
+        if seen is None or not torch.isfinite(seen).all():
+            return found, {}
+        scale = heads.fitted_scale(lambda x: made(replace(right, scale=x)) - seen, right.scale)
+        if scale is None:
+            return found, {}
+        text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
+        return found, {text: made(replace(right, scale=scale))}
 
     def _block(self, point: str) -> tuple[Block | None, str]:
         parts = point.split(".")

@@ -57,7 +57,21 @@ def expect(subject: Subject, batch: AuditBatch, divisors: Sequence[int] | None =
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     whole, whole_signals = ({name: torch.cat(parts) for name, parts in found.items()} for found in (values, signals))
-    return Expected(loss, whole, whole_signals, grads)
+    return Expected(loss, whole, whole_signals, without_padding_row(subject, batch, grads, whole_signals["blocks.0.1"]))
+
+
+def without_padding_row(
+    subject: Subject, batch: AuditBatch, grads: dict[str, Tensor], delta_1: Tensor
+) -> dict[str, Tensor]:
+    """The gradients as nn.Embedding has them: the row of its padding_idx receives nothing from the tokens of that id, also
+    where they are no padding. What a tied head adds to the row stays."""
+    name = f"{subject.config.table.names['embed']}.weight"
+    used = (batch.tokens == subject.padding_row).nonzero().flatten()
+    if not len(used) or name not in grads:
+        return grads
+    changed = grads[name].clone()
+    changed[subject.padding_row] -= delta_1[used].sum(0)
+    return {**grads, name: changed}
 
 
 def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expected, seed: int = 0) -> Bounds:
@@ -81,7 +95,8 @@ def bounds(subject: Subject, batch: AuditBatch, dtype: torch.dtype, right: Expec
         for their_name, name in signals.items():
             measure("values", name, sample.values[their_name], right.values.get(name))
             measure("signals", name, sample.deltas[their_name], right.signals.get(name))
-        for name, grad in sample.grads.items():
+        passed = sample.deltas[next(theirs for theirs, name in signals.items() if name == "blocks.0.1")]
+        for name, grad in without_padding_row(subject, batch, sample.grads, passed).items():
             measure("grads", name, perturbed(grad, size, generator), right.grads.get(name))
     found = {kind: _with_floor(kind, errors, getattr(right, kind)) for kind in ("values", "signals", "grads")}
     return Bounds(MARGIN * errors["loss", ""], found["values"], found["signals"], found["grads"], dtype)

@@ -16,6 +16,7 @@ from ...errors import HandgradError
 from ...files.gguf import is_gguf
 from ...formats.huggingface import load_config
 from ...formats.models import base_of, locate, tokenizer_of
+from ...formatting import public_path
 from ...model.config import ModelConfig
 from ...model.dtype import STORED_DTYPES, as_dtype
 from ...ops.loss import NO_TARGET
@@ -52,7 +53,7 @@ def audit_folder(
     with _silent():
         model = _open(base, adapter_folder, given, attention)
         report = audit(model, batch, setup=setup, seed=seed)
-    report.title = f"{path}: {report.title}"
+    report.title = f"{public_path(path)}: {report.title}"
     return report
 
 

@@ -29,7 +29,7 @@ class Heads:
     window: int | None = None
     see_padding: bool = False
     turns: tuple[int, int] = (0, 0)  # how often queries and keys are rotated
-    interleaved: bool = False
+    layout: str = "halves"  # which features are rotated together: "pairs" of neighbours; "mixed": by the halves' angles
     grouped: bool = True  # neighbouring queries share a key; False: queries h, h + kv, h + 2 kv, …
     bypassed: tuple[str, ...] = ()  # projections without their adapter
     detached: str = ""  # letters of q, k and v without a gradient
@@ -80,10 +80,13 @@ def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> d
             found[f"the {who} were rotated twice"] = replace(right, turns=turns)
         for who, turns in (("queries", (0, 1)), ("keys", (1, 0)), ("queries and keys", (0, 0))):
             found[f"the {who} were not rotated"] = replace(right, turns=turns)
-        found["the keys were rotated backwards"] = replace(right, turns=(1, -1))
+        found["the sine of the rotation had the wrong sign"] = replace(right, turns=(-1, -1))
+        for who, turns in (("queries", (-1, 1)), ("keys", (1, -1))):
+            found[f"the {who} were rotated backwards"] = replace(right, turns=turns)
         for size, late in (("large", 1), ("small", -1)):
             found[f"the keys' positions were one too {size}, relative to the queries'"] = replace(right, late=late)
-        found["neighbouring features were rotated, not those of the two halves"] = replace(right, interleaved=True)
+        for by, layout in ((", not those of the two halves", "pairs"), (" by the angles of the two halves", "mixed")):
+            found[f"neighbouring features were rotated{by}"] = replace(right, layout=layout)
     elif config.positions == "rotary":
         found["queries and keys were rotated, which this block does not do"] = replace(right, turns=(1, 1))
     if config.kv_heads not in (1, config.n_heads):
@@ -116,6 +119,23 @@ def _exchanged(order: str) -> str:
     if len(moved) == 2:
         return f"{moved[0]} and {moved[1]} were exchanged"
     return f"q, k and v were taken in the order {', '.join(order)}"
+
+
+def fitted_scale(residual: Callable[[float], Tensor], right: float) -> float | None:
+    """The scale of the scores with which a tensor is closest to what was seen: the best of a coarse search, refined by
+    Gauss-Newton steps; None if none is found. `residual` is the difference at a scale."""
+    tried = [right * 2 ** (i / 2) for i in range(-16, 17)]
+    scale = min(tried, key=lambda x: torch.linalg.vector_norm(residual(x)).item())
+    for _ in range(8):
+        here, step = residual(scale), 1e-6 * scale
+        slope = (residual(scale + step) - here) / step
+        square = torch.sum(slope * slope).item()
+        if not square:
+            return None
+        scale -= torch.sum(slope * here).item() / square
+        if not 0 < scale < math.inf:
+            return None
+    return scale
 
 
 def compute(
@@ -153,7 +173,7 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     if config.qk_norm:
         q = q if "q" in c.unnormed else _rms(q, attn.q_norm.weight, config.eps)
         k = k if "k" in c.unnormed else _rms(k, attn.k_norm.weight, config.eps)
-    rotations = (_rotation(config, batch, c.interleaved, late) for late in (0, c.late))
+    rotations = (_rotation(config, batch, c.layout, late) for late in (0, c.late))
     q, k = (_times(*given) for given in zip(rotations, (q, k), c.turns, strict=True))
     # the value of each with the gradient of another
     q, k, v = (
@@ -190,16 +210,19 @@ def _rms(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
 
 
-def _rotation(config: ModelConfig, batch: AuditBatch, interleaved: bool, late: int) -> Callable[[Tensor, int], Tensor]:
+def _rotation(config: ModelConfig, batch: AuditBatch, layout: str, late: int) -> Callable[[Tensor, int], Tensor]:
     if config.positions != "rotary":
         return lambda x, sign: x
     theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
-    cos, sin = (x[:, None] for x in rotary.angles(batch.positions.flatten() + late, theta, factor))
+    cos, sin = (x[:, None] for x in rotary.angles(batch.placed.flatten() + late, theta, factor))
 
     def rotate(x: Tensor, sign: int) -> Tensor:
-        first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        if layout == "mixed":
+            turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+            return x * torch.cat((cos, cos), -1) + sign * turned * torch.cat((sin, sin), -1)
+        first, second = (x[..., 0::2], x[..., 1::2]) if layout == "pairs" else x.chunk(2, -1)
         pair = first * cos - sign * second * sin, second * cos + sign * first * sin
-        return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        return torch.stack(pair, -1).flatten(-2) if layout == "pairs" else torch.cat(pair, -1)
 
     return rotate
 

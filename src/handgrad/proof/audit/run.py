@@ -64,6 +64,11 @@ def audit(
             report.setup = check_setup(subject, checked, seen, right, allowed, loss)
         if subject.adapter in new:
             report.notes.append("the adapter is new, its up factors are 0: they were filled at random for the audit")
+        if padded := int((checked.tokens == subject.padding_row).sum()):
+            report.notes.append(
+                f"token {subject.padding_row} is the padding_idx of the embedding, so torch gives its row no gradient from"
+                f" the {plural(padded, 'place')} where the batch has it as a token: it learns nothing as an input"
+            )
         if checked.from_padding:
             report.notes.append(
                 f"{plural(checked.from_padding, 'label')} would be predicted from padding, and were masked: set the label"
@@ -137,7 +142,7 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
 
 
 def _given(causes: Causes) -> dict[str, Any]:
-    return {name: getattr(causes, name) for name in ("terms", "mistakes", "scales", "parts")}
+    return {name: getattr(causes, name) for name in ("terms", "mistakes", "scales", "parts", "fitted")}
 
 
 def _point_name(p: Point) -> str:

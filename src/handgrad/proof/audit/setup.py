@@ -86,6 +86,14 @@ class _Context:
 
     def frozen_stay(self) -> tuple[bool | None, str]:
         frozen = [t for t in self.subject.tracked if not t.trains]
+        extra = [
+            t.name for t in self.subject.tracked if t.trains and not t.adapter and self.subject.adapter is not None
+        ]
+        if extra:
+            return False, (
+                f"{extra[0]} trains ({len(extra)} in all), which the adapter does not contain, so saving it loses what was"
+                " learned: set requires_grad=False, or name its module in modules_to_save"
+            )
         if not frozen:
             return None, "nothing is frozen"
         stale = [t.name for t in frozen if t.name in self.seen.stale]

@@ -57,6 +57,12 @@ class Subject:
     title: str
 
     @property
+    def padding_row(self) -> int:
+        """The padding_idx of the embedding, whose row nn.Embedding gives no gradient; −1 if it has none"""
+        row = getattr(self.module(self.config.table.names["embed"]), "padding_idx", None)
+        return -1 if row is None else int(row)
+
+    @property
     def config(self) -> ModelConfig:
         return self.ours.config
 
