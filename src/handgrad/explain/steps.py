@@ -19,6 +19,7 @@ from ..formatting import size
 from ..machine import trim_heap
 from ..model.trace import own_gradients
 from ..optim import maker, step
+from .chances import chance, losses_of
 from .marks import typeset
 from .session import Session, TracedSentence, Version
 
@@ -36,7 +37,9 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
         raise HandgradError(f"the learning rate must be above 0 and at most 100, not {lr}")
     with session.lock:
         session.free_gradients()
-        loss, expected, made = _stepped(session, sentence, lr, optimizer)
+        expected, made = _stepped(session, sentence, lr, optimizer)
+        with session.model_at(sentence.version) as model:  # by the same path as after the step
+            loss = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
         version = session.add_version(made)
         try:
             measured = _measured(session, sentence, version, lr)
@@ -47,11 +50,12 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
     return {
         "id": new.id, "version": version, "steps": made.steps,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
+        "rounding": _rounding(sentence),
     }  # fmt: skip
 
 
-def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> tuple[float, float, Version]:
-    """The loss, its change to first order, ⟨∂, step⟩, and the version after the step."""
+def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: str) -> tuple[float, Version]:
+    """The change of the loss to first order, ⟨∂, step⟩, and the version after the step."""
     old = session.version(sentence.version)
     state = old.optimizer_state if old.optimizer == optimizer else {}
     make = maker(optimizer, lr, 0.0, (0.9, 0.99))
@@ -77,9 +81,7 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
                 p.grad = None
 
         try:
-            loss = model.loss_and_grads(
-                sentence.tokens, sentence.targets, objective=sentence.objective, finished=step_layer
-            )
+            model.loss_and_grads(sentence.tokens, sentence.targets, objective=sentence.objective, finished=step_layer)
         except OSError as reason:
             needed = size(sum(p.numel() * p.element_size() for p in names) * (3 if optimizer == "Adam" else 1))
             raise HandgradError(
@@ -88,7 +90,7 @@ def _stepped(session: Session, sentence: TracedSentence, lr: float, optimizer: s
             ) from None
     assert len(weights) == len(names)
     trim_heap()
-    return loss, expected, Version(weights, new_state, optimizer, old.steps + 1)
+    return expected, Version(weights, new_state, optimizer, old.steps + 1)
 
 
 def _step(part: Tensor, grad: Tensor, make: Make, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,10 +122,19 @@ def _measured(session: Session, sentence: TracedSentence, version: int, lr: floa
 
 def _moves(session: Session, old: TracedSentence, new: TracedSentence) -> list[dict[str, Any]]:
     """Return the probability of each target before and after the step."""
-    rows = []
-    for t, target in enumerate(old.targets[0, :-1].tolist()):
-        p, q = (x.trace["y_pred"][t, target].item() for x in (old, new))
-        rows.append(
-            {"token": session.token_text(old.ids[t]), "target": session.token_text(target), "before": p, "after": q}
-        )
-    return rows
+    before, after = (losses_of(x.trace["a_12"][:-1], x.targets[0, :-1]) for x in (old, new))
+    return [
+        {
+            "token": session.token_text(one),
+            "target": session.token_text(target),
+            "before": chance(-p),
+            "after": chance(-q),
+        }
+        for one, target, p, q in zip(old.ids, old.ids[1:], before, after, strict=False)
+    ]
+
+
+def _rounding(sentence: TracedSentence) -> float:
+    """A change of the objective below this may be rounding: logits are rounded to their last digit."""
+    logits = sentence.trace["a_12"]
+    return torch.finfo(logits.dtype).eps * logits.abs().max().item()
