@@ -12,7 +12,7 @@ from ..model.objective import MEAN_LOSS, LogitDifference
 from . import captions, swaps_view
 from .chances import log_chances, losses_of, predicted, standing
 from .exercises import offered_at
-from .formulas import ERRATA, Formula, mathml
+from .formulas import ERRATA, LOSSES, Formula, mathml
 from .objectives import describe
 from .pictures import ROWS, picture, statistics
 from .session import Session, TracedSentence
@@ -53,13 +53,18 @@ def _station_entry(session: Session, station: Station) -> dict[str, Any]:
             for line, equation in parts
         ]
 
+    by_objective = {
+        kind: {"summary": one["summary"], "forward": split(one["forward"]), "backward": split(one["backward"])}
+        for kind, one in LOSSES.items()
+        if station.id == "loss"
+    }
     return {
         "id": station.id, "index": station.index, "block": station.block, "title": station.title,
         "summary": station.summary, "forward": split(station.forward), "backward": split(station.backward),
         "errata": station.errata, "sources": readable_first(station.sources), "stream": station.stream,
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
-        "exercises": offered_at(station, session.model),
+        "exercises": offered_at(station, session.model), "by_objective": by_objective,
     }  # fmt: skip
 
 
