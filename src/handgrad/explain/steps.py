@@ -17,6 +17,7 @@ from ..errors import HandgradError, NonFiniteError
 from ..files.scratch import TensorFile
 from ..formatting import size
 from ..machine import trim_heap
+from ..model.objective import LogitDifference
 from ..model.trace import own_gradients
 from ..optim import maker, step
 from .chances import chance, losses_of
@@ -42,7 +43,7 @@ def take_step(session: Session, sentence: TracedSentence, lr: float, optimizer: 
             loss = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
         version = session.add_version(made)
         try:
-            measured = _measured(session, sentence, version, lr)
+            measured = _measured(session, sentence, version, lr, loss)
         except Exception:
             session.drop_version(version)
             raise
@@ -104,8 +105,8 @@ def _step(part: Tensor, grad: Tensor, make: Make, state: dict[str, Tensor]) -> t
     return made.data, {key: x for key, x in stepper.state[made].items() if isinstance(x, Tensor)}
 
 
-def _measured(session: Session, sentence: TracedSentence, version: int, lr: float) -> float:
-    """The loss after the step; an error if it is beyond what can be shown."""
+def _measured(session: Session, sentence: TracedSentence, version: int, lr: float, before: float) -> float:
+    """The loss after the step; an error if it rose beyond what can be shown."""
     with session.model_at(version) as model:
         try:
             measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
@@ -113,9 +114,10 @@ def _measured(session: Session, sentence: TracedSentence, version: int, lr: floa
             raise HandgradError(
                 f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
             ) from None
-        if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
+        if measured > max(before, 100 * math.log(model.config.n_vocab)):  # beyond this, only rounding is visible
+            what = "the difference" if isinstance(sentence.objective, LogitDifference) else "the loss"
             raise HandgradError(
-                f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
+                f"a step with learning rate {typeset(lr)} raised {what} to {typeset(measured)}: choose a smaller one"
             )
         return measured
 

@@ -5,7 +5,7 @@ import { allStops, formatAddress, parseAddress } from "./address.js";
 import { colour, inkOn } from "./colours.js";
 import { csvText, pythonOf } from "./csv.js";
 import { cellsOfRow, growth, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
-import { chance, count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
+import { chance, count, exact, fit, number, percent, probability, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
 import { markOf } from "./network_map.js";
 import { badge } from "./proof.js";
@@ -15,8 +15,8 @@ import { plotOf, resultOf } from "./step_plot.js";
 import { freeCorner, overlap } from "./tour_place.js";
 
 test("numbers have three digits, and never read null, undefined or NaN", () => {
-  const written = { 0: "0", 0.01234: "0.0123", 7: "7", 999.96: "1,000", 12345.6: "12,346", 1.5e-7: "1.50·10⁻⁷", 123456: "1.23·10⁵", 0.00099999: "0.001" };
-  for (const [x, text] of Object.entries(written)) assert.equal(number(Number(x)), text);
+  const numbers = { 0: "0", 0.01234: "0.0123", 7: "7", 999.96: "1,000", 12345.6: "12,346", 1.5e-7: "1.50·10⁻⁷", 123456: "1.23·10⁵", 0.00099999: "0.001" };
+  for (const [x, text] of Object.entries(numbers)) assert.equal(number(Number(x)), text);
   assert.equal(number(-0.5), "−0.5");
   assert.equal(number(4.0676, 5), "4.0676");
   for (const nothing of [null, undefined, NaN]) assert.equal(number(nothing), "–");
@@ -24,6 +24,8 @@ test("numbers have three digits, and never read null, undefined or NaN", () => {
   assert.deepEqual([signed(0.25), signed(-0.25), signed(0)], ["+0.25", "−0.25", "0"]);
   assert.deepEqual([0.45123, 0.0019, 1, 0.9994, 1e-6, null].map(percent), ["45 %", "0.19 %", "100 %", "99.9 %", "< 0.001 %", "–"]);
   assert.deepEqual([0, -1e-43, chance(800), 1e-5].map(percent), ["0 %", "> −0.001 %", "< 0.001 %", "0.001 %"]);
+  assert.deepEqual([0.9996, 0.25, 1e-43].map(probability), ["p > 99.9 %", "p = 25 %", "p < 0.001 %"]);
+  assert.equal(written("p = ⟦1e-43%⟧, x = ⟦0.5⟧"), "p < 0.001 %, x = 0.5");
   assert.deepEqual([count(1, "step"), count(2000, "step"), shapeOf([24, 1024]), exact(0.1 + 0.2)], ["1 step", "2,000 steps", "24 × 1,024", "0.3"]);
 });
 

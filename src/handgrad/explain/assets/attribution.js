@@ -3,7 +3,7 @@
 
 import { has, offline } from "./api.js";
 import { filled } from "./colours.js";
-import { number, percent, quote, signed, visible } from "./format.js";
+import { chance, number, probability, quote, signed, visible } from "./format.js";
 import { chips, choice, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -67,7 +67,7 @@ function explained(found, state, actions) {
     { class: "caption", key: "explained", id: "attributed-value" },
     what,
     h("b", { "data-value": found.value }, number(found.value)),
-    found.against ? "." : `, p = ${percent(Math.max(Math.exp(found.value), Number.MIN_VALUE))}.`,
+    found.against ? "." : `, ${probability(chance(-found.value))}.`,
     whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
     whole && !offline
       ? h(

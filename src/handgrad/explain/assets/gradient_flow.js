@@ -31,8 +31,8 @@ const CAPTIONS = {
   a: (rows) => {
     const [low, high] = growth(rows, "a");
     return (
-      `The length of each token's vector in the forward pass. All rows of ${rows[0].a_label} together have length ` +
-      `${number(low)}, those of ${rows.at(-1).a_label} ${number(high)}.`
+      "The length of each token's vector in the forward pass. Over all tokens, " +
+      `${rows[0].a_label} has length ${number(low)}, ${rows.at(-1).a_label} ${number(high)}.`
     );
   },
 };
@@ -51,9 +51,9 @@ function aboutShares(rows, labels) {
 /** Why lengths of rows are not compared. */
 function aboutLengths(rows) {
   const [low, high] = growth(rows, "delta");
-  const times = high ? `${number(low / high)} times ${rows.at(-1).label}, ${number(high)}` : "";
+  const times = high ? `, ${number(low / high)} times the ${number(high)} of ${rows.at(-1).label}` : "";
   return (
-    `All of ${rows[0].label} together has length ${number(low)}${times ? `, ${times}` : ""}. Rows are not comparable by ` +
+    `Over all tokens, ${rows[0].label} has length ${number(low)}${times}. Rows are not comparable by ` +
     "length alone: if activations were written in units twice as large, their Δ would be twice as long; ‖a‖·‖Δ‖ would not change."
   );
 }

@@ -64,7 +64,7 @@ export function drawMap(nav, state, actions) {
       "p",
       { class: "map-note" },
       "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths " +
-        "(logarithmic scale). ✔ means verified.",
+        "(logarithmic scale). ✔ means verified, ✓ by autograd so far.",
     ),
   ]);
   drawLines(nav, lengths);

@@ -3,7 +3,7 @@
 
 import { offline } from "./api.js";
 import { filled } from "./colours.js";
-import { chance, count, number, percent, quote, visible } from "./format.js";
+import { chance, count, number, percent, probability, quote, visible } from "./format.js";
 import { bar, chips } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -138,9 +138,9 @@ function guesses(before, row, loss, position, unit) {
 }
 
 /** The rank of a target; equal logits share it. @param {any} row */
-export const aboutRank = ({ target, rank, ties, probability }) =>
+export const aboutRank = ({ target, rank, ties, probability: p }) =>
   `${quote(target)} had rank ${rank.toLocaleString("en")}${ties ? `, shared with ${count(ties, "other token")}` : ""}, ` +
-  `with p = ${percent(probability)}.`;
+  `with ${probability(p)}.`;
 
 /** What the model would write after the whole sentence. */
 const nextWord = (last) =>
