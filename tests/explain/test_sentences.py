@@ -1,4 +1,4 @@
-"""The sentences of the page that state a fact, recomputed from the trace: after steps that were too large, with equal logits,
+"""The sentences of the page that state a fact, recomputed from the trace: after too large steps, with equal logits,
 with one target, and for every objective."""
 
 import re
@@ -54,14 +54,14 @@ def test_losses_and_probabilities_of_a_diverged_model_are_not_rounded() -> None:
     for t, (row, other) in enumerate(zip(rows["positions"][:-1], typed["positions"], strict=False)):
         logits = sentence.trace["a_12"][t]
         assert row["rank"] == other["rank"] == int((logits > logits[sentence.ids[t + 1]]).sum()) + 1
-        assert row["ties"] == 0 and 0 < row["probability"] and row["loss"] == pytest.approx(expected[t].item())
+        assert row["ties"] == 0 and row["probability"] > 0 and row["loss"] == pytest.approx(expected[t].item())
         assert all(x["p"] > 0 for x in row["top"])
     assert len({row["rank"] for row in rows["positions"][:-1]}) > 3
     worst = int(expected.argmax())
     assert f"(position {worst + 1}), with ⟦" in rows["loss_caption"]
     assert f"−log p = ⟦{expected[worst].item()!r}⟧" in rows["loss_caption"]
     taken = take_step(session, sentence, 1e-6, "SGD")
-    assert all(0 < move["before"] and 0 < move["after"] for move in taken["moves"])
+    assert all(move["before"] > 0 and move["after"] > 0 for move in taken["moves"])
 
 
 def test_equal_logits_share_their_rank() -> None:
