@@ -121,10 +121,6 @@ def test_gradient_flow_compares_rows_with_themselves() -> None:
     for mode in ("share", "delta", "a"):
         made = evaluate(flow["python"][mode], trace=sentence.trace, torch=torch)
         assert torch.allclose(made.double(), torch.tensor([row[mode] for row in rows], dtype=torch.float64))
-    mean = [sum(r["share"][t] for r in rows) / len(rows) for t in range(len(sentence.ids))]
-    assert flow["rank"] == pytest.approx(mean)
-    best = max(range(len(mean)), key=mean.__getitem__)
-    assert f"(position {best + 1})" in flow["caption"]
 
 
 def test_swaps_are_estimated_and_measured() -> None:
@@ -139,7 +135,7 @@ def test_swaps_are_estimated_and_measured() -> None:
         assert swap["measured"] == pytest.approx(session.model.loss(ids, sentence.targets) - sentence.trace.loss)
         delta_0 = sentence.trace["blocks.0.delta_1"][t] @ session.model.embed.weight.T
         assert swap["change"] == pytest.approx((delta_0[swap["id"]] - delta_0[sentence.ids[t]]).item())
-    assert "too large a step for a gradient" in view["swaps_caption"]
+    assert "an estimate can be wrong" in view["swaps_caption"]
     assert not values.matrix(session, sentence, "swaps", None)[3, sentence.ids[3]]
     with pytest.raises(hg.HandgradError, match="no position 99"):
         swaps_view.swaps_at(session, sentence, 99)

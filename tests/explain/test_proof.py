@@ -162,7 +162,7 @@ def test_a_failed_check_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     prover = Prover(session)
     try:
         answer = prover.request(session.sentence(TEXT), session.by_id["a_11"], 60.0)
-        assert answer["passed"] is None and "too much memory" in answer["problem"] and answer["state"] == "done"
+        assert answer["passed"] is None and "too much memory" in answer["problem"] and answer["state"] == "failed"
     finally:
         prover.stop()
 

@@ -31,7 +31,7 @@ def backward(y_pred, targets):
     delta[~known] = 0
     rows = torch.arange(len(targets))[known]
     delta[rows, targets[known]] -= 1
-    return delta
+    return delta / known.sum()
 """,
         """
 from handgrad.paper.loss import NO_TARGET
@@ -39,7 +39,7 @@ from handgrad.paper.notation import ohe
 
 def backward(y_pred, targets):
     has = (targets != NO_TARGET).double().diag()
-    return has @ (y_pred - ohe(targets.clamp(min=0), y_pred.shape[1]))
+    return has @ (y_pred - ohe(targets.clamp(min=0), y_pred.shape[1])) / has.trace()
 """,
     ),
     "linear": (
@@ -290,8 +290,11 @@ WRONG: list[tuple[str, str, str, str, str]] = [
      "known mistake", "∘ ρ, were left out"),
     ("softmax", RIGHT["softmax"][0].replace(".sum(", ".mean("), "delta_scores", "missing term",
      "has the second term, −~(Δ_ρ ⊖ ρ) ∘ ρ, divided by the number of columns"),
-    ("loss", changed("loss", "return delta_logits(y_pred, targets)", "return y_pred - y_gt(targets, y_pred.shape[1],"
-     " y_pred.dtype)"), "delta_12", "known mistake", "the rows without a target were not 0"),
+    ("loss", changed("loss", "return delta_logits(y_pred, targets) / n", "return (y_pred - y_gt(targets, y_pred.shape[1],"
+     " y_pred.dtype)) / n"), "delta_12", "known mistake", "the rows without a target were not 0"),
+    ("loss", changed("loss", "targets) / n", "targets)"), "delta_12", "factor", "multiplied by the number of targets"),
+    ("loss", changed("loss", "targets) / n", "targets) / len(targets)"), "delta_12", "known mistake",
+     "all rows were counted"),
     ("linear", changed("linear", "return a.t() @ delta", "return delta.t() @ a"), "grad_w", "transpose", "is transposed"),
     ("linear", changed("linear", "return sum_tokens(delta)", "return delta"), "grad_b", "missing sum",
      "lacks the sum over the tokens"),

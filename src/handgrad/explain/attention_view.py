@@ -126,7 +126,9 @@ def all_heads(session: Session, sentence: TracedSentence, limit: int = 16) -> di
     every = f"for b in range({config.n_blocks}) for h in range({config.n_heads})"
     return {
         "blocks": rows,
-        "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}.",
+        "caption": f"The largest error reaches head {h + 1} of block {b + 1}: length {typeset(largest[0])}."
+        if largest[0]
+        else "No error reaches any head.",
         "python": {
             "rho": f"{{(b, h): trace[f'blocks.{{b}}.rho'][h] {every}}}",
             "sent": f"{IMPORT}{{(b, h): attention_head(model, trace, b, h).sent {every}}}",

@@ -7,6 +7,7 @@ from ..errors import HandgradError
 from ..inference.attribution import Attribution, attribute
 from ..model.objective import LogitDifference
 from .captions import quote
+from .chances import losses_of
 from .marks import percent, typeset
 from .objectives import token_id
 from .session import Session, TracedSentence
@@ -51,12 +52,13 @@ def attribution(
         }
         for t in range(position + 1)
     ]  # fmt: skip
+    versus = None if rival is None else session.token_text(rival)
     more = "" if rival is None else f", against={rival}"
     return {
         "position": position, "word": {"id": chosen, "word": labels[-1]},
-        "against": None if rival is None else {"id": rival, "word": session.token_text(rival)},
-        "value": found.logprob, "steps": steps, "gap": found.gap, "total": sum(row["integrated"] for row in rows),
-        "rows": rows, "caption": _caption(found, labels, rows),
+        "against": None if rival is None else {"id": rival, "word": versus},
+        "value": found.logprob, "after": labels[-2], "steps": steps, "gap": found.gap,
+        "total": sum(row["integrated"] for row in rows), "rows": rows, "caption": _caption(found, labels, rows, versus),
         "python": f"hg.attribute(model, {prompt}{more}, steps={steps}, remove={REMOVED})",
     }  # fmt: skip
 
@@ -65,14 +67,14 @@ def _chosen(sentence: TracedSentence) -> int:
     position = getattr(sentence.objective, "position", None)
     if position is not None:
         return int(position)
-    y_pred = sentence.trace["y_pred"]
-    targets = sentence.targets[0, :-1].tolist()
-    first = CONTEXT if len(targets) > 2 * CONTEXT else 0  # a word at the beginning depends on almost nothing
-    return min(range(first, len(targets)), key=lambda t: y_pred[t, targets[t]].item())
+    losses = losses_of(sentence.trace["a_12"][:-1], sentence.targets[0, :-1])
+    first = CONTEXT if len(losses) > 2 * CONTEXT else 0  # a word at the beginning depends on almost nothing
+    return max(range(first, len(losses)), key=lambda t: losses[t])
 
 
-def _caption(found: Attribution, labels: list[str], rows: list[dict[str, Any]]) -> str:
+def _caption(found: Attribution, labels: list[str], rows: list[dict[str, Any]], versus: str | None) -> str:
     measured = [t for t, row in enumerate(rows) if row["removed"] is not None]
+    word = quote(labels[-1])
     total = sum(row["integrated"] for row in rows)
     assert found.gap is not None
     text = f"Completeness gap of the integrated gradients: {typeset(found.gap)}"
@@ -80,10 +82,19 @@ def _caption(found: Attribution, labels: list[str], rows: list[dict[str, Any]]) 
     if not measured:
         return f"No token can be removed here. {text}"
     t = max(measured, key=lambda t: abs(rows[t]["removed"]))
-    effect = "less" if rows[t]["removed"] > 0 else "more"
-    agree = [sum(rows[t][kind] * rows[t]["removed"] > 0 for t in measured) for kind in ("score", "integrated")]
+    if not rows[t]["removed"]:
+        return f"Removing any one of the {len(measured)} tokens that were removed changes nothing. {text}"
+    verb = "falls" if rows[t]["removed"] > 0 else "rises"
+    what = f"the logit of {word} minus that of {quote(versus)}" if versus else f"the log-probability of {word}"
+    path = [t for t in measured if t]  # the baseline of integrated gradients keeps the first token
+    agree = {
+        kind: f"{sum(rows[t][kind] * rows[t]['removed'] > 0 for t in chosen)} of {len(chosen)}"
+        for kind, chosen in (("score", measured), ("integrated", path))
+    }
     return (
-        f"Removing {quote(labels[t])} (position {t + 1}) changes {quote(labels[-1])} most: it becomes {effect} likely, by"
-        f" {typeset(abs(rows[t]['removed']))}. The sign of gradient × input agrees with the measurement for {agree[0]} of"
-        f" {len(measured)} tokens, that of integrated gradients for {agree[1]}. {text}"
+        f"Of the {len(measured)} tokens that were removed one at a time, {quote(labels[t])} (position {t + 1}) matters"
+        " most:"
+        f" without it, {what} {verb} by {typeset(abs(rows[t]['removed']))}. The sign"
+        f" of gradient × input agrees with the measurement for {agree['score']} tokens, that of integrated gradients, which"
+        f" keep the first token, for {agree['integrated']}. {text}"
     )

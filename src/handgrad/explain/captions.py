@@ -1,10 +1,13 @@
 """The sentence under each picture: what to notice in the data at hand, computed from that data."""
 
+import math
 import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from .chances import chance
 from .marks import percent, typeset
 
 NAMED = {" ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡"}
@@ -36,31 +39,50 @@ def about_activations(x: Tensor, labels: Sequence[str]) -> str:
     feature = int(x.abs().max(0).values.argmax())
     value = x[:, feature][x[:, feature].abs().argmax()].item()
     return (
-        f"The longest row is {_at(labels, t)}, with length {typeset(x[t].norm().item())}. The largest single value is in"
+        f"The longest row is {_at(labels, t)}, with length {typeset(x[t].norm().item())}. The value furthest from 0 is in"
         f" feature {feature}: {typeset(value)}."
     )
 
 
-def about_scores(x: Tensor, labels: Sequence[str], token_text: Callable[[int], str]) -> str:
+def about_scores(x: Tensor, labels: Sequence[str], token_text: Callable[[int], str], what: str) -> str:
     """Describe logits or probabilities, which have one column for each token of the vocabulary."""
     t, column = divmod(int(x.argmax()), x.shape[1])
+    ties = int((x == x[t, column]).sum()) - 1
     return (
-        f"The highest score is {typeset(x[t, column].item())}, for {quote(token_text(column))} after {_at(labels, t)}."
-        " A column that is bright in every row is a token that the model expects everywhere."
+        f"The highest {what} is {typeset(x[t, column].item())}, for {quote(token_text(column))} after {_at(labels, t)}"
+        f"{_shared(ties)}. A column that is high in every row is a token that the model expects everywhere."
     )
 
 
-def about_error(x: Tensor, labels: Sequence[str]) -> str:
-    norms = x.norm(dim=1)
-    total = x.norm().item()
+def _shared(ties: int) -> str:
+    """That equal numbers have equal ranks."""
+    return f" and {ties:,} other {'entry' if ties == 1 else 'entries'}" if ties else ""
+
+
+def about_error(x: Tensor, labels: Sequence[str], depends: Callable[[int], bool]) -> str:
+    """Describe an error signal; `depends` says whether what is explained depends on a row here."""
+    norms = x.double().norm(dim=1)
+    total = norms.norm().item()
     if total == 0:
         return "No error arrives here."
     t = int(norms.argmax())
     share = norms[t].item() ** 2 / total**2
-    unreached = [labels[i] for i in range(len(labels)) if norms[i] == 0]
-    none = f" No error reaches {', '.join(quote(w) for w in unreached[-3:])}: no target depends on it here."
     text = f"The largest error arrives at {_at(labels, t)}: {percent(share)} of all squared error here."
-    return text + (none if unreached else "")
+    zero = [i for i in range(len(labels)) if norms[i] == 0]
+    outside, rounded = ([i for i in zero if depends(i) is reached] for reached in (False, True))
+    if outside:
+        them = "it" if len(outside) == 1 else "them"
+        text += f" No error reaches {_listed(outside, labels)}: what is explained does not depend on {them} here."
+    if rounded:
+        text += f" It is 0, as computed, at {_listed(rounded, labels)}."
+    return text
+
+
+def _listed(rows: Sequence[int], labels: Sequence[str], most: int = 3) -> str:
+    """These tokens if they are few; else how many, and the last of them."""
+    if len(rows) <= most:
+        return ", ".join(_at(labels, t) for t in rows)
+    return f"{len(rows)} of the {len(labels)} tokens, the last of them {_at(labels, rows[-1])}"
 
 
 def about_gradients(norms: dict[str, float], sizes: dict[str, float]) -> str:
@@ -86,7 +108,7 @@ def about_attention(rho: Tensor, sent: Tensor, labels: Sequence[str]) -> str:
     if n > 1:
         others[:, 0] = 0  # heads that find no match attend to the first token
     t, s = divmod(int(others.argmax()), n)
-    text = "Each token can attend only to the first token and to itself."
+    text = "No attention goes to any token but the first and the token itself."
     if others[t, s] > 0:
         text = (
             "The strongest attention, apart from the first token and the token itself:"
@@ -101,7 +123,12 @@ def about_attention(rho: Tensor, sent: Tensor, labels: Sequence[str]) -> str:
             f" length {typeset(between[t, s].item())}."
         )
     first = rho[1:, 0].mean().item() if n > 1 else 0.0
-    return text + (f" On average, {percent(first)} of the attention goes to the first token." if first > 0.3 else "")
+    if first > 0.3:
+        text += (
+            f" On average over the rows after the first, which can attend only to itself, {percent(first)} of the attention"
+            " goes to the first token."
+        )
+    return text
 
 
 def about_sent(rotated: bool, normed: bool) -> str:
@@ -116,41 +143,48 @@ def about_sent(rotated: bool, normed: bool) -> str:
 def about_branches(value: float, query: float, key: float) -> str:
     lengths = {"values": value, "queries": query, "keys": key}
     largest = max(lengths, key=lambda name: lengths[name])
+    if not lengths[largest]:
+        return "No error flows back through this head."
     rest = " and ".join(f"{typeset(x)} through the {name}" for name, x in lengths.items() if name != largest)
     return f"The largest part of this head's error flows through the {largest}: {typeset(lengths[largest])}, against {rest}."
 
 
-def about_loss(labels: Sequence[str], targets: Sequence[str], probabilities: Sequence[float]) -> str:
-    worst = min(range(len(probabilities)), key=lambda t: probabilities[t])
-    best = max(range(len(probabilities)), key=lambda t: probabilities[t])
+def about_loss(labels: Sequence[str], targets: Sequence[str], losses: Sequence[float]) -> str:
+    """Describe −log p of every target."""
+    worst = max(range(len(losses)), key=lambda t: losses[t])
+    best = min(range(len(losses)), key=lambda t: losses[t])
+
+    def one(t: int) -> str:
+        return f"{quote(targets[t])} after {_at(labels, t)}, with {percent(chance(-losses[t]))}"
+
+    if losses[worst] == losses[best] and len(losses) > 1:
+        return f"All {len(losses)} targets were equally probable: {percent(chance(-losses[best]))}."
+    if len(losses) == 1:
+        return f"The only target is {one(0)}."
     return (
-        f"The biggest surprise is {quote(targets[worst])} after {_at(labels, worst)}: its probability was only"
-        f" {typeset(probabilities[worst])}. The best prediction is {quote(targets[best])} after {_at(labels, best)}, with"
-        f" probability {typeset(probabilities[best])}."
+        f"The biggest surprise is {one(worst)}: −log p = {typeset(losses[worst])}. The best prediction is {one(best)}:"
+        f" −log p = {typeset(losses[best])}."
     )
 
 
-def about_push(label: str, target: str, probability: float, rival: str, rival_probability: float) -> str:
-    missing = typeset(1 - probability)
-    push = f"{quote(target)} had probability {typeset(probability)}, so it is pulled up by the missing {missing}"
-    if rival == target:
-        return f"After {quote(label)}: {push}. It was already the first choice."
-    return f"After {quote(label)}: {push}. Pushed down most is {quote(rival)}, which had {typeset(rival_probability)}."
-
-
-def about_flow(shares: Tensor, lengths: Tensor, labels: Sequence[str]) -> str:
-    """Describe error signals (depth, tokens): their share of each row's squares, and their lengths."""
-    by_token = shares.mean(0)
-    t = int(by_token.argmax())
-    low, high = lengths[0].norm().item(), lengths[-1].norm().item()
-    if not low or not high:
-        return "No error flows."
-    return (
-        f"Averaged over the depth, the largest share of the error is at {_at(labels, t)}:"
-        f" {percent(by_token[t].item())} of a row's squares. The error at the embedding is {typeset(low / high)} times as"
-        " long as at the last norm: where activations are short, a small change matters more, so rows are compared with"
-        " themselves; ‖a‖·‖Δ‖ does not depend on that scale."
+def about_push(row: dict[str, Any], targets: int) -> str:
+    """Describe the push on the logits of a row; the loss is a mean over so many targets."""
+    missing = -math.expm1(-row["loss"])
+    by = f"1 − p = {typeset(missing)}"
+    if targets > 1:
+        by = f"(1 − p)/{targets:,} = {typeset(missing / targets)}"
+    text = (
+        f"After {quote(row['token'])}: {quote(row['target'])} had probability p = {percent(row['probability'])}, so its"
+        f" logit is pushed up by {by}"
     )
+    if row["rank"] == 1:
+        return f"{text}. It was already the first choice{_together(row['ties'])}."
+    rival = row["top"][0]
+    return f"{text}. Pushed down most is {quote(rival['word'])}, which had {percent(rival['p'])}."
+
+
+def _together(ties: int) -> str:
+    return f", together with {ties:,} equally probable {'one' if ties == 1 else 'ones'}" if ties else ""
 
 
 def about_groups(norms: dict[str, float]) -> str:
@@ -168,12 +202,12 @@ def about_lens(label: str, first: str, probability: float, target: str | None, s
     text = f"Read out here, the model would predict {quote(first)} after {quote(label)}, with {percent(probability)}"
     if target is None:
         return f"{text}. The last position has no target."
-    return f"{text}. The target {quote(target)} has probability {typeset(share)}."
+    return f"{text}. The target {quote(target)} has {percent(share)}."
 
 
 def about_swaps(labels: Sequence[str], t: int, other: str, change: float, measured: float) -> str:
     return (
         f"The best single replacement, to first order: {quote(other)} instead of {_at(labels, t)} would change the objective"
-        f" by {typeset(change)}. Measured: {typeset(measured)}. A swap is too large a step for a gradient: it"
-        " only says in which direction to look."
+        f" by {typeset(change)}. Measured: {typeset(measured)}. For so large a step an estimate can be wrong,"
+        " even in sign."
     )

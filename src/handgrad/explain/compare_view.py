@@ -1,5 +1,6 @@
 """Compare two traced sentences at every station: two texts, before and after steps, or the base and its adapter."""
 
+import math
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ def compare(session: Session, one: TracedSentence, other: TracedSentence) -> dic
     text = f"The objective is {typeset(losses[0])} here and {typeset(losses[1])} there."
     if not same:
         differs = next((t for t in range(n) if one.ids[t] != other.ids[t]), n)
-        text += f" The first {differs} tokens are equal, and so are their activations." if differs else ""
+        if differs:
+            causal = session.model.config.causal and one.version == other.version
+            text += f" The first {differs} tokens are equal"
+            text += ", and so are their activations, up to rounding." if causal else "."
     if furthest["a"]:
         text += f" The activations differ most at “{where}”: by {percent(furthest['a'])} of their length."
     else:
-        text += " All activations are equal."
+        text += " All activations of the tokens that they share are equal."
     return {
         "one": _side(session, one), "other": _side(session, other), "rows": n, "same_tokens": same, "stations": rows,
         "caption": text,
@@ -93,7 +97,7 @@ def _apart(one: TracedSentence, other: TracedSentence, names: tuple[str, ...], n
 def _relative(x: Tensor, y: Tensor) -> float:
     size = x.norm().item()
     change = torch.dist(y, x).item()
-    return change / size if size else float(change > 0)
+    return change / size if size else (math.inf if change else 0.0)
 
 
 def _about(session: Session, one: TracedSentence, x: Tensor, difference: Tensor) -> str:

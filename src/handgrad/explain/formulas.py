@@ -36,8 +36,8 @@ ERRATA = {
     " softmax, so future tokens would stay visible. The mask has to put −∞ above the diagonal.",
     "R3": "For a frozen layer with an adapter, the paper prints the adapter's term of Δ only. A frozen weight gets no"
     " gradient, but it still passes the error on, so its term is needed too.",
-    "R5": "Printed for all rows. The last token has no target, so its row of Δ₁₂ is 0. The loss here is the mean over"
-    " the targets, so every Δ is divided by their number.",
+    "R5": "Printed for all rows. The last token has no target, so its row of Δ₁₂ is 0. Where the mean loss is"
+    " explained, every Δ is divided by the number of targets.",
     "R8": "Printed without ε, which gives 0/0 for a constant row. With σ = √(var + ε) in both places, (40) is exact.",
     "R9": "The paper ties the two tables but gives no gradient rule: a matrix that is used twice gets the sum of both"
     " gradients.",
@@ -324,6 +324,15 @@ def gated_activation(g: str) -> dict[str, Any]:
 def loss() -> dict[str, Any]:
     return {
         "title": "Loss",
+        **LOSSES["sentence"],
+        "errata": ("R5",),
+        "sources": (("forward", "ops/loss.py forward_and_delta"), ("backward", "ops/loss.py forward_and_delta")),
+    }
+
+
+# The last station by what is explained: its definition is that of the numbers beside it
+LOSSES: dict[str, dict[str, Any]] = {
+    "sentence": {
         "summary": "Softmax turns the logits into probabilities. The loss is the mean surprise, −log of the probability that"
         " each true next token was given. The backward pass starts here: the error of each vocabulary token is its"
         " probability, minus 1 for the correct one, divided by the number of targets n.",
@@ -337,9 +346,43 @@ def loss() -> dict[str, Any]:
         "backward": (
             Formula(r"\Delta_{12} = \frac{1}{n} \left( y_{\mathrm{pred}} - y_{\mathrm{gt}} \right)", "Table 2"),
         ),
-        "errata": ("R5",),
-        "sources": (("forward", "ops/loss.py forward_and_delta"), ("backward", "ops/loss.py forward_and_delta")),
-    }
+    },
+    "position": {
+        "summary": "Softmax turns the logits into probabilities. The loss of one token alone is explained: its surprise,"
+        " −log of the probability that it was given at its row t. The backward pass starts here: the error of each"
+        " vocabulary token in row t is its probability, minus 1 for the correct one. All other rows"
+        " are 0, and nothing is divided.",
+        "forward": (
+            Formula(
+                r"y_{\mathrm{pred}} = \mathrm{softmax}(a_{12}) \qquad L = -\log y_{\mathrm{pred}}(t)_{\mathrm{target}(t)}",
+                "Section 1",
+            ),
+        ),
+        "backward": (
+            Formula(
+                r"\Delta_{12}(t) = y_{\mathrm{pred}}(t) - y_{\mathrm{gt}}(t) \qquad \Delta_{12}(s) = 0, \; s \neq t",
+                "Table 2",
+            ),
+        ),
+    },
+    "difference": {
+        "summary": "A difference of two logits is explained: that of token u minus that of token v, at row t. The softmax is"
+        " shown, and does not take part. The backward pass starts here: the error is 1 for u, −1 for v, and 0 everywhere"
+        " else.",
+        "forward": (
+            Formula(
+                r"y_{\mathrm{pred}} = \mathrm{softmax}(a_{12}) \qquad L = a_{12}(t)_u - a_{12}(t)_v",
+                "a difference of logits",
+            ),
+        ),
+        "backward": (
+            Formula(
+                r"\Delta_{12}(t)_u = 1 \qquad \Delta_{12}(t)_v = -1 \qquad \Delta_{12} = 0 \; \mathrm{elsewhere}",
+                "a difference of logits",
+            ),
+        ),
+    },
+}
 
 
 def tokens() -> dict[str, Any]:

@@ -9,15 +9,16 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..ops import linear
 from . import captions
+from .chances import chance, log_chances, predicted
 from .norms import frozen
 from .session import Session, TracedSentence
 from .stations import Station
-from .views import labels_of, with_probabilities
+from .views import labels_of
 
 
 @torch.no_grad()
 def read_stream(model: GPT, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Read rows of the residual stream through the last norm and the head: the probabilities of the next token, and how a
+    """Read rows of the residual stream through the last norm and the head: the logits of the next token, and how a
     step along −Δ changes the logits, to first order. That is −Δ through the derivative of the norm, which is its backward
     pass with the gain on the other side, and then through the head."""
     norm = model.final_norm
@@ -26,7 +27,7 @@ def read_stream(model: GPT, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     unit.weight.fill_(1)
     change = unit.backward(-delta, norm.rebuild_output(saved)[0], saved) * norm.weight
     push = linear.forward(change, model.head.effective_weight(), None)
-    return torch.softmax(model.head.forward(a_11), 1), push
+    return model.head.forward(a_11), push
 
 
 def lens(session: Session, sentence: TracedSentence, station: Station, top: int = 5) -> dict[str, Any]:
@@ -36,25 +37,25 @@ def lens(session: Session, sentence: TracedSentence, station: Station, top: int 
         raise HandgradError("the lens reads the residual stream only: choose the embedding or a skip connection")
     names = station.a[0], station.incoming[0]
     with session.model_at(sentence.version) as model:
-        probabilities, push = read_stream(model, *(sentence.trace[name] for name in names))
+        logits, push = read_stream(model, *(sentence.trace[name] for name in names))
+    log_p = log_chances(logits)
     rows = []
     targets = sentence.targets[0].tolist()
     labels = labels_of(session, sentence)
-    known = min(session.tokenizer.n_vocab, probabilities.shape[1])
+    known = min(session.tokenizer.n_vocab, log_p.shape[1])
     for t, target in enumerate(targets):
-        best = torch.topk(probabilities[t, :known], min(top, known))
-        first, chance = int(best.indices[0]), best.values[0].item()
+        best = predicted(session, log_p[t, :known], top)
         up, down = (torch.topk(sign * push[t, :known], min(top, known)) for sign in (1, -1))
         word = session.token_text(target) if target >= 0 else None
-        share = probabilities[t, target].item() if target >= 0 else None
+        share = chance(log_p[t, target]) if target >= 0 else None
         rows.append({
-            "predictions": with_probabilities(session, best), "target": word, "share": share,
+            "predictions": best, "target": word, "share": share,
             "towards": _pushed(session, up, 1), "away": _pushed(session, down, -1),
-            "caption": captions.about_lens(labels[t], session.token_text(first), chance, word, share or 0.0),
+            "caption": captions.about_lens(labels[t], best[0]["word"], best[0]["p"], word, share or 0.0),
         })  # fmt: skip
     python = (
         "from handgrad.explain.lens_view import read_stream\n"
-        f"probabilities, push = read_stream(model, trace[{names[0]!r}], trace[{names[1]!r}])"
+        f"logits, push = read_stream(model, trace[{names[0]!r}], trace[{names[1]!r}])"
     )
     return {"station": station.id, "rows": rows, "python": python}
 

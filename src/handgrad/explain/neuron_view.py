@@ -86,11 +86,13 @@ def _cosine(x: Tensor, y: Tensor) -> float:
 
 def _caption(found: list[dict[str, Any]], labels: list[str], share: float, count: int) -> str:
     first = found[0]
+    if not first["blame"]:
+        return "No error reaches the neurons of this block."
     t = max(range(len(labels)), key=lambda t: abs(first["by_token"][t]))
     verb = "raises" if first["blame"] > 0 else "lowers"
     return (
-        f"{len(found)} of {count:,} neurons have {percent(share)} of the blame. Neuron {first['neuron']} {verb} the"
-        f" objective most, by {typeset(abs(first['blame']))} to first order, mainly at {quote(labels[t])}"
-        f" (position {t + 1}). It writes {quote(first['writes']['more'][0]['word'])}; the gradient would have it write"
-        f" {quote(first['would_write']['more'][0]['word'])}."
+        f"{len(found)} of {count:,} neurons have {percent(share)} of the blame, summed without signs. Neuron"
+        f" {first['neuron']} {verb} the objective most, by {typeset(abs(first['blame']))} to first order, mainly"
+        f" at {quote(labels[t])} (position {t + 1}). It writes {quote(first['writes']['more'][0]['word'])}; the"
+        f" gradient would have it write {quote(first['would_write']['more'][0]['word'])}."
     )

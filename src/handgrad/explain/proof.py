@@ -44,6 +44,7 @@ class CheckResults:
     def __init__(self) -> None:
         self.checks: dict[str, list[dict[str, Any]]] = {}  # by station
         self.complete: set[str] = set()  # stations that need no more checks
+        self.without_differences: set[str] = set()  # of these, those that were not compared with finite differences
         self.problem = ""
 
 
@@ -85,10 +86,13 @@ class Prover:
             return {id: self.report(results, id, brief=True) for id in (s.id for s in self.session.stations)}
 
     def report(self, results: CheckResults, id: str, brief: bool = False) -> dict[str, Any]:
-        """Return the results of one station as the page shows them."""
+        """Return the results of one station as the page shows them. Its state is "measuring" until finite differences were
+        computed, then "done"; "autograd" if they are not, and "failed" if the checks broke off."""
         checks = results.checks.get(id, [])
         passed = all(c["passed"] for c in checks) if checks else None
-        state = "measuring" if id not in results.complete and not results.problem else "done"
+        state = "autograd" if id in results.without_differences else "done"
+        if id not in results.complete:
+            state = "failed" if results.problem else "measuring"
         if brief:
             return {"passed": passed, "state": state}
         return {"passed": passed, "state": state, "problem": results.problem, "checks": checks}
@@ -170,6 +174,8 @@ class Prover:
         with self._changed:
             results.checks[station.id] = [*results.checks[station.id], *more]
             results.complete.add(station.id)
+            if not differences and (station.incoming or station.outgoing):
+                results.without_differences.add(station.id)
 
     def _checker_for(self, sentence: TracedSentence) -> AnyChecker:
         if self._checker is None or self._checker[0] != sentence.id:

@@ -181,13 +181,13 @@ class Session:
         return ids
 
     def token_text(self, id: int) -> str:
-        """Return the text of a token; its bytes, ‹E2 80›, if it is a part of a character; ‹id› if it has no text."""
+        """Return the text of a token; its bytes, ‹E2-80›, if it is a part of a character; ‹id› if it has no text."""
         if id not in self._token_texts:
             raw = self._texts.raw(id) if id < self.tokenizer.n_vocab else b""
             try:
                 self._token_texts[id] = raw.decode() or f"‹{id}›"
             except UnicodeDecodeError:
-                self._token_texts[id] = f"‹{raw.hex(' ').upper()}›"
+                self._token_texts[id] = f"‹{raw.hex('-').upper()}›"
         return self._token_texts[id]
 
     # ── versions of the weights ─────────────────────────────────────────────────────────────────────────────────────

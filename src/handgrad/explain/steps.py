@@ -18,8 +18,10 @@ from ..errors import HandgradError, NonFiniteError
 from ..files.scratch import TensorFile, TensorsInMemory
 from ..formatting import size
 from ..machine import trim_heap
+from ..model.objective import LogitDifference
 from ..model.trace import own_gradients
 from ..optim import maker, step
+from .chances import chance, losses_of
 from .marks import typeset
 from .session import Session, TracedSentence, Version
 
@@ -41,10 +43,12 @@ def take_step(
     with session.lock:
         session.free_gradients()
         stored = TensorsInMemory if undo else TensorFile
-        loss, expected, made = _stepped(session, sentence, lr, optimizer, stored)
+        expected, made = _stepped(session, sentence, lr, optimizer, stored)
+        with session.model_at(sentence.version) as model:  # by the same path as after the step
+            loss = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
         version = session.add_version(made)
         try:
-            measured = _measured(session, sentence, version, lr)
+            measured = _measured(session, sentence, version, lr, loss)
         except Exception:
             session.drop_version(version)
             raise
@@ -59,13 +63,14 @@ def take_step(
     return {
         "id": new.id, "version": version, "steps": made.steps,
         "loss": loss, "predicted": loss + expected, "measured": measured, "moves": _moves(session, sentence, new),
+        "rounding": _rounding(sentence),
     }  # fmt: skip
 
 
 def _stepped(
     session: Session, sentence: TracedSentence, lr: float, optimizer: str, stored: type[TensorFile | TensorsInMemory]
-) -> tuple[float, float, Version]:
-    """The loss, its change to first order, ⟨∂, step⟩, and the version after the step."""
+) -> tuple[float, Version]:
+    """The change of the loss to first order, ⟨∂, step⟩, and the version after the step."""
     old = session.version(sentence.version)
     state = old.optimizer_state if old.optimizer == optimizer else {}
     make = maker(optimizer, lr, 0.0, (0.9, 0.99))
@@ -91,9 +96,7 @@ def _stepped(
                 p.grad = None
 
         try:
-            loss = model.loss_and_grads(
-                sentence.tokens, sentence.targets, objective=sentence.objective, finished=step_layer
-            )
+            model.loss_and_grads(sentence.tokens, sentence.targets, objective=sentence.objective, finished=step_layer)
         except OSError as reason:
             needed = size(sum(p.numel() * p.element_size() for p in names) * (3 if optimizer == "Adam" else 1))
             raise HandgradError(
@@ -102,7 +105,7 @@ def _stepped(
             ) from None
     assert len(weights) == len(names)
     trim_heap()
-    return loss, expected, Version(weights, new_state, optimizer, old.steps + 1)
+    return expected, Version(weights, new_state, optimizer, old.steps + 1)
 
 
 def _step(part: Tensor, grad: Tensor, make: Make, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,8 +119,8 @@ def _step(part: Tensor, grad: Tensor, make: Make, state: dict[str, Tensor]) -> t
     return made.data, {key: x for key, x in stepper.state[made].items() if isinstance(x, Tensor)}
 
 
-def _measured(session: Session, sentence: TracedSentence, version: int, lr: float) -> float:
-    """The loss after the step; an error if it is beyond what can be shown."""
+def _measured(session: Session, sentence: TracedSentence, version: int, lr: float, before: float) -> float:
+    """The loss after the step; an error if it rose beyond what can be shown."""
     with session.model_at(version) as model:
         try:
             measured = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)
@@ -125,19 +128,29 @@ def _measured(session: Session, sentence: TracedSentence, version: int, lr: floa
             raise HandgradError(
                 f"a step with learning rate {typeset(lr)} made the weights overflow: choose a smaller one"
             ) from None
-        if measured > 100 * math.log(model.config.n_vocab):  # beyond this, only rounding is visible
+        if measured > max(before, 100 * math.log(model.config.n_vocab)):  # beyond this, only rounding is visible
+            what = "the difference" if isinstance(sentence.objective, LogitDifference) else "the loss"
             raise HandgradError(
-                f"a step with learning rate {typeset(lr)} raised the loss to {typeset(measured)}: choose a smaller one"
+                f"a step with learning rate {typeset(lr)} raised {what} to {typeset(measured)}: choose a smaller one"
             )
         return measured
 
 
 def _moves(session: Session, old: TracedSentence, new: TracedSentence) -> list[dict[str, Any]]:
     """Return the probability of each target before and after the step."""
-    rows = []
-    for t, target in enumerate(old.targets[0, :-1].tolist()):
-        p, q = (x.trace["y_pred"][t, target].item() for x in (old, new))
-        rows.append(
-            {"token": session.token_text(old.ids[t]), "target": session.token_text(target), "before": p, "after": q}
-        )
-    return rows
+    before, after = (losses_of(x.trace["a_12"][:-1], x.targets[0, :-1]) for x in (old, new))
+    return [
+        {
+            "token": session.token_text(one),
+            "target": session.token_text(target),
+            "before": chance(-p),
+            "after": chance(-q),
+        }
+        for one, target, p, q in zip(old.ids, old.ids[1:], before, after, strict=False)
+    ]
+
+
+def _rounding(sentence: TracedSentence) -> float:
+    """A change of the objective below this may be rounding: logits are rounded to their last digit."""
+    logits = sentence.trace["a_12"]
+    return torch.finfo(logits.dtype).eps * logits.abs().max().item()

@@ -72,8 +72,9 @@ def _best(session: Session, change: Tensor) -> list[dict[str, Any]]:
 def _measure(session: Session, sentence: TracedSentence, t: int, found: list[dict[str, Any]]) -> None:
     """Add the measured change of the objective to each swap at position t."""
     with session.model_at(sentence.version) as model:
+        now = model.loss(sentence.tokens, sentence.targets, objective=sentence.objective)  # by the same path
         for swap in found:
             ids = sentence.tokens
             ids[0, t] = swap["id"]
             value = model.loss(ids, sentence.targets, objective=sentence.objective)
-            swap["measured"] = value - sentence.trace.loss
+            swap["measured"] = value - now

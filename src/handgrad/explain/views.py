@@ -1,6 +1,6 @@
 """The data of each view of the page, ready for JSON: exact numbers from the trace, matrices reduced for drawing."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 from ..errors import HandgradError
 from ..model.objective import MEAN_LOSS, LogitDifference
 from . import captions, swaps_view
+from .chances import log_chances, losses_of, predicted, standing
 from .exercises import offered_at
 from .follow import by_hand
 from .follow_tensors import Tensors
-from .formulas import ERRATA, Formula, mathml
+from .formulas import ERRATA, LOSSES, Formula, mathml
 from .objectives import describe
 from .pictures import ROWS, picture, statistics
 from .session import Session, TracedSentence
@@ -37,7 +38,8 @@ def table(session: Session) -> dict[str, Any]:
         "name": session.name, "note": session.note, "python": session.python, "better": session.better,
         "text": session.text, "max_tokens": session.max_tokens,
         "parameters": session.size, "trains": trains, "blocks": c.n_blocks, "heads": c.n_heads, "d": c.d_model,
-        "vocabulary": c.n_vocab, "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
+        "vocabulary": c.n_vocab, "unit": session.tokenizer.unit,
+        "hidden": c.hidden_width, "optimizers": OPTIMIZERS, "lora": trains < session.size,
         "large": session.size > LARGE, "errata": {id: ERRATA[id] for id in used},
         "code": {name: source(name) for name in functions},
         "stations": [_station_entry(session, station) for station in session.stations],
@@ -53,13 +55,18 @@ def _station_entry(session: Session, station: Station) -> dict[str, Any]:
             for line, equation in parts
         ]
 
+    by_objective = {
+        kind: {"summary": one["summary"], "forward": split(one["forward"]), "backward": split(one["backward"])}
+        for kind, one in LOSSES.items()
+        if station.id == "loss"
+    }
     return {
         "id": station.id, "index": station.index, "block": station.block, "title": station.title,
         "summary": station.summary, "forward": split(station.forward), "backward": split(station.backward),
         "errata": station.errata, "sources": readable_first(station.sources), "stream": station.stream,
         "outgoing": symbols(station.outgoing), "symbol": symbols(station.a) if station.a else "a₀",
         "delta_symbol": symbols(station.incoming), "derived_in": [f"docs/layers/{page}.md" for page in station.derived_in],
-        "exercises": offered_at(station, session.model),
+        "exercises": offered_at(station, session.model), "by_objective": by_objective,
     }  # fmt: skip
 
 
@@ -70,26 +77,25 @@ def overview(session: Session, sentence: TracedSentence) -> dict[str, Any]:
     """Return the tokens, the loss, ‖a‖ and ‖Δ‖ per token at every station, and the norm of every gradient."""
     t = sentence.trace
     labels = labels_of(session, sentence)
-    y_pred = t["y_pred"]
-    losses = [-math.log(max(y_pred[i, x].item(), 1e-45)) for i, x in enumerate(sentence.targets[0, :-1].tolist())]
+    losses = losses_of(t["a_12"][:-1], sentence.targets[0, :-1])
     flows = []
     for station in session.stations:
         a = _lengths(sentence, station.a) if station.id != "loss" else None
         flows.append({"id": station.id, "a": _listed(a), "delta": _listed(_lengths(sentence, station.incoming))})
     groups, sizes = _groups(session, sentence)
-    flow = _flow(session, sentence, labels)
+    flow = _flow(session, sentence)
     return {
         "id": sentence.id, "text": sentence.text, "version": sentence.version,
         "steps": session.version(sentence.version).steps,
         "tokens": [{"id": id, "label": label} for id, label in zip(sentence.ids, labels, strict=True)],
         "loss": sum(losses) / len(losses) if sentence.objective != MEAN_LOSS else t.loss, "losses": losses,
         "objective": describe(session, sentence), "flows": flows,
-        "flow": flow, "flow_caption": flow["caption"],
+        "flow": flow,
         "groups": groups, "groups_caption": captions.about_groups(sizes),
     }  # fmt: skip
 
 
-def _flow(session: Session, sentence: TracedSentence, labels: list[str]) -> dict[str, Any]:
+def _flow(session: Session, sentence: TracedSentence) -> dict[str, Any]:
     """Return the error of every token at every depth, from Δ_1 to Δ_11, each row also as shares of its own squares. Δ_4 is
     Δ_5 and Δ_9 is Δ_10: each pair is one row."""
     rows: list[dict[str, Any]] = []
@@ -107,11 +113,7 @@ def _flow(session: Session, sentence: TracedSentence, labels: list[str]) -> dict
             "a": a.tolist(), "delta": delta.tolist(), "share": (squares / squares.sum().clamp(min=1e-300)).tolist(),
             "python": f"trace[{station.incoming[0]!r}].norm(dim=1)",
         })  # fmt: skip
-    shares, lengths = (torch.tensor([row[key] for row in rows]) for key in ("share", "delta"))
-    return {
-        "rows": rows, "rank": shares.mean(0).tolist(), "caption": captions.about_flow(shares, lengths, labels),
-        "python": _flow_python(session),
-    }  # fmt: skip
+    return {"rows": rows, "python": _flow_python(session)}
 
 
 def _flow_python(session: Session) -> dict[str, str]:
@@ -184,15 +186,16 @@ def at_station(session: Session, sentence: TracedSentence, station: Station, lim
         deltas = station.outgoing  # none arrives here
         view["positions"] = _positions(session, sentence)
         targets = [session.token_text(int(i)) for i in sentence.targets[0, :-1]]
-        probabilities = [row["probability"] for row in view["positions"] if row["target"] is not None]
-        view["loss_caption"] = captions.about_loss(labels, targets, probabilities)
+        losses = [row["loss"] for row in view["positions"] if row["target"] is not None]
+        view["loss_caption"] = captions.about_loss(labels, targets, losses)
     pairs = zip(station.a, deltas, strict=True)
     for kind, name in [(kind, name) for pair in pairs for kind, name in zip(("a", "delta"), pair, strict=True)]:
         x = sentence.trace[name]
         if kind == "delta":
-            caption = captions.about_error(x, labels)
+            caption = captions.about_error(x, labels, depends_on(session, sentence, station))
         elif station.index >= 12:
-            caption = captions.about_scores(x, labels, session.token_text)
+            what = "probability" if station.id == "loss" else "score"
+            caption = captions.about_scores(x, labels, session.token_text, what)
         else:
             caption = captions.about_activations(x, labels)
         columns = vocabulary_columns(sentence, x) if station.index >= 12 else None
@@ -285,28 +288,33 @@ def _parameter(
     }  # fmt: skip
 
 
+def depends_on(session: Session, sentence: TracedSentence, station: Station) -> Callable[[int], bool]:
+    """Whether what is explained depends on a row of this station: after the last attention, on the rows whose targets it
+    reads; before, on all rows that these can see."""
+    config = session.model.config
+    read = set(torch.nonzero(sentence.objective.select(sentence.targets[0], config.n_vocab) >= 0)[:, 0].tolist())
+    if (station.block is None and station.index > 1) or (station.block == config.n_blocks - 1 and station.index >= 3):
+        return lambda row: row in read
+    return lambda row: not config.causal or row <= max(read)
+
+
 def _positions(session: Session, sentence: TracedSentence, top: int = 5, bars: int = 6) -> list[dict[str, Any]]:
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
-    y_pred, delta = sentence.trace["y_pred"], sentence.trace["delta_12"]
+    log_p, delta = log_chances(sentence.trace["a_12"]), sentence.trace["delta_12"]
     labels = labels_of(session, sentence)
     rows = []
     for t, target in enumerate(sentence.targets[0].tolist()):
-        best = torch.topk(y_pred[t], min(top, y_pred.shape[1]))
-        strongest = torch.topk(delta[t].abs(), min(bars, y_pred.shape[1])).indices.tolist()
+        strongest = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.tolist()
         row: dict[str, Any] = {
             "token": labels[t], "target": None, "probability": None, "rank": None,
-            "top": with_probabilities(session, best),
+            "top": predicted(session, log_p[t], top),
             "push": [
                 {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target}
                 for i in strongest if delta[t, i]
             ],
         }  # fmt: skip
         if target >= 0:
-            p = y_pred[t, target].item()
-            row |= {
-                "target": session.token_text(target), "probability": p,
-                "rank": int((y_pred[t] > y_pred[t, target]).sum()) + 1,
-            }  # fmt: skip
+            row |= standing(session, log_p[t], target)
         rows.append({**row, "caption": _about_push(session, sentence, t, row)})
     return rows
 
@@ -324,10 +332,4 @@ def _about_push(session: Session, sentence: TracedSentence, t: int, row: dict[st
         )
     if row["target"] is None:
         return "The last token has no target, so its row of Δ₁₂ is 0."
-    first = row["top"][0]
-    return captions.about_push(row["token"], row["target"], row["probability"], first["word"], first["p"])
-
-
-def with_probabilities(session: Session, best: Any) -> list[dict[str, Any]]:
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [{"word": session.token_text(i), "p": p} for i, p in pairs]
+    return captions.about_push(row, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1)

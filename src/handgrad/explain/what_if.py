@@ -1,9 +1,11 @@
 """What if: a head, a skip connection, a neuron or one attention weight is set to 0, or the error on its way back is.
 
 Forward, the change of the objective predicted from the gradient, −⟨Δ, a⟩ over what is set to 0, stands beside the measured
-one. Backward the objective cannot change: what changes are the error signals below and the gradients.
+one. Backward the objective cannot change: what changes are the error signals below and the gradients. Either way the model
+runs twice by the same path, without and with the change, so that what the change does not reach is equal bit for bit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError
+from ..files.scratch import TensorFile
+from ..model.edited import Edits
+from ..model.gpt import GPT
 from ..model.objective import MEAN_LOSS, Objective
 from ..model.trace import Trace, edited_pass, gradients, own_gradients, record_pass
 from . import captions
+from .chances import chance, log_chances
 from .marks import percent, typeset
 from .session import Session, TracedSentence
 from .symbols import symbol
 
 Index = tuple[Any, ...]
 KINDS = ("head", "skip", "neuron", "weight")
-GRADIENTS_MOVED = "{x: (changed[x] - trace[x]).norm() for x in trace if 'grad_' in x}"  # in Python, for the reader
+GRADIENTS_MOVED = "{x: (changed[x] - base[x]).norm() for x in base if 'grad_' in x}"  # in Python, for the reader
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Place:
         index = ", ".join(map(_written, self.index)) or "..."
         zero = f"def zero(x):\n    x[{index}] = 0\n    return x\n"
         what = "" if objective == MEAN_LOSS else f"objective=hg.{objective}, "
-        return f"{zero}\nchanged = hg.trace(model, tokens, targets, {what}edit={{{name!r}: zero}})\n{compared}"
+        run = f"hg.trace(model, tokens, targets, {what}edit="
+        return f"{zero}\nbase = {run}{{}})\nchanged = {run}{{{name!r}: zero}})\n{compared}"
 
 
 def place_of(session: Session, sentence: TracedSentence, kind: str, block: int, **where: int | None) -> Place:
@@ -101,33 +108,39 @@ def predicted(t: Trace, place: Place) -> float:
 
 def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
-    values: dict[str, Tensor] = {}
-    edit = {place.name: place.zeroed}
-    with session.model_at(sentence.version) as model, torch.no_grad():
-        changed = edited_pass(
-            model, sentence.tokens, sentence.targets, None, sentence.objective, edit, values.__setitem__
+    with session.model_at(sentence.version) as model:
+        (value, before), (measured, after) = (
+            _forward(model, sentence, edit) for edit in ({}, {place.name: place.zeroed})
         )
-        measured = changed.forward(sentence.objective)[0]
-    value, guess = sentence.trace.loss, predicted(sentence.trace, place)
-    before, after = sentence.trace["y_pred"], values["y_pred"]
+    guess = predicted(sentence.trace, place)
     moves = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         first, second = int(before[t].argmax()), int(after[t].argmax())
         moves.append({
             "token": session.token_text(sentence.ids[t]),
             "target": session.token_text(target) if target >= 0 else None,
-            "before": before[t, target].item() if target >= 0 else None,
-            "after": after[t, target].item() if target >= 0 else None,
+            "before": chance(before[t, target]) if target >= 0 else None,
+            "after": chance(after[t, target]) if target >= 0 else None,
             "first_before": session.token_text(first), "first_after": session.token_text(second),
         })  # fmt: skip
     return {
         "label": place.label, "name": place.name, "value": value, "predicted": guess, "measured": measured - value,
         "moves": moves, "caption": _about(place, guess, measured - value),
-        "python": place.python(place.name, sentence.objective, "changed.loss - trace.loss"),
+        "python": place.python(place.name, sentence.objective, "changed.loss - base.loss"),
     }  # fmt: skip
 
 
+def _forward(model: GPT, sentence: TracedSentence, edit: Edits) -> tuple[float, Tensor]:
+    """The value of the objective with these edits, and the logarithms of the probabilities (n, V)."""
+    values: dict[str, Tensor] = {}
+    run = edited_pass(model, sentence.tokens, sentence.targets, None, sentence.objective, edit, values.__setitem__)
+    with torch.no_grad():
+        return run.forward(sentence.objective)[0], log_chances(values["a_12"])
+
+
 def _about(place: Place, guess: float, change: float) -> str:
+    if change == 0:
+        return f"Without {place.label} the objective is the same; the gradient predicted a change of {typeset(guess)}."
     text = f"Without {place.label} the objective changes by {typeset(change)}; the gradient predicted {typeset(guess)}."
     if guess * change < 0 or abs(change - guess) > max(abs(change), abs(guess)) / 2:
         text += " Removing it is too large a step for a first-order prediction."
@@ -136,49 +149,72 @@ def _about(place: Place, guess: float, change: float) -> str:
 
 def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> dict[str, Any]:
     """Set the error signal of a place to 0 in the backward pass: which signals and gradients change, and by how much."""
-    base = sentence.trace
-    changed: dict[str, Tensor] = {}
-    moved: dict[str, tuple[float, float]] = {}  # of each gradient: its new length, and the length of its change
-    with session.model_at(sentence.version) as model, own_gradients(model.parameters()):
+    base_grads = TensorFile()  # as large as the model, so not in memory
+    moved: dict[str, tuple[float, float, float]] = {}  # of each gradient: its lengths, and the length of its change
+    equal: set[str] = set()
 
-        def compare(parameters: list[nn.Parameter]) -> None:
-            for name, grad in gradients(model, parameters).items():
-                moved[name] = (grad.norm().item(), torch.dist(grad, base[name]).item())
-            for p in parameters:
-                p.grad = None
+    def keep(grads: dict[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            base_grads.append(name, grad.shape, grad)
 
-        record_pass(
-            model, sentence.tokens, sentence.targets, objective=sentence.objective, edit={place.delta: place.zeroed},
-            record=changed.__setitem__, finished=compare,
-        )  # fmt: skip
+    def compare(grads: dict[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            base = base_grads[name]
+            if torch.equal(grad, base):
+                equal.add(name)
+            moved[name] = (base.norm().item(), grad.norm().item(), torch.dist(grad, base).item())
+
+    with session.model_at(sentence.version) as model:
+        before = _backward(model, sentence, {}, keep)
+        after = _backward(model, sentence, {place.delta: place.zeroed}, compare)
     rows: list[dict[str, Any]] = []
     stations = []
     for station in session.stations:
         for name in station.incoming:
-            change = torch.dist(changed[name], base[name]).item()
             stations.append({
-                "station": station.id, "symbol": symbol(name), "before": base[name].norm().item(), "change": change,
+                "station": station.id, "symbol": symbol(name), "before": before[name].norm().item(),
+                "change": torch.dist(after[name], before[name]).item(),
             })  # fmt: skip
         for parameter in station.parameters:
             if parameter.gradient not in moved or parameter.shared:
                 continue
-            after, change = moved[parameter.gradient]
+            length, cut, change = moved[parameter.gradient]
             rows.append({
                 "station": station.id, "block": station.block, "symbol": parameter.symbol, "name": parameter.gradient,
-                "before": base.norms[parameter.gradient], "after": after, "change": change,
+                "before": length, "after": cut, "change": change,
             })  # fmt: skip
     rows.sort(key=lambda row: -row["change"] / (row["before"] or 1.0))
-    touched = [row for row in rows if row["change"] > 1e-6 * row["before"]]
+    touched = [row for row in rows if row["name"] not in equal]
     caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {place.label}."
     if touched:
         first = touched[0]
         where = "" if first["block"] is None else f" of block {first['block'] + 1}"
         share = percent(first["change"] / first["before"]) if first["before"] else "all"
         caption += f" The most, relative to its length: ∂{first['symbol']}{where}, by {share}."
+        caption += " The others are equal bit for bit." if len(touched) < len(rows) else ""
     return {
-        "label": place.label, "name": place.delta, "gradients": rows, "signals": stations, "caption": caption,
-        "python": place.python(place.delta, sentence.objective, GRADIENTS_MOVED),
+        "label": place.label, "name": place.delta, "gradients": touched, "count": len(rows), "signals": stations,
+        "caption": caption, "python": place.python(place.delta, sentence.objective, GRADIENTS_MOVED),
     }  # fmt: skip
+
+
+def _backward(
+    model: GPT, sentence: TracedSentence, edit: Edits, finished: Callable[[dict[str, Tensor]], None]
+) -> dict[str, Tensor]:
+    """The tensors of a pass with these edits; `finished` gets the gradients of each layer, which are then freed."""
+    values: dict[str, Tensor] = {}
+
+    def done(parameters: list[nn.Parameter]) -> None:
+        finished(gradients(model, parameters))
+        for p in parameters:
+            p.grad = None
+
+    with own_gradients(model.parameters()):
+        record_pass(
+            model, sentence.tokens, sentence.targets, objective=sentence.objective, edit=edit,
+            record=values.__setitem__, finished=done,
+        )  # fmt: skip
+    return values
 
 
 def effects(session: Session, sentence: TracedSentence, neurons: int = 5) -> dict[str, Any]:

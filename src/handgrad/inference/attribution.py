@@ -107,8 +107,13 @@ def attribute(
         first = 1 if 1 in positions else 0  # without a token before it a target has no probability
         chosen = [t for t in scores.abs().argsort(descending=True).tolist() if first <= t < n and t not in positions]
         removed = torch.full_like(scores, math.nan)
+        complete = _measured(model, tokens, positions, against)
         for t in chosen[:remove]:
-            removed[t] = sign * (value - _without(model, tokens, positions, t, against))
+            left, moved = (
+                torch.cat([tokens[:t], tokens[t + 1 :]]),
+                [position - (position > t) for position in positions],
+            )
+            removed[t] = sign * (complete - _measured(model, left, moved, against))
     return Attribution(tokens.tolist(), positions, sign * value, gradient, scores, norms, integrated, gap, removed)
 
 
@@ -160,13 +165,11 @@ def _copies(piece: Piece, count: int) -> Piece:
     )
 
 
-def _without(model: GPT, tokens: Tensor, positions: list[int], t: int, against: int | None) -> float:
-    """The objective of the same targets after token t was removed."""
-    left = torch.cat([tokens[:t], tokens[t + 1 :]])
-    moved = [position - (position > t) for position in positions]
-    objective, _ = _objective(model, left, moved, against)
-    n = moved[-1]
-    return model.loss(left[:n], _wanted(left, moved), [n], objective=objective) * len(moved)
+def _measured(model: GPT, tokens: Tensor, positions: list[int], against: int | None) -> float:
+    """The objective of the targets at these positions, by a forward pass alone."""
+    objective, _ = _objective(model, tokens, positions, against)
+    n = positions[-1]
+    return model.loss(tokens[:n], _wanted(tokens, positions), [n], objective=objective) * len(positions)
 
 
 def _input_signal(

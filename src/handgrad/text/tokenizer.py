@@ -90,6 +90,11 @@ class Tokenizer:
         return self._characters is not None
 
     @property
+    def unit(self) -> str:
+        """What a reader calls its tokens: byte, character or word."""
+        return "byte" if self._bytes else "character" if self._characters is not None else "word"
+
+    @property
     def id_type(self) -> "np.dtype[np.unsignedinteger]":
         """The narrowest integer type that holds every id."""
         return np.dtype("<u2" if self.n_vocab <= 1 << 16 else "<u4")

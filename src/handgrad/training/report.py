@@ -1,10 +1,12 @@
 """report.html of a run: one self-contained page with curves, samples and the configuration."""
 
+import re
 from html import escape
 from math import log10
 from typing import Any
 
 from ..formatting import count, loss, number, percent, plural, seconds, size
+from ..ops.rope_scaling import UNSCALED, Scaling
 from ..per_example import page
 from ..web.document import document
 from .loop import Sample
@@ -12,6 +14,7 @@ from .run import Run
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 240, 64, 16, 14, 30
 COLOURS = ("#c2570c", "#2563a8", "#4d7c3a", "#7a4fa3", "#a8324a", "#0f766e", "#8a6d1d", "#475569")
+TREND = 3  # points from which on a curve is drawn; fewer are dots
 Curve = list[tuple[float, float]]
 
 
@@ -51,7 +54,7 @@ def report(run: Run, examples: str = "") -> str:
     options = {name: value for name, value in settings["training"].items() if name != "clock"}  # not an option
     for title, part in (("Configuration", options), ("Model", settings["model"])):
         rows = "".join(
-            f"<tr><td>{escape(k)}</td><td>{escape(_value(v))}</td></tr>" for k, v in part.items() if v is not None
+            f"<tr><td>{escape(k)}</td><td>{escape(_setting(k, v))}</td></tr>" for k, v in part.items() if v is not None
         )
         body.append(f"<h2>{title}</h2><table>{rows}</table>")
     return document(run.folder.name, "".join(body), page.STYLE if examples else "")
@@ -71,8 +74,13 @@ def _by_layer(steps: list[dict[str, Any]]) -> dict[str, Curve]:
     for r in steps:
         for layer, norm in r.get("grad_norms", {}).items():
             if norm > 0:
-                curves.setdefault(layer, []).append((r["step"], norm))
+                curves.setdefault(_counted(layer), []).append((r["step"], norm))
     return curves
+
+
+def _counted(layer: str) -> str:
+    """A layer of the metrics, which count blocks from 0 as the tensors do, as every page names it: counted from 1."""
+    return re.sub(r"\d+$", lambda found: str(int(found[0]) + 1), layer)
 
 
 def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
@@ -129,17 +137,27 @@ def chart(curves: dict[str, Curve], log: bool = False) -> str:
     key = []
     for i, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[i % len(COLOURS)]
-        points = " ".join(at(x, log10(y) if log else y) for x, y in curve)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        if len(curve) == 1:
-            across, down = points.split(",")
-            parts.append(f'<circle cx="{across}" cy="{down}" r="3" fill="{colour}"/>')
+        points = [at(x, log10(y) if log else y) for x, y in curve]
+        if len(curve) < TREND:
+            places = (point.split(",") for point in points)
+            parts += [f'<circle cx="{across}" cy="{down}" r="3" fill="{colour}"/>' for across, down in places]
+        else:
+            line = " ".join(points)
+            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
         key.append(f'<span><i style="background:{colour}"></i>{escape(name)}</span>')
     label = escape(", ".join(curves))
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
         f'<div class="key">{"".join(key)}</div>'
     )
+
+
+def _setting(name: str, value: object) -> str:
+    """A setting; of a scaled rotation the fields by name that are not the usual ones."""
+    if name != "rope_scaling" or not isinstance(value, list):
+        return _value(value)
+    fields = zip(Scaling._fields, value, UNSCALED, strict=False)
+    return ", ".join(f"{field} {_value(x)}" for field, x, usual in fields if x != usual) or "none"
 
 
 def _value(value: object) -> str:

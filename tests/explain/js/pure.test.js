@@ -4,23 +4,28 @@ import { test } from "node:test";
 import { allStops, formatAddress, parseAddress } from "./address.js";
 import { colour, inkOn } from "./colours.js";
 import { csvText, pythonOf } from "./csv.js";
-import { cellsOfRow, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
-import { count, exact, fit, number, percent, shapeOf, signed, visible, written } from "./format.js";
+import { cellsOfRow, growth, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
+import { chance, count, exact, fit, number, percent, probability, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
+import { markOf } from "./network_map.js";
+import { badge } from "./proof.js";
 import { joints, mapLines, widths } from "./map_lines.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
 import { plotOf, resultOf } from "./step_plot.js";
 import { freeCorner, overlap } from "./tour_place.js";
 
 test("numbers have three digits, and never read null, undefined or NaN", () => {
-  const written = { 0: "0", 0.01234: "0.0123", 7: "7", 999.96: "1,000", 12345.6: "12,346", 1.5e-7: "1.50·10⁻⁷", 123456: "1.23·10⁵", 0.00099999: "0.001" };
-  for (const [x, text] of Object.entries(written)) assert.equal(number(Number(x)), text);
+  const numbers = { 0: "0", 0.01234: "0.0123", 7: "7", 999.96: "1,000", 12345.6: "12,346", 1.5e-7: "1.50·10⁻⁷", 123456: "1.23·10⁵", 0.00099999: "0.001" };
+  for (const [x, text] of Object.entries(numbers)) assert.equal(number(Number(x)), text);
   assert.equal(number(-0.5), "−0.5");
   assert.equal(number(4.0676, 5), "4.0676");
   for (const nothing of [null, undefined, NaN]) assert.equal(number(nothing), "–");
   assert.equal(number(-Infinity), "−∞");
   assert.deepEqual([signed(0.25), signed(-0.25), signed(0)], ["+0.25", "−0.25", "0"]);
-  assert.deepEqual([0.45123, 0.0019, 1, 0.9994, 1e-6, null].map(percent), ["45 %", "0.19 %", "100 %", "99.9 %", "1.0·10⁻⁴ %", "–"]);
+  assert.deepEqual([0.45123, 0.0019, 1, 0.9994, 1e-6, null].map(percent), ["45 %", "0.19 %", "100 %", "99.9 %", "< 0.001 %", "–"]);
+  assert.deepEqual([0, -1e-43, chance(800), 1e-5].map(percent), ["0 %", "> −0.001 %", "< 0.001 %", "0.001 %"]);
+  assert.deepEqual([0.9996, 0.25, 1e-43].map(probability), ["p > 99.9 %", "p = 25 %", "p < 0.001 %"]);
+  assert.equal(written("p = ⟦1e-43%⟧, x = ⟦0.5⟧"), "p < 0.001 %, x = 0.5");
   assert.deepEqual([count(1, "step"), count(2000, "step"), shapeOf([24, 1024]), exact(0.1 + 0.2)], ["1 step", "2,000 steps", "24 × 1,024", "0.3"]);
 });
 
@@ -72,21 +77,47 @@ test("the flow has short labels, and one row for each mode", () => {
   const rows = ["a_1", "blocks.0.a_3", "blocks.0.a_10", "blocks.1.a_3", "blocks.1.a_10", "a_11"].map((station) => ({ station }));
   assert.deepEqual(["all", "none", "1"].map((unfolded) => shownRows(rows, unfolded)), [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 3, 4, 5]]);
   assert.equal(pythonRows("x = 1\n\nx + y", [0, 2]), "x = 1\n\n(x + y)[[0, 2]]");
-  const { least, most, shares } = logarithmic([[1e-9, 1, 100, 0]]);
-  assert.deepEqual([least, most, shares[0]], [-2, 2, [0.03, 0.5, 1, 0]]);
+  const { least, most, shares, clipped } = logarithmic([[1e-9, 1, 100, 0]]);
+  assert.deepEqual([least, most, shares[0], clipped], [-2, 2, [0.03, 0.5, 1, 0], true]);
+  assert.ok(!logarithmic([[1, 100]]).clipped);
+  assert.deepEqual([meanShares([row, { ...row, share: [0.86, 0.14] }]), growth([row], "delta")], [[0.61, 0.39], [5, 5]]);
 });
 
-test("the axis of the steps follows the measured losses", () => {
-  const falling = [{ loss: 4, predicted: 3.5, measured: 3.6 }, { loss: 3.6, predicted: -60, measured: 3 }];
-  const plot = plotOf(falling);
-  assert.ok(!plot.logarithmic && plot.least > 2.5 && plot.most < 4.5);
-  assert.deepEqual(plot.guesses.map((g) => g.outside), [false, true]);
-  const ys = [...plot.points.map((p) => p.y), ...plot.guesses.map((g) => g.y1)];
-  assert.ok(ys.every((y) => y >= 0 && y <= 180));
+test("checks that still run are not called verified", () => {
+  const checks = [{ what: "Δ₅, incoming", kind: "autograd", error: 3e-16, limit: 1e-9, passed: true }];
+  const measured = [...checks, { ...checks[0], kind: "differences" }];
+  const text = (about) => badge({ passed: true, problem: "", checks, ...about });
+  assert.match(text({ state: "measuring" }).text, /^autograd ✔, finite differences running: error against autograd/);
+  assert.equal(text({ state: "measuring" }).style, "wait");
+  assert.match(text({ state: "autograd" }).text, /^autograd ✔, finite differences not computed/);
+  assert.match(text({ state: "failed", problem: "too much memory" }).text, /broke off: .* · too much memory$/);
+  assert.match(text({ state: "done", checks: measured }).text, /^✔ Verified on this sentence: .* finite differences/);
+  const failed = (kind) => badge({ passed: false, state: "done", checks: [{ ...checks[0], what: "a₅", kind, passed: false }] }).text;
+  assert.deepEqual([/earlier one/, /more than rounding/, /in this layer/].map((x, i) => x.test(failed(["twin", "rounding", "autograd"][i]))), [true, true, true]);
+  const one = (passed, state) => ({ passed, state });
+  assert.deepEqual([[one(true, "done")], [one(true, "measuring"), one(true, "done")], [one(null, "measuring")], [one(true, "done"), one(false, "done")]].map((x) => markOf(x)[0]), ["✔", "✓", "", "✘"]);
+});
+
+test("the axis of the steps holds what was measured and what was predicted", () => {
+  const falling = [{ loss: 4, predicted: 3.5, measured: 3.6 }, { loss: 3.6, predicted: -600, measured: 3 }];
+  const ysOf = ({ points, guesses }) => [...points.map((p) => p.y), ...guesses.map((g) => g.y1)];
+  for (const steps of [falling, falling.slice(0, 1), [{ loss: 2, predicted: -3, measured: 900 }], [{ loss: 0, predicted: 0, measured: 0 }]]) {
+    const plot = plotOf(steps);
+    const numbers = [steps[0].loss, ...steps.map((s) => s.measured), ...steps.map((s) => s.predicted)];
+    const ys = ysOf(plot);
+    assert.ok(ys.every((y) => y >= 16 && y <= 154), `${ys}`);
+    assert.ok(plot.least <= Math.min(...numbers) && plot.most >= Math.max(...numbers));
+    for (const [i, x] of numbers.entries()) for (const [j, y] of numbers.entries()) assert.equal(x < y, ys[i] > ys[j]); // nothing is clipped
+  }
+  assert.ok(plotOf(falling).logarithmic && !plotOf(falling.slice(0, 1)).logarithmic);
+  const [four, three] = [0, 2].map((i) => plotOf(falling).points[i].y);
+  assert.ok(three - four > 2); // one bad prediction does not flatten the curve
   assert.ok(plotOf([{ loss: 2, predicted: 1, measured: 900 }]).logarithmic);
   assert.ok(plotOf([{ loss: 0.01, predicted: 0, measured: 0.02 }]).least >= 0);
   assert.match(resultOf(falling[1]).impossible, /below 0, which no loss can reach/);
   assert.deepEqual(["as predicted", "too large", "curved"], [[2, 1, 1.05], [2, 1, 3], [2, 1, 1.7]].map(([loss, predicted, measured]) => resultOf({ loss, predicted, measured }).kind));
+  assert.equal(resultOf({ loss: 2, predicted: 2 - 1e-8, measured: 2 + 1e-7, rounding: 1e-6 }).kind, "rounding"); // not “too large”
+  assert.equal(resultOf({ loss: 2, predicted: 2.5, measured: 3 }).kind, "momentum");
 });
 
 test("an address holds the place, the objective and the sentence", () => {

@@ -26,7 +26,7 @@ export function attentionCard(head, state, actions, labels) {
         h(
           "span",
           { class: "gauge", "aria-hidden": "true" },
-          h("i", { style: { height: `${Math.max(4, (100 * one.incoming) / most)}%` } }),
+          h("i", { style: { height: `${(100 * one.incoming) / most}%` } }),
         ),
         String(i + 1),
       ],
@@ -106,7 +106,7 @@ export function attentionCard(head, state, actions, labels) {
         "Δ_raw · error of the scores",
         "delta",
         false,
-        "Below 0: more attention would lower the loss. Above 0: less would. Each row sums to 0.",
+        "Below 0: more attention would lower the explained number. Above 0: less would. Each row sums to 0.",
       ),
       square("sent", "error sent back between tokens", "size", true, head.sent_caption, " → "),
     ),

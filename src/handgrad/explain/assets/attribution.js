@@ -3,7 +3,7 @@
 
 import { has, offline } from "./api.js";
 import { filled } from "./colours.js";
-import { number, quote, signed, visible } from "./format.js";
+import { chance, number, probability, quote, signed, visible } from "./format.js";
 import { chips, choice, table, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
@@ -32,24 +32,52 @@ export const attributionView = {
       actions.redraw();
     };
     const versus = found.against ? ` rather than ${quote(found.against.word)}` : "";
+    const { unit } = state.table;
     return [
       viewHead(
-        "which tokens this word depends on",
+        `which tokens this ${unit} depends on`,
         `Why ${quote(found.word.word)}${versus}?`,
         choice("Method", METHODS, shown, change),
       ),
       h(
         "p",
         { class: "summary" },
-        "Three answers to the same question: what did each token contribute to this word? Two come from " +
+        `Three answers to the same question: what did each token contribute to this ${unit}? Two come from ` +
           "gradients, and are estimates. The third removes the token and runs the model again.",
       ),
+      explained(found, state, actions),
       sentence(found, state, actions),
       comparison(found),
       gap(found, actions),
     ];
   },
 };
+
+/** What is attributed, with its unit: one token, also where the rest of the page explains the whole sentence. */
+function explained(found, state, actions) {
+  const { unit } = state.table,
+    word = quote(found.word.word);
+  const after = `after ${quote(found.after)} (position ${found.position + 1})`;
+  const what = found.against
+    ? `Attributed here, in logits: the logit of ${word} minus that of ${quote(found.against.word)}, ${after}: `
+    : `Attributed here, in units of log-probability (natural logarithm): log p of ${word}, ${after}: `;
+  const whole = state.overview.objective.kind === "sentence";
+  return h(
+    "p",
+    { class: "caption", key: "explained", id: "attributed-value" },
+    what,
+    h("b", { "data-value": found.value }, number(found.value)),
+    found.against ? "." : `, ${probability(chance(-found.value))}.`,
+    whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
+    whole && !offline
+      ? h(
+          "button",
+          { type: "button", class: "small", id: "explain-attributed", onclick: () => actions.explainWord(found.position) },
+          `explain this ${unit} everywhere`,
+        )
+      : null,
+  );
+}
 
 function sentence(found, state, actions) {
   const values = found.rows.map((row) => row[shown]);
@@ -78,10 +106,16 @@ function sentence(found, state, actions) {
       class: "strip story-words",
       id: "attributed",
     }),
-    h("p", { class: "soft" }, "Blue: the token made this word more probable. Red: less."),
+    h(
+      "p",
+      { class: "soft" },
+      `Blue: the token raises ${found.against ? "the difference of logits" : "log p"}. Red: it lowers it. In ${unitOf(found)}.`,
+    ),
     h("p", { class: "caption" }, found.caption),
   );
 }
+
+const unitOf = (/** @type {any} */ found) => (found.against ? "logits" : "log-probability");
 
 function comparison(found) {
   const value = (row, key) =>
@@ -95,7 +129,8 @@ function comparison(found) {
       Object.keys(METHODS).map((key) => value(row, key)),
     ),
   );
-  return table("Comparison", ["position", "token", ...Object.values(METHODS)], rows, {
+  const columns = Object.values(METHODS).map((name) => `${name}, in ${unitOf(found)}`);
+  return table("Comparison", ["position", "token", ...columns], rows, {
     tall: true,
     class: "attributions",
   });
@@ -124,11 +159,12 @@ function gap(found, actions) {
     h(
       "p",
       { class: "caption" },
-      "Integrated gradients must add up to the whole difference between this sentence and a baseline without its words: ",
+      "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
+        "but the first has the mean row of the token table: ",
       h("b", {}, number(found.total - found.gap)),
-      ". In this many steps their sum misses it by ",
+      `. In ${found.steps} steps their sum misses it by `,
       h("b", { id: "gap", "data-value": found.gap }, number(found.gap)),
-      ". More steps, a smaller gap.",
+      ". With more and more steps the gap goes to 0.",
     ),
   );
 }

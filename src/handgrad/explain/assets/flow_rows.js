@@ -28,17 +28,24 @@ export function cellsOfRow({ a, delta, share }, mode) {
   return { a, delta, share }[mode] ?? [];
 }
 
+/** The share of each token, averaged over the rows. @param {Row[]} rows */
+export const meanShares = (rows) =>
+  rows[0].share.map((_, t) => rows.reduce((sum, row) => sum + row.share[t], 0) / rows.length);
+
+/** The lengths of the first and of the last row, all tokens together. @param {Row[]} rows @param {"a" | "delta"} key */
+export const growth = (rows, key) => [rows[0], rows[rows.length - 1]].map((row) => Math.hypot(...row[key]));
+
 /** The largest entry, which may be one of very many. @param {number[][]} rows */
 export const largestOf = (rows) => rows.flat().reduce((most, x) => Math.max(most, x), 1e-300);
 
 /** Values on a logarithmic scale of at most four decades, from 0 to 1; 0 stays 0. @param {number[][]} rows */
 export function logarithmic(rows) {
   const positive = rows.flat().filter((x) => x > 0);
-  if (!positive.length) return { least: 0, most: 0, shares: rows };
+  if (!positive.length) return { least: 0, most: 0, shares: rows, clipped: false };
   const most = Math.log10(largestOf(rows)),
     smallest = positive.reduce((least, x) => Math.min(least, x), Infinity),
     least = Math.max(Math.log10(smallest), most - 4);
   const share = (/** @type {number} */ x) =>
     x > 0 ? Math.max(0.03, (Math.log10(x) - least) / (most - least || 1)) : 0;
-  return { least, most, shares: rows.map((row) => row.map(share)) };
+  return { least, most, shares: rows.map((row) => row.map(share)), clipped: smallest < 10 ** least };
 }

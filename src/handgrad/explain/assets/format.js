@@ -28,15 +28,31 @@ export const exact = (x) => String(Number(x.toPrecision(9)));
 /** 1 step, 2,000 steps @param {number} n @param {string} noun */
 export const count = (n, noun = "") => `${n.toLocaleString("en")}${noun && ` ${noun}${n === 1 ? "" : "s"}`}`;
 
-/** 45 %, 0.19 %; – if there is no number. @param {number | null | undefined} p */
-export const percent = (p) =>
-  p === null || p === undefined ? "–" : `${number(100 * p, Math.abs(p) >= 0.995 ? 3 : 2)} %`;
+const FEW = 1e-5; // a share below is not written out: 10⁻⁴³ % says no more than “less than 0.001 %”
+
+/** 45 %, 0.19 %, < 0.001 %; – if there is no number. @param {number | null | undefined} p */
+export function percent(p) {
+  if (p === null || p === undefined) return "–";
+  if (p && Math.abs(p) < FEW) return `${p < 0 ? "> −" : "< "}${number(100 * FEW)} %`;
+  if (p > 0.9995 && p < 1) return "> 99.9 %";
+  return `${number(100 * p, Math.abs(p) >= 0.995 ? 3 : 2)} %`;
+}
+
+/** p = 45 %, p < 0.001 % @param {number} p */
+export const probability = (p) => relation(`p = ${percent(p)}`);
+
+const relation = (/** @type {string} */ text) => text.replaceAll("= <", "<").replaceAll("= >", ">");
+
+/** The probability of a token with this loss, which is never 0. @param {number} loss */
+export const chance = (loss) => Math.max(Math.exp(-loss), Number.MIN_VALUE);
 
 /** A sentence of the server with its marked numbers written: ⟦0.0123456⟧, ⟦0.4512%⟧ (see marks.py)
  * @param {string} text */
 export const written = (text) =>
-  text.replace(/⟦(-?[\d.e+-]+|-?inf|nan)(%?)⟧/g, (_, x, share) =>
-    (share ? percent : number)(Number(x.replace("inf", "Infinity"))),
+  relation(
+    text.replace(/⟦(-?[\d.e+-]+|-?inf|nan)(%?)⟧/g, (_, x, share) =>
+      (share ? percent : number)(Number(x.replace("inf", "Infinity"))),
+    ),
   );
 
 /** 24 × 1,024 @param {number[]} shape */

@@ -2,8 +2,8 @@
 // The gradient flow view: which tokens and layers the error reaches, and the length of every gradient.
 
 import { filled } from "./colours.js";
-import { cellsOfRow, largestOf, logarithmic, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
-import { number, percent } from "./format.js";
+import { cellsOfRow, growth, largestOf, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
+import { count, number, percent, quote } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
 import { choice, table, viewHead } from "./parts.js";
@@ -23,13 +23,40 @@ const TITLES = {
   a: "‖a‖ of every token at every station",
 };
 const CAPTIONS = {
-  delta:
-    "Rows are not comparable by length alone: where ‖a‖ is small, a small change matters more, and ‖Δ‖ is larger.",
-  product:
+  share: (rows, labels) => `${aboutShares(rows, labels)} ${aboutLengths(rows)}`,
+  delta: (rows) => aboutLengths(rows),
+  product: () =>
     "How much the explained number would change, at most and to first order, if a vector changed by its own length: " +
     "comparable between layers.",
-  a: "The length of each token's vector in the forward pass. The stream grows as each block adds to it.",
+  a: (rows) => {
+    const [low, high] = growth(rows, "a");
+    return (
+      "The length of each token's vector in the forward pass. Over all tokens, " +
+      `${rows[0].a_label} has length ${number(low)}, ${rows.at(-1).a_label} ${number(high)}.`
+    );
+  },
 };
+
+/** Which token has the largest share, averaged over the rows that are shown. */
+function aboutShares(rows, labels) {
+  const shares = meanShares(rows);
+  const t = shares.indexOf(Math.max(...shares));
+  if (!shares[t]) return "No error flows.";
+  return (
+    `Averaged over the ${count(rows.length, "row")} shown, the largest share of the error is at ${quote(labels[t])} ` +
+    `(position ${t + 1}): ${percent(shares[t])} of a row's squares.`
+  );
+}
+
+/** Why lengths of rows are not compared. */
+function aboutLengths(rows) {
+  const [low, high] = growth(rows, "delta");
+  const times = high ? `, ${number(low / high)} times the ${number(high)} of ${rows.at(-1).label}` : "";
+  return (
+    `Over all tokens, ${rows[0].label} has length ${number(low)}${times}. Rows are not comparable by ` +
+    "length alone: if activations were written in units twice as large, their Δ would be twice as long; ‖a‖·‖Δ‖ would not change."
+  );
+}
 
 export const flowView = {
   id: "flow",
@@ -83,11 +110,11 @@ function rowChoice(state, actions) {
 function picture(state, actions) {
   const { overview } = state;
   const labels = overview.tokens.map((t) => t.label);
-  const { rows: all, caption, python } = overview.flow;
+  const { rows: all, python } = overview.flow;
   const shown = shownRows(all, unfolded),
     rows = shown.map((i) => all[i]);
   const values = rows.map((row) => cellsOfRow(row, mode));
-  const { least, most, shares } = logarithmic(values);
+  const { least, most, shares, clipped } = logarithmic(values);
   const share = mode === "share",
     largest = largestOf(values);
   const key = `${overview.id} ${mode} ${unfolded}`,
@@ -104,12 +131,12 @@ function picture(state, actions) {
     columnLabels: labels,
     nameRow: (i) => name(rows[i]),
     nameColumn: positioned(labels),
-    caption: CAPTIONS[mode] ?? caption,
+    caption: CAPTIONS[mode](rows, labels),
     values: () => values,
     python: rows.length < all.length ? pythonRows(python[mode], shown) : python[mode],
     scale: share
       ? ["0", `${percent(largest)} of the row's squared error`]
-      : [number(10 ** least), `${number(10 ** most)}, logarithmic`],
+      : [`${clipped ? "at most " : ""}${number(10 ** least)}`, `${number(10 ** most)}, logarithmic`],
     entry: (row, column) => (share ? percent : number)(values[row][column]),
     choose: (row, column) => actions.go(rows[row].station, mode === "a" ? "forward" : "backward", column),
     chooses: "opens the station",

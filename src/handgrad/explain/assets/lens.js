@@ -37,7 +37,7 @@ export function lensCard(lens, state, actions, labels) {
       tag: "h3",
       attributes: { "aria-label": "Lens" },
       title: `Lens: what the stream would predict here, after ${quote(labels[t])}`,
-      python: `${lens.python}\nprobabilities[${t}].topk(5), push[${t}].topk(5), (-push[${t}]).topk(5)`,
+      python: `${lens.python}\nlogits.softmax(1)[${t}].topk(5), push[${t}].topk(5), (-push[${t}]).topk(5)`,
       values: () => [
         ...row.predictions.map((x) => ["prediction", x.word, x.p]),
         ...pushes.map((x) => ["push", x.word, x.change]),
@@ -65,7 +65,7 @@ const predictions = (row) =>
 
 function push(pushes, target) {
   if (!pushes.length)
-    return h("p", { class: "soft" }, "No error reaches this position: what is explained does not depend on it.");
+    return h("p", { class: "soft" }, "No error reaches this position.");
   const most = Math.max(...pushes.map((x) => Math.abs(x.change)), 1e-300);
   return h(
     "div",

@@ -47,7 +47,7 @@ export function lossCard(view, state, actions) {
         "probable the target was.",
     ),
     h("p", { class: "caption", id: "push-caption" }, row.caption),
-    h("div", { class: "lens-columns" }, predictions(row), push(row, view.positions, state.overview.objective)),
+    h("div", { class: "lens-columns" }, predictions(row), push(row, view.positions, state)),
   );
 }
 
@@ -59,11 +59,11 @@ const predictions = (row) =>
     h(
       "ul",
       { class: "bars a" },
-      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.id === row.target_id)),
     ),
   );
 
-function push(row, positions, objective) {
+function push(row, positions, { table, overview: { objective } }) {
   if (!row.push.length) return null;
   const targets = positions.filter((p) => p.target !== null).length;
   const most = Math.max(...row.push.map((x) => Math.abs(x.delta)), 1e-300);
@@ -76,7 +76,7 @@ function push(row, positions, objective) {
       { class: "bars push" },
       row.push.map((x) => pushBar(x.word, -x.delta, most, x.target)),
     ),
-    h("p", { class: "soft" }, ABOUT[objective.kind](targets, objective)),
+    h("p", { class: "soft" }, ABOUT[objective.kind](targets, objective, table.unit)),
   );
 }
 
@@ -86,8 +86,8 @@ const ABOUT = {
   sentence: (targets) =>
     `${DIRECTIONS}The loss is a mean, so Δ₁₂ is the predicted probabilities minus the truth, divided by the ` +
     `${count(targets, "target")}: no push is larger than ${number(1 / targets)}.`,
-  position: () =>
-    `${DIRECTIONS}The loss of this word alone is explained, so Δ₁₂ is the predicted probabilities minus the truth, ` +
+  position: (_, __, unit) =>
+    `${DIRECTIONS}The loss of this ${unit} alone is explained, so Δ₁₂ is the predicted probabilities minus the truth, ` +
     "and is not divided by the number of targets.",
   difference: (_, { token, against }) =>
     `The push lowers the difference that is explained: ${quote(token.word)} down, ${quote(against.word)} up.`,

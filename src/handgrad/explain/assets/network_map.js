@@ -80,7 +80,7 @@ export function drawMap(nav, state, actions) {
       "p",
       { class: "map-note" },
       "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths " +
-        "(logarithmic scale). ✔ means verified.",
+        "(logarithmic scale). ✔ means verified, ✓ by autograd so far.",
     ),
   ]);
   drawLines(nav, lengths);
@@ -92,11 +92,17 @@ const unfold = (nav, wanted) => void nav.classList.toggle("unfolded", wanted);
 
 const short = (x) => number(Number(x.toPrecision(2)), x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
 
+/** What the checks of these stations amount to: all passed, those that have been made, or one failed. @param {any[]} proofs */
+export function markOf(proofs) {
+  if (proofs.some((p) => p?.passed === false)) return ["✘", ", check failed"];
+  if (!proofs.length || !proofs.every((p) => p?.passed)) return ["", ""];
+  return proofs.every((p) => p.state === "done") ? ["✔", ", verified"] : ["✓", ", autograd agrees"];
+}
+
 function item(station, state, actions, lengths) {
   const proof = state.proofs?.[station.id];
   const current = station.id === state.station && state.view === "station";
-  const [mark, status] =
-    proof?.passed === false ? ["✘", ", check failed"] : proof?.passed ? ["✔", ", verified"] : ["", ""];
+  const [mark, status] = markOf(proof ? [proof] : []);
   const symbol = station.id === "loss" ? "L" : station.symbol;
   const numbers = (kind, hidden) =>
     shownFlow !== hidden && lengths[kind][station.id] !== null ? short(lengths[kind][station.id]) : "";
@@ -126,7 +132,7 @@ function block(b, state, actions, lengths, redraw) {
   const inside = state.table.stations.filter((s) => s.block === b);
   const unfolded = open.has(b),
     last = `blocks.${b}.a_10`;
-  const verified = inside.every((s) => state.proofs?.[s.id]?.passed);
+  const [mark, status] = markOf(inside.map((s) => state.proofs?.[s.id]));
   const toggle = () => {
     unfolded ? open.delete(b) : open.add(b);
     redraw();
@@ -143,7 +149,7 @@ function block(b, state, actions, lengths, redraw) {
         "data-key": `block ${b}`,
         "data-row": unfolded ? "" : last,
         "data-block": b,
-        "aria-label": `Block ${b + 1}, ${unfolded ? "fold" : "unfold"}`,
+        "aria-label": `Block ${b + 1}${status}, ${unfolded ? "fold" : "unfold"}`,
         onclick: toggle,
       },
       h("span", { class: "num forward" }, unfolded || shownFlow === "delta" ? "" : short(lengths.a[last])),
@@ -153,7 +159,7 @@ function block(b, state, actions, lengths, redraw) {
         h("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸"),
         ` Block ${b + 1}`,
       ),
-      h("span", { class: "tick good", "aria-hidden": "true" }, verified ? "✔" : ""),
+      h("span", { class: `tick ${mark === "✘" ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
       h("span", { class: "num backward" }, unfolded || shownFlow === "a" ? "" : short(lengths.delta[last])),
     ),
     unfolded

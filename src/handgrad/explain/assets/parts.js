@@ -88,7 +88,7 @@ export const bar = (word, share, kind, text, target = false) =>
     h(
       "span",
       { class: "track" },
-      h("i", { class: `fill ${kind}`, style: { width: `${Math.max(1, Math.min(100, 100 * share))}%` } }),
+      h("i", { class: `fill ${kind}`, style: { width: `${Math.min(100, 100 * share)}%` } }),
     ),
     h("span", { class: "figure" }, text),
   );
@@ -101,7 +101,7 @@ export const middleBar = (value, most, kind) =>
     { class: "track middle" },
     h("i", {
       class: `fill ${kind} ${value < 0 ? "down" : "up"}`,
-      style: { width: `${Math.max(0.5, Math.min(50, (50 * Math.abs(value)) / (most || 1)))}%` },
+      style: { width: `${Math.min(50, (50 * Math.abs(value)) / (most || 1))}%` },
     }),
     h("i", { class: "zero" }),
   );
@@ -136,7 +136,9 @@ function moveInTable(event) {
   next.focus();
 }
 
-/** A table in a region that scrolls.
+const ROWS = 12; // of a tall table, that are seen without scrolling
+
+/** A table in a region that scrolls, and says so.
  * @param {string} label
  * @param {any[]} head
  * @param {any[]} rows
@@ -165,6 +167,7 @@ export const table = (label, head, rows, { class: style, tall, keys } = {}) =>
       ),
       h("tbody", {}, rows),
     ),
+    tall && rows.length > ROWS ? h("p", { class: "rows-note" }, `${rows.length} rows: scroll to see all`) : null,
   );
 
 /** The heading of a view. @param {string} where @param {string} title @param {...any} rest */

@@ -15,8 +15,22 @@ const KINDS = {
 const WAITING = "… checking on this sentence";
 const ABOUT =
   "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and " +
-  "with finite differences of the loss." +
+  "with finite differences of the explained number along random directions." +
   " “Model's precision” compares what the model itself computed with the float64 result.";
+
+/** What the checks that have passed so far amount to. */
+const STATES = {
+  measuring: { style: "wait", text: "autograd ✔, finite differences running" },
+  autograd: { style: "good", text: "autograd ✔, finite differences not computed" },
+  failed: { style: "wait", text: "autograd ✔, finite differences broke off" },
+  done: { style: "good", text: "✔ Verified on this sentence" },
+};
+const FAULTS = {
+  incoming: "The incoming error signal is already wrong: look for the fault in a later layer.",
+  twin: "The forward pass is wrong here: the fault is in this layer or in an earlier one.",
+  rounding: "The formulas hold in float64: what the model computed differs by more than rounding explains.",
+  here: "The incoming error signal is correct: the fault is in this layer.",
+};
 
 /** @param {number | null} x */
 const error = (x) => (x === null || x === Infinity ? "∞" : number(x, 1));
@@ -60,17 +74,16 @@ export function badge(proof) {
   const failed = proof.checks.find((c) => !c.passed);
   if (failed) {
     const inherited = proof.checks.some((c) => !c.passed && c.what.endsWith(", incoming"));
-    const fault = inherited
-      ? "The incoming error signal is already wrong: look for the fault in a later layer."
-      : "The incoming error signal is correct: the fault is in this layer.";
+    const fault = FAULTS[inherited ? "incoming" : failed.kind] ?? FAULTS.here;
     return { style: "bad", text: `✘ Check failed: ${failed.what} has error ${error(failed.error)}. ${fault}` };
   }
   const facts = [];
   if (of("autograd").length) facts.push(`error against autograd ${worst("autograd")}`);
   else if (of("twin").length) facts.push(`error against a reference forward pass ${worst("twin")}`);
   if (of("differences").length) facts.push(`against finite differences ${worst("differences")}`);
-  else if (proof.state === "measuring") facts.push("against finite differences …");
   const held = of("identity").length;
   if (held) facts.push(held === 1 ? "1 identity holds" : `${held} identities hold`);
-  return { style: "good", text: `✔ Verified on this sentence: ${facts.join(" · ")}` };
+  const { style, text } = STATES[proof.state] ?? STATES.done;
+  if (proof.problem) facts.push(proof.problem);
+  return { style, text: `${text}: ${facts.join(" · ")}` };
 }

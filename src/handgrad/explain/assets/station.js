@@ -17,7 +17,11 @@ import { proofCard } from "./proof.js";
 import { h } from "./render.js";
 import { swapTable } from "./swaps.js";
 
-const stationOf = (state) => state.table.stations.find((s) => s.id === state.station);
+/** The open station; the loss with the definition of what is explained. */
+function stationOf(state) {
+  const station = state.table.stations.find((s) => s.id === state.station);
+  return { ...station, ...station.by_objective[state.overview.objective.kind] };
+}
 
 const chooses = offline ? "selects the token" : "follows this number"; // what a click on a matrix does
 
@@ -170,7 +174,8 @@ function vocabularyOf({ vocabulary: tokens }) {
 
 function parameters(view, state, actions) {
   const { parameters: trained, frozen } = view;
-  const zeroDown = state.table.lora && trained.some((p) => /^d_/.test(p.symbol) && p.grad_norm === 0);
+  const upIsZero = (/** @type {any} */ p) => trained.some((u) => u.symbol === p.symbol.replace(/^d_/, "u_") && u.norm === 0);
+  const zeroDown = trained.some((p) => /^d_/.test(p.symbol) && p.grad_norm === 0 && upIsZero(p));
   const one = (p) =>
     h(
       "div",

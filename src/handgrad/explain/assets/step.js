@@ -45,23 +45,25 @@ export const stepView = {
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
-      h("p", { class: "summary" }, about(model)),
+      h("p", { class: "summary" }, about(model, nameOf(objective))),
       controls(state, actions),
       lastStep()
         ? outcome(lastStep(), nameOf(objective))
-        : h("p", { class: "soft", key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. A step lowers it.`),
+        : h("p", { class: "soft", key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
       steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
     ];
   },
 };
 
+const BEFORE = "A short enough step against the gradient lowers it; whether a step of this length does is measured.";
+
 /** What a step lowers. */
 const nameOf = ({ kind }) => (kind === "difference" ? "difference" : "loss");
 
-const about = (model) =>
-  "The gradient says how the loss changes if the weights change a little. So it predicts the loss after a step, and here " +
-  "you can test the prediction. It is accurate for small steps and fails for large ones, because the loss is curved." +
+const about = (model, name) =>
+  `The gradient says how the ${name} changes if the weights change a little. So it predicts the ${name} after a step, and ` +
+  `here you can test the prediction. It is accurate for small steps and fails for large ones, because the ${name} is curved.` +
   (model.lora
     ? ` The model is frozen: of ${count(model.parameters)} parameters, only the ${count(model.trains)} ` +
       `of the adapters are trained.`
@@ -206,8 +208,10 @@ function outcome(last, name) {
   const { impossible, kind, share } = resultOf(last, name === "loss");
   const result = {
     "as predicted": "This is as predicted",
+    rounding: `Both changes are within the rounding of the model's numbers`,
     "too large": `The ${name} rose: the step was too large`,
     curved: `That is ${percent(share)} of the prediction, because the ${name} is curved`,
+    momentum: "The gradient predicted a rise: this step follows earlier gradients too, as Adam does",
   }[kind];
   const fact = (id, label, value) =>
     h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
@@ -263,7 +267,7 @@ function curve(objective) {
     },
     h("path", { class: "axis", d: plot.axis, fill: "none" }),
     plot.guesses.map((g) =>
-      h("path", { class: `guess${g.outside ? " outside" : ""}`, d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" }),
+      h("path", { class: "guess", d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" }),
     ),
     h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
     plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
@@ -272,7 +276,6 @@ function curve(objective) {
     text(90, 174, "middle", "0"),
     text(610, 174, "middle", String(steps.length)),
   );
-  const outside = plot.guesses.filter((g) => g.outside).length;
   const values = () => steps.map((s, i) => [i + 1, s.loss, s.predicted, s.measured]);
   return savedFigure(
     {
@@ -287,8 +290,7 @@ function curve(objective) {
     h(
       "p",
       { class: "caption" },
-      `Solid: measured. Dashed: predicted by the ` +
-        `gradient${outside ? `; ${count(outside, "prediction")} beyond the axis, drawn to its edge` : ""}.` +
+      `Solid: measured. Dashed: predicted by the gradient.` +
         ` After ${count(steps.length, "step")} the ${name} went from ${number(first, 4)} to ${number(last, 4)}.`,
     ),
   );

@@ -3,14 +3,14 @@
 
 import { offline } from "./api.js";
 import { filled } from "./colours.js";
-import { number, percent, quote, visible } from "./format.js";
+import { chance, count, number, percent, probability, quote, visible } from "./format.js";
 import { bar, chips } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in a sentence that is not traced yet
 
-const CONTEXT = 3; // tokens before the word of the story, if the sentence is long enough: at its beginning everything is improbable
+const CONTEXT = 3; // at the beginning everything is improbable: the story starts after so many predictions, if there are enough
 
 /** The position whose next token the model found least probable. @param {number[]} losses */
 export function worst(losses) {
@@ -53,22 +53,32 @@ export const storyView = {
       chosen = { text, position: token };
       actions.redraw();
     };
+    const { unit } = state.table;
     return [
-      headline(context(tokens, position), row, position === worst(losses), losses.length),
-      words(tokens, losses, position, choose),
-      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position),
+      headline(context(tokens, position), row, aboutChoice(losses, position, unit)),
+      words(tokens, losses, position, choose, unit),
+      guesses(context(tokens, position), row, losses[position], state.preview ? undefined : position, unit),
       nextWord(positions.at(-1)),
       blame(position, state, actions),
     ];
   },
 };
 
-function headline(before, row, isWorst, length) {
-  const worstOf = length > 2 * CONTEXT ? "worst, apart from the first ones" : "worst";
+/** Which token the story is about. @param {number[]} losses @param {number} position @param {string} unit */
+export function aboutChoice(losses, position, unit) {
+  const first = worst(losses),
+    late = losses.length > 2 * CONTEXT;
+  if (losses[position] !== losses[first] || (late && position < CONTEXT)) return `the ${unit} that you chose`;
+  const equal = losses.filter((x, t) => x === losses[first] && (!late || t >= CONTEXT)).length;
+  const which = equal > 1 ? `one of ${equal} ${unit}s that this model predicted worst` : `the ${unit} that this model predicted worst`;
+  return which + (late ? `, from the ${CONTEXT + 2}th on` : "");
+}
+
+function headline(before, row, about) {
   return h(
     "div",
     { class: "story-head", key: "headline" },
-    h("p", { class: "where" }, isWorst ? `the word that this model predicted ${worstOf}` : "the word that you chose"),
+    h("p", { class: "where" }, about),
     h(
       "h2",
       { id: "story" },
@@ -79,11 +89,11 @@ function headline(before, row, isWorst, length) {
   );
 }
 
-/** The sentence, each word with the probability that it had. */
-function words(tokens, losses, position, choose) {
-  const most = Math.max(...losses);
+/** The sentence, each token with the probability that it had. */
+function words(tokens, losses, position, choose, unit) {
+  const most = Math.max(...losses, 1e-300);
   const items = tokens.map((token, i) => {
-    const p = i ? Math.exp(-losses[i - 1]) : null;
+    const p = i ? chance(losses[i - 1]) : null;
     return {
       content: [h("b", {}, visible(token.label)), h("small", {}, p === null ? "–" : percent(p))],
       label:
@@ -99,15 +109,15 @@ function words(tokens, losses, position, choose) {
     h(
       "p",
       { class: "caption" },
-      `${offline ? "Below" : "Change the sentence above and watch: below"} each word is the probability that the model gave ` +
-        "it, from the words before it alone. The stronger the blue, the more it was surprised. Choose a word.",
+      `${offline ? "Below" : "Change the sentence above and watch: below"} each ${unit} is the probability that the model gave ` +
+        `it, from the ${unit}s before it alone. The stronger the blue, the more it was surprised. Choose a ${unit}.`,
     ),
-    chips({ label: "Words and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
+    chips({ label: "Tokens and their probabilities", items, chosen: position + 1, choose, class: "strip story-words" }),
   );
 }
 
-function guesses(before, row, loss, position) {
-  const target = row.top.some((x) => x.word === row.target)
+function guesses(before, row, loss, position, unit) {
+  const target = row.top.some((x) => x.id === row.target_id)
     ? []
     : [bar(row.target, row.probability, "a", percent(row.probability), true)];
   return savedFigure(
@@ -123,26 +133,29 @@ function guesses(before, row, loss, position) {
     h(
       "ul",
       { class: "bars a" },
-      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.id === row.target_id)),
       target,
     ),
     h(
       "p",
       { class: "caption" },
-      `${quote(row.target)} had rank ${row.rank.toLocaleString("en")}. The loss of this word is −log ` +
-        `${number(row.probability)} = ${number(loss)}: the less probable, the larger.`,
+      `${aboutRank(row)} The loss of this ${unit} is −log p = ${number(loss)}: the less probable, the larger.`,
     ),
   );
 }
+
+/** The rank of a target; equal logits share it. @param {any} row */
+export const aboutRank = ({ target, rank, ties, probability: p }) =>
+  `${quote(target)} had rank ${rank.toLocaleString("en")}${ties ? `, shared with ${count(ties, "other token")}` : ""}, ` +
+  `with ${probability(p)}.`;
 
 /** What the model would write after the whole sentence. */
 const nextWord = (last) =>
   h(
     "p",
     { class: "caption", key: "next", id: "next-word" },
-    `After the whole sentence the model would go on with ${quote(last.top[0].word)} ` +
-      `(${percent(last.top[0].p)}), ${quote(last.top[1].word)} (${percent(last.top[1].p)}) or ` +
-      `${quote(last.top[2].word)} (${percent(last.top[2].p)}).`,
+    `After the whole sentence the model finds most probable: ` +
+      `${last.top.slice(0, 3).map((x) => `${quote(x.word)} (${percent(x.p)})`).join(", ")}.`,
   );
 
 function blame(position, state, actions) {

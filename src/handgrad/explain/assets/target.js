@@ -2,12 +2,16 @@
 // The bar that chooses what is differentiated: the loss of the whole sentence, of one word, or a difference of logits.
 
 import { offline } from "./api.js";
-import { count, number, percent, quote, visible } from "./format.js";
+import { chance, count, number, percent, quote, visible } from "./format.js";
 import { choice } from "./parts.js";
 import { h } from "./render.js";
 import { pythonMenu } from "./save.js";
 
-const KINDS = { sentence: "the whole sentence", position: "one word", difference: "why not another word?" };
+const kinds = (/** @type {string} */ unit) => ({
+  sentence: "the whole sentence",
+  position: `one ${unit}`,
+  difference: `why not another ${unit}?`,
+});
 let other = ""; // the word that the reader typed for a difference
 
 /** @param {any} state @param {any} actions */
@@ -24,7 +28,7 @@ export function targetBar(state, actions) {
   };
   return [
     h("span", { class: "target-name", id: "target-name" }, "Explain"),
-    choice("What is differentiated", KINDS, kind, choose, { class: "target-kinds", moves: false }),
+    choice("What is differentiated", kinds(state.table.unit), kind, choose, { class: "target-kinds", moves: false }),
     kind === "sentence" ? null : positions(objective, state, actions),
     kind === "difference" ? against(objective, actions) : null,
     h(
@@ -61,7 +65,7 @@ function positions(objective, state, actions) {
     h(
       "option",
       { value: String(t), key: t },
-      `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(Math.exp(-loss))}`,
+      `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(chance(loss))}`,
     ),
   );
   const onchange = (event) => {
@@ -71,7 +75,7 @@ function positions(objective, state, actions) {
   };
   return h(
     "select",
-    { id: "position", "aria-label": "Word to explain", value: String(objective.position), onchange },
+    { id: "position", "aria-label": "Token to explain", value: String(objective.position), onchange },
     options,
   );
 }

@@ -225,9 +225,11 @@ function forwardResult(result) {
   );
 }
 
+const SHOWN = 40; // gradients
+
 function backwardResult(result, actions) {
   const name = (g) => `∂${g.symbol}${g.block === null ? "" : ` of block ${g.block + 1}`}`;
-  const changed = result.gradients.slice(0, 40);
+  const changed = result.gradients.slice(0, SHOWN);
   const rows = changed.map((g) =>
     h(
       "tr",
@@ -250,6 +252,9 @@ function backwardResult(result, actions) {
       columnLabels: ["gradient", "length before", "length after", "length of the change"],
     },
     h("p", { class: "caption", id: "cut-caption", "aria-live": "polite" }, result.caption),
+    changed.length < result.gradients.length
+      ? h("p", { class: "soft", id: "cut-shown" }, `Shown: the ${SHOWN} of these ${result.gradients.length} that change most.`)
+      : null,
     table("Gradients before and after", ["gradient", "length before", "length after", "changed by"], rows, {
       tall: true,
     }),

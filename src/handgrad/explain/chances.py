@@ -1,0 +1,43 @@
+"""Probabilities of the next token by their logarithms, so that none is rounded to 0, and their ranks, in which equal logits
+share a rank."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .session import Session
+
+LEAST = 5e-324  # a softmax is never 0; smaller ones are written as this
+
+
+def log_chances(logits: Tensor) -> Tensor:
+    """The logarithm of the probability of every token, in float64. (n, V) → (n, V)"""
+    return torch.log_softmax(logits.double(), 1)
+
+
+def chance(log_p: Tensor | float) -> float:
+    """The probability of a logarithm, above 0."""
+    return max(math.exp(float(log_p)), LEAST)
+
+
+def predicted(session: Session, row: Tensor, top: int) -> list[dict[str, Any]]:
+    """The most probable tokens of a row of logarithms (V)."""
+    best = torch.topk(row, min(top, len(row)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{"id": i, "word": session.token_text(i), "p": chance(log_p)} for i, log_p in pairs]
+
+
+def standing(session: Session, row: Tensor, target: int) -> dict[str, Any]:
+    """A target in a row of logarithms: its probability, its loss, its rank, and how many other tokens share the rank."""
+    log_p = row[target]
+    return {
+        "target": session.token_text(target), "target_id": target, "probability": chance(log_p), "loss": -log_p.item(),
+        "rank": int((row > log_p).sum()) + 1, "ties": int((row == log_p).sum()) - 1,
+    }  # fmt: skip
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> list[float]:
+    """−log y_pred[target] of every row (m) that has one of these targets (m)."""
+    return (-log_chances(logits).gather(1, targets[:, None])[:, 0]).tolist()
