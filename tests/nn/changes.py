@@ -106,7 +106,10 @@ def _backward_pre_hook(model: Any, rng: random.Random) -> None:
 
 
 def _activation(model: Any, rng: random.Random) -> None:
-    mlp, new = _any(model, rng, "MLP"), ACT2FN[rng.choice(["silu", "gelu", "gelu_new", "relu", "relu2", "tanh", "mish"])]
+    mlp, new = (
+        _any(model, rng, "MLP"),
+        ACT2FN[rng.choice(["silu", "gelu", "gelu_new", "relu", "relu2", "tanh", "mish"])],
+    )
     for name in ("act_fn", "activation_fn", "act"):
         if hasattr(mlp, name):
             setattr(mlp, name, new)
@@ -157,7 +160,9 @@ def _bias(model: Any, rng: random.Random) -> None:
     layer = _any(model, rng, "Linear", "LayerNorm", "Conv1D")
     if not hasattr(layer, "lora_A") and "bias" in layer._parameters:
         f = layer.weight.shape[1 if type(layer).__name__ == "Conv1D" else 0]
-        layer.bias = nn.Parameter(torch.linspace(-0.2, 0.2, f, dtype=layer.weight.dtype)) if layer.bias is None else None
+        layer.bias = (
+            nn.Parameter(torch.linspace(-0.2, 0.2, f, dtype=layer.weight.dtype)) if layer.bias is None else None
+        )
 
 
 def _exchange(model: Any, rng: random.Random) -> None:
@@ -170,7 +175,7 @@ def _exchange(model: Any, rng: random.Random) -> None:
     parent = model.get_submodule(name.rpartition(".")[0])
     if not isinstance(module, nn.Linear):
         setattr(parent, name.rpartition(".")[2], nn.Identity())
-    elif "lm_head" not in name:
+    elif "lm_head" not in name and isinstance(module.weight, nn.Parameter):
         new = type("Halved", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x) * 0.5})
         setattr(parent, name.rpartition(".")[2], new(module.in_features, module.out_features, bias=False))
         parent.get_submodule(name.rpartition(".")[2]).weight = module.weight
@@ -281,7 +286,9 @@ def surroundings(rng: random.Random, models: list[Any]) -> Iterator[None]:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         elif choice < 0.15:
             handle = nn.modules.module.register_module_forward_hook(
-                lambda m, given, out: out * 1.01 if type(m).__name__ in ("SiLUActivation", "NewGELUActivation") else None
+                lambda m, given, out: (
+                    out * 1.01 if type(m).__name__ in ("SiLUActivation", "NewGELUActivation") else None
+                )
             )
             stack.callback(handle.remove)
         elif choice < 0.25:

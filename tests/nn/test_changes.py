@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from changes import CHANGES, KINDS, Change, batch_of, model_of, surroundings, with_adapter
-from torch import Tensor, nn
+from torch import Tensor
 
 import handgrad as hg
 from handgrad.proof.oracles import relative_error
@@ -41,8 +41,12 @@ def assert_equal(found: Any, expected: Any, dtype: torch.dtype = torch.float32, 
     if isinstance(expected, str):
         assert isinstance(found, str), f"{where}: {expected} was raised before"
         return
-    assert not isinstance(found, str) and set(found) == set(expected), f"{where}: {found if isinstance(found, str) else ''}"
-    largest = max((x.abs().max().item() for name, x in expected.items() if name != "loss" and x.isfinite().all()), default=0)
+    assert not isinstance(found, str) and set(found) == set(expected), (
+        f"{where}: {found if isinstance(found, str) else ''}"
+    )
+    largest = max(
+        (x.abs().max().item() for name, x in expected.items() if name != "loss" and x.isfinite().all()), default=0
+    )
     for name, x in expected.items():
         if x.isnan().any():
             assert found[name].isnan().any(), f"{where}: {name}"
@@ -94,5 +98,5 @@ def test_random_changes_keep_their_effect(part: int) -> None:
                     change_both(change, plain, model, seeds[i])
                 low = torch.is_autocast_enabled("cpu")
                 expected, found = outcome(plain, batch, seed), outcome(model, batch, seed)
-            where = f"seed {seed}, {kind}, {log}, loss={loss}, {[k for k in batch]}, {result.fallbacks}"
+            where = f"seed {seed}, {kind}, {log}, loss={loss}, {list(batch)}, {result.fallbacks}"
             assert_equal(found, expected, torch.bfloat16 if low else torch.float32, where)

@@ -89,7 +89,9 @@ def grpo(model: Any, where: Path, **options: Any) -> Any:
 TRAINERS = {"sft": sft, "dpo": dpo, "grpo": grpo}
 
 
-def trained(name: str, model: Any, where: Path, reference: Any = None, **options: Any) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    name: str, model: Any, where: Path, reference: Any = None, **options: Any
+) -> tuple[list[float], dict[str, Any]]:
     """The losses of a run, and the weights it leaves."""
     if name == "dpo" and reference is not None:
         options["ref_model"] = reference
@@ -123,12 +125,14 @@ def test_all_weights(name: str, kind: str, tmp_path: Path) -> None:
     assert_equal_runs(runs, model_from(folder, "plain").state_dict())
 
 
-OPTIONS: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+OPTIONS: dict[str, Any] = {
+    "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_adapters(name: str, tmp_path: Path) -> None:
-    """PEFT's adapters on a plain and on a replaced model, added before and by the trainer; handgrad's own on a wrapped one."""
+    """PEFT's adapters on a plain model, and added before or after it is replaced; handgrad's own on a wrapped one."""
     folder = folder_of("llama", tmp_path / "model")
     adapter = hg.load(folder)
     hg.lora.inject(adapter, rank=3, alpha=6, targets=OPTIONS["target_modules"], seed=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from ..ops import embedding, linear
+from .hookless import Hookless
 from .packed import Packed
 from .passes import PLAIN, Pass
 
@@ -26,7 +27,7 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         p.grad = None
 
 
-class Like(nn.Module):
+class Like(Hookless):
     """The dtype and device of a layer without a weight. `model.to(dtype)` changes them as it does those of a weight."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -42,7 +43,7 @@ class Like(nn.Module):
         return packed.tensor(self.dtype)
 
 
-class Affine(nn.Module, ABC):
+class Affine(Hookless, ABC):
     """a → a w + b: the interface that `Linear` and an adapter around it share, so that no caller needs to know which it
     has. `dropout` is the share of its input that a layer drops while training."""
 
@@ -277,7 +278,7 @@ class QueryKeyValue(Linear):
         return super().parts_of(letter, x)
 
 
-class Embedding(nn.Module):
+class Embedding(Hookless):
     """weight (rows, d), or packed bytes of which only the rows that are looked up are unpacked"""
 
     packed: Packed | None = None

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from ..ops import layernorm, rmsnorm
 from .example_gradients import PieceExamples
+from .hookless import Hookless
 from .passes import PLAIN, Pass
 
 
-class Norm(nn.Module, ABC):
+class Norm(Hookless, ABC):
     """The interface of a norm. weight (d) multiplies the normalized input ā."""
 
     weight: nn.Parameter

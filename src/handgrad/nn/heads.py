@@ -7,6 +7,7 @@
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -178,5 +179,5 @@ def kind_of(layout: Layout, batch: int, length: int) -> tuple[Any, ...]:
         kind = span.positions is None, *(edge % length == 0 for edge in edges)
         rows.setdefault(span.keys.start // length, set()).add(kind)
     kinds = [frozenset(rows.get(b, ())) for b in range(batch)] if len(rows) > 1 else [frozenset(*rows.values())]
-    pairs = frozenset(zip(kinds, kinds[1:], strict=False))
+    pairs = frozenset(pairwise(kinds))
     return kinds[0], pairs, layout.blind is None, layout.window, layout.causal, length.bit_length()

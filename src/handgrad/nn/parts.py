@@ -7,7 +7,6 @@ original code, and `fell_back` counts these calls and warns once. Attention has 
 """
 
 import warnings
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 
-from ..ops.loss import NO_TARGET
+from ..model.config import ACTIVATIONS, GATES
 from . import functions, rebuild
-from .loss import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -66,7 +64,9 @@ def one_dtype(*tensors: Tensor | None) -> str:
     return "tensors of different dtypes"
 
 
-def is_observed(module: nn.Module, kinds: tuple[str, ...] = ("forward", "forward_pre", "backward", "backward_pre")) -> bool:
+def is_observed(
+    module: nn.Module, kinds: tuple[str, ...] = ("forward", "forward_pre", "backward", "backward_pre")
+) -> bool:
     """Whether a call of this module would run a hook, or code that stands before its class's."""
     return "forward" in module.__dict__ or any(
         getattr(module, f"_{kind}_hooks") or getattr(torchs, f"_global_{kind}_hooks") for kind in kinds
@@ -176,8 +176,6 @@ class LinearPart(Part):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         reason = self.why_not(x, weight, bias) or one_dtype(x, weight, bias)  # type: ignore[arg-type]
-        if self.in_out and bias is None:
-            reason = "no bias"  # without which Conv1D fails
         if reason:
             fell_back(self, reason)
             return super().forward(x)  # type: ignore[no-any-return]
@@ -189,12 +187,8 @@ class LinearPart(Part):
 class Conv1DPart(LinearPart):
     in_out = True
 
-
-class HeadPart(LinearPart):
-    """The logits layer. While the loss computes the logits itself, it passes its input on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.__dict__.get("_handgrad_deferred") else super().forward(x)
+    def why_not(self, *tensors: Tensor | None) -> str:
+        return super().why_not(*tensors) or ("no bias" if self.bias is None else "")  # without which Conv1D fails
 
 
 class AdapterPart(Part):
@@ -224,8 +218,10 @@ class AdapterPart(Part):
 def why_not_adapter(layer: Any, name: str) -> str:
     """Why an adapter of PEFT is left to PEFT; "" if it is not."""
     variant = type(layer.lora_variant.get(name)).__name__
-    down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if type(down) is not nn.Linear or type(up) is not nn.Linear:
+    factors: tuple[Any, ...] = layer.lora_A[name], layer.lora_B[name]
+    down, up = factors
+    dropout = layer.lora_dropout[name]
+    if {type(x) for x in factors} != {nn.Linear}:
         return f"factors that are a {type(down).__name__} and a {type(up).__name__}"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"dropout by a {type(dropout).__name__}"
@@ -290,7 +286,11 @@ class Activation:
     def _name(self) -> str:
         """The function that gives the same values; "" if none of ours does."""
         library = type(self.act).__module__
-        if self.act is None or self.forward is None or not library.startswith(("torch.nn.", "transformers.activations")):
+        if (
+            self.act is None
+            or self.forward is None
+            or not library.startswith(("torch.nn.", "transformers.activations"))
+        ):
             return ""
         x = torch.linspace(-9, 9, 361, dtype=torch.float64)
         with torch.no_grad():
@@ -298,8 +298,9 @@ class Activation:
                 expected = self.forward(self.act, x.clone())
             except Exception:  # it takes another input
                 return ""
-            for name, ours in (GATE_VALUES if self.gated else PLAIN_VALUES).items():
-                if expected.shape == x.shape and bool(((ours(x) - expected).abs() <= 1e-12 * (1 + x.abs())).all()):
+            for name in GATES if self.gated else ACTIVATIONS:
+                ours = functions.gate(x, torch.ones_like(x), name) if self.gated else functions.activation(x, name)
+                if expected.shape == x.shape and bool(((ours - expected).abs() <= 1e-12 * (1 + x.abs())).all()):
                     return name
         return ""
 
@@ -311,91 +312,3 @@ class Activation:
         if type(act).forward is not self.forward or self._settings(act) != self.settings:
             return f"its activation, a {type(act).__name__}, was changed"
         return "a hook, or another forward, on its activation" if is_observed(act) else ""
-
-
-def _one(x: Tensor) -> Tensor:
-    return torch.ones_like(x)
-
-
-GATE_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    name: (lambda x, name=name: functions.gate(x, _one(x), name)) for name in functions.GATES  # type: ignore[misc]
-}
-PLAIN_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    name: (lambda x, name=name: functions.activation(x, name)) for name in functions.ACTIVATIONS  # type: ignore[misc]
-}
-
-
-# ── the model with its loss ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class CausalLMPart(Part):
-    """In training with labels, logits and loss are one function, and the output has no logits."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        me: Any = self
-        if kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        reason = self.why_not() or why_not_loss(me)
-        if reason:
-            fell_back(self, reason)
-            return super().forward(*args, **kwargs)
-        head = me.lm_head.__dict__
-        head["_handgrad_deferred"] = True
-        try:
-            found = super().forward(*args, **kwargs)
-        finally:
-            del head["_handgrad_deferred"]
-        if isinstance(found, tuple):
-            return (found[0], *found[2:])
-        return type(found)(**{name: value for name, value in found.items() if name != "logits"})
-
-    @property
-    def loss_function(self) -> Any:
-        me: Any = self
-        if "_handgrad_deferred" in me.lm_head.__dict__:
-            return self._deferred_loss
-        return super().loss_function  # type: ignore[misc]
-
-    @loss_function.setter
-    def loss_function(self, value: Any) -> None:
-        self._loss_function = value
-
-    def _deferred_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = NO_TARGET,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """The loss of transformers, from the input of the logits layer: the token after each is its target."""
-        head: Any = getattr(self, "lm_head")  # noqa: B009
-        targets = shift_labels
-        if targets is None:
-            targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = targets.to(logits.device)
-        if ignore_index != NO_TARGET:
-            targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
-        return linear_cross_entropy(
-            logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
-        )
-
-
-def why_not_loss(model: Any) -> str:
-    """Why logits and loss of a model stay separate; "" if they are one function."""
-    head, loss = model.lm_head, model.loss_function
-    if _classes.get((HeadPart, nn.Linear)) is not type(head):  # another model of this class, or another layer
-        return f"the logits layer is a {type(head).__name__}"
-    if (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) != (
-        "transformers.loss.loss_utils",
-        "ForCausalLMLoss",
-    ):
-        return f"loss_function is {getattr(loss, '__name__', type(loss).__name__)}, not ForCausalLMLoss"
-    if is_observed(head):
-        return "a hook, or another forward, on the logits layer"
-    if len(head.weight) != model.config.vocab_size:
-        return f"{len(head.weight)} logits, and vocab_size is {model.config.vocab_size}"
-    return head.why_not(head.weight, head.bias)  # type: ignore[no-any-return]

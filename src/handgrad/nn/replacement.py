@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from . import attention_function, parts
+from .fused_loss import CausalLMPart, HeadPart
 from .parts import Part
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 KINDS = {
     parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
-    parts.HeadPart: "linear", parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", parts.CausalLMPart: "loss",
+    HeadPart: "linear", parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
 _SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked")  # what modules hold while replaced
 
@@ -129,8 +130,8 @@ def _swap_all(result: Replacement, loss: bool) -> None:
                 result.left[name] = reason
             continue
         _swap(result, name, module, part)
-        if part is parts.CausalLMPart:
-            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), parts.HeadPart)
+        if part is CausalLMPart:
+            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), HeadPart)
 
 
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
@@ -229,4 +230,4 @@ def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
         return None, ""
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
-    return parts.CausalLMPart, ""
+    return CausalLMPart, ""

@@ -47,9 +47,7 @@ def loss_and_grads(
     pieces = pieces_of(model, packed, check_targets(packed.tokens, targets, model.config, model.device))
     n_targets = count_targets(pieces, n_targets)
     windows = [pieces] if recompute or model.packed else [[piece] for piece in pieces]
-    return sum(
-        model.backward_pass(model.forward_pass(window, recompute=recompute), n_targets) for window in windows
-    )
+    return sum(model.backward_pass(model.forward_pass(window, recompute=recompute), n_targets) for window in windows)
 
 
 def gradients_of(parameters: Sequence[Tensor], compute: Callable[[], float]) -> tuple[float, list[Tensor]]:
@@ -107,7 +105,7 @@ class HiddenFunction(Function):
 
         def compute() -> float:
             deltas = []
-            for a_10, delta_11 in zip(state.a_10, delta.contiguous().split(sizes), strict=True):
+            for a_10, delta_11 in zip(state.a_10, torch.split(delta.contiguous(), sizes), strict=True):
                 saved = model.final_norm.forward(a_10)[1]
                 a_bar = model.final_norm.rebuild_output(saved)[0]
                 deltas.append(model.final_norm.backward(delta_11, a_bar, saved, PLAIN))

@@ -1,6 +1,7 @@
 """A wrapped model as one of transformers' models: with its config, `generate`, and what trainers such as TRL's ask for."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..model.gpt import GPT
 from .wrapping import Output, Wrapped
 
 
-class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ignore[misc,no-untyped-call]
     """A handgrad model that transformers takes for one of its own."""
 
     config_class = PreTrainedConfig
@@ -21,11 +22,11 @@ class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ign
     _supports_sdpa = True
 
     def __init__(self, model: GPT):
-        fields = config_json(model.config, model.dtype)
-        kind = CONFIG_MAPPING[fields["model_type"]] if fields["model_type"] in CONFIG_MAPPING else PreTrainedConfig
-        config = kind.from_dict(fields)
-        folder = model.source if Path(model.source).is_dir() else ""
-        config.name_or_path = folder
+        fields: dict[str, Any] = config_json(model.config, model.dtype)
+        with warnings.catch_warnings():  # of fields under the names that older versions read too
+            warnings.simplefilter("ignore", FutureWarning)
+            config = CONFIG_MAPPING.get(fields["model_type"], PreTrainedConfig).from_dict(fields)
+        config.name_or_path = model.source if Path(model.source).is_dir() else ""
         super().__init__(model, config)
         self.loss_type = Wrapped.loss_type  # transformers derives it from the name of the class
         self.generation_config = GenerationConfig.from_model_config(config)
@@ -48,10 +49,10 @@ class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ign
         """transformers' generation, without a cache: every token is computed from all before it. `hg.generate` has one."""
         config = copy.deepcopy(self.generation_config if generation_config is None else generation_config)
         config.use_cache = False
-        return super().generate(*args, generation_config=config, **options)
+        return super().generate(*args, generation_config=config, **options)  # type: ignore[misc]
 
     @property
-    def peft_config(self) -> Any:
+    def peft_config(self) -> Any:  # type: ignore[override]
         """PEFT asks for it before it adds adapters; the layers of a wrapped model are not torch's, and PEFT knows none of
         them."""
         raise HandgradError(

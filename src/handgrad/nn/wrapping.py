@@ -177,7 +177,9 @@ class Wrapped(nn.Module):
 
         return Output(last_hidden_state=self._spread(input_ids.shape, packed, HiddenFunction, plain, below))
 
-    def _spread(self, shape: torch.Size, packed: Packed, function: Any, plain: Any, parameters: Iterable[Any]) -> Tensor:
+    def _spread(
+        self, shape: torch.Size, packed: Packed, function: Any, plain: Any, parameters: Iterable[Any]
+    ) -> Tensor:
         """What a function computes of the packed rows, (B, T, …) and 0 at padding; by `plain` if no gradient is wanted"""
         model = self.handgrad_model
         trained = [p for p in parameters if p.requires_grad]
@@ -200,7 +202,9 @@ class Wrapped(nn.Module):
         positions = columns if position_ids is None else position_ids.expand(ids.shape)
         follows = nn.functional.pad(positions.diff(dim=1) == 1, (1, 0))  # the token before it
         if mask is None:
-            lengths = (~follows).reshape(-1).nonzero().squeeze(1).diff(append=torch.tensor([ids.numel()], device=ids.device))
+            lengths = (
+                (~follows).reshape(-1).nonzero().squeeze(1).diff(append=torch.tensor([ids.numel()], device=ids.device))
+            )
             rows = torch.arange(ids.numel(), device=ids.device)
         else:
             if mask.shape != ids.shape:

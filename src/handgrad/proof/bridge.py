@@ -129,7 +129,9 @@ def function_error(
         pairs = [(ours(*inputs), theirs(*widened))]
     if gradients:
         size = pairs[0][1].numel()
-        upstream = torch.linspace(0, 7.0 * size**0.5, size, dtype=wide, device=inputs[0].device).cos().view_as(pairs[0][1])
+        upstream = (
+            torch.linspace(0, 7.0 * size**0.5, size, dtype=wide, device=inputs[0].device).cos().view_as(pairs[0][1])
+        )
         signal = upstream.to(inputs[0].dtype)
         found = differentiate(ours, *inputs, upstream=signal)
         pairs += zip(found, differentiate(theirs, *widened, upstream=signal.to(wide)), strict=True)
