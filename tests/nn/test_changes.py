@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from changes import CHANGES, KINDS, Change, batch_of, model_of, surroundings, with_adapter
-from torch import Tensor
+from torch import Tensor, nn
 
 import handgrad as hg
+from handgrad.ops import attention as heads_op
 from handgrad.proof.oracles import relative_error
 from handgrad.tolerances import NORM_FLOOR, TOLERANCE
 
@@ -100,3 +101,173 @@ def test_random_changes_keep_their_effect(part: int) -> None:
                 expected, found = outcome(plain, batch, seed), outcome(model, batch, seed)
             where = f"seed {seed}, {kind}, {log}, loss={loss}, {list(batch)}, {result.fallbacks}"
             assert_equal(found, expected, torch.bfloat16 if low else torch.float32, where)
+
+
+def both(kind: str, change: Any, **options: Any) -> tuple[Any, Any, hg.nn.Replacement]:
+    """A plain and a replaced model, both changed afterwards."""
+    plain, model = pair(kind)
+    result = hg.nn.replace(model, **options)
+    for x in (plain, model):
+        change(x)
+    return plain, model, result
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_loss_function_that_is_set_afterwards_is_used(loss: bool) -> None:
+    def change(model: Any) -> None:
+        model.loss_function = lambda logits, labels, **others: logits.square().mean()
+
+    plain, model, result = both("llama", change, loss=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+    assert any("loss_function" in reason for reason in result.fallbacks) == loss
+
+
+def test_hooks_on_the_logits_layer_see_logits() -> None:
+    seen = []
+
+    def change(model: Any) -> None:
+        def cap(module: Any, given: Any, out: Tensor) -> Tensor:
+            seen.append(out.shape[-1])
+            return 3 * torch.tanh(out / 3)
+
+        model.lm_head.register_forward_hook(cap)
+
+    plain, model, result = both("llama", change, loss=True)
+    with pytest.warns(UserWarning, match="a hook, or another forward, on the logits layer"):
+        found = outcome(model, BATCH, 0)
+    assert_equal(found, outcome(plain, BATCH, 0))
+    assert seen == [35, 35] and "fell back" in str(result)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+def test_activations_that_are_exchanged_or_hooked_are_used(kind: str) -> None:
+    def exchange(model: Any) -> None:
+        for module in model.modules():
+            for name in {"act_fn", "activation_fn", "act"} & set(module._modules):
+                setattr(module, name, nn.Tanh())
+
+    def hook(model: Any) -> None:
+        for module in model.modules():
+            for name in {"act_fn", "activation_fn", "act"} & set(module._modules):
+                getattr(module, name).register_forward_hook(lambda m, given, out: 2 * out)
+
+    for change, reason in ((exchange, "its activation is now a Tanh"), (hook, "a hook, or another forward")):
+        plain, model, result = both(kind, change)
+        with pytest.warns(UserWarning, match=reason):
+            found = outcome(model, BATCH, 0)
+        assert_equal(found, outcome(plain, BATCH, 0))
+    plain, model = pair(kind)  # and before
+    for x in (plain, model):
+        exchange(x)
+        setattr(x.config, "activation_function" if kind == "gpt2" else "hidden_act", "relu")
+    result = hg.nn.replace(model)
+    assert "no hand-derived activation Tanh" in result.left.values()
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_positions_that_restart(kind: str, use_cache: bool | None) -> None:
+    """transformers takes them for several sequences if there is no cache; nothing here decides whether there is one."""
+    plain, model = pair(kind)
+    result = hg.nn.replace(model)
+    given = {**BATCH, "position_ids": (torch.arange(12) % 5).expand(2, -1), "use_cache": use_cache}
+    assert_equal(outcome(model, given, 0), outcome(plain, given, 0))
+    assert not result.fallbacks and result.checked
+
+
+def test_float64_stays_float64_under_autocast() -> None:
+    plain, model = pair("llama")
+    for x in (plain, model):
+        x.double()
+    hg.nn.replace(model, loss=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = outcome(model, BATCH, 0), outcome(plain, BATCH, 0)
+    assert_equal(found, expected)  # which bfloat16 would not be
+    layer, x = hg.nn.Linear(6, 7).double(), torch.randn(3, 6, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert hg.nn.attention(x[None], x[None], x[None], 2).dtype == torch.float64
+
+
+# ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def masks() -> dict[str, Tensor]:
+    """Two rows of 12 tokens."""
+    found = {
+        name: torch.ones(2, 12, dtype=torch.long)
+        for name in ("left", "right", "left and right", "both", "holes", "mixed")
+    }
+    found["left"][1, :4] = 0
+    found["right"][0, -5:] = 0
+    found["left and right"][0, :3] = found["left and right"][1, -2:] = 0  # in different rows
+    found["both"][:, :2] = found["both"][:, -3:] = 0
+    found["holes"][0, 4:6] = found["holes"][1, 2] = 0
+    found["mixed"][0, :3] = found["mixed"][0, -2:] = found["mixed"][1, 5] = 0
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mistral"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_of_every_kind(kind: str, implementation: str) -> None:
+    model = model_of(kind, attn_implementation=implementation)
+    plain = copy.deepcopy(model)
+    result = hg.nn.replace(model, loss=True)
+    given = [{"attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)} for mask in masks().values()]
+    given.append({"position_ids": (torch.arange(12) % 5).expand(2, -1), "use_cache": False})  # packed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in given:
+            for _ in range(2):
+                assert_equal(
+                    outcome(model, {**BATCH, **batch}, 0), outcome(plain, {**BATCH, **batch}, 0), where=str(batch)
+                )
+    assert ("attention" in result.replaced.values()) == (implementation == "sdpa")
+    ours = [reason for reason in result.checked.values() if not reason]
+    assert len(ours) >= 2 if implementation == "sdpa" else not result.checked
+
+
+def test_a_wrong_kernel_is_noticed_at_the_first_batch_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward or a backward pass that is wrong for one kind of mask: that kind is left to torch, with a warning."""
+    forward, backward = heads_op.forward, heads_op.backward
+
+    def wrong_forward(q: Tensor, k: Tensor, v: Tensor, spans: Any, *rest: Any) -> Any:
+        a, saved = forward(q, k, v, spans, *rest)
+        return (a * 1.01 if any(span.positions is not None for span in spans) else a), saved
+
+    def wrong_backward(delta: Tensor, saved: Any, spans: Any, causal: bool, into: Any, window: Any) -> None:
+        backward(delta, saved, spans, causal, into, window)
+        if any(span.positions is not None for span in spans):
+            into[1].mul_(1.01)
+
+    for name, wrong in (("forward", wrong_forward), ("backward", wrong_backward)):
+        plain, model = pair("llama")
+        result = hg.nn.replace(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(heads_op, name, wrong)
+            assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+            assert not result.fallbacks
+            given = {**BATCH, "attention_mask": masks()["right"]}
+            with pytest.warns(UserWarning, match="its result for this kind of mask differs by .* from torch's"):
+                found = outcome(model, given, 0)
+            assert_equal(found, outcome(plain, given, 0))
+            assert sum(result.fallbacks.values()) == 2 and list(map(bool, result.checked.values())) == [False, True]
+
+
+def test_a_configuration_that_two_models_share() -> None:
+    """The other model's attention stays transformers'."""
+    plain, model = pair("llama")
+    other = type(model)(model.config)
+    result = hg.nn.replace(model)
+    other.load_state_dict(plain.state_dict())
+    assert other.config._attn_implementation == "handgrad"
+    expected = outcome(plain, BATCH, 0)
+    assert_equal(outcome(other.train(), BATCH, 0), expected)
+    assert not result.checked
+    assert_equal(outcome(model, BATCH, 0), expected)
+    assert len(result.checked) == 1
+    result.undo()
+    assert other.config._attn_implementation == model.config._attn_implementation == "sdpa"
