@@ -85,7 +85,7 @@ def assert_equal_steps(judge: Any, model: Any, batch: Batch) -> None:
 def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     judge, model = pair(name)
     names = list(model.state_dict())
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     blocks = model.config.num_hidden_layers
     kinds = list(result.replaced.values())
     assert [kinds.count(kind) for kind in ("attention", "feed-forward", "loss")] == [blocks, blocks, 1]
@@ -98,7 +98,7 @@ def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(name: str, side: str) -> None:
     judge, model = pair(name)
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     if side == "right" and "window" in name:  # padding sees a part of the window: no layout of ours has that
         with pytest.warns(UserWarning, match="leaves .*Attention to transformers: a mask that is not causal"):
             assert_equal_steps(judge, model, padded(side))
@@ -116,7 +116,7 @@ def test_adapters_of_peft(name: str) -> None:
     judge, model = (get_peft_model(network, options).double() for network in pair(name))
     perturb(judge, seed=5)
     model.load_state_dict(judge.state_dict())
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     assert list(result.replaced.values()).count("LoRA") == 2 * len(layers_of(name))
     assert_equal_steps(judge, model, padded(""))
     assert all("lora" in name for name in gradients(model))
@@ -148,7 +148,7 @@ def test_trainer_takes_the_same_steps(name: str, tmp_path: Path) -> None:
         perturb(judge, seed=5)
         model.load_state_dict(judge.state_dict())
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    hg.nn.replace(model)
+    hg.nn.replace(model, loss=True)
     trainer_of(judge, tmp_path / "judge", compute_loss_func=wide_loss).train()
     trainer_of(model, tmp_path / "ours").train()
     after, expected = model.state_dict(), judge.state_dict()
@@ -158,7 +158,7 @@ def test_trainer_takes_the_same_steps(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_saves_and_trains(tmp_path: Path) -> None:
     judge, model = pair(LLAMA)
-    hg.nn.replace(model)
+    hg.nn.replace(model, loss=True)
     accelerator = Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = padded("")
@@ -185,7 +185,7 @@ def small(**options: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_audit_compares_with_the_original(dtype: torch.dtype) -> None:
     model = small().to(dtype)
-    result = hg.nn.replace(model, audit=padded("right"))
+    result = hg.nn.replace(model, loss=True, audit=padded("right"))
     assert result.audit.compared == 21 and 0 < result.audit.error <= result.audit.tolerance
     assert "21 gradients equal to the original's" in str(result) and model.training
     assert all(p.grad is None for p in model.parameters())
@@ -200,7 +200,7 @@ def test_audit_finds_a_wrong_backward_pass_and_undoes_the_replacement(monkeypatc
 
     monkeypatch.setattr(gated, "backward", wrong)
     with pytest.raises(HandgradError, match=r"gradient of model\.layers.* differs from the original's"):
-        hg.nn.replace(model, audit=padded(""))
+        hg.nn.replace(model, loss=True, audit=padded(""))
     assert "handgrad" not in str(model)
 
 
@@ -208,12 +208,12 @@ def test_undo_restores_every_module_and_copies_keep_theirs() -> None:
     model = small()
     classes = [type(module) for module in model.modules()]
     attributes = [set(module.__dict__) for module in model.modules()]
-    result = hg.nn.replace(model)
-    assert "LlamaAttention [handgrad]" in str(model)
+    result = hg.nn.replace(model, loss=True)
+    assert "LlamaMLP [handgrad]" in str(model) and model.config._attn_implementation == "handgrad"
     assert model._get_name() == "LlamaForCausalLM"  # by which Trainer shifts labels for label smoothing
     type(model)(model.config)(**padded("")).loss.backward()  # another model of this class has no parts
     with pytest.raises(HandgradError, match="call undo"):
-        hg.nn.replace(model)
+        hg.nn.replace(model, loss=True)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     result.undo()
     result.undo()
@@ -234,7 +234,7 @@ def test_recomputed_blocks_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch
         network.requires_grad_(False)
         network.model.layers[1].mlp.down_proj.requires_grad_(True)
         network.model.layers[1].input_layernorm.requires_grad_(True)
-    hg.nn.replace(model)
+    hg.nn.replace(model, loss=True)
     products, plain = [], linear.grad_w
     monkeypatch.setattr(linear, "grad_w", lambda *given: products.append(1) or plain(*given))
     assert_equal_steps(judge, model, padded(""))
@@ -250,7 +250,7 @@ def test_recomputed_blocks_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch
 
 def test_calls_that_are_left_to_transformers() -> None:
     judge, model = pair(LLAMA)
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     ids = padded("")["input_ids"]
     assert torch.equal(
         model.eval().generate(ids[:1], max_new_tokens=6), judge.eval().generate(ids[:1], max_new_tokens=6)
@@ -269,17 +269,18 @@ def test_calls_that_are_left_to_transformers() -> None:
         wide_loss(judge(ids, attention_mask=given, use_cache=False), ids).backward()
         assert_equal_gradients(gradients(model), gradients(judge))
     assert list(result.fallbacks.values()) == [2, 2]
-    with pytest.warns(UserWarning, match="keys and values are cached"):
-        model(ids, use_cache=True)
+    cache = model(ids[:, :5], use_cache=True).past_key_values  # an empty one is no obstacle
+    with pytest.warns(UserWarning, match="keys of earlier calls"):
+        model(ids[:, 5:], past_key_values=cache)
 
 
 def test_what_is_left_and_why() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=29, n_positions=16, n_embd=8, n_head=2, n_layer=1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    left = hg.nn.replace(model, loss=False).left
-    assert "'eager'" in left["transformer.h.0.attn"] and "loss=False" in left[""] and "transformer.wte" in left
+    left = hg.nn.replace(model).left
+    assert "'eager'" in left["transformer.h.0.attn"] and "transformer.wte" in left
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     assert "attention dropout 0.1" in result.left["transformer.h.0.attn"]
     with pytest.warns(UserWarning, match="attention dropout"):
         model(torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
@@ -291,21 +292,21 @@ def test_what_is_left_and_why() -> None:
 
 @pytest.mark.filterwarnings("error:handgrad leaves")
 def test_models_that_keep_their_own_loss() -> None:
-    """GPT2DoubleHeadsModel computes its loss from logits itself; loss=False keeps logits in training, without a cache."""
+    """GPT2DoubleHeadsModel computes its loss from logits itself; loss=False keeps logits in training."""
     config = AutoConfig.for_model("gpt2", vocab_size=29, n_positions=16, n_embd=32, n_head=2, n_layer=1, attn_pdrop=0.0)
     torch.manual_seed(0)
     model = without_dropout(GPT2DoubleHeadsModel(config))
     ids = padded("")["input_ids"]
     expected = model(input_ids=ids, labels=ids).loss
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     found = model(input_ids=ids, labels=ids)
-    assert "loss" not in result.replaced.values() and found.past_key_values is None
+    assert "loss" not in result.replaced.values()
     torch.testing.assert_close(found.loss, expected)
     model = small()
     expected = model(**padded("")).loss
-    hg.nn.replace(model, loss=False)
+    hg.nn.replace(model)
     found = model(**padded(""))
-    assert found.logits.shape == (3, 12, 29) and found.past_key_values is None
+    assert found.logits.shape == (3, 12, 29)
     torch.testing.assert_close(found.loss, expected)
 
 
@@ -314,7 +315,7 @@ def test_adapters_that_are_left_to_peft_and_merged() -> None:
     model = get_peft_model(small(), LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
     perturb(model, seed=5)
     expected = model(**padded("")).loss
-    result = hg.nn.replace(model)
+    result = hg.nn.replace(model, loss=True)
     model.base_model.set_adapter(["default", "default"])
     with pytest.warns(UserWarning, match="leaves Linear to peft: several adapters"):
         model(**padded(""))
@@ -353,7 +354,7 @@ def test_layouts_of_masks() -> None:
 def test_compiled_around_it() -> None:
     """torch.compile leaves a gap where the bridge computes."""
     judge, model = pair(LLAMA)
-    hg.nn.replace(model)
+    hg.nn.replace(model, loss=True)
     part = torch.compile(model.model.layers[0].mlp, backend="eager")
     x = torch.randn(2, 3, 18, dtype=torch.float64, requires_grad=True)
     with warnings.catch_warnings():

@@ -248,26 +248,28 @@ class GPT(Network):
         finished: Finished = no_hook,
         once: bool = True,
         objective: Objective = MEAN_LOSS,
+        delta_10: list[Tensor] | None = None,
     ) -> float:
         """a_10 → the loss, Δ_11, and Δ_10 … Δ_1 with all gradients, down to the lowest layer that trains.
-        Frees activations as it goes unless `once` is False."""
+        Frees activations as it goes unless `once` is False. A `delta_10` of every piece that is known already stands
+        instead of the loss."""
         if not state.pieces:
             finished = _with_zeros(finished)
         every_layer = self.layers() if finished is not no_hook else [[]] * (3 + len(self.blocks))
         layers = iter(every_layer)
         value = 0.0
-        deltas: list[Tensor] = []
+        deltas: list[Tensor] = [] if delta_10 is None else delta_10
         recomputed = any(isinstance(saved, Tensor) for block in state.blocks for saved in block)
         if recomputed:
             trim_heap()  # the forward pass frees more than the head can use
         with self.unpacked(self.head):
-            for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
-                total, delta_10 = readout(
+            for piece, a_10 in zip(state.pieces, state.a_10, strict=True) if delta_10 is None else ():
+                total, signal = readout(
                     self.final_norm, self.head, a_10, piece, 1 / n_targets, self.check_finite, state.record,
                     _examples_of(piece, state), objective,
                 )  # fmt: skip
                 value += total / n_targets
-                deltas.append(delta_10)
+                deltas.append(signal)
         if not self.config.tied:
             finished(next(layers))
         finished(next(layers))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from ..ops import embedding, linear
+from .hookless import Hookless
 from .packed import Packed
 from .passes import PLAIN, Pass
 
@@ -26,15 +27,7 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
         p.grad = None
 
 
-def shapes(module: nn.Module) -> str:
-    """The module's own parameters for its `repr`: weight 128 × 384, bias 384"""
-    found = {name: p.shape for name, p in module._parameters.items() if p is not None}
-    text = [f"{name} {' × '.join(map(str, shape))}" for name, shape in found.items()]
-    packed = getattr(module, "packed", None)
-    return ", ".join(text if packed is None else [repr(packed), *text])
-
-
-class Like(nn.Module):
+class Like(Hookless):
     """The dtype and device of a layer without a weight. `model.to(dtype)` changes them as it does those of a weight."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -50,7 +43,7 @@ class Like(nn.Module):
         return packed.tensor(self.dtype)
 
 
-class Affine(nn.Module, ABC):
+class Affine(Hookless, ABC):
     """a → a w + b: the interface that `Linear` and an adapter around it share, so that no caller needs to know which it
     has. `dropout` is the share of its input that a layer drops while training."""
 
@@ -92,9 +85,6 @@ class Affine(nn.Module, ABC):
     def adapted(self) -> bool:
         """Whether the layer has an adapter."""
         return self.plain() is not self
-
-    def extra_repr(self) -> str:
-        return shapes(self)
 
 
 class Linear(Affine):
@@ -288,7 +278,7 @@ class QueryKeyValue(Linear):
         return super().parts_of(letter, x)
 
 
-class Embedding(nn.Module):
+class Embedding(Hookless):
     """weight (rows, d), or packed bytes of which only the rows that are looked up are unpacked"""
 
     packed: Packed | None = None
@@ -324,6 +314,3 @@ class Embedding(nn.Module):
             run.examples.look_up(self.weight, delta, ids)
         else:
             self.weight.grad = embedding.grad_w(delta, ids, self.weight, self.weight.grad)
-
-    def extra_repr(self) -> str:
-        return shapes(self)

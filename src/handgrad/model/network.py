@@ -16,6 +16,7 @@ from ..ops import embedding, rotary
 from .block import Block
 from .config import ModelConfig
 from .dtype import as_dtype
+from .hookless import Layers
 from .layers import Affine, Embedding, Linear, freeze
 from .norms import NORMS, Norm
 from .packed import Scratch
@@ -75,7 +76,7 @@ class Network(Parts):
         self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device))
         if c.positions == "learned":
             self.add("positions", names["positions"], Embedding(c.n_context, c.d_model, device))
-        self.add("blocks", names["blocks"], nn.ModuleList(Block(c, i, device) for i in range(c.n_blocks)))
+        self.add("blocks", names["blocks"], Layers(Block(c, i, device) for i in range(c.n_blocks)))
         self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
         shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
         head = Linear(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)

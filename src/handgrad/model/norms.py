@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ..ops import layernorm, rmsnorm
 from .example_gradients import PieceExamples
-from .layers import shapes
+from .hookless import Hookless
 from .passes import PLAIN, Pass
 
 
-class Norm(nn.Module, ABC):
+class Norm(Hookless, ABC):
     """The interface of a norm. weight (d) multiplies the normalized input ā."""
 
     weight: nn.Parameter
@@ -36,9 +36,6 @@ class Norm(nn.Module, ABC):
     @abstractmethod
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by their letter."""
-
-    def extra_repr(self) -> str:
-        return shapes(self)
 
     def trains(self) -> bool:
         return any(p is not None and p.requires_grad for p in self._parameters.values())

@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import nn
 
+from .hookless import Hookless
 
-class Parts(nn.Module):
+
+class Parts(Hookless):
     """`named_parameters()` lists Hugging Face's names; code reaches the same layers by the names that `part` declares."""
 
     def __init__(self) -> None:
@@ -18,7 +20,7 @@ class Parts(nn.Module):
         owner: nn.Module = self
         for name in self.paths[part][:-1]:
             if name not in owner._modules:
-                owner._modules[name] = nn.Module()
+                owner._modules[name] = Hookless()
             owner = owner._modules[name]  # type: ignore[assignment]
         owner._modules[self.paths[part][-1]] = layer  # add_module refuses a name that a property has, too
 

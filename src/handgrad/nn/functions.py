@@ -47,6 +47,14 @@ def without_autocast(kind: str) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def autocast(kind: str, *tensors: Tensor | None) -> Any:
+    """The tensors as autocast gives them to a product: in its dtype, except those in float64."""
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def rows(x: Tensor) -> Tensor:
     """(…, d) → (n, d), contiguous"""
     return x.reshape(-1, x.shape[-1]).contiguous()
@@ -238,10 +246,9 @@ def linear(
     rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
     check_linear(a, weight, bias, down, up, magnitude, in_out)
     kind, source = a.device.type, source_of(a)
-    tensors = a, weight, bias, down, up, magnitude
-    if torch.is_autocast_enabled(kind):
-        dtype, source = torch.get_autocast_dtype(kind), None
-        tensors = tuple(None if x is None else x.to(dtype) for x in tensors)  # type: ignore[assignment]
+    tensors = autocast(kind, a, weight, bias, down, up, magnitude)
+    if tensors[0] is not a:
+        source = None  # which is in another dtype
     seed = int(torch.randint(1 << 31, ())) if dropout else 0
     with without_autocast(kind):
         return LinearFunction.apply(*tensors, How(in_out, scale, dropout, seed, source))  # type: ignore

@@ -7,6 +7,7 @@
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..errors import HandgradError
 from ..ops import attention as heads_op
 from ..ops import rotary
 from .arguments import check_heads
-from .functions import first_derivative, opaque, rows, shaped, without_autocast
+from .functions import autocast, first_derivative, opaque, rows, shaped, without_autocast
 
 
 class Layout(NamedTuple):
@@ -112,9 +113,7 @@ def attention(
     check_heads(q, k, v, n_heads, n_kv_heads, rotation)
     heads = Heads(n_heads, n_kv_heads, layout)
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # queries and keys may come from norms in float32
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), None if k is None else k.to(dtype), None if v is None else v.to(dtype)
+    q, k, v = autocast(kind, q, k, v)  # queries and keys may come from norms in float32
     cos, sin = (None, None) if rotation is None else rotation
     with without_autocast(kind):
         return AttentionFunction.apply(q, k, v, cos, sin, heads)  # type: ignore
@@ -169,3 +168,16 @@ def layout_of_mask(mask: Tensor, batch: int, window: int | None) -> Layout | str
     if not spans:
         return "a mask that hides every key"
     return Layout(tuple(spans), window, True, torch.tensor(blind, device=mask.device) if blind else None)
+
+
+def kind_of(layout: Layout, batch: int, length: int) -> tuple[Any, ...]:
+    """What two layouts have in common if one being right says that the other is: what padding and how many sequences
+    neighbouring rows of a batch have, and the magnitude of the length."""
+    rows: dict[int, set[tuple[bool, ...]]] = {}
+    for span in layout.spans:
+        edges = (span.keys.start, span.keys.stop, span.queries.start, span.queries.stop)
+        kind = span.positions is None, *(edge % length == 0 for edge in edges)
+        rows.setdefault(span.keys.start // length, set()).add(kind)
+    kinds = [frozenset(rows.get(b, ())) for b in range(batch)] if len(rows) > 1 else [frozenset(*rows.values())]
+    pairs = frozenset(pairwise(kinds))
+    return kinds[0], pairs, layout.blind is None, layout.window, layout.causal, length.bit_length()

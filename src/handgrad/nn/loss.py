@@ -18,7 +18,7 @@ from ..model.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
 from .arguments import check_linear
-from .functions import first_derivative, opaque, rows, without_autocast
+from .functions import autocast, first_derivative, opaque, rows, without_autocast
 
 
 class LinearCrossEntropyFunction(Function):
@@ -97,9 +97,7 @@ def linear_cross_entropy(
     if n_targets is not None and n_targets < 1 and given.numel():
         raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
     kind = a.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        a, weight, bias = a.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    a, weight, bias = autocast(kind, a, weight, bias)
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (a, weight, bias))
     with without_autocast(kind):

@@ -1,8 +1,9 @@
 """The parts of a transformers model with hand-derived backward passes.
 
 Each part is a class that stands before the class of the original module: `swap` changes the class of a module, and nothing
-else. Its parameters, names, hooks and settings stay where they are, and `swap_back` restores the class. What a part cannot
-compute it leaves to the original code; `fell_back` counts these calls and warns once.
+else. Its identity, parameters, names, hooks and settings stay, and `swap_back` restores the class. At every call a part
+checks that it would compute what the original code does, whatever was changed meanwhile; what it would not it leaves to the
+original code, and `fell_back` counts these calls and warns once. Attention has no part: see `attention_function.py`.
 """
 
 import warnings
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torchs
 
-from ..ops.loss import NO_TARGET
-from . import functions
-from .heads import Layout, attention, causal_layout, layout_of_mask
-from .loss import linear_cross_entropy
+from ..model.config import ACTIVATIONS, GATES
+from . import functions, rebuild
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 _classes: dict[tuple[type, type], Any] = {}
 
@@ -23,12 +25,52 @@ _classes: dict[tuple[type, type], Any] = {}
 class Part(nn.Module):
     """The base of all parts."""
 
+    _handgrad_base: tuple[type, Any]  # the original class, and its forward when the part was made
+
     def __repr__(self) -> str:  # not _get_name, by which transformers.Trainer decides whether a loss shifts labels
         name: str = self._get_name()  # type: ignore[no-untyped-call]
         return super().__repr__().replace(name, f"{name} [handgrad]", 1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made at run time: pickle cannot find it by name
         return _restore, (*_parents(type(self)),), self.__dict__
+
+    def why_not(self, *tensors: Tensor | None) -> str:
+        """Why the original code has to compute this call; "" if it need not."""
+        base, forward = self._handgrad_base
+        if base.forward is not forward:  # type: ignore[attr-defined]
+            return f"{base.__name__}.forward was replaced"
+        return why_not_tensors(*tensors)
+
+
+def why_not_tensors(*tensors: Tensor | None) -> str:
+    """Why tensors cannot go to the functions of `nn`; "" if they can."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.device.type == "meta":
+            return f"a {type(x).__name__} on {x.device.type}, {x.layout}"
+        if x.dtype not in DTYPES:
+            return f"a tensor in {x.dtype}"
+    return ""
+
+
+def one_dtype(*tensors: Tensor | None) -> str:
+    """Why these tensors cannot be multiplied: autocast makes one dtype of several, but never of float64."""
+    given = {x.dtype for x in tensors if x is not None}
+    if len(given) == 1 or (torch.float64 not in given and torch.is_autocast_enabled(tensors[0].device.type)):  # type: ignore
+        return ""
+    return "tensors of different dtypes"
+
+
+def is_observed(
+    module: nn.Module, kinds: tuple[str, ...] = ("forward", "forward_pre", "backward", "backward_pre")
+) -> bool:
+    """Whether a call of this module would run a hook, or code that stands before its class's."""
+    return "forward" in module.__dict__ or any(
+        getattr(module, f"_{kind}_hooks") or getattr(torchs, f"_global_{kind}_hooks") for kind in kinds
+    )
 
 
 def _parents(cls: type) -> tuple[type, type]:
@@ -38,8 +80,10 @@ def _parents(cls: type) -> tuple[type, type]:
 def _class_of(part: type, base: type) -> Any:
     if (part, base) not in _classes:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        forward = _with_signature(part.forward, base.forward)  # type: ignore[attr-defined]
-        _classes[part, base] = type(base.__name__, (part, base), {**names, "forward": forward})
+        original = base.forward  # type: ignore[attr-defined]
+        ours = _with_signature(part.forward, original)  # type: ignore[attr-defined]
+        both = {"forward": ours, "_handgrad_base": (base, original)}
+        _classes[part, base] = type(base.__name__, (part, base), {**names, **both})
     return _classes[part, base]
 
 
@@ -54,6 +98,10 @@ def _with_signature(ours: Any, original: Any) -> Any:
 
 
 def _restore(part: type, base: type) -> nn.Module:
+    if "transformers" in base.__module__:  # the model's config may name our attention
+        from . import attention_function
+
+        attention_function.register()
     cls = _class_of(part, base)
     found: nn.Module = cls.__new__(cls)
     return found
@@ -93,35 +141,54 @@ def fell_back(module: Any, reason: str) -> None:
 
 class LayerNormPart(Part):
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != self.weight.dtype:
-            fell_back(self, f"an input in {input.dtype}, weights in {self.weight.dtype}")
+        me: Any = self
+        reason = self.why_not(input, me.weight, me.bias)
+        if not reason and (me.weight is None or me.bias is None or me.normalized_shape != me.weight.shape):
+            reason = "not a norm over one dimension with weight and bias"
+        if not reason and {input.dtype, me.bias.dtype} != {me.weight.dtype}:
+            reason = f"an input in {input.dtype}, weights in {me.weight.dtype}"
+        if reason:
+            fell_back(self, reason)
             return super().forward(input)  # type: ignore[no-any-return]
-        return functions.layer_norm(input, self.weight, self.bias, self.eps)  # type: ignore[arg-type]
+        return _unless_observed(self, functions.layer_norm(input, me.weight, me.bias, me.eps))
 
 
 class RMSNormPart(Part):
     def forward(self, hidden_states: Tensor) -> Tensor:
         w: Any = self.weight
+        reason = self.why_not(hidden_states, w)
+        if reason:
+            fell_back(self, reason)
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
         dtype = torch.promote_types(hidden_states.dtype, w.dtype)  # transformers returns the wider of the two
-        return functions.rms_norm(hidden_states.to(dtype), w.to(dtype), self.variance_epsilon)  # type: ignore[arg-type]
+        out = functions.rms_norm(hidden_states.to(dtype), w.to(dtype), self.variance_epsilon)  # type: ignore[arg-type]
+        return _unless_observed(self, out)
+
+
+def _unless_observed(module: nn.Module, out: Tensor) -> Tensor:
+    """A hook may change the data of an output, which is then not what would be rebuilt."""
+    return rebuild.forget(out) if is_observed(module, ("forward",)) else out
 
 
 class LinearPart(Part):
     in_out = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return functions.linear(x, self.weight, self.bias, in_out=self.in_out)  # type: ignore[arg-type]
+        weight, bias = self.weight, self.bias
+        reason = self.why_not(x, weight, bias) or one_dtype(x, weight, bias)  # type: ignore[arg-type]
+        if reason:
+            fell_back(self, reason)
+            return super().forward(x)  # type: ignore[no-any-return]
+        if is_observed(self, ("forward_pre",)):
+            rebuild.forget(x)
+        return functions.linear(x, weight, bias, in_out=self.in_out)  # type: ignore[arg-type]
 
 
 class Conv1DPart(LinearPart):
     in_out = True
 
-
-class HeadPart(LinearPart):
-    """The logits layer. While the loss computes the logits itself, it passes its input on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.__dict__.get("_handgrad_deferred") else super().forward(x)
+    def why_not(self, *tensors: Tensor | None) -> str:
+        return super().why_not(*tensors) or ("no bias" if self.bias is None else "")  # without which Conv1D fails
 
 
 class AdapterPart(Part):
@@ -134,11 +201,13 @@ class AdapterPart(Part):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         base, name = me.base_layer, active[0]
         several = len(active) > 1 or args or kwargs
-        reason = "several adapters" if several else why_not_adapter(me, name)
+        reason = "several adapters" if several else self.why_not(x) or why_not_adapter(me, name)
         if reason or not isinstance(base, LinearPart):
             fell_back(self, reason or f"its layer is a {type(base).__name__}")
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        dropout = getattr(me.lora_dropout[name], "p", 0.0) if self.training else 0.0
+        if is_observed(self, ("forward_pre",)):
+            rebuild.forget(x)
+        dropout = me.lora_dropout[name].p if self.training and type(me.lora_dropout[name]) is nn.Dropout else 0.0
         magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None
         return functions.linear(
             x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,  # type: ignore[arg-type]
@@ -149,181 +218,97 @@ class AdapterPart(Part):
 def why_not_adapter(layer: Any, name: str) -> str:
     """Why an adapter of PEFT is left to PEFT; "" if it is not."""
     variant = type(layer.lora_variant.get(name)).__name__
-    if variant == "DoraLinearVariant" and getattr(layer.lora_dropout[name], "p", None):
+    factors: tuple[Any, ...] = layer.lora_A[name], layer.lora_B[name]
+    down, up = factors
+    dropout = layer.lora_dropout[name]
+    if {type(x) for x in factors} != {nn.Linear}:
+        return f"factors that are a {type(down).__name__} and a {type(up).__name__}"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"dropout by a {type(dropout).__name__}"
+    if variant == "DoraLinearVariant" and getattr(dropout, "p", None):
         return "DoRA with dropout"  # which PEFT applies to the layer's own input as well
     if variant not in ("NoneType", "DoraLinearVariant"):
         return f"{variant} is neither LoRA nor DoRA"
-    if layer.lora_B[name].bias is not None:
+    if down.bias is not None or up.bias is not None:
         return "lora_bias=True"
-    if layer.lora_A[name].weight.dtype != layer.lora_B[name].weight.dtype:
+    if any(is_observed(x) for x in (layer.base_layer, down, up, dropout)):
+        return "a hook, or another forward, on its layer, factors or dropout"
+    tensors = layer.base_layer.weight, layer.base_layer.bias, down.weight, up.weight
+    if down.weight.dtype != up.weight.dtype:
         return "factors of different dtypes"
+    if isinstance(layer.base_layer, LinearPart):
+        return layer.base_layer.why_not(*tensors)
     return ""
 
 
 # ── feed-forward layers ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class GatedPart(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        me: Any = self
-        gate, up = (me.gate_up_proj(x), None) if hasattr(me, "gate_up_proj") else (me.gate_proj(x), me.up_proj(x))
-        return me.down_proj(functions.gate(gate, up, me._handgrad_activation))  # type: ignore[no-any-return]
-
-
 class FeedForwardPart(Part):
+    """Contracts g(expanded), with the activation and, if there is one, its gate in one pass."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         me: Any = self
-        a_8 = functions.activation(me.c_fc(hidden_states), me._handgrad_activation)
+        known: Activation = me._handgrad_activation
+        reason = self.why_not(hidden_states) or known.why_not(me)
+        if reason:
+            fell_back(self, reason)
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
+        if known.gated:
+            fused = hasattr(me, "gate_up_proj")
+            gate = me.gate_up_proj(hidden_states) if fused else me.gate_proj(hidden_states)
+            up = None if fused else me.up_proj(hidden_states)
+            if why_not_tensors(gate, up) or (up is not None and (gate.shape, gate.dtype) != (up.shape, up.dtype)):
+                act = getattr(me, known.attribute)
+                gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+                return me.down_proj(up * act(gate))  # type: ignore[no-any-return]
+            return me.down_proj(functions.gate(gate, up, known.name))  # type: ignore[no-any-return]
+        a_7 = me.c_fc(hidden_states)
+        a_8 = getattr(me, known.attribute)(a_7) if why_not_tensors(a_7) else functions.activation(a_7, known.name)
         return me.dropout(me.c_proj(a_8))  # type: ignore[no-any-return]
 
 
-# ── attention ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class Activation:
+    """A feed-forward module's activation as it was when the module was replaced, and our name of it."""
 
+    def __init__(self, module: nn.Module):
+        self.gated = hasattr(module, "down_proj")
+        found = next((x for x in ("act_fn", "activation_fn", "act") if x in module._modules), "")
+        self.attribute, self.act = found, module._modules.get(found)
+        self.forward = None if self.act is None else type(self.act).forward
+        self.settings = self._settings(self.act)
+        self.name = self._name()
 
-class AttentionPart(Part):
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        me: Any = self
-        layout = "arguments without a name" if args else self._layout(hidden_states, kwargs)
-        if isinstance(layout, str):
-            fell_back(self, layout)
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-        q, k, v = self._queries_keys_values(hidden_states)
-        c = me.config
-        rotation = None
-        if getattr(me, "use_rope", hasattr(me, "num_key_value_groups")):
-            cos, sin = kwargs["position_embeddings"]
-            rotation = rotation_of(cos, sin, len(hidden_states), q.dtype)
-        heads = attention(
-            q, k, v, c.num_attention_heads, getattr(c, "num_key_value_heads", c.num_attention_heads),
-            rotation=rotation, layout=layout,
-        )  # fmt: skip
-        out = me.c_proj(heads) if hasattr(me, "c_proj") else me.o_proj(heads)
-        return me.resid_dropout(out) if hasattr(me, "resid_dropout") else out, None
+    @staticmethod
+    def _settings(act: nn.Module | None) -> dict[str, Any]:
+        return {} if act is None else {k: v for k, v in vars(act).items() if not k.startswith("_") and k != "training"}
 
-    def _queries_keys_values(self, a: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        me: Any = self
-        for fused in ("c_attn", "qkv_proj"):
-            if hasattr(me, fused):
-                return getattr(me, fused)(a), None, None
-        q, k, v = me.q_proj(a), me.k_proj(a), me.v_proj(a)
-        if hasattr(me, "q_norm"):
-            by_head = (*a.shape[:-1], -1, me.head_dim)
-            q, k = me.q_norm(q.view(by_head)).flatten(2), me.k_norm(k.view(by_head)).flatten(2)
-        return q, k, v
+    def _name(self) -> str:
+        """The function that gives the same values; "" if none of ours does."""
+        library = type(self.act).__module__
+        if (
+            self.act is None
+            or self.forward is None
+            or not library.startswith(("torch.nn.", "transformers.activations"))
+        ):
+            return ""
+        x = torch.linspace(-9, 9, 361, dtype=torch.float64)
+        with torch.no_grad():
+            try:
+                expected = self.forward(self.act, x.clone())
+            except Exception:  # it takes another input
+                return ""
+            for name in GATES if self.gated else ACTIVATIONS:
+                ours = functions.gate(x, torch.ones_like(x), name) if self.gated else functions.activation(x, name)
+                if expected.shape == x.shape and bool(((ours - expected).abs() <= 1e-12 * (1 + x.abs())).all()):
+                    return name
+        return ""
 
-    @functions.opaque
-    def _layout(self, a: Tensor, given: dict[str, Any]) -> Layout | str:
-        """Which keys each query sees, or why the original code has to compute this call."""
-        me: Any = self
-        if given.get("past_key_values") is not None:
-            return "keys and values are cached (pass use_cache=False)"
-        if given.get("encoder_hidden_states") is not None or given.get("is_causal") is False:
-            return "attention that is not causal"
-        if me.training and dropout_of(me):
-            return "attention dropout"
-        if me.config._attn_implementation != "sdpa":
-            return f"attn_implementation is {me.config._attn_implementation!r}, not 'sdpa'"
-        window = getattr(me, "sliding_window", getattr(me.config, "sliding_window", None))
-        window = None if window is None or window >= a.shape[1] else window
-        mask = given.get("attention_mask")
-        if mask is None:
-            return causal_layout(*a.shape[:2], window)
-        known: dict[Any, Layout | str] = mask.__dict__.setdefault("_handgrad_layouts", {})
-        key = len(a), window, 0 if mask.is_inference() else mask._version
-        if key not in known:  # every block has the same mask
-            known[key] = _layout_of(mask, *key[:2]) if mask.shape[-1] == a.shape[1] else "keys of earlier calls"
-        return known[key]
-
-
-def _layout_of(mask: Tensor, batch: int, window: int | None) -> Layout | str:
-    """Of a mask of booleans, or of numbers that are added to the scores."""
-    if mask.dtype == torch.bool:
-        return layout_of_mask(mask, batch, window)
-    seen = mask == 0
-    if not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        return "a mask that changes scores"
-    return layout_of_mask(seen, batch, window)
-
-
-def dropout_of(module: Any) -> float:
-    """The dropout of an attention module's probabilities."""
-    return float(module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout)
-
-
-@functions.opaque
-def rotation_of(cos: Tensor, sin: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(1 or B, T, d_ρ), both halves equal → (B T, d_ρ/2); every block has the same tables"""
-    known: dict[Any, tuple[Tensor, Tensor]] = cos.__dict__.setdefault("_handgrad_rotations", {})
-    if (batch, dtype) not in known:
-        half = cos.shape[-1] // 2
-        wide = torch.promote_types(dtype, torch.float32)
-        known[batch, dtype] = tuple(  # type: ignore[assignment]
-            x[..., :half].expand(batch, -1, -1).reshape(-1, half).to(wide).contiguous() for x in (cos, sin)
-        )
-    return known[batch, dtype]
-
-
-# ── the model with its loss ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class BodyPart(Part):
-    """The model without its logits layer. It makes the cache, which is of no use to a training step."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        asked = len(args) > 1 or any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values"))
-        if torch.is_grad_enabled() and not asked:
-            kwargs["use_cache"] = False
-        return super().forward(*args, **kwargs)
-
-
-class CausalLMPart(Part):
-    """In training with labels, logits and loss are one function, and the output has no logits."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        me: Any = self
-        wanted = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
-        if not wanted or not isinstance(me.lm_head, HeadPart):  # it is not in another model made from this class
-            return super().forward(*args, **kwargs)
-        head = me.lm_head.__dict__
-        head["_handgrad_deferred"] = True
-        try:
-            found = super().forward(*args, **kwargs)
-        finally:
-            del head["_handgrad_deferred"]
-        if isinstance(found, tuple):
-            return (found[0], *found[2:])
-        return type(found)(**{name: value for name, value in found.items() if name != "logits"})
-
-    @property
-    def loss_function(self) -> Any:
-        me: Any = self
-        if "_handgrad_deferred" in me.lm_head.__dict__:
-            return self._deferred_loss
-        return super().loss_function  # type: ignore[misc]
-
-    @loss_function.setter
-    def loss_function(self, value: Any) -> None:
-        self._loss_function = value
-
-    def _deferred_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = NO_TARGET,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """The loss of transformers, from the input of the logits layer: the token after each is its target."""
-        head: Any = getattr(self, "lm_head")  # noqa: B009
-        targets = shift_labels
-        if targets is None:
-            targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = targets.to(logits.device)
-        if ignore_index != NO_TARGET:
-            targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
-        return linear_cross_entropy(
-            logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
-        )
+    def why_not(self, module: nn.Module) -> str:
+        """Why the module's activation is no longer what it was; "" if it is."""
+        act = module._modules.get(self.attribute)
+        if act is not self.act or act is None:
+            return f"its activation is now a {type(act).__name__}"
+        if type(act).forward is not self.forward or self._settings(act) != self.settings:
+            return f"its activation, a {type(act).__name__}, was changed"
+        return "a hook, or another forward, on its activation" if is_observed(act) else ""

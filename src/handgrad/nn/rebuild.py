@@ -53,3 +53,9 @@ def source_of(a: Tensor) -> Source | None:
     """The source of a tensor, if it has one that is still true."""
     found: Source | None = getattr(a, "_handgrad_source", None)
     return found if found is not None and found.version == a._version else None
+
+
+def forget(a: Tensor) -> Tensor:
+    """The same tensor without its source."""
+    a.__dict__.pop("_handgrad_source", None)
+    return a

@@ -1,4 +1,7 @@
-"""`hg.nn.replace`: swap the parts of a transformers model in place, list what was swapped and what was left, and undo it."""
+"""`hg.nn.replace`: swap the parts of a transformers model in place, list what was swapped and what was left, and undo it.
+
+Attention is registered with transformers as an implementation of its own; other parts are swapped module by module.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -8,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError
-from ..families.family import ACTIVATIONS
-from ..model.config import ACTIVATIONS as PLAIN
-from ..model.config import GATES
-from . import parts
+from . import attention_function, parts
+from .fused_loss import CausalLMPart, HeadPart
 from .parts import Part
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 KINDS = {
     parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
-    parts.HeadPart: "linear", parts.AdapterPart: "LoRA", parts.GatedPart: "feed-forward",
-    parts.FeedForwardPart: "feed-forward", parts.AttentionPart: "attention", parts.CausalLMPart: "loss",
+    HeadPart: "linear", parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
+_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked")  # what modules hold while replaced
 
 
 class Replacement:
@@ -37,6 +38,8 @@ class Replacement:
         self.left: dict[str, str] = {}
         self.fallbacks: dict[str, int] = {}
         self.swapped: dict[str, nn.Module] = {}  # all modules whose class was changed, wherever they are now
+        self.attention: dict[str, Any] = {}  # modules of attention, whose class stays
+        self.checked: dict[Any, str] = {}  # kinds of masks that were compared with transformers: "" if equal
         self.audit: Any = None  # what the audit found, if one was asked for
 
     def undo(self) -> None:
@@ -49,9 +52,13 @@ class Replacement:
                 )
         for module in self.swapped.values():
             parts.swap_back(module)
-            for setting in ("_handgrad_activation", "_handgrad_fallbacks"):
+        for module in self.attention.values():
+            if module.config._attn_implementation == attention_function.NAME:
+                module.config._attn_implementation = attention_function.ORIGINAL
+        for module in (*self.swapped.values(), *self.attention.values()):
+            for setting in _SETTINGS:
                 module.__dict__.pop(setting, None)
-        self.replaced, self.swapped = {}, {}
+        self.replaced, self.swapped, self.attention = {}, {}, {}
 
     def __str__(self) -> str:
         counts = Counter(self.replaced.values())
@@ -69,12 +76,15 @@ class Replacement:
 
 
 def replace(
-    model: nn.Module, *, loss: bool = True, audit: Mapping[str, Tensor] | None = None, tolerance: float | None = None
+    model: nn.Module, *, loss: bool = False, audit: Mapping[str, Tensor] | None = None, tolerance: float | None = None
 ) -> Replacement:
     """Swap the parts of a transformers causal language model that have hand-derived backward passes, in place: attention,
-    feed-forward layers, norms, linear layers, PEFT's LoRA layers, and the logits layer with its loss.
+    feed-forward layers, norms, linear layers and PEFT's LoRA layers.
 
     Families: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3. Of any other model the linear layers and LayerNorms.
+
+    What is changed on the model before or afterwards keeps its effect: a part that would ignore it leaves its calls to the
+    original code, which `Replacement.fallbacks` lists.
 
     loss        fuse the logits layer and the loss: in training with labels the model's output then has no logits
     audit       a batch with labels: gradients of every parameter are compared with those of the original modules; a
@@ -84,7 +94,7 @@ def replace(
         raise HandgradError(
             f"replace takes a transformers model, not a {type(model).__name__}: for a model of handgrad use hg.nn.wrap"
         )
-    if any(isinstance(module, Part) for module in model.modules()):
+    if any(isinstance(module, Part) or "_handgrad_checked" in module.__dict__ for module in model.modules()):
         raise HandgradError("parts of this model are replaced already: call undo() of that replacement first")
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
@@ -109,28 +119,59 @@ def _swap_all(result: Replacement, loss: bool) -> None:
     for name, module in list(_candidates(result.model)):
         if isinstance(module, Part):  # a logits layer, with its model
             continue
+        if _of_a_family(module) and type(module).__name__.endswith("Attention"):
+            _replace_attention(result, name, module)
+            continue
         part, reason = _part_for(module, loss)
-        if part is not None and "forward" in module.__dict__:
-            part, reason = None, "its forward was replaced by another library"
-        if part is None:
+        if part is not None:
+            reason = _changed(module)
+        if part is None or reason:
             if reason:
                 result.left[name] = reason
             continue
         _swap(result, name, module, part)
-        if part is parts.CausalLMPart:
-            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), parts.HeadPart)
-        if part is parts.AttentionPart and (dropout := parts.dropout_of(module)):
-            result.left[name] = f"attention dropout {dropout:g}: its heads are torch's in training; set it to 0"
+        if part is CausalLMPart:
+            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), HeadPart)
 
 
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
+    activation = parts.Activation(module) if part is parts.FeedForwardPart else None
     parts.swap(module, part)
     module.__dict__["_handgrad_fallbacks"] = result.fallbacks
-    if KINDS.get(part) == "feed-forward":
-        module.__dict__["_handgrad_activation"] = _activation_of(module)
+    if activation is not None:
+        module.__dict__["_handgrad_activation"] = activation
     result.swapped[name] = module
-    if part is not parts.BodyPart:  # it computes nothing itself
-        result.replaced[name] = KINDS[part]
+    result.replaced[name] = KINDS[part]
+
+
+def _replace_attention(result: Replacement, name: str, module: Any) -> None:
+    """Name our function in the module's configuration, which other models may share: it serves marked modules only."""
+    config = module.config
+    if getattr(module, "is_cross_attention", False) or not module.is_causal:
+        result.left[name] = "attention that is not causal"
+    elif config._attn_implementation not in (attention_function.ORIGINAL, attention_function.NAME):
+        result.left[name] = f"attn_implementation is {config._attn_implementation!r}: load the model with 'sdpa'"
+    elif abs(module.scaling * module.head_dim**0.5 - 1) > 1e-9:
+        result.left[name] = "scores are not divided by the root of the head's width"
+    else:
+        attention_function.register()
+        config._attn_implementation = attention_function.NAME
+        module.__dict__["_handgrad_fallbacks"] = result.fallbacks
+        module.__dict__["_handgrad_checked"] = result.checked
+        result.replaced[name], result.attention[name] = "attention", module
+        dropout = module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout
+        if dropout:
+            result.left[name] = f"attention dropout {dropout:g}: its heads are torch's in training; set it to 0"
+
+
+def _changed(module: nn.Module) -> str:
+    """Why a module no longer is what its class was made for; "" if it is."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced by another library"
+    own: Any = type(module).forward
+    if (own.__module__, own.__qualname__) != (type(module).__module__, f"{type(module).__qualname__}.forward"):
+        return f"{type(module).__name__}.forward was replaced by another library"
+    return ""
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -162,12 +203,8 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
             return parts.RMSNormPart, ""
         if kind.endswith("MLP"):
             return _feed_forward(me)
-        if kind.endswith("Attention"):
-            return _attention(me)
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
             return _language_model(me, loss)
-        if kind.endswith("Model") and "lm_head" not in me._modules:
-            return parts.BodyPart, ""
     if isinstance(me, nn.Embedding):
         return None, "an embedding is a look-up, which torch does as fast"
     return None, f"no hand-derived {kind}" if any(True for _ in me.parameters(recurse=False)) else ""
@@ -181,49 +218,16 @@ def _is_adapter(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear" and type(module).__module__ == "peft.tuners.lora.layer"
 
 
-def _feed_forward(module: Any) -> tuple[type[Part] | None, str]:
-    gated, name = hasattr(module, "down_proj"), _activation_of(module)
-    if name not in (GATES if gated else PLAIN):
-        return None, f"no hand-derived activation {name!r}"
-    return (parts.GatedPart if gated else parts.FeedForwardPart), ""
-
-
-def _activation_of(module: Any) -> str:
-    """Our name of a feed-forward module's activation; its own name if we have none."""
-    if hasattr(module, "down_proj"):
-        chosen = module.config.hidden_act
-    else:
-        chosen = _NAMES.get(type(module.act).__name__, type(module.act).__name__)
-    return ACTIVATIONS.get(chosen, chosen) if isinstance(chosen, str) else type(chosen).__name__
-
-
-# GPT-2's feed-forward module does not keep its configuration: the class of its activation tells which it is
-_NAMES = {
-    "NewGELUActivation": "gelu_new", "GELUTanh": "gelu_pytorch_tanh", "GELUActivation": "gelu", "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}  # fmt: skip
-
-
-def _attention(module: Any) -> tuple[type[Part] | None, str]:
-    config = module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if getattr(module, "is_cross_attention", False) or not getattr(config, "is_causal", True):
-        return None, "attention that is not causal"
-    if config._attn_implementation != "sdpa":
-        return None, f"attn_implementation is {config._attn_implementation!r}: load the model with 'sdpa'"
-    if abs(module.scaling * module.head_dim**0.5 - 1) > 1e-9:
-        return None, "scores are not divided by the root of the head's width"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return None, "only a part of each head is rotated"
-    return parts.AttentionPart, ""
+def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
+    found = parts.Activation(module)
+    if found.name:
+        return parts.FeedForwardPart, ""
+    return None, f"no hand-derived activation {type(found.act).__name__}"
 
 
 def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:
     if not loss:
-        return None, "loss=False: logits and loss are separate"
+        return None, ""
     if type(model.lm_head) is not nn.Linear:
         return None, f"the logits layer is a {type(model.lm_head).__name__}: logits and loss stay separate"
-    loss_name = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
-    if loss_name != "ForCausalLMLoss":
-        return None, f"loss_function is {loss_name}, not ForCausalLMLoss: logits and loss stay separate"
-    return parts.CausalLMPart, ""
+    return CausalLMPart, ""

@@ -6,7 +6,9 @@ backward pass hands the gradients over, times the error signal of the loss. With
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,16 @@ from ..formats.config_json import config_json
 from ..model.gpt import GPT
 from ..ops import loss as softmax_loss
 from .functions import first_derivative, opaque, without_autocast
-from .wrapped_logits import LogitsFunction, gradients_of
+from .wrapped_logits import (
+    HiddenFunction,
+    LogitsFunction,
+    Packed,
+    gradients_of,
+    hidden,
+    logits_without_gradients,
+    loss_and_grads,
+    state_without_gradients,
+)
 
 
 class LossFunction(Function):
@@ -30,11 +41,10 @@ class LossFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, wrapped: "Wrapped", batch: tuple[Any, ...], n_targets: int | None, *parameters: Any
+        ctx: Any, wrapped: "Wrapped", packed: Packed, targets: Tensor, n_targets: int | None, *parameters: Any
     ) -> Tensor:
-        model = wrapped.handgrad_model
-        recompute = "blocks" if wrapped.gradient_checkpointing else "none"
-        compute = partial(model.loss_and_grads, *batch, n_targets=n_targets, recompute=recompute)
+        model, recompute = wrapped.handgrad_model, wrapped.gradient_checkpointing
+        compute = partial(loss_and_grads, model, packed, targets, n_targets=n_targets, recompute=recompute)
         value, grads = gradients_of(parameters, compute)
         ctx.save_for_backward(*grads)
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
@@ -43,14 +53,14 @@ class LossFunction(Function):
     @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
-        return None, None, None, *(x if factor == 1 else x * factor for x in ctx.saved_tensors)
+        return None, None, None, None, *(x if factor == 1 else x * factor for x in ctx.saved_tensors)
 
 
 class Output(OrderedDict[str, Any]):
     """loss and logits, by name as an attribute or a key, or by number: what transformers.Trainer expects of a model."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loss", "logits"):
+        if name in ("loss", "logits", "last_hidden_state"):
             return self.get(name)
         raise AttributeError(name)
 
@@ -79,11 +89,12 @@ class Wrapped(nn.Module):
     handgrad_model: GPT
     loss_type = "ForCausalLM"  # transformers.Trainer then counts targets as the loss does: the first label is none
 
-    def __init__(self, model: GPT):
-        super().__init__()
+    def __init__(self, model: GPT, *config: Any):
+        super().__init__(*config)
         self.__dict__["handgrad_model"] = model  # not a submodule: names in the state_dict have no prefix
         self.gradient_checkpointing = False
-        self.config = Fields(**config_json(model.config, model.dtype))
+        if not config:
+            self.config: Any = Fields(**config_json(model.config, model.dtype))
         for name, child in model.named_children():
             self.add_module(name, child)
         self.train(model.training)
@@ -115,66 +126,110 @@ class Wrapped(nn.Module):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> Output:
-        """(B, T) ids, a mask that is 0 at padding, and labels, which are the ids themselves: the token after each is its
-        target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits, which carry
-        gradients if these are wanted."""
-        given = [name for name, value in options.items() if isinstance(value, Tensor) or value]
-        wrong = [name for name in given if name not in _NO_EFFECT]
-        if wrong:
-            raise HandgradError(f"a wrapped model takes input_ids, attention_mask and labels, not {', '.join(wrong)}")
-        rows, lengths = self._pack(input_ids, attention_mask)
+        """(B, T) ids, a mask that is 0 at padding, positions, and labels, which are the ids themselves: the token after each
+        is its target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits, which
+        carry gradients if these are wanted."""
+        _refuse(options)
+        packed = self._pack(input_ids, attention_mask, position_ids)
         model = self.handgrad_model
-        tokens = input_ids.reshape(-1)[rows]
         if labels is None:
-            return Output(logits=self._logits(input_ids.shape, tokens, lengths, rows))
-        targets = self._targets(labels, input_ids, rows)
+            logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, model.parameters())
+            if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+                kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+                logits = logits[:, kept]
+            return Output(logits=logits)
+        targets = self._targets(labels, input_ids, packed.rows)
         n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
         trained = [p for p in model.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and trained:
-            batch = (tokens, targets, lengths)
             with without_autocast(model.device.type):
-                return Output(loss=LossFunction.apply(self, batch, n_targets, *trained))  # type: ignore[no-untyped-call]
+                return Output(loss=LossFunction.apply(self, packed, targets, n_targets, *trained))  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            logits = self._logits(input_ids.shape, tokens, lengths, rows)
+            logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, ())
             chosen = softmax_loss.rows_with_target(targets)
-            summed = softmax_loss.forward(logits.reshape(-1, logits.shape[-1])[rows][chosen], targets[chosen])
+            rows = logits.reshape(-1, logits.shape[-1])[packed.rows][chosen]
+            summed = softmax_loss.forward(rows, targets[chosen])
             return Output(loss=summed / (len(chosen) if n_targets is None else n_targets), logits=logits)
 
-    def _logits(self, shape: torch.Size, tokens: Tensor, lengths: list[int], rows: Tensor) -> Tensor:
-        """(B, T, V), 0 at padding"""
+    @opaque
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Output:
+        """The input of the logits layer, (B, T, d), as `last_hidden_state`: what trainers with a loss of their own read."""
+        _refuse(options)
         model = self.handgrad_model
-        trained = [p for p in model.parameters() if p.requires_grad]
+        packed = self._pack(input_ids, attention_mask, position_ids)
+        own = set() if model.config.tied else set(model.head.parameters())
+        below = (p for p in model.parameters() if p not in own)
+
+        def plain(model: GPT, packed: Packed) -> Tensor:
+            return hidden(model, state_without_gradients(model, packed))
+
+        return Output(last_hidden_state=self._spread(input_ids.shape, packed, HiddenFunction, plain, below))
+
+    def _spread(
+        self, shape: torch.Size, packed: Packed, function: Any, plain: Any, parameters: Iterable[Any]
+    ) -> Tensor:
+        """What a function computes of the packed rows, (B, T, …) and 0 at padding; by `plain` if no gradient is wanted"""
+        model = self.handgrad_model
+        trained = [p for p in parameters if p.requires_grad]
         with without_autocast(model.device.type):
             if torch.is_grad_enabled() and trained:
-                given = model, tokens, lengths, self.gradient_checkpointing
-                found: Tensor = LogitsFunction.apply(*given, *trained)  # type: ignore[no-untyped-call]
+                found: Tensor = function.apply(model, packed, self.gradient_checkpointing, *trained)
             else:
-                found = model.logits(tokens, lengths)
-        if len(tokens) < shape.numel():
-            found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, rows, found)
+                with torch.no_grad():
+                    found = plain(model, packed)
+        if len(packed.tokens) < shape.numel():
+            found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, packed.rows, found)
         return found.view(*shape, -1)
 
-    def _pack(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]:
-        """The rows of the batch that are no padding, and how many each sequence has."""
+    def _pack(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Packed:
+        """The rows of the batch that are no padding, in sequences. Without a mask, positions that restart begin another
+        sequence, as in transformers."""
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise HandgradError(f"input_ids must be (B, T), not {tuple(getattr(ids, 'shape', ()))}")
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = columns if position_ids is None else position_ids.expand(ids.shape)
+        follows = nn.functional.pad(positions.diff(dim=1) == 1, (1, 0))  # the token before it
         if mask is None:
-            return torch.arange(ids.numel(), device=ids.device), [ids.shape[1]] * ids.shape[0]
-        if mask.shape != ids.shape:
-            raise HandgradError(
-                f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(ids.shape)}"
+            lengths = (
+                (~follows).reshape(-1).nonzero().squeeze(1).diff(append=torch.tensor([ids.numel()], device=ids.device))
             )
-        mask = mask.bool()
-        starts = mask & ~nn.functional.pad(mask, (1, 0))[:, :-1]
-        if not bool((starts.sum(1) == 1).all()):
-            raise HandgradError("attention_mask must have one range of ones in every row, and zeros at padding")
-        if self.handgrad_model.config.positions == "learned" and not bool(mask[:, 0].all()):
-            raise HandgradError("a model with learned positions needs padding on the right (padding_side='right')")
-        return mask.reshape(-1).nonzero().squeeze(1), mask.sum(1).tolist()
+            rows = torch.arange(ids.numel(), device=ids.device)
+        else:
+            if mask.shape != ids.shape:
+                raise HandgradError(
+                    f"attention_mask {tuple(mask.shape)} must have the shape of input_ids {tuple(ids.shape)}"
+                )
+            mask = mask.bool()
+            starts = mask & ~nn.functional.pad(mask, (1, 0))[:, :-1]
+            if not bool((starts.sum(1) == 1).all()):
+                raise HandgradError("attention_mask must have one range of ones in every row, and zeros at padding")
+            if not bool((follows | starts | ~mask).all()):
+                raise HandgradError("with an attention_mask, position_ids must count up by 1 in every row")
+            lengths, rows = mask.sum(1), mask.reshape(-1).nonzero().squeeze(1)
+        own = None
+        config = self.handgrad_model.config
+        if config.positions == "learned":
+            own = positions.reshape(-1)[rows]
+            if int(own.min()) < 0 or int(own.max()) >= config.n_context:
+                raise HandgradError(
+                    f"position {int(own.max())} does not fit into a context of {config.n_context}: shorten the sequences, or"
+                    " their padding on the left"
+                )
+            begins = own[nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]]
+            own = own if bool(begins.any()) else None
+        return Packed(ids.reshape(-1)[rows], lengths.tolist(), rows, own)
 
     def _targets(self, labels: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
         """The targets of these rows."""
@@ -215,12 +270,27 @@ class Wrapped(nn.Module):
 _NO_EFFECT = ("use_cache", "return_dict")  # options of transformers' callers that change nothing here
 
 
+def _refuse(options: dict[str, Any]) -> None:
+    """Refuse options that would have an effect in transformers."""
+    given = [name for name, value in options.items() if isinstance(value, Tensor) or value]
+    wrong = [name for name in given if name not in _NO_EFFECT]
+    if wrong:
+        raise HandgradError(
+            f"a wrapped model takes input_ids, attention_mask, position_ids and labels, not {', '.join(wrong)}"
+        )
+
+
 def wrap(model: GPT) -> Wrapped:
-    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, Accelerate, your own loop. The
-    parameters are shared: training the wrapped model trains the model."""
+    """Wrap a handgrad model for tools that call `loss.backward()`: transformers.Trainer, TRL, Accelerate, your own loop. The
+    parameters are shared: training the wrapped model trains the model. Where transformers is installed, the result is one
+    of its models (`PreTrainedModel`), with its `config` and `generate`."""
     if not isinstance(model, GPT):
         raise HandgradError(
             f"wrap takes a model of handgrad (hg.load, hg.GPT), not a {type(model).__name__}: for a transformers model use"
             " hg.nn.replace"
         )
-    return Wrapped(model)
+    if find_spec("transformers") is None:
+        return Wrapped(model)
+    from .wrapped_transformers import PreTrainedWrapped
+
+    return PreTrainedWrapped(model)

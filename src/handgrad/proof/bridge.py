@@ -2,16 +2,16 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError
-from ..tolerances import ENTRY_FLOOR, TOLERANCE
+from ..tolerances import ENTRY_FLOOR, NORM_FLOOR, TOLERANCE
 from . import new_adapters
-from .oracles import loss_gradients, relative_error
+from .oracles import differentiate, loss_gradients, relative_error
 
 MARGIN = 3.0  # times the error that the original itself has in a narrow dtype
 
@@ -116,3 +116,26 @@ def _errors(found: Gradients, right: Gradients) -> dict[str, float]:
         for name, grad in right.grads.items()
         if name in found.grads
     }
+
+
+def function_error(
+    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: Sequence[Tensor], *, gradients: bool
+) -> float | None:
+    """The largest relative error of a function's value and, if asked for, of its gradients: of `ours` in the dtype of the
+    inputs, against `theirs` in a wider one. None if the latter is not finite."""
+    wide = torch.float32 if inputs[0].dtype == torch.bfloat16 else torch.float64
+    widened = [x.to(wide) for x in inputs]
+    with torch.no_grad():
+        pairs = [(ours(*inputs), theirs(*widened))]
+    if gradients:
+        size = pairs[0][1].numel()
+        upstream = (
+            torch.linspace(0, 7.0 * size**0.5, size, dtype=wide, device=inputs[0].device).cos().view_as(pairs[0][1])
+        )
+        signal = upstream.to(inputs[0].dtype)
+        found = differentiate(ours, *inputs, upstream=signal)
+        pairs += zip(found, differentiate(theirs, *widened, upstream=signal.to(wide)), strict=True)
+    if not all(bool(x.isfinite().all()) for _, x in pairs):
+        return None
+    floor = NORM_FLOOR * max(x.abs().max().item() for _, x in pairs)  # gradients may cancel to 0
+    return max(relative_error(x, y, floor=floor) for x, y in pairs)

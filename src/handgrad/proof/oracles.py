@@ -33,7 +33,9 @@ def relative_error(ours: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 def differentiate(f: Callable[..., Tensor], *inputs: Tensor, upstream: Tensor | None = None) -> tuple[Tensor, ...]:
     """∂(upstream · f(inputs))/∂inputs by reverse-mode autograd; `upstream` is Δ_i, or 1 for a scalar f."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    with torch.enable_grad():
+    # a checkpoint around the call counts the tensors that are saved within it: not these
+    apart = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), apart:
         out = f(*leaves)
         total = out.sum() if upstream is None else (out * upstream).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -57,7 +59,8 @@ def loss_gradients(network: nn.Module, batch: dict[str, Any]) -> tuple[float, di
 def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, dx: Tensor) -> Tensor:
     """df for a given dx, by forward-mode autograd."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # raised inside torch.func.jvp
+        for kind in (DeprecationWarning, FutureWarning):  # raised inside torch.func.jvp
+            warnings.simplefilter("ignore", kind)
         df: Tensor = torch.func.jvp(f, (x.detach(),), (dx,))[1]
     return df
 

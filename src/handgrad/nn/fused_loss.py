@@ -1,0 +1,102 @@
+"""Logits layer and loss of a transformers model as one function: what `hg.nn.replace(model, loss=True)` adds.
+
+The model's own code calls the logits layer and then its loss. `CausalLMPart` lets the layer pass its input on, and the loss
+compute the logits: those of all tokens never exist together. Every call checks that nothing else reads the logits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.loss import NO_TARGET
+from .loss import linear_cross_entropy
+from .parts import LinearPart, Part, fell_back, is_observed, is_swapped, one_dtype, why_not_tensors
+
+
+class HeadPart(LinearPart):
+    """The logits layer. While the loss computes the logits itself, it passes its input on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.__dict__.get("_handgrad_deferred") else super().forward(x)
+
+
+class CausalLMPart(Part):
+    """In training with labels, logits and loss are one function, and the output has no logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        me: Any = self
+        if kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        reason = self.why_not() or why_not_loss(me)
+        if reason:
+            fell_back(self, reason)
+            return super().forward(*args, **kwargs)
+        head = me.lm_head.__dict__
+        head["_handgrad_deferred"] = True
+        try:
+            found = super().forward(*args, **kwargs)
+        finally:
+            del head["_handgrad_deferred"]
+        if isinstance(found, tuple):
+            return (found[0], *found[2:])
+        return type(found)(**{name: value for name, value in found.items() if name != "logits"})
+
+    @property
+    def loss_function(self) -> Any:
+        me: Any = self
+        if "_handgrad_deferred" in me.lm_head.__dict__:
+            return self._deferred_loss
+        return super().loss_function  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+    def _deferred_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = NO_TARGET,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The loss of transformers, from the input of the logits layer: the token after each is its target."""
+        head: Any = getattr(self, "lm_head")  # noqa: B009
+        targets = shift_labels
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = targets.to(logits.device)
+        if ignore_index != NO_TARGET:
+            targets = targets.masked_fill(targets == ignore_index, NO_TARGET)
+        if why_not_tensors(logits) or one_dtype(logits, head.weight, head.bias):
+            given = {"ignore_index": ignore_index, "shift_labels": shift_labels, **options}
+            own: Any = super().loss_function  # type: ignore[misc]
+            loss: Tensor = own(
+                LinearPart.forward(head, logits), labels, vocab_size, num_items_in_batch=num_items_in_batch, **given
+            )
+            return loss
+        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        return linear_cross_entropy(
+            logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
+        )
+
+
+def why_not_loss(model: Any) -> str:
+    """Why logits and loss of a model stay separate; "" if they are one function."""
+    head: Any = model.lm_head
+    loss = model.loss_function
+    if not is_swapped(head) or HeadPart not in type(head).__mro__:  # another model of this class, or another layer
+        return f"the logits layer is a {type(head).__name__}"
+    if (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) != (
+        "transformers.loss.loss_utils",
+        "ForCausalLMLoss",
+    ):
+        return f"loss_function is {getattr(loss, '__name__', type(loss).__name__)}, not ForCausalLMLoss"
+    if is_observed(head):
+        return "a hook, or another forward, on the logits layer"
+    if len(head.weight) != model.config.vocab_size:
+        return f"{len(head.weight)} logits, and vocab_size is {model.config.vocab_size}"
+    return head.why_not(head.weight, head.bias)  # type: ignore[no-any-return]

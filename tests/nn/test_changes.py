@@ -1,0 +1,273 @@
+"""hg.nn.replace on models that users change: every change keeps its effect, before and after, and what is left is listed.
+
+HANDGRAD_CHANGES sets the number of random combinations (default 60)."""
+
+import copy
+import os
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from changes import CHANGES, KINDS, Change, batch_of, model_of, surroundings, with_adapter
+from torch import Tensor, nn
+
+import handgrad as hg
+from handgrad.ops import attention as heads_op
+from handgrad.proof.oracles import relative_error
+from handgrad.tolerances import NORM_FLOOR, TOLERANCE
+
+COUNT = int(os.environ.get("HANDGRAD_CHANGES", "60"))
+FIRST = int(os.environ.get("HANDGRAD_CHANGES_FIRST", "0"))
+IDS = torch.randint(35, (2, 12), generator=torch.Generator().manual_seed(1))
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def outcome(model: Any, batch: dict[str, Any], seed: int) -> dict[str, Tensor] | str:
+    """Loss, logits if there are any, and gradients; or the kind of error."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    try:
+        out = model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()})
+        loss = out[0] if isinstance(out, tuple) else out.loss
+        loss.backward()
+    except Exception as error:
+        return type(error).__name__
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def assert_equal(found: Any, expected: Any, dtype: torch.dtype = torch.float32, where: str = "") -> None:
+    if isinstance(expected, str):
+        assert isinstance(found, str), f"{where}: {expected} was raised before"
+        return
+    assert not isinstance(found, str) and set(found) == set(expected), (
+        f"{where}: {found if isinstance(found, str) else ''}"
+    )
+    largest = max(
+        (x.abs().max().item() for name, x in expected.items() if name != "loss" and x.isfinite().all()), default=0
+    )
+    for name, x in expected.items():
+        if x.isnan().any():
+            assert found[name].isnan().any(), f"{where}: {name}"
+            continue
+        error = relative_error(found[name], x, floor=NORM_FLOOR * largest)
+        assert error <= TOLERANCE[dtype], f"{where}: {name} differs by {error:.1e}"
+
+
+def pair(kind: str, seed: int = 0) -> tuple[Any, Any]:
+    model = model_of(kind, seed)
+    return model, copy.deepcopy(model)
+
+
+def change_both(change: Change, plain: Any, model: Any, seed: float) -> None:
+    """Two changes may exclude each other; then they do in both models."""
+    errors = []
+    for x in (plain, model):
+        try:
+            change(x, random.Random(seed))
+        except Exception as error:
+            errors.append(type(error))
+    assert len(errors) != 1, f"{change.__name__}: {errors}"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_changes_keep_their_effect(part: int) -> None:
+    for seed in range(FIRST + part, FIRST + COUNT, 4):
+        rng = random.Random(seed)
+        kind = rng.choice(sorted(KINDS))
+        plain, model = pair(kind, seed)
+        if rng.random() < 0.25:
+            plain, model = (with_adapter(x, seed) for x in (plain, model))
+        before, after = ([rng.choice(CHANGES) for _ in range(rng.choice([0, 0, 1, 2]))] for _ in range(2))
+        seeds = [rng.random() for _ in (*before, *after)]
+        batch, loss = batch_of(rng), rng.random() < 0.5
+        log = [c.__name__ for c in before], [c.__name__ for c in after]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for i, change in enumerate(before):
+                change_both(change, plain, model, seeds[i])
+            patched = random.Random(seeds[0] if seeds else 0)
+            early = rng.random() < 0.5
+            if not early:
+                result = hg.nn.replace(model, loss=loss)
+            with surroundings(patched, [plain]):
+                if early:
+                    result = hg.nn.replace(model, loss=loss)
+                for i, change in enumerate(after, len(before)):
+                    change_both(change, plain, model, seeds[i])
+                low = torch.is_autocast_enabled("cpu")
+                expected, found = outcome(plain, batch, seed), outcome(model, batch, seed)
+            where = f"seed {seed}, {kind}, {log}, loss={loss}, {list(batch)}, {result.fallbacks}"
+            assert_equal(found, expected, torch.bfloat16 if low else torch.float32, where)
+
+
+def both(kind: str, change: Any, **options: Any) -> tuple[Any, Any, hg.nn.Replacement]:
+    """A plain and a replaced model, both changed afterwards."""
+    plain, model = pair(kind)
+    result = hg.nn.replace(model, **options)
+    for x in (plain, model):
+        change(x)
+    return plain, model, result
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_loss_function_that_is_set_afterwards_is_used(loss: bool) -> None:
+    def change(model: Any) -> None:
+        model.loss_function = lambda logits, labels, **others: logits.square().mean()
+
+    plain, model, result = both("llama", change, loss=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+    assert any("loss_function" in reason for reason in result.fallbacks) == loss
+
+
+def test_hooks_on_the_logits_layer_see_logits() -> None:
+    seen = []
+
+    def change(model: Any) -> None:
+        def cap(module: Any, given: Any, out: Tensor) -> Tensor:
+            seen.append(out.shape[-1])
+            return 3 * torch.tanh(out / 3)
+
+        model.lm_head.register_forward_hook(cap)
+
+    plain, model, result = both("llama", change, loss=True)
+    with pytest.warns(UserWarning, match="a hook, or another forward, on the logits layer"):
+        found = outcome(model, BATCH, 0)
+    assert_equal(found, outcome(plain, BATCH, 0))
+    assert seen == [35, 35] and "fell back" in str(result)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+def test_activations_that_are_exchanged_or_hooked_are_used(kind: str) -> None:
+    def exchange(model: Any) -> None:
+        for module in model.modules():
+            for name in {"act_fn", "activation_fn", "act"} & set(module._modules):
+                setattr(module, name, nn.Tanh())
+
+    def hook(model: Any) -> None:
+        for module in model.modules():
+            for name in {"act_fn", "activation_fn", "act"} & set(module._modules):
+                getattr(module, name).register_forward_hook(lambda m, given, out: 2 * out)
+
+    for change, reason in ((exchange, "its activation is now a Tanh"), (hook, "a hook, or another forward")):
+        plain, model, result = both(kind, change)
+        with pytest.warns(UserWarning, match=reason):
+            found = outcome(model, BATCH, 0)
+        assert_equal(found, outcome(plain, BATCH, 0))
+    plain, model = pair(kind)  # and before
+    for x in (plain, model):
+        exchange(x)
+        setattr(x.config, "activation_function" if kind == "gpt2" else "hidden_act", "relu")
+    result = hg.nn.replace(model)
+    assert "no hand-derived activation Tanh" in result.left.values()
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_positions_that_restart(kind: str, use_cache: bool | None) -> None:
+    """transformers takes them for several sequences if there is no cache; nothing here decides whether there is one."""
+    plain, model = pair(kind)
+    result = hg.nn.replace(model)
+    given = {**BATCH, "position_ids": (torch.arange(12) % 5).expand(2, -1), "use_cache": use_cache}
+    assert_equal(outcome(model, given, 0), outcome(plain, given, 0))
+    assert not result.fallbacks and result.checked
+
+
+def test_float64_stays_float64_under_autocast() -> None:
+    plain, model = pair("llama")
+    for x in (plain, model):
+        x.double()
+    hg.nn.replace(model, loss=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = outcome(model, BATCH, 0), outcome(plain, BATCH, 0)
+    assert_equal(found, expected)  # which bfloat16 would not be
+    layer, x = hg.nn.Linear(6, 7).double(), torch.randn(3, 6, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert hg.nn.attention(x[None], x[None], x[None], 2).dtype == torch.float64
+
+
+# ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def masks() -> dict[str, Tensor]:
+    """Two rows of 12 tokens."""
+    found = {
+        name: torch.ones(2, 12, dtype=torch.long)
+        for name in ("left", "right", "left and right", "both", "holes", "mixed")
+    }
+    found["left"][1, :4] = 0
+    found["right"][0, -5:] = 0
+    found["left and right"][0, :3] = found["left and right"][1, -2:] = 0  # in different rows
+    found["both"][:, :2] = found["both"][:, -3:] = 0
+    found["holes"][0, 4:6] = found["holes"][1, 2] = 0
+    found["mixed"][0, :3] = found["mixed"][0, -2:] = found["mixed"][1, 5] = 0
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mistral"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_of_every_kind(kind: str, implementation: str) -> None:
+    model = model_of(kind, attn_implementation=implementation)
+    plain = copy.deepcopy(model)
+    result = hg.nn.replace(model, loss=True)
+    given = [{"attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)} for mask in masks().values()]
+    given.append({"position_ids": (torch.arange(12) % 5).expand(2, -1), "use_cache": False})  # packed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in given:
+            for _ in range(2):
+                assert_equal(
+                    outcome(model, {**BATCH, **batch}, 0), outcome(plain, {**BATCH, **batch}, 0), where=str(batch)
+                )
+    assert ("attention" in result.replaced.values()) == (implementation == "sdpa")
+    ours = [reason for reason in result.checked.values() if not reason]
+    assert len(ours) >= 2 if implementation == "sdpa" else not result.checked
+
+
+def test_a_wrong_kernel_is_noticed_at_the_first_batch_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward or a backward pass that is wrong for one kind of mask: that kind is left to torch, with a warning."""
+    forward, backward = heads_op.forward, heads_op.backward
+
+    def wrong_forward(q: Tensor, k: Tensor, v: Tensor, spans: Any, *rest: Any) -> Any:
+        a, saved = forward(q, k, v, spans, *rest)
+        return (a * 1.01 if any(span.positions is not None for span in spans) else a), saved
+
+    def wrong_backward(delta: Tensor, saved: Any, spans: Any, causal: bool, into: Any, window: Any) -> None:
+        backward(delta, saved, spans, causal, into, window)
+        if any(span.positions is not None for span in spans):
+            into[1].mul_(1.01)
+
+    for name, wrong in (("forward", wrong_forward), ("backward", wrong_backward)):
+        plain, model = pair("llama")
+        result = hg.nn.replace(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(heads_op, name, wrong)
+            assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+            assert not result.fallbacks
+            given = {**BATCH, "attention_mask": masks()["right"]}
+            with pytest.warns(UserWarning, match="its result for this kind of mask differs by .* from torch's"):
+                found = outcome(model, given, 0)
+            assert_equal(found, outcome(plain, given, 0))
+            assert sum(result.fallbacks.values()) == 2 and list(map(bool, result.checked.values())) == [False, True]
+
+
+def test_a_configuration_that_two_models_share() -> None:
+    """The other model's attention stays transformers'."""
+    plain, model = pair("llama")
+    other = type(model)(model.config)
+    result = hg.nn.replace(model)
+    other.load_state_dict(plain.state_dict())
+    assert other.config._attn_implementation == "handgrad"
+    expected = outcome(plain, BATCH, 0)
+    assert_equal(outcome(other.train(), BATCH, 0), expected)
+    assert not result.checked
+    assert_equal(outcome(model, BATCH, 0), expected)
+    assert len(result.checked) == 1
+    result.undo()
+    assert other.config._attn_implementation == model.config._attn_implementation == "sdpa"
