@@ -412,6 +412,65 @@ def test_torchrun_restarts_a_run_and_a_lost_process_prints_one_line(finished_run
     assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
 
 
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from handgrad.training import loop
+from handgrad.cli.app import main
+step, stopped = loop.take_step, int(os.environ["STOPPED"])
+def stops(job, ranks):
+    if ranks.rank == stopped:
+        Path("pid").write_text(str(os.getpid()))
+    ranks.total(0)
+    if job.step == 3 and ranks.rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return step(job, ranks)
+loop.take_step = stops
+try:
+    main()
+finally:
+    os.kill(int(Path("pid").read_text()), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_that_does_not_answer_ends_the_group(
+    finished_runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Also if it hosts the store through which processes find each other."""
+    Path("script.py").write_text(STOPPED)
+    monkeypatch.setenv("STOPPED", str(rank))
+    options = (*train_options(finished_runs), "--out", "two", "--peer-timeout", 1)
+    done = run_processes(2, "script.py", "train", *options)
+    (line,) = error_lines(done.stderr)
+    assert "another of the 2 processes did not answer within 1 second" in line and "--peer-timeout" in line
+    assert "ended" not in line
+    assert handgrad("train", "--resume", "--out", "two").returncode == 0
+
+
+WORKS_LONG = """
+import threading
+import torch.distributed as dist
+from handgrad.training.distributed import Ranks
+ranks = Ranks()
+ranks.set_timeout(0.6)
+enough, send, sent = threading.Event(), dist.broadcast, []
+def counted(*arguments, **named):
+    sent.append(arguments)
+    enough.set() if len(sent) == 8 else None  # four in the time that the others wait for one answer
+    return send(*arguments, **named)
+dist.broadcast = counted
+assert ranks.broadcast(lambda: enough.wait() and "done") == "done"
+ranks.shutdown()
+"""
+
+
+def test_others_wait_for_a_first_process_that_works_longer_than_the_limit(workdir: Path) -> None:
+    Path("script.py").write_text(WORKS_LONG)
+    done = run_processes(2, "script.py")
+    assert done.returncode == 0, done.stderr
+
+
 FAILS_ON_ONE = """
 import os
 from handgrad.training import loop

@@ -7,8 +7,8 @@ from ..display.influence import outliers_table
 from ..display.plan import step_table
 from ..display.progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
+from ..formatting import duration, plural
 from ..formatting import loss as loss_text
-from ..formatting import plural, seconds
 from ..machine import peak_memory
 from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
@@ -43,7 +43,7 @@ def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> No
         if ranks.first:
             _print_result(result)
     except HandgradError as mistake:
-        mistake.silent = not ranks.should_print(str(mistake))
+        mistake.silent = not ranks.should_print(mistake)
         raise
     finally:
         ranks.shutdown()
@@ -69,7 +69,7 @@ def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
     console.out.print(step_table(plan, predicted, console.out.width))
     if job.recipe.steps is not None:
         total = (
-            f"{plural(job.recipe.steps, 'step')} would take about {seconds(job.recipe.steps * predicted.step_seconds)}"
+            f"{plural(job.recipe.steps, 'step')} would take about {duration(job.recipe.steps * predicted.step_seconds)}"
         )
         display.say(f"dry run, nothing was trained: {total}, without evaluations")
 

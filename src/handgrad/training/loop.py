@@ -89,8 +89,9 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                 if ranks.first:
                     log(run, display, interval.record(job))
                 interval = Interval(job)
-            if val_loss is not None and ranks.first:
-                log(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
+            if val_loss is not None:
+                evaluated = {"step": job.step, "val_loss": val_loss}
+                ranks.run_on_first(lambda found=evaluated: log(run, display, {**found, "sample": sample(job)}))
             if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
                 if done or stopping:
