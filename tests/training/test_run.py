@@ -1,10 +1,13 @@
 """Run folders: start, resume, damage, locks, symlinks, reports, and failures of several processes."""
 
+import errno
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -376,6 +379,28 @@ def test_train_and_finetune_from_python(finished_runs: Path, workdir: Path, caps
     ):
         with pytest.raises(hg.HandgradError, match=message):
             call()
+
+
+def test_run_whose_flush_to_disk_fails_can_be_resumed(
+    finished_runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of run.json as given and as decided, of the empty metrics, of the first checkpoint. tests/kills.py has all calls."""
+    flush, options = os.fsync, (*train_options(finished_runs), "--steps", 1, "--out", "run")
+    for n in (1, 3, 5, 7):
+        count = itertools.count()
+
+        def fails(handle: int, n: int = n, count: Iterator[int] = count) -> None:
+            if next(count) == n:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            flush(handle)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fails)
+            failed = handgrad("train", *options)
+        assert failed.returncode == 1 and "Input/output error while flushing" in failed.stderr, (n, failed.stderr)
+        resumed = handgrad("train", *options, "--resume")
+        assert resumed.returncode == 0, (n, resumed.stderr)
+        shutil.rmtree("run")
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ A record that cannot be read is yielded as a HandgradError, and reading continue
 import csv
 import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +180,8 @@ def _rows(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
             continue
         if names is None:
             names = [name.strip() for name in cells]
-            duplicate = next((name for name in names if names.count(name) > 1), None)
+            counts = Counter(names)
+            duplicate = next((name for name in names if counts[name] > 1), None)
             if duplicate is not None:
                 raise location.error(f"two columns are named {shown(duplicate)}: rename one of them")
         elif cells and len(cells) != len(names):
