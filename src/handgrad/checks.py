@@ -21,7 +21,13 @@ LIMITS: dict[str, tuple[float, float]] = {
     "clip": (0, 1e38), "influence": (0, 1000), "peer_timeout": (0, 1e6),
 }  # fmt: skip
 
-_ABOVE_MINIMUM = ("alpha", "epochs", "minutes", "lr", "peer_timeout")  # must be greater than the minimum, not equal to it
+_ABOVE_MINIMUM = (
+    "alpha",
+    "epochs",
+    "minutes",
+    "lr",
+    "peer_timeout",
+)  # must be greater than the minimum, not equal to it
 
 
 def check_type(name: str, kind: str, value: object) -> None:

@@ -170,15 +170,9 @@ def _chat_prompts(folder: Path, messages: list[str]) -> list[str]:
 
 def _lines(file: Path) -> list[str]:
     """The lines of a file, or of standard input, that are not blank."""
-    from ..files.reading import read_text
+    from ..files.reading import read_stdin, read_text
 
-    if str(file) == "-":
-        try:
-            text = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as reason:
-            raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
-    else:
-        text = read_text(file)
+    text = read_stdin() if str(file) == "-" else read_text(file)
     found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not found:
         raise HandgradError(f"{'standard input' if str(file) == '-' else file} has no prompt: write one per line")

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,23 @@ def read_bytes(path: str | Path, limit: int = JSON_BYTES) -> bytes:
 
 def read_text(path: str | Path, limit: int = JSON_BYTES) -> str:
     """The content of a UTF-8 file."""
+    return decode(read_bytes(path, limit), path)
+
+
+def read_stdin(limit: int = JSON_BYTES) -> str:
+    """The text of standard input, which may be endless."""
+    raw = sys.stdin.buffer.read(limit + 1)
+    if len(raw) > limit:
+        raise HandgradError(f"standard input has more than {limit / MB:,.0f} MB, the maximum")
+    return decode(raw, "standard input")
+
+
+def decode(raw: bytes, name: str | Path) -> str:
+    """UTF-8 → text. `name` is for messages."""
     try:
-        return read_bytes(path, limit).decode()
+        return raw.decode()
     except UnicodeDecodeError as reason:
-        raise HandgradError(f"{path} is not UTF-8 text (byte {reason.start}): convert it") from None
+        raise HandgradError(f"{name} is not UTF-8 text (byte {reason.start}): convert it") from None
 
 
 def read_json(path: str | Path, limit: int = JSON_BYTES) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import HandgradError, printable, shown
-from ..files.reading import MB, WHITESPACE, open_regular, parse_json, parse_next
+from ..files.reading import MB, WHITESPACE, check_regular, open_regular, parse_json, parse_next
 from ..formatting import plural
+from ..sandbox import client, worker
 from . import corpus
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -197,14 +198,19 @@ def _parquet(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
         raise HandgradError(
             f"reading {file} needs the package pyarrow: pip install pyarrow, or write the file as .jsonl"
         ) from None
+    check_regular(file)
+    # A few bytes can describe a cell of gigabytes. So the file is decoded in the sandbox first, and then row by row.
+    found = client.call("scan", str(file), file.stat().st_size, file=str(file.absolute()))
+    if "error" in found:
+        raise HandgradError(f"{file} is not a parquet file: {printable(found['error'])}")
     with open_regular(file) as opened:
         try:
-            table = parquet.ParquetFile(opened)
+            table = parquet.ParquetFile(opened, buffer_size=worker.PAGE)
             number = 0
-            for batch in table.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
+            for batch in table.iter_batches(batch_size=worker.ROWS):
+                for i in range(batch.num_rows):
                     number += 1
-                    yield Location(file, number), record
+                    yield Location(file, number), batch.slice(i, 1).to_pylist()[0]
         except (ValueError, OSError, RuntimeError) as reason:  # the base classes of pyarrow's errors
             if isinstance(reason, HandgradError):
                 raise

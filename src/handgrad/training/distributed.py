@@ -49,9 +49,7 @@ class Ranks:
                 self.store = self._open_store()
                 backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
                 limit = timedelta(seconds=self.timeout)
-                dist.init_process_group(
-                    backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit
-                )
+                dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit)
         if self.size > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 
