@@ -68,6 +68,7 @@ app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unk
 
 def main() -> None:
     """Run a command. A user's mistake ends in one line and status 1, without a traceback."""
+    console.open_streams()
     try:
         app(prog_name="handgrad")
     except SystemExit as ended:

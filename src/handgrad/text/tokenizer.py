@@ -280,7 +280,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder
         check_added(described, folder)
         for i, entry in described.items():
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
-            added[int(i)] = AddedToken(entry["content"], **{f: bool(entry.get(f)) for f in flags})
+            added[int(i)] = AddedToken(entry["content"], **{f: entry.get(f) or False for f in flags})
     except HandgradError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
