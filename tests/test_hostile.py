@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from handgrad.adapters import merge_record
 from handgrad.cli import chat as chat_command
 from handgrad.cli import generate as generate_command
 from handgrad.files import gguf, manifest
-from handgrad.formats import huggingface
+from handgrad.formats import huggingface, models
 from handgrad.text import chat, gguf_tokenizer, records, tokenizer
 from handgrad.text.chat import ChatTemplate
 from handgrad.training.config import TrainOptions
@@ -180,7 +181,34 @@ def unmerge(folder: Path) -> object:
     return merge_record.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
 
 
+def chain(folder: Path, length: int) -> None:
+    """Adapters, each of which names the next as its base model, and the last the first."""
+    adapter(folder, base_model_name_or_path=str(folder / f"a{length - 1}"))
+    for i in range(1, length):
+        shutil.copytree(folder / "a", folder / f"a{i}")
+        config = json.loads((folder / "a" / "adapter_config.json").read_text())
+        base = str(folder / ("a" if i == 1 else f"a{i - 1}"))
+        (folder / f"a{i}" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+
+
+def own_base(folder: Path) -> None:
+    adapter(folder, base_model_name_or_path=str(folder / "a"))
+    (folder / "a" / "tokenizer.json").unlink(missing_ok=True)
+
+
+def tokenizer_of_adapter(folder: Path) -> object:
+    return models.tokenizer_of(folder / "a")
+
+
 ADAPTERS = [
+    Case("its base is itself", own_base, load_adapter, "which is an adapter itself"),
+    Case("its base is itself, for the tokenizer", own_base, tokenizer_of_adapter, "which is an adapter itself"),
+    Case("a circle of bases", partial(chain, length=3), load_adapter, "which is an adapter itself"),
+    Case("rslora in words", partial(adapter, use_rslora="false"), load_adapter, "use_rslora must be true or false"),
+    Case("dora in words", partial(adapter, use_dora="no"), load_adapter, "use_dora must be true or false"),
+    Case("freeze_down as a number", partial(adapter, handgrad={"freeze_down": 1}), load_adapter, "freeze_down must be true"),
+    Case("a rank in words", partial(adapter, r="2"), load_adapter, "must be an integer"),
+    Case("alpha in words", partial(adapter, lora_alpha="2"), load_adapter, "alpha must be"),
     Case("evil rank_pattern", partial(adapter, rank_pattern={EVIL: 4}), load_adapter, "takes too long"),
     Case("evil alpha_pattern", partial(adapter, alpha_pattern={EVIL: 4}), load_adapter, "takes too long"),
     Case("evil targets", lambda d: None, evil_targets, "takes too long"),

@@ -23,6 +23,10 @@ class LimitError(HandgradError):
     """A sandboxed program exceeded its time or memory limit; it would do so again for any input."""
 
 
+class OutOfMemoryError(HandgradError):
+    """More memory is needed than there is."""
+
+
 class MissingError(HandgradError):
     """A required file does not exist."""
 

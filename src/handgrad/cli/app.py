@@ -70,7 +70,7 @@ def main() -> None:
     """Run a command. A user's mistake ends in one line and status 1, without a traceback."""
     console.open_streams()
     try:
-        app(prog_name="handgrad")
+        _run()
     except SystemExit as ended:
         if ended.code == INTERRUPTED:  # typer exits silently
             _print_interrupted()
@@ -84,6 +84,16 @@ def main() -> None:
     except KeyboardInterrupt:
         _print_interrupted()
         sys.exit(INTERRUPTED)
+
+
+def _run() -> None:
+    try:
+        app(prog_name="handgrad")
+    except (MemoryError, RuntimeError):
+        from ..plan.fit import memory_errors
+
+        with memory_errors():
+            raise
 
 
 def _print_interrupted() -> None:

@@ -45,6 +45,12 @@ def note(text: str) -> None:
         err.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
 
 
+def warn(text: str) -> None:
+    """Print a warning to stderr; nothing if it is empty."""
+    if text:
+        err.print(text, style="bold yellow", highlight=False, soft_wrap=True, markup=False)
+
+
 def check_json_target(target: str | None) -> None:
     """Raise if `--json` names a file that cannot be written."""
     if target is not None and target != "-":

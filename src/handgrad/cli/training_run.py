@@ -10,6 +10,7 @@ from ..errors import HandgradError
 from ..formatting import duration, plural
 from ..formatting import loss as loss_text
 from ..machine import peak_memory
+from ..plan.fit import misfit
 from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
@@ -67,6 +68,7 @@ def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
     with using(job.options.threads):
         predicted = forecast(plan, runtime_bytes)
     console.out.print(step_table(plan, predicted, console.out.width))
+    console.warn(misfit(plan, loaded=True))
     if job.recipe.steps is not None:
         total = (
             f"{plural(job.recipe.steps, 'step')} would take about {duration(job.recipe.steps * predicted.step_seconds)}"

@@ -12,7 +12,7 @@ import stat
 import sys
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import HandgradError, MissingError, printable
 
@@ -55,12 +55,20 @@ def read_bytes(path: str | Path, limit: int = JSON_BYTES) -> bytes:
     """The content of a file of at most `limit` bytes."""
     with open_regular(path) as file:
         try:
-            raw = file.read(limit + 1)
+            raw = read_at_most(file, limit + 1)
         except OSError as reason:
             raise HandgradError(f"cannot read {path}: {reason.strerror}") from None
     if len(raw) > limit:
         raise HandgradError(f"cannot read {path}: it is larger than {limit / MB:,.0f} MB, the maximum for such a file")
     return raw
+
+
+def read_at_most(file: BinaryIO, limit: int) -> bytes:
+    """Up to `limit` bytes of a file. Python's own `read(limit)` allocates all of them first."""
+    parts = bytearray()
+    while len(parts) < limit and (part := file.read(min(1 << 20, limit - len(parts)))):
+        parts += part
+    return bytes(parts)
 
 
 def read_text(path: str | Path, limit: int = JSON_BYTES) -> str:
@@ -70,7 +78,7 @@ def read_text(path: str | Path, limit: int = JSON_BYTES) -> str:
 
 def read_stdin(limit: int = JSON_BYTES) -> str:
     """The text of standard input, which may be endless."""
-    raw = sys.stdin.buffer.read(limit + 1)
+    raw = read_at_most(sys.stdin.buffer, limit + 1)
     if len(raw) > limit:
         raise HandgradError(f"standard input has more than {limit / MB:,.0f} MB, the maximum")
     return decode(raw, "standard input")

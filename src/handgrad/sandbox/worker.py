@@ -134,7 +134,7 @@ def main() -> None:
         size = len(raw) + int(head[2])
         library = LIBRARIES.get(head[1].decode(), "json")
         if library not in sys.modules:  # importing it must not count as the program's time and memory
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            _set_memory(resource.RLIM_INFINITY)
             importlib.import_module(library)
             _measured.clear()
         limit_memory(MEMORY + MEMORY_PER_BYTE * size)
@@ -166,7 +166,14 @@ def next_request(parent: int, idle: float = math.inf) -> bytes | None:
 
 def limit_memory(extra: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (_initial_memory() + extra, resource.RLIM_INFINITY))
+        _set_memory(_initial_memory() + extra)
+
+
+def _set_memory(limit: int) -> None:
+    """Limit the address space, within what `ulimit -v` allows."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    inside = [x for x in (limit, hard) if x != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(inside, default=resource.RLIM_INFINITY), hard))
 
 
 _measured: list[int] = []

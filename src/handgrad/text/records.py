@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import HandgradError, printable, shown
-from ..files.reading import MB, WHITESPACE, check_regular, open_regular, parse_json, parse_next
+from ..files.reading import MB, WHITESPACE, check_regular, open_regular, parse_json, parse_next, read_at_most
 from ..formatting import plural
 from ..sandbox import client, worker
 from . import corpus
@@ -105,7 +105,7 @@ def _parse(line: str, location: Location) -> Any:
 
 def _read_all(file: Path, progress: Callable[[int], None]) -> str:
     with open_regular(file) as opened:
-        raw = opened.read(MAX_FILE + 1)
+        raw = read_at_most(opened, MAX_FILE + 1)
     if len(raw) > MAX_FILE:
         raise HandgradError(f"{file} is larger than {MAX_FILE // MB:,} MB: split it, or write one example per line")
     progress(len(raw))
