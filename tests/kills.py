@@ -1,15 +1,18 @@
 """Kill runs with SIGKILL before and after system calls that rename, flush or delete, and check that they resume.
 
     python tests/kills.py --command train --processes 1 --kills 100
+    python tests/kills.py --command train --processes 1 --kills 100 --errors
 
 A first run records every call that changes names or flushes data. Further runs are killed just before or just after one
 of these calls, spread evenly over the record, and resumed by the same command with --resume (several processes: as
 torchrun restarts a group). A resumed run must end with the weights and exactly the files of the uninterrupted run. Runs
-are forked from this process, so that torch is imported only once.
+are forked from this process, so that torch is imported only once. With --errors the call fails with EIO instead, as on a
+failing disk: the run ends with one line or continues.
 """
 
 import argparse
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -36,10 +39,11 @@ SCHEDULE += ["--eval-batches", "1", "--sample-tokens", "0", "--dtype", "float64"
 
 
 class Hooks:
-    """Count the calls of this process that change names or flush data; log each call, or kill the process at one."""
+    """Count the calls of this process that change names or flush data; log each call, or kill the process at one, or let
+    it fail."""
 
-    def __init__(self, log: Path | None = None, kill_at: int = -1):
-        self.log, self.kill_at, self.count = log, kill_at, 0
+    def __init__(self, log: Path | None = None, kill_at: int = -1, error: bool = False):
+        self.log, self.kill_at, self.error, self.count = log, kill_at, error, 0
 
     def install(self) -> None:
         for name in CALLS:
@@ -61,9 +65,11 @@ class Hooks:
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write(event + "\n")
-        if self.count == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
+        if self.count - 1 == self.kill_at:
+            if self.error:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(arguments: list[str], processes: int, hooks: Hooks | None = None, attempt: int = 0) -> int:
@@ -91,7 +97,7 @@ def snapshot(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
     return names, tensors
 
 
-def check(command: str, processes: int, kills: int) -> dict[str, Any]:
+def check(command: str, processes: int, kills: int, errors: bool) -> dict[str, Any]:
     """Kill `kills` runs at calls spread over the record. Returns the counts; raises at the first difference."""
     arguments = prepare(command)
     base = new_run_folder("base")
@@ -99,21 +105,27 @@ def check(command: str, processes: int, kills: int) -> dict[str, Any]:
     assert run([*arguments, "--out", str(base / "run")], processes, hooks) == 0, Path("log.txt").read_text()
     points = Path("trace.txt").read_text().splitlines()
     expected_names, expected_tensors = snapshot(base)
-    chosen = sorted({round(i * (len(points) - 1) / max(1, kills - 1)) for i in range(kills)})
+    candidates = [i for i, point in enumerate(points) if not errors or point.startswith("before")]
+    chosen = sorted({candidates[round(i * (len(candidates) - 1) / max(1, kills - 1))] for i in range(kills)})
     for point in chosen:
         folder = new_run_folder(f"killed-{point}")
         out = ["--out", str(folder / "run")]
-        killed = run([*arguments, *out], processes, Hooks(kill_at=point))
-        assert killed == -signal.SIGKILL, f"point {point} of {len(points)} was not reached: {killed}"
+        killed = run([*arguments, *out], processes, Hooks(kill_at=point, error=errors))
+        expected = (0, 1) if errors else (-signal.SIGKILL,)  # an error that matters ends in one line
+        assert killed in expected, f"{points[point]}, {point} of {len(points)}: {killed}\n{log_end()}"
         resume = arguments if processes > 1 else [*arguments, "--resume"]
         code = run([*resume, *out], processes, attempt=1)
-        assert code == 0, f"{points[point]}: {code}\n{Path('log.txt').read_text()[-2000:]}"
+        assert code == 0, f"{points[point]}: {code}\n{log_end()}"
         names, tensors = snapshot(folder)
         assert names == expected_names, f"{points[point]}: {set(names) ^ set(expected_names)}"
         wrong = [name for name, tensor in expected_tensors.items() if not torch.equal(tensor, tensors[name])]
         assert not wrong, f"{points[point]}: {wrong[0]} differs"
         shutil.rmtree(folder)
     return {"command": command, "processes": processes, "points": len(points), "kills": len(chosen)}
+
+
+def log_end() -> str:
+    return Path("log.txt").read_text()[-2000:]
 
 
 def new_run_folder(name: str) -> Path:
@@ -144,13 +156,14 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="let every run compile its kernels, and be killed meanwhile"
     )
+    parser.add_argument("--errors", action="store_true", help="let the call fail instead, with EIO")
     options = parser.parse_args()
     forked.warm_up()
     if not options.compile:
         library.load(torch.float64)  # once, for all forks
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["HANDGRAD_CACHE"] = f"{folder}/cache"
-        print(json.dumps(check(options.command, options.processes, options.kills)))
+        print(json.dumps(check(options.command, options.processes, options.kills, options.errors)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """Hostile files: each is rejected with a one-line error, or read, within 2 s and 300 MB."""
 
+import io
 import json
 import os
+import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,9 +21,11 @@ from safetensors.torch import save_file
 import handgrad as hg
 from conftest import save_as_others
 from handgrad.adapters import merge_record
+from handgrad.cli import chat as chat_command
+from handgrad.cli import generate as generate_command
 from handgrad.files import gguf, manifest
-from handgrad.formats import huggingface
-from handgrad.text import chat, gguf_tokenizer
+from handgrad.formats import huggingface, models
+from handgrad.text import chat, gguf_tokenizer, records, tokenizer
 from handgrad.text.chat import ChatTemplate
 from handgrad.training.config import TrainOptions
 from handgrad.training.option_file import read_option_file
@@ -173,7 +181,34 @@ def unmerge(folder: Path) -> object:
     return merge_record.read_merge(hg.load(folder / "m"), folder / "a", folder / "m")
 
 
+def chain(folder: Path, length: int) -> None:
+    """Adapters, each of which names the next as its base model, and the last the first."""
+    adapter(folder, base_model_name_or_path=str(folder / f"a{length - 1}"))
+    for i in range(1, length):
+        shutil.copytree(folder / "a", folder / f"a{i}")
+        config = json.loads((folder / "a" / "adapter_config.json").read_text())
+        base = str(folder / ("a" if i == 1 else f"a{i - 1}"))
+        (folder / f"a{i}" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+
+
+def own_base(folder: Path) -> None:
+    adapter(folder, base_model_name_or_path=str(folder / "a"))
+    (folder / "a" / "tokenizer.json").unlink(missing_ok=True)
+
+
+def tokenizer_of_adapter(folder: Path) -> object:
+    return models.tokenizer_of(folder / "a")
+
+
 ADAPTERS = [
+    Case("its base is itself", own_base, load_adapter, "which is an adapter itself"),
+    Case("its base is itself, for the tokenizer", own_base, tokenizer_of_adapter, "which is an adapter itself"),
+    Case("a circle of bases", partial(chain, length=3), load_adapter, "which is an adapter itself"),
+    Case("rslora in words", partial(adapter, use_rslora="false"), load_adapter, "use_rslora must be true or false"),
+    Case("dora in words", partial(adapter, use_dora="no"), load_adapter, "use_dora must be true or false"),
+    Case("freeze_down as a number", partial(adapter, handgrad={"freeze_down": 1}), load_adapter, "freeze_down must be true"),
+    Case("a rank in words", partial(adapter, r="2"), load_adapter, "must be an integer"),
+    Case("alpha in words", partial(adapter, lora_alpha="2"), load_adapter, "alpha must be"),
     Case("evil rank_pattern", partial(adapter, rank_pattern={EVIL: 4}), load_adapter, "takes too long"),
     Case("evil alpha_pattern", partial(adapter, alpha_pattern={EVIL: 4}), load_adapter, "takes too long"),
     Case("evil targets", lambda d: None, evil_targets, "takes too long"),
@@ -310,7 +345,103 @@ GGUF = [
     Case("pieces of all lengths", gguf_file(*LONG_PIECES), gguf_tokenizer_of, "more than 4,194,304 characters"),
 ]  # fmt: skip
 
-CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS, *GGUF]
+
+# ── texts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokenizer_file(**parts: Any) -> Make:
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(tokenizer.byte_symbols())}, "merges": []},
+    }  # fmt: skip
+    return lambda folder: (folder / "tokenizer.json").write_text(json.dumps(content | parts))
+
+
+def encode(folder: Path) -> object:
+    return tokenizer.read(folder).encode("a b c é" * 1000)
+
+
+def added(n: int, length: int = 1) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return [{"id": 256 + i, "content": f"<{i}>" * length, **flags} for i in range(n)]
+
+
+def added_beside_merges(folder: Path) -> None:
+    (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(tokenizer.byte_symbols())}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "added_tokens.json").write_text(json.dumps({f"<{i}>": 256 + i for i in range(300_000)}))
+
+
+def parquet(folder: Path, value: str, rows: int) -> None:
+    """Stored once, as an entry of a dictionary, and compressed."""
+    indices = pyarrow.array([0] * rows, pyarrow.int32())
+    table = pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(indices, [value])})
+    pyarrow.parquet.write_table(table, folder / "x.parquet", compression="zstd", write_statistics=False)
+
+
+def read_records(name: str) -> Callable[[Path], object]:
+    return lambda folder: sum(1 for _ in records.records([folder / name]))
+
+
+def wide_table(folder: Path) -> None:
+    (folder / "x.csv").write_text(",".join(f"c{i}" for i in range(60_000)) + "\n" + "," * 59_999)
+
+
+def with_stdin(read: Callable[[], object], *command: str) -> Callable[[Path], object]:
+    """Read what a command prints without an end."""
+
+    def call(folder: Path) -> object:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as endless:
+            assert endless.stdout is not None
+            sys.stdin = io.TextIOWrapper(endless.stdout)
+            try:
+                return read()
+            finally:
+                endless.kill()
+
+    return call
+
+
+def read_prompts() -> object:
+    return generate_command._lines(Path("-"))
+
+
+def read_messages() -> object:
+    return list(chat_command._lines(False))
+
+
+TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TO_BYTES_AGAIN = {"type": "Sequence", "pretokenizers": [TO_BYTES] * 24}
+FIRST, SECOND = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+REPEATED = {
+    "type": "TemplateProcessing",
+    "single": [FIRST] * 10_000,
+    "pair": [FIRST, SECOND],
+    "special_tokens": {},
+}
+ONE_LONG_PIECE = [
+    gguf_setting("tokenizer.ggml.model", "llama"),
+    gguf_array("tokenizer.ggml.tokens", "a" * 4_000_000, "a", "b"),
+    gguf_text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 3) + bytes(4 * 3),
+]
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["a" * 400_000, -1.0]]}
+TEXTS = [
+    Case("one long piece", gguf_file(*ONE_LONG_PIECE), gguf_tokenizer_of, "the longest has 4,000,000 characters"),
+    Case("24 steps to bytes", tokenizer_file(pre_tokenizer=TO_BYTES_AGAIN), encode, "memory"),
+    Case("a text 10,000 times", tokenizer_file(post_processor=REPEATED), encode, "makes 100,000 tokens"),
+    Case("300,000 added tokens", tokenizer_file(added_tokens=added(300_000)), encode, "300,000 tokens are special or added"),
+    Case("long added tokens", tokenizer_file(added_tokens=added(5_000, 1_000)), encode, "with 4,194,304"),
+    Case("added tokens beside merges", added_beside_merges, encode, "300,000 tokens are special or added"),
+    Case("a long entry of Unigram", tokenizer_file(model=UNIGRAM), encode, "400,000 characters"),
+    Case("a cell of 230 MB", partial(parquet, value="a" * 230_000_000, rows=1), read_records("x.parquet"), "memory"),
+    Case("a long cell in 600 rows", partial(parquet, value="a" * 2_000_000, rows=600), read_records("x.parquet"), None),
+    Case("60,000 columns", wide_table, read_records("x.csv"), None),
+    Case("endless prompts", nothing, with_stdin(read_prompts, "yes"), "more than 16 MB"),
+    Case("an endless message", nothing, with_stdin(read_messages, "cat", "/dev/zero"), "more than 16 MB"),
+]  # fmt: skip
+
+CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS, *GGUF, *TEXTS]
 
 
 @pytest.fixture(scope="module")

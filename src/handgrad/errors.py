@@ -27,6 +27,10 @@ class HandgradWarning(UserWarning):
     """Something that works, and that is probably not what was meant. The command line prints it as one line."""
 
 
+class OutOfMemoryError(HandgradError):
+    """More memory is needed than there is."""
+
+
 class MissingError(HandgradError):
     """A required file does not exist."""
 

@@ -36,8 +36,11 @@ def size(n: float) -> str:
     return f"{n:,.{max(0, 2 - _magnitude(n))}f} {unit}"
 
 
-def seconds(x: float) -> str:
-    """A duration: 36 ms, 1.14 s, 16.4 s, 1,020 s"""
+def duration(x: float) -> str:
+    """A duration in seconds: 36 ms, 1.14 s, 16.4 s, 17 min, 2.1 h, 605 days"""
+    for unit, length in (("years", 365.25 * 86400), ("days", 86400), ("h", 3600), ("min", 60)):
+        if x >= 2 * length:
+            return f"{number(float(f'{x / length:.2g}') if x < 100 * length else round(x / length))} {unit}"
     if x < 0.9995:
         x, unit = 1000 * x, "ms"
     else:

@@ -1,10 +1,12 @@
-"""The process: its cores and peak memory, and settings made before torch is imported (instruction set, allocator, page
+"""The process: its cores and memory, and settings made before torch is imported (instruction set, allocator, page
 size, waiting threads)."""
 
 import contextlib
 import ctypes
 import os
 import resource
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -66,6 +68,41 @@ def disable_amx_in_virtual_machines() -> None:
 def available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> tuple[int, str]:
+    """Bytes that this process can still use, and what limits them: the machine, a control group, or `ulimit -v`."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found = [(1024 * int(fields["MemAvailable"].split()[0]), "of this machine")]
+        found += [(limit, "of this control group (container)") for limit in _group_limits()]
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            found.append((limit - used, "of this process (ulimit -v)"))
+        return max(0, min(found)[0]), min(found)[1]
+    return sys.maxsize, "of this machine"
+
+
+def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """Bytes that the control groups of this process, and those around them, still allow. Version 2 has one tree, version 1
+    one of its own for memory. Within a container the path is that of the host, and the group is the root."""
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        kinds, path = line.split(":", 2)[1:]
+        if kinds == "":
+            tree, names = root, ("memory.max", "memory.current")
+        elif "memory" in kinds.split(","):
+            tree, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = tree / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(tree):
+                break
+            with contextlib.suppress(OSError, ValueError):  # not here, or "max"
+                limit, used = (int((folder / name).read_text()) for name in names)
+                if limit < 1 << 60:  # version 1 has a huge number for no limit
+                    yield limit - used
 
 
 def peak_memory() -> int:

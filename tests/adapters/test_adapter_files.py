@@ -98,3 +98,27 @@ def test_save_does_not_overwrite_other_folders(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="choose another path"):
         adapters.save(model, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_base_model_that_a_file_names_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what was downloaded before is used; a name that the user gives is downloaded."""
+    asked: list[bool] = []
+
+    def download(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        asked.append(local_files_only)
+        if local_files_only and len(asked) == 1:
+            raise OSError("not in the cache")
+        return str(tmp_path / "m")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = small_model()
+    hg.save(model, tmp_path / "m")
+    hg.lora.inject(model, rank=2)
+    model.source = "someone/else"
+    hg.lora.save(model, tmp_path / "a")
+    with pytest.raises(hg.HandgradError, match="Nothing is downloaded because a file names it"):
+        hg.load(tmp_path / "a")
+    assert asked == [True]
+    hg.load(tmp_path / "a")
+    hg.load("someone/else")
+    assert asked == [True, True, False]

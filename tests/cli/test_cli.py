@@ -439,10 +439,15 @@ def test_nonfinite_loss_suggests_a_smaller_learning_rate(folder: Path) -> None:
         (formatting.size(497_759_232), "498 MB"),
         (formatting.size(999_600_000), "1.00 GB"),
         (formatting.size(1_170_000_000), "1.17 GB"),
-        (formatting.seconds(0.036), "36.0 ms"),
-        (formatting.seconds(1.14), "1.14 s"),
-        (formatting.seconds(1020.4), "1,020 s"),
-        (formatting.seconds(0.99996), "1.00 s"),
+        (formatting.duration(0.036), "36.0 ms"),
+        (formatting.duration(1.14), "1.14 s"),
+        (formatting.duration(119.6), "120 s"),
+        (formatting.duration(120), "2 min"),
+        (formatting.duration(1020.4), "17 min"),
+        (formatting.duration(7900), "2.2 h"),
+        (formatting.duration(52_251_994), "605 days"),
+        (formatting.duration(1e9), "32 years"),
+        (formatting.duration(0.99996), "1.00 s"),
         (formatting.clock(7), "0:07"),
         (formatting.clock(3723), "1:02:03"),
         (formatting.percent(0.45), "45 %"),
@@ -524,3 +529,30 @@ def test_long_work_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch)
     with console.working("comparing gradients"):
         pass
     assert "comparing gradients" in written.getvalue() and "0:00:00" in written.getvalue()
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_end_without_a_traceback(tmp_path: Path, closed: str) -> None:
+    """Nor does a file that the command opens get the number of a closed stream."""
+    hg.save(make_model(n_vocab=256, n_context=48, d_model=24), tmp_path / "m")
+    tokenizer.make("bytes", []).write(tmp_path / "m")
+    before = {file: file.read_bytes() for file in (tmp_path / "m").iterdir()}
+    command = f"{sys.executable} -m handgrad generate --model m --prompt é --max-new-tokens 4 {closed}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert {file: file.read_bytes() for file in (tmp_path / "m").iterdir()} == before
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
+def test_output_that_the_locale_cannot_express(locale: dict[str, str]) -> None:
+    """Tables, and errors."""
+    for arguments, code, expected in ((("--model", "nano"), 0, "4 ? 64"), (("--model", "\u6771"), 1, "'?' is neither")):
+        program = [
+            sys.executable,
+            "-c",
+            f"import sys; from handgrad.cli.app import main; sys.argv[1:] = {[*arguments]!a}",
+        ]
+        program[-1] = program[-1].replace("= [", "= ['plan', ") + "; main()"
+        done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, **locale})
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert expected in done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """The engine: uneven sequences that join and leave, equal to the model's own logits and to transformers; bytes and work."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import handgrad as hg
 from conftest import make_model
 from families.members import MEMBERS, TYPICAL, transformers_model
+from handgrad import optim
+from handgrad.adapters.named import load_named, weights_of
 from handgrad.inference import kv_cache
 from handgrad.inference.engine import Engine, Options, Sampling, Sequence
 from handgrad.kernels import library
@@ -241,3 +244,60 @@ def test_invalid_input_leaves_the_engine_as_it_was() -> None:
     assert not engine.busy and engine.step() == []
     with pytest.raises(hg.HandgradError, match="needs a causal model"):
         Engine(make_model(causal=False))
+
+
+def _step(model: GPT) -> None:
+    ids = torch.arange(8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.loss_and_grads(ids[None], ids[None])
+    optim.step(optimizer, 0.5)  # fused, with a factor
+
+
+def _other_tensors(model: GPT) -> None:
+    for p in model.parameters():
+        p.data = p.data.flip(0)
+
+
+def _adapter(model: GPT) -> None:
+    hg.lora.inject(model, rank=2, targets=["all-linear"])
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.normal_()
+
+
+@pytest.mark.parametrize("change", [_step, _other_tensors, _adapter])
+def test_keys_of_other_weights_are_not_used(change: Callable[[GPT], None]) -> None:
+    """Neither those of a kept sequence nor those of a running one."""
+    model = make_model(n_vocab=29, n_context=64)
+    prompt = prompts_of(29, [30])[0]
+    engine = Engine(model, keep=1)
+    engine.add(prompt, Options(2))
+    run(engine)
+    running = engine.add(prompt, Options(4, logprobs=0))
+    engine.step()
+    change(model)
+    while running.finish is None:
+        engine.step()
+    ids = torch.tensor(running.ids)
+    logits = model.logits(ids).log_softmax(1)
+    expected = [float(logits[i - 1, ids[i]]) for i in range(31, 34)]
+    assert [x.logprob for x in running.logprobs[1:]] == pytest.approx(expected)
+    _step(model)
+    found = engine.add(prompt, Options(6, logprobs=0))
+    run(engine)
+    expected = float(model.logits(torch.tensor(prompt)).log_softmax(1)[-1].max())
+    assert found.logprobs[0].logprob == pytest.approx(expected)
+
+
+def test_factors_of_a_named_adapter_count_as_weights(tmp_path: Path) -> None:
+    model = make_model(n_vocab=29, n_context=64)
+    _adapter(model)
+    hg.lora.save(model, tmp_path / "a")
+    model = make_model(n_vocab=29, n_context=64)
+    load_named(model, {"a": tmp_path / "a"})
+    engine = Engine(model)
+    assert not engine.weights.changed()
+    with torch.no_grad():
+        weights_of(model)[-1].mul_(2)
+    assert engine.weights.changed()

@@ -1,7 +1,9 @@
 """Tokenizers: round trips, agreement with the `tokenizers` library and transformers, rejection of dangerous files."""
 
+import io
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from handgrad.errors import HandgradError
-from handgrad.text import tokenizer
+from handgrad.text import corpus, tokenizer
 
 TEXT = "Good morrow,  neighbour!\n\n\tWhither so fast? naïve façade — 東京 🙂\n"
 
@@ -274,3 +276,32 @@ def test_bpe_training_gets_words_of_bounded_length(monkeypatch: pytest.MonkeyPat
     assert fed[:5] == ["so ", "x" * 256, "x" * 256, "x" * 88, " and"]
     assert sum(len(piece) for piece in fed if len(piece) > 9) == 1000 and max(map(len, fed)) == 256
     assert "so on " in fed
+
+
+# ── unknown characters ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_character_without_a_token_is_an_error() -> None:
+    """The library leaves it out without a word: abcabc → acac. With an unknown token it becomes that."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "c": 1, "ac": 2}, merges=[("a", "c")]))
+    plain = inner.to_str()
+    made = tokenizer.Tokenizer(inner)
+    assert made.encode("acaac") == [2, 0, 2]
+    with pytest.raises(HandgradError, match="no token for 'b', and none for unknown characters"):
+        made.encode("acabc")
+    assert made.to_json() == plain, "the file is unchanged"
+    assert tokenizer.from_json(made.to_json()).fingerprint == made.fingerprint
+    model = tokenizers.models.BPE(vocab={"a": 0, "c": 1, "?": 2}, merges=[], unk_token="?")
+    assert tokenizer.Tokenizer(tokenizers.Tokenizer(model)).encode("abc") == [0, 2, 1]
+
+
+def test_endless_standard_input_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(corpus, "MAX_STDIN", 1_000_000)
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        assert endless.stdout is not None
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(endless.stdout))
+        with pytest.raises(HandgradError, match="standard input has more than 1 MB: write it to a file"):
+            corpus.from_stdin()
+        endless.kill()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()], "nothing is left"

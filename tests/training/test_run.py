@@ -1,10 +1,13 @@
 """Run folders: start, resume, damage, locks, symlinks, reports, and failures of several processes."""
 
+import errno
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -382,6 +385,28 @@ def test_train_and_finetune_from_python(finished_runs: Path, workdir: Path, caps
             call()
 
 
+def test_run_whose_flush_to_disk_fails_can_be_resumed(
+    finished_runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of run.json as given and as decided, of the empty metrics, of the first checkpoint. tests/kills.py has all calls."""
+    flush, options = os.fsync, (*train_options(finished_runs), "--steps", 1, "--out", "run")
+    for n in (1, 3, 5, 7):
+        count = itertools.count()
+
+        def fails(handle: int, n: int = n, count: Iterator[int] = count) -> None:
+            if next(count) == n:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            flush(handle)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", fails)
+            failed = handgrad("train", *options)
+        assert failed.returncode == 1 and "Input/output error while flushing" in failed.stderr, (n, failed.stderr)
+        resumed = handgrad("train", *options, "--resume")
+        assert resumed.returncode == 0, (n, resumed.stderr)
+        shutil.rmtree("run")
+
+
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -414,6 +439,65 @@ def test_torchrun_restarts_a_run_and_a_lost_process_prints_one_line(finished_run
     ours = error_lines(done.stderr)
     assert len(ours) == 1 and "lost contact with another of the 2" in ours[0], ours
     assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from handgrad.training import loop
+from handgrad.cli.app import main
+step, stopped = loop.take_step, int(os.environ["STOPPED"])
+def stops(job, ranks):
+    if ranks.rank == stopped:
+        Path("pid").write_text(str(os.getpid()))
+    ranks.total(0)
+    if job.step == 3 and ranks.rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return step(job, ranks)
+loop.take_step = stops
+try:
+    main()
+finally:
+    os.kill(int(Path("pid").read_text()), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_that_does_not_answer_ends_the_group(
+    finished_runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Also if it hosts the store through which processes find each other."""
+    Path("script.py").write_text(STOPPED)
+    monkeypatch.setenv("STOPPED", str(rank))
+    options = (*train_options(finished_runs), "--out", "two", "--peer-timeout", 1)
+    done = run_processes(2, "script.py", "train", *options)
+    (line,) = error_lines(done.stderr)
+    assert "another of the 2 processes did not answer within 1 second" in line and "--peer-timeout" in line
+    assert "ended" not in line
+    assert handgrad("train", "--resume", "--out", "two").returncode == 0
+
+
+WORKS_LONG = """
+import threading
+import torch.distributed as dist
+from handgrad.training.distributed import Ranks
+ranks = Ranks()
+ranks.set_timeout(0.6)
+enough, send, sent = threading.Event(), dist.broadcast, []
+def counted(*arguments, **named):
+    sent.append(arguments)
+    enough.set() if len(sent) == 8 else None  # four in the time that the others wait for one answer
+    return send(*arguments, **named)
+dist.broadcast = counted
+assert ranks.broadcast(lambda: enough.wait() and "done") == "done"
+ranks.shutdown()
+"""
+
+
+def test_others_wait_for_a_first_process_that_works_longer_than_the_limit(workdir: Path) -> None:
+    Path("script.py").write_text(WORKS_LONG)
+    done = run_processes(2, "script.py")
+    assert done.returncode == 0, done.stderr
 
 
 FAILS_ON_ONE = """

@@ -160,6 +160,14 @@ def check_finite_adapter(model: GPT, name: str | None) -> None:
                 raise NonFiniteError(f"the adapter {name} holds NaN or infinity in {where}: load an intact checkpoint")
 
 
+def weights_of(model: GPT) -> list[Tensor]:
+    """Everything that a pass computes with: parameters, packed matrices, and the factors of named adapters."""
+    branches = [branch for layer in _named_layers(model).values() for branch in layer.branches.values()]
+    layers = [layer for part in (model, *branches) for layer in part.modules()]
+    packed = [layer.packed.data for layer in layers if isinstance(layer, Linear) and layer.packed is not None]
+    return [*(p for part in (model, *branches) for p in part.parameters()), *packed]
+
+
 def _named_layers(model: GPT) -> dict[str, NamedAdapters]:
     places = {where for found in model.named_adapters.values() for where in found}
     return {where: model.get_submodule(where) for where in places}  # type: ignore[misc]

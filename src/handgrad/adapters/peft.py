@@ -196,16 +196,23 @@ def config_of(raw: dict[str, Any], file: Path) -> LoRAConfig:
             " LoRA with peft first (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     own = raw.get("handgrad") or {}
+
+    def flag(fields: dict[str, Any], field: str) -> bool:
+        value = fields.get(field)
+        if not isinstance(value, bool | None):
+            raise HandgradError(f"{field} must be true or false, not {shown(value)}")
+        return bool(value)
+
     try:
         return LoRAConfig(
             rank=raw["r"],
             alpha=raw.get("lora_alpha", 8),
             rank_pattern=raw.get("rank_pattern") or {},
             alpha_pattern=raw.get("alpha_pattern") or {},
-            rslora=bool(raw.get("use_rslora")),
-            dora=bool(raw.get("use_dora")),
+            rslora=flag(raw, "use_rslora"),
+            dora=flag(raw, "use_dora"),
             dropout=raw.get("lora_dropout", 0.0),
-            freeze_down=bool(own.get("freeze_down")),
+            freeze_down=flag(own, "freeze_down"),
             modules_to_save=tuple(raw.get("modules_to_save") or ()),
         )
     except KeyError as missing:

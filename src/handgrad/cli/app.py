@@ -73,9 +73,9 @@ app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unk
 def main() -> None:
     """Run a command. A user's mistake ends in one line without a traceback: status 2 if a command or an option is
     misspelt or has a value of the wrong kind, 1 otherwise."""
+    console.open_streams()
     try:
-        with console.warnings_in_one_line():
-            status = app(prog_name="handgrad", standalone_mode=False)  # Ctrl-C is a status here, not an exception
+        status = _run()
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
             _print_mistake(str(mistake))
@@ -90,6 +90,18 @@ def main() -> None:
     if status == INTERRUPTED:
         console.err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
     sys.exit(status)
+
+
+def _run() -> Any:
+    """The status of a command: None, or a number if it ended with typer.Exit or Ctrl-C."""
+    try:
+        with console.warnings_in_one_line():
+            return app(prog_name="handgrad", standalone_mode=False)
+    except (MemoryError, RuntimeError):
+        from ..plan.fit import memory_errors
+
+        with memory_errors():
+            raise
 
 
 def _print_mistake(text: str) -> None:

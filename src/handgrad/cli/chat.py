@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import HandgradError
+from ..files.reading import JSON_BYTES, MB, decode
 from . import console
 from .generate import BITS, MIN_P, PENALTY, TEMPERATURE, TOKENS, TOP_K, TOP_P, sampling, text
 
@@ -116,10 +117,10 @@ def _open(name: str, system: str | None, max_new_tokens: int, how: Any, bits: in
 def _lines(interactive: bool) -> Iterator[str]:
     """The lines that the user writes."""
     if not interactive:
-        try:
-            yield from (line.rstrip("\n") for line in sys.stdin)
-        except UnicodeDecodeError as reason:
-            raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
+        while raw := sys.stdin.buffer.readline(JSON_BYTES + 1):
+            if len(raw) > JSON_BYTES:
+                raise HandgradError(f"a line of standard input has more than {JSON_BYTES // MB} MB, the maximum")
+            yield decode(raw, "standard input").rstrip("\r\n")
         return
     prompt = "you › "
     try:

@@ -1,5 +1,8 @@
 """The terminal: standard output, standard error, and `--json`."""
 
+import contextlib
+import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,6 +20,22 @@ out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
 JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="JSON output file, or - for stdout.")]
+
+
+def open_streams() -> None:
+    """Make the standard streams usable: a closed one (`>&-`) is replaced by /dev/null, before another file gets its number,
+    and what the encoding of the locale cannot express is written as a question mark."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(ValueError):
+                stream.reconfigure(errors="replace")
 
 
 def say(text: str) -> None:
@@ -59,6 +78,12 @@ def warnings_in_one_line() -> Iterator[None]:
         warnings.simplefilter("always", HandgradWarning)
         warnings.showwarning = show_line  # type: ignore[assignment]
         yield
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr; nothing if it is empty."""
+    if text:
+        err.print(text, style="bold yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 def check_json_target(target: str | None) -> None:

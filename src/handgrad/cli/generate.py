@@ -193,26 +193,21 @@ def _formatted(
 
 
 def _texts(prompts: list[str] | None) -> list[str]:
-    """The prompts as given; a single dash stands for standard input."""
+    """The prompts as given; a single dash stands for standard input, without the line feed that echo and files end with."""
+    from ..files.reading import read_stdin
+
     if prompts and prompts.count("-") > 1:
         raise HandgradError(
             "--prompt - reads all of standard input: give it once, or --prompts-file - for a prompt a line"
         )
-    return [_standard_input() if one == "-" else one for one in prompts or ()]
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")  # which echo and files end with
-    except UnicodeDecodeError as reason:
-        raise HandgradError(f"standard input is not UTF-8 text (byte {reason.start}): convert it") from None
+    return [read_stdin().removesuffix("\n") if one == "-" else one for one in prompts or ()]
 
 
 def _lines(file: Path) -> list[str]:
     """The lines of a file, or of standard input, that are not blank."""
-    from ..files.reading import read_text
+    from ..files.reading import read_stdin, read_text
 
-    text = _standard_input() if str(file) == "-" else read_text(file)
+    text = read_stdin() if str(file) == "-" else read_text(file)
     found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not found:
         raise HandgradError(f"{'standard input' if str(file) == '-' else file} has no prompt: write one per line")

@@ -61,6 +61,7 @@ COMMON_LOGGING = {
     "save_every": "Steps between checkpoints.",
     "keep": "Number of checkpoints to keep, besides the best.",
     "sample_tokens": "Length in tokens of the sample generated at each evaluation; 0 for none.",
+    "peer_timeout": "Seconds that a process of a group waits for another one that does not answer.",
     "tensorboard": "Also write TensorBoard events.",
 }
 

@@ -78,6 +78,7 @@ def plan(
     from ..formats.models import find_model
     from ..machine import peak_memory
     from ..plan.estimate import plan_model
+    from ..plan.fit import misfit
     from ..plan.timing import forecast
     from ..training.threads import using
 
@@ -99,3 +100,4 @@ def plan(
             predicted = forecast(planned, before)
         for table in display.tables(planned, predicted, model, console.out.width):
             console.out.print(table)
+        console.warn(misfit(planned))

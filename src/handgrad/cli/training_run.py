@@ -7,9 +7,10 @@ from ..display.influence import outliers_table
 from ..display.plan import step_table
 from ..display.progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
+from ..formatting import duration, plural
 from ..formatting import loss as loss_text
-from ..formatting import plural, seconds
 from ..machine import peak_memory
+from ..plan.fit import misfit
 from ..plan.timing import forecast
 from ..training.config import SHAPE, TrainOptions
 from ..training.distributed import Ranks
@@ -43,7 +44,7 @@ def run_command(given: dict[str, Any], kind: type[C], prepare: Prepare[C]) -> No
         if ranks.first:
             _print_result(result)
     except HandgradError as mistake:
-        mistake.silent = not ranks.should_print(str(mistake))
+        mistake.silent = not ranks.should_print(mistake)
         raise
     finally:
         ranks.shutdown()
@@ -67,9 +68,10 @@ def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
     with using(job.options.threads):
         predicted = forecast(plan, runtime_bytes)
     console.out.print(step_table(plan, predicted, console.out.width))
+    console.warn(misfit(plan, loaded=True))
     if job.recipe.steps is not None:
         total = (
-            f"{plural(job.recipe.steps, 'step')} would take about {seconds(job.recipe.steps * predicted.step_seconds)}"
+            f"{plural(job.recipe.steps, 'step')} would take about {duration(job.recipe.steps * predicted.step_seconds)}"
         )
         display.say(f"dry run, nothing was trained: {total}, without evaluations")
 

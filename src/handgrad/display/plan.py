@@ -6,7 +6,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..formatting import flop, percent, plural, seconds, size
+from ..formatting import duration, flop, percent, plural, size
 from ..plan.estimate import Plan
 from ..plan.parameters import parameters
 from ..plan.timing import Forecast
@@ -95,6 +95,6 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
         if forecast.from_rate
         else "extrapolated from smaller steps timed now"
     )
-    row("time of a step", seconds(forecast.step_seconds), how, end_section=True)
+    row("time of a step", duration(forecast.step_seconds), how, end_section=True)
     row("KV cache per token", size(plan.bytes_cache_per_token), "for generation")
     return table

@@ -28,9 +28,17 @@ def sync(path: Path) -> None:
     """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        _flush(handle, path)
     finally:
         os.close(handle)
+
+
+def _flush(handle: int, path: Path | str) -> None:
+    try:
+        os.fsync(handle)
+    except OSError as reason:
+        what = f"{reason.strerror} while flushing to disk: check the disk"
+        raise OSError(reason.errno, what, str(path)) from None
 
 
 def check_writable(path: Path) -> None:
@@ -86,7 +94,7 @@ def new_file(folder: Path) -> Iterator[BinaryIO]:
 def rename_onto(file: BinaryIO, path: Path) -> None:
     """Flush a file from `new_file` to disk and rename it to `path`, replacing what is there."""
     file.flush()
-    os.fsync(file.fileno())
+    _flush(file.fileno(), path)
     os.replace(file.name, path)
     sync(path.parent)
 

@@ -9,9 +9,10 @@ import errno
 import json
 import os
 import stat
+import sys
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import HandgradError, MissingError, printable
 
@@ -54,7 +55,7 @@ def read_bytes(path: str | Path, limit: int = JSON_BYTES) -> bytes:
     """The content of a file of at most `limit` bytes."""
     with open_regular(path) as file:
         try:
-            raw = file.read(limit + 1)
+            raw = read_at_most(file, limit + 1)
         except OSError as reason:
             raise HandgradError(f"cannot read {path}: {reason.strerror}") from None
     if len(raw) > limit:
@@ -62,12 +63,33 @@ def read_bytes(path: str | Path, limit: int = JSON_BYTES) -> bytes:
     return raw
 
 
+def read_at_most(file: BinaryIO, limit: int) -> bytes:
+    """Up to `limit` bytes of a file. Python's own `read(limit)` allocates all of them first."""
+    parts = bytearray()
+    while len(parts) < limit and (part := file.read(min(1 << 20, limit - len(parts)))):
+        parts += part
+    return bytes(parts)
+
+
 def read_text(path: str | Path, limit: int = JSON_BYTES) -> str:
     """The content of a UTF-8 file."""
+    return decode(read_bytes(path, limit), path)
+
+
+def read_stdin(limit: int = JSON_BYTES) -> str:
+    """The text of standard input, which may be endless."""
+    raw = read_at_most(sys.stdin.buffer, limit + 1)
+    if len(raw) > limit:
+        raise HandgradError(f"standard input has more than {limit / MB:,.0f} MB, the maximum")
+    return decode(raw, "standard input")
+
+
+def decode(raw: bytes, name: str | Path) -> str:
+    """UTF-8 → text. `name` is for messages."""
     try:
-        return read_bytes(path, limit).decode()
+        return raw.decode()
     except UnicodeDecodeError as reason:
-        raise HandgradError(f"{path} is not UTF-8 text (byte {reason.start}): convert it") from None
+        raise HandgradError(f"{name} is not UTF-8 text (byte {reason.start}): convert it") from None
 
 
 def read_json(path: str | Path, limit: int = JSON_BYTES) -> dict[str, Any]:

@@ -183,8 +183,9 @@ def config_of(folder: Path) -> ModelConfig:
     return gguf_config(folder) if is_gguf(folder) else load_config(folder)
 
 
-def locate(path: str | Path) -> Path:
-    """The folder of a model or an adapter, or a GGUF file; fetched or downloaded if necessary."""
+def locate(path: str | Path, download: bool = True) -> Path:
+    """The folder of a model or an adapter, or a GGUF file; fetched or downloaded if necessary. With download=False, a model
+    on the hub is found only if it has been downloaded before."""
     if not isinstance(path, str | Path) or not str(path):
         raise HandgradError(f"give the folder or the name of a model, not {shown(path)}")
     name = str(path)
@@ -209,7 +210,7 @@ def locate(path: str | Path) -> Path:
             f"{name!r} is a preset, a shape without weights, and no folder has that name: hg.GPT(hg.preset({name!r})) makes"
             " a model of that shape"
         )
-    return _from_hub(name)
+    return _from_hub(name, download)
 
 
 def base_of(adapter: Path) -> Path:
@@ -220,14 +221,19 @@ def base_of(adapter: Path) -> Path:
             f"{adapter} does not name its base model: load that first, then the adapter with hg.lora.load"
         )
     try:
-        base = locate(name)
+        base = locate(name, download=False)
         if not base.exists():
             raise HandgradError(f"there is no file {base}")
-        return base
     except HandgradError as mistake:
         raise HandgradError(
             f"the base model of {adapter} was not found: {mistake}. Put the base model, or a link to it, back to {name}"
         ) from None
+    if adapters.is_adapter(base):
+        raise HandgradError(
+            f"the base model of {adapter} is {base}, which is an adapter itself: merge that one first (handgrad merge), and"
+            " name the result as base_model_name_or_path"
+        )
+    return base
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
@@ -267,14 +273,19 @@ def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:
     return chat_template_of(adapter)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, download: bool) -> Path:
     preset = f" ({name!r} is also a preset: a shape without weights)" if name in PRESETS else ""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise HandgradError(f"no folder {name}{preset}; to look for it on the hub, pip install huggingface_hub")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=not download))
     except Exception as reason:  # several libraries' exceptions
+        if not download:
+            raise HandgradError(
+                f"no folder {name}{preset}, and it was not downloaded from the hub before. Nothing is downloaded because a"
+                f" file names it: name it yourself, once, as in handgrad generate --model {name}"
+            ) from None
         why = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         raise HandgradError(f"no folder {name}{preset}, and downloading it from the hub failed: {why}") from None

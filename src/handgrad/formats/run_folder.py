@@ -122,7 +122,7 @@ class RunFolder:
         """The valid lines of metrics.jsonl. A killed process may leave half a line; invalid lines are skipped."""
         found = []
         with contextlib.suppress(MissingError), open_regular(self.folder / METRICS) as file:
-            for line in file.read(METRICS_BYTES).split(b"\n"):
+            while file.tell() < METRICS_BYTES and (line := file.readline(MB)):
                 with contextlib.suppress(HandgradError):
                     record = parse_json(line.decode(errors="replace"), METRICS)
                     if _is_record(record):

@@ -10,6 +10,7 @@
 A step is one pass through the network's blocks, the same that training runs. It has about 1,024 tokens at most: one of each
 running sequence, then prompts, of which a long one takes several steps. A prompt that begins like one in the cache copies
 that part, and waits for it if it is being computed. If its log-probabilities are wanted, it copies from prompts whose are.
+If a weight has changed since, by an optimizer's step or an adapter, nothing in the cache is used: all is computed again.
 
 The engine works on ids and is not thread-safe: call it from one thread.
 """
@@ -19,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from ..adapters.named import check_finite_adapter, groups
+from ..adapters.named import check_finite_adapter, groups, weights_of
 from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.passes import Pass
@@ -36,6 +37,21 @@ __all__ = ["Engine", "Event", "Finish", "Options", "Sampling", "Sequence", "Toke
 
 TOKENS_AT_ONCE = 1024  # of one pass: matrix products reach their full rate here
 SHORTEST_SHARED = 16  # tokens: a shorter common beginning is computed again
+
+
+class Weights:
+    """All weights of a model and of its named adapters. `state` has the place and the version of each, which change with it;
+    a write into `p.data` changes neither."""
+
+    def __init__(self, model: GPT):
+        self.model, self.adapter, self.tensors = model, model.adapter, weights_of(model)
+        self.state = self._read()
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in self.tensors]
+
+    def changed(self) -> bool:
+        return self.model.adapter is not self.adapter or self._read() != self.state
 
 
 class Engine:
@@ -60,6 +76,7 @@ class Engine:
             raise HandgradError("generation needs a causal model (causal=True)")
         self.model, self.tokens_at_once, self.max_running, self.keep = model, tokens_at_once, max_running, keep
         self.cache = Cache(model)
+        self.weights = Weights(model)
         self.cached = cache
         self.sequences: list[Sequence] = []  # running and waiting, in the order of arrival
         self.kept: list[Sequence] = []  # finished, oldest first
@@ -78,11 +95,13 @@ class Engine:
         """Let a sequence join; its first token comes with one of the next steps. Raises if the input is invalid."""
         options = options or Options()
         ids = check_prompt(self.model, prompt, options)
+        if (now := Weights(self.model)).state != self.weights.state:
+            self._renew(now)
         sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
         sequence.matcher = None if options.grammar is None else options.grammar.matcher()
         sequence.window = ids[-self.model.config.n_context :]
         if not self.sequences:
-            self._blocks = describe(self.model)  # the model may have changed while nothing ran
+            self._blocks = describe(self.model)
         self.sequences.append(sequence)
         return sequence
 
@@ -103,6 +122,8 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Compute the next tokens: one for every sequence whose prompt is complete."""
+        if self.weights.changed():
+            self._renew(Weights(self.model))
         waiting = self._waiting
         work = self._work()
         if len(self._waiting) < len(waiting):
@@ -126,6 +147,16 @@ class Engine:
                 logits = model.head.forward(model.final_norm.forward(some)[0], run)
         events += [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
         return events if logits is None else events + self._choose(wanted, logits)
+
+    def _renew(self, weights: Weights) -> None:
+        """Discard the keys and values of other weights; running sequences compute theirs again."""
+        self.cache, self.weights = Cache(self.model), weights
+        self.kept.clear()
+        self._blocks = describe(self.model)
+        for sequence in self.sequences:
+            sequence.slot = self.cache.add()
+            if not sequence.new:
+                sequence.prompt_logprobs.clear()
 
     # ── which tokens ────────────────────────────────────────────────────────────────────────────────────────────────
 

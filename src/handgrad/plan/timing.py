@@ -15,6 +15,7 @@ import torch
 from .. import adapters, optim
 from ..adapters.config import LoRAConfig
 from ..errors import HandgradError
+from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import without_block
 from ..model.packed import Packed
@@ -52,16 +53,18 @@ class Forecast:
 
 def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
     """Predict the seconds of a step. `runtime_bytes` is the process's memory before the model was made."""
-    return Forecast(predict(plan), runtime_bytes, too_large(plan))
+    from_rate = too_large(plan)
+    return Forecast(predict(plan, from_rate=from_rate), runtime_bytes, from_rate)
 
 
-def predict(plan: Plan, budget: float = 1.5) -> float:
+def predict(plan: Plan, budget: float = 1.5, from_rate: bool | None = None) -> float:
     """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
-    run for about `budget` seconds."""
+    run for about `budget` seconds; `from_rate` leaves them out (default: if they are too large)."""
     rows = rows_at_once(plan.config.n_vocab, head_trains=False)
     pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
     groups = pieces * -(-with_target // rows)
-    return _computing(plan, budget) + sum(
+    from_rate = too_large(plan) if from_rate is None else from_rate
+    return _computing(plan, budget, from_rate) + sum(
         count * unpack_seconds(kind, shape, plan.dtype)
         for (kind, shape), count in uses(plan.config, plan.kinds, groups).items()
     )
@@ -79,12 +82,13 @@ def too_large(plan: Plan) -> bool:
     """Whether the largest trial step, of three blocks, would take too long or too much memory."""
     config = replace(with_blocks(plan.config, (0, 0, 0)), n_vocab=min(MANY, plan.config.n_vocab))
     trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype)
-    return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > LARGEST_BYTES
+    most = min(LARGEST_BYTES, available_memory()[0] / 4)  # four trials exist at once
+    return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > most
 
 
-def _computing(plan: Plan, budget: float) -> float:
+def _computing(plan: Plan, budget: float, from_rate: bool) -> float:
     """Seconds of a step without unpacking."""
-    if too_large(plan):
+    if from_rate:
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)

@@ -1,8 +1,8 @@
 """The sandboxed child process: answers requests within limits of CPU time and memory, or exits.
 
-Run as `python -I -S worker.py PARENT FOLDER…`: the parent's process id, and folders to import jinja2 from. A message is its
-length in four bytes, then JSON. A CPU timer kills the process even inside a regular expression; a limit on the address
-space raises MemoryError, which exits with status NO_MEMORY.
+Run as `python -I -S worker.py PARENT FOLDER…`: the parent's process id, and folders to import libraries from. A message is
+its length in four bytes, then JSON that begins with the function and the bytes of a file it reads. A CPU timer kills the
+process even inside a regular expression; a limit on the address space raises MemoryError, which exits with status NO_MEMORY.
 """
 
 import contextlib
@@ -19,13 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 1.0  # CPU time of a request
-SECONDS_PER_BYTE = 5e-6  # added for each byte of the request
+SECONDS_PER_BYTE = 5e-6  # added for each byte of the request, and of the file
 MEMORY = 200_000_000  # bytes above what the process uses at its first request
 MEMORY_PER_BYTE = 20
 TEXT = 4_000_000  # bytes of a reply
 TEXT_PER_BYTE = 8
 NO_MEMORY = 3  # exit status
 MAX_TEMPLATES = 16  # compiled templates in memory
+LIBRARIES = {"prepare": "templates", "tokenize": "tokenizers", "scan": "pyarrow.parquet"}  # imported without limits
+PAGE = 1 << 20  # bytes that are read of a file at once
+ROWS = 256  # of a table
 
 _templates: dict[str, Any] = {}
 
@@ -81,7 +84,42 @@ def _with_template(request: dict[str, Any], use: Callable[[Any], Any]) -> Any:
         return {"error": f"{reason}"[:2000] or type(reason).__name__}
 
 
-FUNCTIONS = {f.__name__: f for f in (match, prepare, render, segments)}
+def tokenize(request: dict[str, Any]) -> dict[str, str]:
+    """Encode and decode long runs of each character with tokenizers. {}, or {"error": reason} if one makes a text more than
+    `growth` times as long, or if the first one fails."""
+    characters, length, growth = request["characters"], request["length"], request["growth"]
+    texts = [characters, *(f"{c * length}\x01{characters}" for c in characters), " a1.\n" * (length // 5)]
+    for i, description in enumerate(request["tokenizers"]):
+        try:
+            made = importlib.import_module("tokenizers").Tokenizer.from_str(description)
+            for text in texts:
+                found = len(made.encode(text)), 0 if made.decoder is None else len(made.decoder.decode([text]))
+                if max(found) > growth * len(text):
+                    return {"error": f"makes {max(found):,} tokens or characters of {len(text):,} characters"}
+        except MemoryError:
+            raise
+        except BaseException as reason:  # a panic in the library's Rust code is not an Exception
+            if i == 0:
+                return {"error": f"fails: {reason}"[:2000]}
+    return {}
+
+
+def scan(request: dict[str, Any]) -> dict[str, str]:
+    """Decode a .parquet file as the parent will. {}, or {"error": reason}."""
+    try:
+        with open(request["file"], "rb") as opened:
+            table = importlib.import_module("pyarrow.parquet").ParquetFile(opened, buffer_size=PAGE)
+            for _ in table.iter_batches(batch_size=ROWS, use_threads=False):
+                pass
+    except MemoryError:
+        raise
+    except Exception as reason:
+        return {"error": f"{reason}"[:2000]}
+    return {}
+
+
+FUNCTIONS = {f.__name__: f for f in (match, prepare, render, segments, tokenize, scan)}
+HEAD = re.compile(rb'\{"function": "(\w+)", "work": (\d+)')
 
 
 def main() -> None:
@@ -91,15 +129,20 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     while (raw := next_request(parent)) is not None:
-        size = len(raw)
-        if "templates" not in sys.modules and raw.startswith(b'{"function": "prepare"'):
-            importlib.import_module("templates")  # importing jinja2 must not count as the template's time
+        head = HEAD.match(raw)
+        assert head is not None
+        size = len(raw) + int(head[2])
+        library = LIBRARIES.get(head[1].decode(), "json")
+        if library not in sys.modules:  # importing it must not count as the program's time and memory
+            _set_memory(resource.RLIM_INFINITY)
+            importlib.import_module(library)
+            _measured.clear()
         limit_memory(MEMORY + MEMORY_PER_BYTE * size)
         signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_BYTE * size)
         try:
             request = json.loads(raw)
             del raw
-            text = json.dumps(FUNCTIONS[request.pop("function")](request), ensure_ascii=False)
+            text = json.dumps(FUNCTIONS[request["function"]](request), ensure_ascii=False)
             reply = text.encode("utf-8", "surrogatepass")
             del text, request
         except MemoryError:
@@ -123,15 +166,25 @@ def next_request(parent: int, idle: float = math.inf) -> bytes | None:
 
 def limit_memory(extra: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (_initial_memory() + extra, resource.RLIM_INFINITY))
+        _set_memory(_initial_memory() + extra)
 
 
-def _initial_memory(measured: list[int] = []) -> int:  # noqa: B006
-    """Bytes of address space at the first request, measured once."""
-    if not measured:
+def _set_memory(limit: int) -> None:
+    """Limit the address space, within what `ulimit -v` allows."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    inside = [x for x in (limit, hard) if x != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(inside, default=resource.RLIM_INFINITY), hard))
+
+
+_measured: list[int] = []
+
+
+def _initial_memory() -> int:
+    """Bytes of address space before the first request that needs the latest library, measured once."""
+    if not _measured:
         with open("/proc/self/statm", encoding="ascii") as file:
-            measured.append(int(file.read().split()[0]) * resource.getpagesize())
-    return measured[0]
+            _measured.append(int(file.read().split()[0]) * resource.getpagesize())
+    return _measured[0]
 
 
 def _read(count: int) -> bytes | None:

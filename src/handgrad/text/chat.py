@@ -74,7 +74,8 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     def _prepare(self) -> None:
-        syntax_error = client.call("prepare", self.name, **self._program)
+        program: dict[str, Any] = self._program
+        syntax_error = client.call("prepare", self.name, **program)
         if syntax_error is not None:
             raise HandgradError(f"{self.name}, line {syntax_error[0]}, is not a chat template: {syntax_error[1]}")
 

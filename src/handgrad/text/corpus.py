@@ -29,6 +29,7 @@ from .tokenizer import Tokenizer, cut_position
 
 CHUNK = 1 << 18  # characters read at once
 MAX_LINE = 64 * MB  # bytes of a line of .jsonl
+MAX_STDIN = 20_000 * MB  # bytes of standard input, which may be endless; a file may have any size
 TOO_LONG = f"is longer than {MAX_LINE // MB} MB, the maximum for a line: split it"
 HEADER = 4096  # bytes; the last 32 are the SHA-256 of the others
 DIGEST = hashlib.sha256().digest_size
@@ -89,6 +90,10 @@ def from_stdin() -> Path:
                 raise HandgradError("standard input is not text: it contains zero bytes")
             digest.update(piece)
             file.write(piece)
+            if file.tell() > MAX_STDIN:
+                raise HandgradError(
+                    f"standard input has more than {MAX_STDIN // MB:,} MB: write it to a file, and name that with --data"
+                )
         if not file.tell():
             raise HandgradError("standard input is empty")
         target = folder / f"{digest.hexdigest()[:32]}.txt"

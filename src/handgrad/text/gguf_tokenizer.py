@@ -23,11 +23,12 @@ from ..files.gguf import GGUFFile
 from ..files.reading import read_text
 from .chat import SOURCE_BYTES, ChatTemplate
 from .tokenizer import Tokenizer, byte_level, library_errors
+from .tokenizer_check import check_added
 
-# Limits of a vocabulary; the largest in use have 2 million characters, 600,000 merges of scores and 7,000 added tokens.
+# Limits of a vocabulary; the largest in use have 2 million characters and 600,000 merges of scores.
 MAX_CHARACTERS = 1 << 22
 MAX_MERGES = 1 << 20
-MAX_ADDED = 1 << 14
+MAX_SPLIT = 1 << 30  # characters of all ways to split a token into two
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
@@ -221,6 +222,9 @@ def _merges_of_scores(
     normal = {token for token, i in vocabulary.items() if types[i] == NORMAL}
     if sum(map(len, normal)) > MAX_CHARACTERS:
         raise HandgradError(f"{file.path}: the tokens have more than {MAX_CHARACTERS:,} characters, the maximum")
+    if sum(len(token) ** 2 for token in normal) > MAX_SPLIT:
+        longest = max(map(len, normal))
+        raise HandgradError(f"{file.path}: the tokens are too long to be split; the longest has {longest:,} characters")
     in_order = sorted(normal, key=lambda token: (-scores[vocabulary[token]], vocabulary[token]))
     splits = (((token[:i], token[i:]) for i in range(1, len(token))) for token in in_order)
     pairs = (pair for pair in chain.from_iterable(splits) if pair[0] in normal and pair[1] in normal)
@@ -237,10 +241,6 @@ def _added_tokens(
     named = set(special.values())
     whole = (UNKNOWN, CONTROL, USER_DEFINED)
     found = [token for token, i in vocabulary.items() if token and (types[i] in whole or token in named)]
-    if len(found) > MAX_ADDED or sum(map(len, found)) > MAX_CHARACTERS:
-        raise HandgradError(
-            f"{file.path}: {len(found):,} tokens are special or user-defined; the maximum is {MAX_ADDED:,}, with"
-            f" {MAX_CHARACTERS:,} characters"
-        )
+    check_added(found, file.path)
     plain = {token for token in found if types[vocabulary[token]] == USER_DEFINED and token not in named}
     return [AddedToken(token, normalized=False, special=token not in plain) for token in found]

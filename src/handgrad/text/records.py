@@ -12,13 +12,15 @@ A record that cannot be read is yielded as a HandgradError, and reading continue
 import csv
 import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import HandgradError, printable, shown
-from ..files.reading import MB, WHITESPACE, open_regular, parse_json, parse_next
+from ..files.reading import MB, WHITESPACE, check_regular, open_regular, parse_json, parse_next, read_at_most
 from ..formatting import plural
+from ..sandbox import client, worker
 from . import corpus
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -103,7 +105,7 @@ def _parse(line: str, location: Location) -> Any:
 
 def _read_all(file: Path, progress: Callable[[int], None]) -> str:
     with open_regular(file) as opened:
-        raw = opened.read(MAX_FILE + 1)
+        raw = read_at_most(opened, MAX_FILE + 1)
     if len(raw) > MAX_FILE:
         raise HandgradError(f"{file} is larger than {MAX_FILE // MB:,} MB: split it, or write one example per line")
     progress(len(raw))
@@ -179,7 +181,8 @@ def _rows(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
             continue
         if names is None:
             names = [name.strip() for name in cells]
-            duplicate = next((name for name in names if names.count(name) > 1), None)
+            counts = Counter(names)
+            duplicate = next((name for name in names if counts[name] > 1), None)
             if duplicate is not None:
                 raise location.error(f"two columns are named {shown(duplicate)}: rename one of them")
         elif cells and len(cells) != len(names):
@@ -195,14 +198,19 @@ def _parquet(file: Path, progress: Callable[[int], None]) -> Iterator[Entry]:
         raise HandgradError(
             f"reading {file} needs the package pyarrow: pip install pyarrow, or write the file as .jsonl"
         ) from None
+    check_regular(file)
+    # A few bytes can describe a cell of gigabytes. So the file is decoded in the sandbox first, and then row by row.
+    found = client.call("scan", str(file), file.stat().st_size, file=str(file.absolute()))
+    if "error" in found:
+        raise HandgradError(f"{file} is not a parquet file: {printable(found['error'])}")
     with open_regular(file) as opened:
         try:
-            table = parquet.ParquetFile(opened)
+            table = parquet.ParquetFile(opened, buffer_size=worker.PAGE)
             number = 0
-            for batch in table.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
+            for batch in table.iter_batches(batch_size=worker.ROWS):
+                for i in range(batch.num_rows):
                     number += 1
-                    yield Location(file, number), record
+                    yield Location(file, number), batch.slice(i, 1).to_pylist()[0]
         except (ValueError, OSError, RuntimeError) as reason:  # the base classes of pyarrow's errors
             if isinstance(reason, HandgradError):
                 raise

@@ -25,7 +25,7 @@ from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
 from .chat import Message, of_files
 from .downloads import fetch
-from .tokenizer_check import check
+from .tokenizer_check import check, check_added
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
@@ -34,6 +34,7 @@ EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens
 FILE_BYTES = 128 * MB  # maximum size of a tokenizer file
 MAX_IDS = 1 << 24
 UNKNOWN = "\0"  # unknown token of character vocabularies; text files never contain it
+REFUSED = "\0\0"  # unknown token of a vocabulary without one: it is not in it, so the library raises where it is needed
 MAX_PIECE = 1 << 18  # characters encoded in one call: the library needs about 400 bytes for each
 MAX_WORD = 256  # characters: longer runs of one character class are cut before BPE training
 MAX_RUN_TEXT = 1 << 18  # characters of such runs that BPE training uses
@@ -75,6 +76,8 @@ class Tokenizer:
             in_order = sorted(vocabulary)
             code_points, ids = [ord(c) for c in in_order], [vocabulary[c] for c in in_order]
             self._characters = _CharacterTable(np.array(code_points), np.array(ids))
+        if isinstance(inner.model, models.BPE) and inner.model.unk_token is None:
+            inner.model.unk_token = REFUSED  # the library would leave unknown characters out, without a word
 
     def _end_token(self) -> str:
         """The end-of-text token named in tokenizer_config.json, or the default."""
@@ -113,11 +116,28 @@ class Tokenizer:
             return [self._look_up(text, self._characters) for text in texts]
         pieces = [list(split_long_text(text)) for text in texts]
         with library_errors("the tokenizer cannot encode this text"):
-            encoded = iter(
-                self.inner.encode_batch([piece for group in pieces for piece in group], add_special_tokens=False)
-            )
+            try:
+                encoded = iter(
+                    self.inner.encode_batch([piece for group in pieces for piece in group], add_special_tokens=False)
+                )
+            except Exception as reason:
+                if REFUSED in str(reason):
+                    raise self._missing(texts) from None
+                raise
         ids = [[np.array(e.ids, np.int64) for e in islice(encoded, len(group))] for group in pieces]
         return [group[0] if len(group) == 1 else np.concatenate(group) for group in ids]
+
+    def _missing(self, texts: list[str]) -> HandgradError:
+        """The error that names the first character without a token."""
+        for character in dict.fromkeys(character for text in texts for character in text):
+            try:
+                self.inner.encode(character, add_special_tokens=False)
+            except Exception:
+                break
+        return HandgradError(
+            f"the tokenizer has no token for {character!r}, and none for unknown characters: remove it from the text, or use"
+            " another tokenizer"
+        )
 
     def _look_up(self, text: str, table: _CharacterTable) -> np.ndarray:
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -148,7 +168,7 @@ class Tokenizer:
         return hashlib.sha256(f"{self.to_json()}{other_end}".encode()).hexdigest()
 
     def to_json(self) -> str:
-        return str(self.inner.to_str())
+        return str(self.inner.to_str()).replace(f'"unk_token":{json.dumps(REFUSED)}', '"unk_token":null')
 
     def write(self, folder: Path) -> None:
         """Write tokenizer.json and the extra files; tokenizer_config.json for `transformers` if it is not among them."""
@@ -237,7 +257,7 @@ def read(path: Path) -> Tokenizer:
         else:
             raise HandgradError(f"{path} contains no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
     text = read_text(path, FILE_BYTES)
-    check(parse_json(text, path), path)
+    check(parse_json(text, path), path, len(text))
     with library_errors(f"{path} is not a tokenizer.json"):
         return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files, folder)
 
@@ -268,13 +288,18 @@ def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder
     those of the vocabulary, or be in it, as GPT-2's end-of-text token is."""
     added: dict[int, AddedToken] = {}
     try:
-        for word, i in parse_json(extra_files.get("added_tokens.json", "{}"), "added_tokens.json").items():
+        words = parse_json(extra_files.get("added_tokens.json", "{}"), "added_tokens.json")
+        check_added(list(words), folder)
+        for word, i in words.items():
             added[int(i)] = AddedToken(word, special=True)
         settings = parse_json(extra_files.get("tokenizer_config.json", "{}"), "tokenizer_config.json")
         described = settings.get("added_tokens_decoder") or {}
+        check_added(described, folder)
         for i, entry in described.items():
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
-            added[int(i)] = AddedToken(entry["content"], **{f: bool(entry.get(f)) for f in flags})
+            added[int(i)] = AddedToken(entry["content"], **{f: entry.get(f) or False for f in flags})
+    except HandgradError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as reason:
         raise HandgradError(f"{folder}: the added tokens cannot be read: {reason}") from None
     end = inner.token_to_id(END)

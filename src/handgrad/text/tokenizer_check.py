@@ -1,67 +1,75 @@
 """Reject a tokenizer.json that could exhaust memory, hang or crash the process.
 
-Its normalizers, pre-tokenizers and decoders are programs: replacements can multiply a text, regular expressions can hang.
-Their number and growth are checked before the library loads them; regular expressions are tried on long runs of characters
-in a child process with time and memory limits.
+Its normalizers, pre-tokenizers, decoders and post-processors are programs: they can multiply a text, and regular expressions
+can hang. Their number and growth are checked before the library loads them. Then they are tried on long runs of characters
+in the sandbox, unless they are of kinds that cannot do harm; so is the complete tokenizer if its file is small.
 """
 
 import base64
 import binascii
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError, printable, shown
+from ..errors import HandgradError, LimitError, printable, shown
+from ..sandbox import client
 
 MAX_PARTS = 64  # nested normalizers, pre-tokenizers and decoders
-MAX_GROWTH = 32  # factor by which all replacements together may lengthen a text
+MAX_GROWTH = 32  # factor by which all parts together may lengthen a text
 MAX_WORD = 10_000  # characters that WordPiece compares with every entry
+MAX_ENTRY = 1_000  # characters of a token of Unigram, which are compared at every position of a text
 MAX_PATTERN = 10_000  # characters
+# Added tokens, which the library searches for in every text; the largest vocabularies in use have 7,000.
+MAX_ADDED, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 22
+HARMLESS = ("Sequence", "ByteLevel", "Digits", "Split", "Fuse", "NFC")
 KNOWN_SAFE = ("[\\s\\S]",)
 RUN_LENGTH = 4_000  # characters of each trial text
-SECONDS, BYTES = 2, 1 << 30  # limits of the child process
+SMALL = 1_000_000  # bytes of a file that is tried as a whole
+WORK = 200_000  # bytes of a file whose time the trial may take
 
-TRIAL_PROGRAM = """
-import json, os, resource, sys
-import tokenizers
-def limit(kind, maximum):
-    resource.setrlimit(kind, (maximum, maximum))
-parts, texts, seconds, size = json.loads(sys.stdin.buffer.read())
-limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + seconds)
-limit(resource.RLIMIT_AS, size)
-made = tokenizers.Tokenizer.from_str(json.dumps(parts))
-for text in texts:
-    made.encode(text)
-    if made.decoder is not None:
-        made.decoder.decode([text])
-"""
+_KEYS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 
 
-def check(content: Any, name: str | Path) -> None:
-    """Raise if the tokenizer described by `content` could exhaust memory, hang or panic. `name` is for messages."""
+def check(content: Any, name: str | Path, size: int) -> None:
+    """Raise if the tokenizer described by `content`, a file of `size` bytes, could exhaust memory, hang or panic. `name` is
+    for messages."""
     if not isinstance(content, dict):
         raise HandgradError(f"{name} is not a tokenizer.json: it contains {shown(content)}, not an object")
-    parts = [content.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
-    nested = [inner for part in parts for inner in _flatten(part)]
+    check_added(content.get("added_tokens"), name)
+    parts = {key: content.get(key) for key in _KEYS}
+    nested = [inner for part in parts.values() for inner in _flatten(part)]
     if len(nested) > MAX_PARTS:
         raise HandgradError(
             f"{name}: {len(nested):,} normalizers, pre-tokenizers and decoders; the maximum is {MAX_PARTS}"
         )
-    for part in parts:
-        factor = prod(_growth(inner, name) for inner in _flatten(part))
+    for key in ("normalizer", "pre_tokenizer", "decoder"):
+        factor = prod(_growth(inner, name) for inner in _flatten(parts[key]))
         if factor > MAX_GROWTH:
             raise HandgradError(f"{name}: it makes a text up to {factor:,} times as long; the maximum is {MAX_GROWTH}")
     model = content.get("model")
     if isinstance(model, dict):
         _check_model(model, name)
     patterns = [pattern for part in nested for pattern in _patterns(part)]
-    if any(pattern not in KNOWN_SAFE for pattern in patterns):
-        _try_patterns(parts, patterns, name)
+    kinds = [part["type"] for part in nested]
+    bytes_twice = [part["type"] for key in _KEYS[:2] for part in _flatten(parts[key])].count("ByteLevel") > 1
+    if bytes_twice or not all(kind in HARMLESS for kind in kinds) or any(p not in KNOWN_SAFE for p in patterns):
+        _try(parts, patterns, [json.dumps(content)] if size <= SMALL else [], name)
+
+
+def check_added(tokens: Any, name: str | Path) -> None:
+    """Raise if there are too many added tokens, or too long ones."""
+    found = tokens if isinstance(tokens, list | dict) else ()
+    texts = (
+        x.get("content") if isinstance(x, dict) else x for x in (found.values() if isinstance(found, dict) else found)
+    )
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    if len(found) > MAX_ADDED or characters > MAX_ADDED_CHARACTERS:
+        raise HandgradError(
+            f"{name}: {len(found):,} tokens are special or added, with {characters:,} characters; the maximum is"
+            f" {MAX_ADDED:,}, with {MAX_ADDED_CHARACTERS:,}"
+        )
 
 
 def _flatten(part: Any) -> Iterator[dict[str, Any]]:
@@ -72,7 +80,7 @@ def _flatten(part: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(part, dict):
         if "type" in part:
             yield part
-        for key in ("normalizers", "pretokenizers", "decoders"):
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
             yield from _flatten(part.get(key))
 
 
@@ -109,6 +117,10 @@ def _check_model(model: dict[str, Any], name: str | Path) -> None:
         value = model.get(key)
         if isinstance(value, str) and len(value) > MAX_GROWTH:
             raise HandgradError(f"{name}: the {key} has {len(value):,} characters; the maximum is {MAX_GROWTH}")
+    entries = model.get("vocab") if model.get("type") == "Unigram" else None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, list) and entry and isinstance(entry[0], str) and len(entry[0]) > MAX_ENTRY:
+            raise HandgradError(f"{name}: a token has {len(entry[0]):,} characters; the maximum is {MAX_ENTRY:,}")
     longest = model.get("max_input_chars_per_word")
     if isinstance(longest, int) and longest > MAX_WORD:
         raise HandgradError(f"{name}: max_input_chars_per_word is {longest:,}; the maximum is {MAX_WORD:,}")
@@ -120,37 +132,26 @@ def _patterns(part: dict[str, Any]) -> Iterator[str]:
         yield pattern["Regex"]
 
 
-def _try_patterns(parts: list[Any], patterns: list[str], name: str | Path) -> None:
-    """Encode long runs of each character in the patterns and of some others, in a child process with limits."""
+def _try(parts: dict[str, Any], patterns: list[str], others: list[str], name: str | Path) -> None:
+    """Encode long runs of each character in the patterns and of some others, in the sandbox: with a vocabulary that makes
+    every character a token, and with the tokenizers `others`."""
     for pattern in patterns:
         if len(pattern) > MAX_PATTERN:
             raise HandgradError(
                 f"{name}: a regular expression has {len(pattern):,} characters; the maximum is {MAX_PATTERN:,}"
             )
-    characters = sorted({*"aZ1 \n.'_é東", *"".join(patterns)})[:80]
-    every = "".join(characters)
-    texts = [every, *(f"{c * RUN_LENGTH}\x01{every}" for c in characters), " a1.\n" * (RUN_LENGTH // 5)]
     trial = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None,
-        "normalizer": parts[0], "pre_tokenizer": parts[1], "decoder": parts[2],
-        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], **parts,
+        "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "a", "fuse_unk": False},
     }  # fmt: skip
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    request = json.dumps([trial, texts, SECONDS, BYTES]).encode()
+    by = f"splitting by {', '.join(shown(pattern) for pattern in patterns[:3])}" if patterns else "its tokenizer"
+    characters = "".join(sorted({*"aZ1 \n.'_é東", *"".join(patterns)})[:80])
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", TRIAL_PROGRAM],
-            input=request, capture_output=True, env=environment, timeout=60, check=False,
+        found = client.call(
+            "tokenize", by, WORK, tokenizers=[json.dumps(trial), *others], characters=characters, length=RUN_LENGTH,
+            growth=MAX_GROWTH,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise HandgradError(_unusable(name, patterns, "takes too long")) from None
-    if done.returncode < 0:
-        raise HandgradError(_unusable(name, patterns, "takes too long or too much memory"))
-    if done.returncode:
-        reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
-        raise HandgradError(_unusable(name, patterns, f"fails: {printable(reason.rpartition('Exception: ')[2])}"))
-
-
-def _unusable(name: str | Path, patterns: list[str], why: str) -> str:
-    shown_patterns = ", ".join(shown(pattern) for pattern in patterns[:3])
-    return f"{name} cannot be used as a tokenizer: splitting by {shown_patterns} {why}"
+    except LimitError as reason:
+        raise LimitError(f"{name} cannot be used as a tokenizer: {reason}") from None
+    if "error" in found:
+        raise HandgradError(f"{name} cannot be used as a tokenizer: {by} {printable(found['error'].splitlines()[0])}")

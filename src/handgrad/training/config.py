@@ -71,6 +71,7 @@ class TrainOptions:
     keep: int = 2
     sample_tokens: int = 160
     tensorboard: bool = False
+    peer_timeout: float = 120.0  # seconds to wait for another process of the group
 
     def __post_init__(self) -> None:
         for f in fields(self):

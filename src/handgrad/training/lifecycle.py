@@ -49,6 +49,7 @@ FREE = {
     "sample_tokens",
     "tensorboard",
     "threads",
+    "peer_timeout",
 }
 PATHS = {"data", "val_data", "model", "chat_template"}
 
@@ -131,6 +132,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         for line in start.messages:
             display.say(line)
         options = _options(request, start)
+        ranks.set_timeout(options.peer_timeout)
         checkpoint = run.checkpoint(Path(start.checkpoint), contents=False) if start.checkpoint else None
         job = request.prepare(options, ranks, display, checkpoint)
         if options.patience is not None and job.validation is None:

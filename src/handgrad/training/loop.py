@@ -89,9 +89,8 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                 if ranks.first:
                     log(run, display, interval.record(job))
                 interval = Interval(job)
-            if val_loss is not None and ranks.first:
-                made = sample(job)
-                log(run, display, {"step": job.step, "val_loss": val_loss, "sample": made.text, "prompt": made.prompt})
+            if val_loss is not None:
+                ranks.run_on_first(partial(_log_evaluation, job, run, display, val_loss))
             if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
                 if done or stopping:
@@ -178,6 +177,11 @@ def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
         targets += here
     total, targets = ranks.total(total, targets)
     return total / targets
+
+
+def _log_evaluation(job: Job, run: Run, display: Display, val_loss: float) -> None:
+    made = sample(job)
+    log(run, display, {"step": job.step, "val_loss": val_loss, "sample": made.text, "prompt": made.prompt})
 
 
 class Sample(NamedTuple):

@@ -5,7 +5,7 @@ from html import escape
 from math import log10
 from typing import Any
 
-from ..formatting import count, loss, number, percent, plural, seconds, size
+from ..formatting import count, duration, loss, number, percent, plural, size
 from ..ops.rope_scaling import UNSCALED, Scaling
 from ..per_example import page
 from ..web.document import document
@@ -86,7 +86,7 @@ def _counted(layer: str) -> str:
 def _lead(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     if not steps:
         return "No step has been logged yet."
-    text = f"{plural(steps[-1]['step'], 'step')} in {seconds(steps[-1]['seconds'])}."
+    text = f"{plural(steps[-1]['step'], 'step')} in {duration(steps[-1]['seconds'])}."
     if evaluations:
         trained = [r for r in evaluations if r["step"] > 0] or evaluations
         best = min(trained, key=lambda r: r["val_loss"])

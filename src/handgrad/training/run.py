@@ -67,8 +67,9 @@ class Run(RunFolder):
                 sweep(folder, owned=True)
 
     def abandon(self) -> None:
-        """Undo `lock` and `create` for a run that failed to start."""
-        for path in (self.folder / CONFIG, self.folder / LOCK):
+        """Undo what was written for a run that failed to start. run.json goes after the metrics: if one cannot be deleted,
+        the folder is still a run."""
+        for path in (self.folder / METRICS, self.folder / CONFIG, self.folder / LOCK):
             path.unlink(missing_ok=True)
         for path in (self.checkpoints, *self._made):
             with contextlib.suppress(OSError):  # missing, or not empty
