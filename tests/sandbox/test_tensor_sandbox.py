@@ -6,8 +6,11 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
+from handgrad.learn.course import COURSE
+from handgrad.learn.grading import grade
 from handgrad.paper.attention import Head
 from handgrad.sandbox import tensor_client
 from handgrad.sandbox.tensor_client import Run, run
@@ -75,3 +78,30 @@ def test_a_reply_that_cannot_be_read_is_a_crash() -> None:
     for reply in (b"", b"\xff\xff\xff\xff", *(len(x).to_bytes(4, "big") + x + bytes(8) for x in heads)):
         made = tensor_client._decode(reply, tensor_client.Limits(), ["x"], [["y"]])
         assert made.problem is not None and made.problem.kind == "crash"
+
+
+def test_without_seccomp_python_refuses_and_the_judgement_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a package that torch imports, as it does dill, may write a temporary file then."""
+    (tmp_path / "pyseccomp.py").write_text("raise ImportError")
+    (tmp_path / "dill.py").write_text("import tempfile\ntempfile.gettempdir()\ndef extend(**_): pass\n")
+    (tmp_path / "precious").write_text("precious")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tensor_client._service.stop()
+    try:
+        made = call("return x0 * 2", X)
+        assert torch.equal(result(made), 2 * X) and not made.kernel
+        for escape in (
+            f"print.__globals__['os'].remove({str(tmp_path / 'precious')!r})",
+            f"print.__globals__['os'].open({str(tmp_path / 'precious')!r}, 1)",
+            "print.__globals__['os'].fork()",
+            "print.__globals__['os'].kill(1, 9)",
+        ):
+            problem = call(escape, X).problem
+            assert problem is not None and (problem.kind, "uses no files" in problem.message) == ("refused", True)
+        assert (tmp_path / "precious").read_text() == "precious"
+        judged = grade(COURSE["softmax"], COURSE["softmax"].solution())
+        assert judged.passed and "kernel does not confine" in judged.notes[0]
+    finally:
+        tensor_client._service.stop()
