@@ -107,28 +107,28 @@ def test_without_seccomp_python_refuses_and_the_judgement_says_so(
         tensor_client._service.stop()
 
 
-EVERYDAY = (
-    """
--x.abs() ** 0.5 if x.any() else x | 2 / (1 + x) - (3 - x) // 2 | x.T @ x | x[None, ..., 1:, [0, 2]] | x[x > 1] | x[-1].flip(0)
-x.max(1).values | x.sort(descending=True).indices.double() | torch.stack([r * i for i, r in enumerate(x)]) | sum(r for r in x)
-torch.tensor([[float(v) for v in r] for r in x], dtype=torch.double) | torch.zeros(x.shape, dtype=x.dtype) + x.numel() + len(x)
-torch.einsum('ij,kj->ik', x, x) | F.gelu(x, approximate='tanh') | torch.linalg.norm(x, dim=1) | torch.where(x > 2, x, -torch.inf)
-x.new_full((x.shape[1],), x.sum().item()) | torch.cat([x, x * torch.pi], dim=-1) | x.clone().fill_diagonal_(0) | x.softmax(-1)
-torch.var_mean(x, 1)[1] | x.float().double() | x.reshape(-1).unfold(0, 2, 1) | torch.special.entr(x + 1) | x.mT.contiguous()
-torch.zeros_like(x).index_add_(0, torch.tensor([1, 1]), x) | F.one_hot(x[0].long(), 4) * x[0].double()[:, None] | x * (x.dim() == 2)
-""".replace("\n", " | ")
-    .strip(" |")
-    .split(" | ")
-)
+EVERYDAY = """
+-x.abs() ** 0.5 if x.any() else x | 2 / (1 + x) - (3 - x) // 2 | x.T @ x | x[None, ..., 1:, [0, 2]] | x[x > 1]
+x[-1].flip(0) | x.max(1).values | x.sort(descending=True).indices.double()
+torch.stack([r * i for i, r in enumerate(x)]) | sum(r for r in x)
+torch.tensor([[float(v) for v in r] for r in x], dtype=torch.double)
+torch.zeros(x.shape, dtype=x.dtype) + x.numel() + len(x) | torch.einsum('ij,kj->ik', x, x)
+F.gelu(x, approximate='tanh') | torch.linalg.norm(x, dim=1) | torch.where(x > 2, x, -torch.inf)
+x.new_full((x.shape[1],), x.sum().item()) | torch.cat([x, x * torch.pi], dim=-1) | x.clone().fill_diagonal_(0)
+x.softmax(-1) | torch.var_mean(x, 1)[1] | x.float().double() | x.reshape(-1).unfold(0, 2, 1)
+torch.special.entr(x + 1) | x.mT.contiguous() | torch.zeros_like(x).index_add_(0, torch.tensor([1, 1]), x)
+F.one_hot(x[0].long(), 4) * x[0].double()[:, None] | x * (x.dim() == 2)
+"""
 
 
 def test_torch_is_what_it_was() -> None:
     """What an answer computes through the other process equals what torch computes here."""
-    names = [f"y{i}" for i in range(len(EVERYDAY))]
-    code = f"import torch\nimport torch.nn.functional as F\ndef f(x):\n    return {', '.join(EVERYDAY)}\n"
+    expressions = [entry for line in EVERYDAY.strip().splitlines() for entry in line.split(" | ")]
+    names = [f"y{i}" for i in range(len(expressions))]
+    code = f"import torch\nimport torch.nn.functional as F\ndef f(x):\n    return {', '.join(expressions)}\n"
     made = run(code, "f", ["x"], [[X]], [names])
     assert made.problem is None and not made.changed, made
-    for expression, output in zip(EVERYDAY, made.cases[0], strict=True):
+    for expression, output in zip(expressions, made.cases[0], strict=True):
         expected = eval(expression, {"x": X, "torch": torch, "F": torch.nn.functional})
         assert output.value is not None and output.dtype == str(expected.dtype).removeprefix("torch."), expression
         assert torch.equal(output.value, expected.double()), expression
