@@ -101,10 +101,11 @@ def report(page: Any, stations: list[str], when: str) -> list[Found]:
 
 def get(url: str, path: str, body: dict[str, object] | None = None) -> bytes:
     connection = http.client.HTTPConnection(url.split("/")[2])
+    headers = {"X-Handgrad-Key": url.partition("?key=")[2]}
     if body is None:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=headers)
     else:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {**headers, "Content-Type": "application/json"})
     try:
         answer = connection.getresponse()
         found = answer.read()

@@ -200,6 +200,7 @@ def test_the_browser_gets_the_key_in_a_file_that_only_this_user_can_read(
     def run(server: Server) -> None:
         file = Path(urllib.request.url2pathname(opened[0].removeprefix("file://")))
         seen.append((file.read_text(), file.parent.stat().st_mode & 0o777))
+        server._socket.close()
         assert f'url={server.url}"' in seen[0][0] and server.key in server.url and server.key not in opened[0]
 
     class At:  # a Timer that does not wait
@@ -207,6 +208,7 @@ def test_the_browser_gets_the_key_in_a_file_that_only_this_user_can_read(
             self.start = lambda: function(*arguments)
 
     monkeypatch.setattr("handgrad.cli.explain.Timer", At)
+    monkeypatch.setattr("handgrad.cli.explain._trace_first", lambda session: None)
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr(Server, "run", run)
     done = CliRunner().invoke(app, ["explain", "--model", "nano", "--text", TEXT])
