@@ -270,6 +270,21 @@ def test_calls_of_other_families(tmp_path: Path, template: str, written: str) ->
     assert [x["function"]["arguments"] for x in reader.end()[1]] == ['{"x": 1}']
 
 
+def test_calls_between_special_tokens(tmp_path: Path) -> None:
+    """Some vocabularies have the marks as special tokens, which a text does not contain."""
+    found = tokenizer.make("bpe:300", WORDS)
+    found.inner.add_special_tokens(["<tool_call>", "</tool_call>"])
+    hg.save(make_model(**{**SHAPE, "n_vocab": found.n_vocab + 2, "n_context": 2048}), tmp_path / "m")
+    found.write(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    opened = open_models(tmp_path / "m", "base")
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
+        choice = client.chat.completions.create(
+            model="base", messages=ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}
+        ).choices[0]
+    assert json.loads(choice.message.tool_calls[0].function.arguments)["x"] in range(10)
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
