@@ -13,8 +13,9 @@ LEAST = 5e-324  # a softmax is never 0; smaller ones are written as this
 
 
 def log_chances(logits: Tensor) -> Tensor:
-    """The logarithm of the probability of every token, in float64. (n, V) → (n, V)"""
-    return torch.log_softmax(logits.double(), 1)
+    """The logarithm of the probability of every token, in float64. (V) → (V): row by row, because a float64 copy of a whole
+    sentence's logits is large"""
+    return torch.log_softmax(logits.double(), 0)
 
 
 def chance(log_p: Tensor | float) -> float:
@@ -40,4 +41,4 @@ def standing(session: Session, row: Tensor, target: int) -> dict[str, Any]:
 
 def losses_of(logits: Tensor, targets: Tensor) -> list[float]:
     """−log y_pred[target] of every row (m) that has one of these targets (m)."""
-    return (-log_chances(logits).gather(1, targets[:, None])[:, 0]).tolist()
+    return [-log_chances(row)[target].item() for row, target in zip(logits, targets.tolist(), strict=True)]

@@ -38,16 +38,16 @@ def lens(session: Session, sentence: TracedSentence, station: Station, top: int 
     names = station.a[0], station.incoming[0]
     with session.model_at(sentence.version) as model:
         logits, push = read_stream(model, *(sentence.trace[name] for name in names))
-    log_p = log_chances(logits)
     rows = []
     targets = sentence.targets[0].tolist()
     labels = labels_of(session, sentence)
-    known = min(session.tokenizer.n_vocab, log_p.shape[1])
+    known = min(session.tokenizer.n_vocab, logits.shape[1])
     for t, target in enumerate(targets):
-        best = predicted(session, log_p[t, :known], top)
+        log_p = log_chances(logits[t])
+        best = predicted(session, log_p[:known], top)
         up, down = (torch.topk(sign * push[t, :known], min(top, known)) for sign in (1, -1))
         word = session.token_text(target) if target >= 0 else None
-        share = chance(log_p[t, target]) if target >= 0 else None
+        share = chance(log_p[target]) if target >= 0 else None
         rows.append({
             "predictions": best, "target": word, "share": share,
             "towards": _pushed(session, up, 1), "away": _pushed(session, down, -1),

@@ -12,10 +12,10 @@ def predict(session: Session, text: str, version: int, top: int = 5) -> dict[str
     """Return the tokens, the loss of each, and for every position the target and the most probable tokens."""
     ids = session.encode(text)
     with session.model_at(version) as model, torch.no_grad():
-        log_p = log_chances(model.logits(torch.tensor(ids)))
+        logits = model.logits(torch.tensor(ids))
     labels = [session.token_text(id) for id in ids]
     positions = []
-    for t, row in enumerate(log_p):
+    for t, row in enumerate(map(log_chances, logits)):
         found: dict[str, Any] = {"token": labels[t], "target": None, "probability": None, "rank": None}
         if t + 1 < len(ids):
             found |= standing(session, row, ids[t + 1])

@@ -300,21 +300,22 @@ def depends_on(session: Session, sentence: TracedSentence, station: Station) -> 
 
 def _positions(session: Session, sentence: TracedSentence, top: int = 5, bars: int = 6) -> list[dict[str, Any]]:
     """Return, for every position, the target, the most probable tokens, and the largest entries of Δ_12."""
-    log_p, delta = log_chances(sentence.trace["a_12"]), sentence.trace["delta_12"]
+    logits, delta = sentence.trace["a_12"], sentence.trace["delta_12"]
     labels = labels_of(session, sentence)
     rows = []
     for t, target in enumerate(sentence.targets[0].tolist()):
+        log_p = log_chances(logits[t])
         strongest = torch.topk(delta[t].abs(), min(bars, delta.shape[1])).indices.tolist()
         row: dict[str, Any] = {
             "token": labels[t], "target": None, "probability": None, "rank": None,
-            "top": predicted(session, log_p[t], top),
+            "top": predicted(session, log_p, top),
             "push": [
                 {"word": session.token_text(i), "delta": delta[t, i].item(), "target": i == target}
                 for i in strongest if delta[t, i]
             ],
         }  # fmt: skip
         if target >= 0:
-            row |= standing(session, log_p[t], target)
+            row |= standing(session, log_p, target)
         rows.append({**row, "caption": _about_push(session, sentence, t, row)})
     return rows
 

@@ -110,17 +110,17 @@ def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[st
     """Set a place to 0 in the forward pass: predicted and measured change, and the probabilities before and after."""
     with session.model_at(sentence.version) as model:
         (value, before), (measured, after) = (
-            _forward(model, sentence, edit) for edit in ({}, {place.name: place.zeroed})
+            _forward_pass(model, sentence, edit) for edit in ({}, {place.name: place.zeroed})
         )
     guess = predicted(sentence.trace, place)
     moves = []
     for t, target in enumerate(sentence.targets[0].tolist()):
         first, second = int(before[t].argmax()), int(after[t].argmax())
+        was, now = (chance(log_chances(x[t])[target]) if target >= 0 else None for x in (before, after))
         moves.append({
             "token": session.token_text(sentence.ids[t]),
             "target": session.token_text(target) if target >= 0 else None,
-            "before": chance(before[t, target]) if target >= 0 else None,
-            "after": chance(after[t, target]) if target >= 0 else None,
+            "before": was, "after": now,
             "first_before": session.token_text(first), "first_after": session.token_text(second),
         })  # fmt: skip
     return {
@@ -130,12 +130,12 @@ def what_if(session: Session, sentence: TracedSentence, place: Place) -> dict[st
     }  # fmt: skip
 
 
-def _forward(model: GPT, sentence: TracedSentence, edit: Edits) -> tuple[float, Tensor]:
-    """The value of the objective with these edits, and the logarithms of the probabilities (n, V)."""
+def _forward_pass(model: GPT, sentence: TracedSentence, edit: Edits) -> tuple[float, Tensor]:
+    """The value of the objective with these edits, and the logits (n, V)."""
     values: dict[str, Tensor] = {}
     run = edited_pass(model, sentence.tokens, sentence.targets, None, sentence.objective, edit, values.__setitem__)
     with torch.no_grad():
-        return run.forward(sentence.objective)[0], log_chances(values["a_12"])
+        return run.forward(sentence.objective)[0], values["a_12"]
 
 
 def _about(place: Place, guess: float, change: float) -> str:
@@ -165,8 +165,8 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
             moved[name] = (base.norm().item(), grad.norm().item(), torch.dist(grad, base).item())
 
     with session.model_at(sentence.version) as model:
-        before = _backward(model, sentence, {}, keep)
-        after = _backward(model, sentence, {place.delta: place.zeroed}, compare)
+        before = _complete_pass(model, sentence, {}, keep)
+        after = _complete_pass(model, sentence, {place.delta: place.zeroed}, compare)
     rows: list[dict[str, Any]] = []
     stations = []
     for station in session.stations:
@@ -198,7 +198,7 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
     }  # fmt: skip
 
 
-def _backward(
+def _complete_pass(
     model: GPT, sentence: TracedSentence, edit: Edits, finished: Callable[[dict[str, Tensor]], None]
 ) -> dict[str, Tensor]:
     """The tensors of a pass with these edits; `finished` gets the gradients of each layer, which are then freed."""
