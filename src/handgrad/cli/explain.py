@@ -74,18 +74,10 @@ def explain(
     with _waiting("Starting …"):
         import torch
 
-        from ..explain.session import Session, add_adapters
-
     untrained = model is None and html is None and _nothing_trained()
-    network, tokenizer, name, note, source = choose(SMALL_MODEL if untrained else model)
-    python = in_python(source, others_read=html is not None)
-    if lora:
-        add_adapters(network, lora)
-        note += f", with adapters of rank {lora}"
-        python += f"\nhg.lora.inject(model, {lora})"
-    if network.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
+    session = _session(choose(SMALL_MODEL if untrained else model), text, lora, others_read=html is not None)
+    if session.size < SMALL or html is not None:  # products of one sentence: a second thread mostly waits
         torch.set_num_threads(1)
-    session = Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
         from ..explain.export import export
@@ -97,7 +89,7 @@ def explain(
     from ..explain.server import Server
 
     server = Server(session, port)
-    out.print(f"{name}, {note}", highlight=False, markup=False)
+    out.print(f"{session.name}, {session.note}", highlight=False, markup=False)
     out.print(f"{server.url}   Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
     Thread(target=_trace_first, args=[session], daemon=True).start()
     with (
@@ -124,7 +116,6 @@ def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
     """Train the small model in another process while the page shows it untrained; then serve it too, and tell the page
     where. `beside` ends what was started."""
     from ..explain.server import Server
-    from ..explain.session import Session, add_adapters
 
     offer = f"For a model that knows more: handgrad {GET} (98 MB), then handgrad explain again."
     out.print(f"A small model is being trained meanwhile, {plural(STEPS, 'step')}. {offer}", highlight=False)
@@ -144,15 +135,23 @@ def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
             reason = (problem.strip().splitlines() or ["it was stopped"])[-1]
             session.better = {"text": f"The small model could not be trained: {reason}. {offer}", "url": ""}
             return
-        network, tokenizer, name, note, source = choose(None)
-        if lora:
-            add_adapters(network, lora)
-        made = Server(Session(network, tokenizer, name, note, session.text, in_python(source)))
-        url = beside.enter_context(made)
+        url = beside.enter_context(Server(_session(choose(None), session.text, lora)))
         out.print(f"The small model is trained: {url}", highlight=False, soft_wrap=True)
         session.better = {"text": "A trained small model is there. ", "url": url}
 
     Thread(target=follow, daemon=True).start()
+
+
+def _session(chosen: "Chosen", text: str | None, lora: int, others_read: bool = False) -> "Session":
+    from ..explain.session import Session, add_adapters
+
+    network, tokenizer, name, note, source = chosen
+    python = in_python(source, others_read)
+    if lora:
+        add_adapters(network, lora)
+        note += f", with adapters of rank {lora}"
+        python += f"\nhg.lora.inject(model, {lora})"
+    return Session(network, tokenizer, name, note, text or TEXTS.get(name, TEXT), python)
 
 
 def _waiting(what: str) -> AbstractContextManager[object]:

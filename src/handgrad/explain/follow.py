@@ -108,7 +108,7 @@ def _place(session: Session, sentence: TracedSentence, s: Sum, i: int) -> dict[s
         row = cell.row != other.row
         label = named["row_label" if row else "column_label"]
         if label is not None:
-            over_vocabulary = (cell.name in VOCABULARY_ROWS) if row else (split(cell.name)[1] in VOCABULARY_COLUMNS)
+            over_vocabulary = split(cell.name)[1] in (VOCABULARY_ROWS if row else VOCABULARY_COLUMNS)
             position = None if over_vocabulary else (cell.row if row else cell.column) + 1
             return {**found, "token": label, "position": position}
         found["feature"] = cell.row if row else cell.column

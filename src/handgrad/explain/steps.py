@@ -89,7 +89,11 @@ def _stepped(
                     here = f"{names[p]} {i} "
                     before = {key.removeprefix(here): state[key] for key in state if key.startswith(here)}
                     stepped, after = _step(part, grad, make, before)
-                    expected += torch.sum(grad * (stepped - part), dtype=torch.float64).item()
+                    wide = torch.promote_types(
+                        part.dtype, torch.float32
+                    )  # neighbouring numbers: their difference is exact
+                    moved = grad.to(wide) * (stepped.to(wide) - part.to(wide))
+                    expected += torch.sum(moved, dtype=torch.float64).item()
                     weights.append(names[p], p.shape, stepped)
                     for key, x in after.items():
                         new_state.append(here + key, x.shape, x)
