@@ -90,8 +90,7 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                     log(run, display, interval.record(job))
                 interval = Interval(job)
             if val_loss is not None:
-                evaluated = {"step": job.step, "val_loss": val_loss}
-                ranks.run_on_first(lambda found=evaluated: log(run, display, {**found, "sample": sample(job)}))
+                ranks.run_on_first(partial(log_evaluation, job, run, display, val_loss))
             if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
                 if done or stopping:
@@ -211,6 +210,10 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
 def log(run: Run, display: Display, record: dict[str, Any]) -> None:
     run.log(record)
     display.show(record)
+
+
+def log_evaluation(job: Job, run: Run, display: Display, val_loss: float) -> None:
+    log(run, display, {"step": job.step, "val_loss": val_loss, "sample": sample(job)})
 
 
 def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
