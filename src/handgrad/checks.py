@@ -2,8 +2,9 @@
 
 from math import isfinite
 
-from .errors import HandgradError
-from .machine import available_cores
+from .errors import HandgradError, OutOfMemoryError
+from .formatting import size
+from .machine import available_cores, available_memory
 
 # (minimum, maximum) of each numeric setting, checked before anything is computed from it.
 _WIDTH = (1, 1 << 24)
@@ -72,6 +73,13 @@ def check_threads(threads: int | None) -> None:
     check_integer("threads", threads, "--threads")
     if threads > (cores := available_cores()):
         raise HandgradError(f"--threads is {threads}, and this process may use {cores} cores: give at most {cores}")
+
+
+def check_memory(needed: int, what: str, remedy: str) -> None:
+    """Raise if `needed` bytes are not free. Libraries may crash where an allocation fails."""
+    free, whose = available_memory()
+    if needed > free:
+        raise OutOfMemoryError(f"{what} {size(needed)} of memory, and {size(free)} {whose} are free: {remedy}")
 
 
 def is_number(value: object) -> bool:

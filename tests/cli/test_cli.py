@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from conftest import handgrad, make_model, use_empty_cache
-from handgrad import formatting
+from handgrad import formatting, machine
 from handgrad.cli import app, console, explain
+from handgrad.files.reading import read_text
+from handgrad.formats.run_folder import RunFolder
 from handgrad.plan import timing
 from handgrad.text import tokenizer
 
@@ -546,13 +549,86 @@ def test_closed_streams_end_without_a_traceback(tmp_path: Path, closed: str) -> 
 @pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
 def test_output_that_the_locale_cannot_express(locale: dict[str, str]) -> None:
     """Tables, and errors."""
-    for arguments, code, expected in ((("--model", "nano"), 0, "4 ? 64"), (("--model", "\u6771"), 1, "'?' is neither")):
-        program = [
-            sys.executable,
-            "-c",
-            f"import sys; from handgrad.cli.app import main; sys.argv[1:] = {[*arguments]!a}",
-        ]
-        program[-1] = program[-1].replace("= [", "= ['plan', ") + "; main()"
+    for name, code, expected in (("nano", 0, " ? "), ("\u6771", 1, "'?' is neither a preset")):
+        start = f"import sys; from handgrad.cli.app import main; sys.argv[1:] = ['plan', '--model', {name!a}]; main()"
+        program = [sys.executable, "-c", start]
         done = subprocess.run(program, capture_output=True, text=True, check=False, env={**os.environ, **locale})
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         assert expected in done.stdout + done.stderr
+
+
+LIMITED = """
+import resource, sys
+from handgrad.cli.app import main
+from handgrad.training import finetune, lifecycle  # what commands import, before the limit
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv.pop(1)),) * 2)
+main()
+"""
+
+
+def limited(megabytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `handgrad ARGUMENTS` with so much memory above that of Python and its libraries."""
+    program = [sys.executable, "-c", LIMITED, str(megabytes * 1_000_000), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+    return subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
+    """What was needed, what is there, which option helps; plan says it before."""
+    (tmp_path / "text.txt").write_text("some text " * 2000)
+    shape = ("--n-blocks", 2, "--d-model", 1024, "--n-heads", 8, "--d-hidden", 8192)
+    training = (
+        "train",
+        "--data",
+        tmp_path / "text.txt",
+        *shape,
+        "--steps",
+        2,
+        "--out",
+        tmp_path / "run",
+        "--threads",
+        1,
+    )
+    done = limited(400, *training)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and re.search(
+        r"not enough memory: .* needed, and .* of this process \(ulimit -v\) are free.*--update-inside", line
+    )
+    for command in (("plan", "--model", "nano", *shape), (*training[:-4], "--dry-run")):
+        done = limited(400, *command)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"does not fit: .* need .* MB, and .* \(ulimit -v\) are free.*--recompute", done.stderr)
+    assert "does not fit" not in handgrad("plan", "--model", "nano").stderr
+
+
+def test_memory_of_control_groups(tmp_path: Path) -> None:
+    """Version 2: the group or one around it; version 1: a tree for memory; in a container only the root is here."""
+    groups, root = tmp_path / "cgroup", tmp_path / "fs"
+
+    def write(folder: str, **values: object) -> None:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in values.items():
+            (root / folder / f"memory.{name}").write_text(f"{value}\n")
+
+    groups.write_text("0::/user/job\n")
+    write("user/job", max="max", current=10)
+    write("user", max=1000, current=300)
+    assert list(machine._group_limits(groups, root)) == [700]
+    groups.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
+    write("memory", limit_in_bytes=5000, usage_in_bytes=1000)
+    assert list(machine._group_limits(groups, root)) == [4000]
+    write("memory", limit_in_bytes=2**63 - 4096, usage_in_bytes=1000)
+    assert list(machine._group_limits(groups, root)) == []
+
+
+def test_metrics_are_not_read_up_front(tmp_path: Path) -> None:
+    """Python's read(n) allocates n bytes: a gigabyte, where a folder may have a few lines."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val_loss": 2.0}\nhalf a li')
+    tracemalloc.start()
+    assert RunFolder(tmp_path).records() == [{"step": 1, "val_loss": 2.0}]
+    assert read_text(tmp_path / "metrics.jsonl", 500_000_000).startswith("{")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000_000

@@ -1,10 +1,12 @@
 """Load the model of a GGUF file: unpacked, or with its matrices packed as they are in the file."""
 
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..checks import check_memory
 from ..files.gguf import Stored, dequantise
 from ..model.config import ModelConfig
 from ..model.dtype import as_dtype
@@ -26,6 +28,9 @@ def load_gguf(
     and are unpacked to `dtype` whenever they are used; everything is then frozen."""
     computed = torch.float32 if dtype is None else as_dtype(dtype)
     config, tensors, _ = read_model(path)
+    unpacked = sum(prod(stored.shape) for stored in tensors.values() if not (packed and _stays_packed(stored)))
+    remedy = "free some, or keep the matrices packed (finetune --packed, generate --bits 8 or 4)"
+    check_memory(4 * unpacked, f"the unpacked weights of {path} need", remedy)
     weights = {name: _weight(stored, packed) for name, stored in tensors.items()}
     model = build(read_config(config, path), weights, computed, device)
     model.source = str(path.absolute())

@@ -41,7 +41,7 @@ class ChatTemplate:
         self.special = dict(special or {})
         self.name = name
         program = {"source": source, "special": self.special, "now": (now or datetime.now()).isoformat()}
-        self._program = {"key": hashlib.sha256(json.dumps(program).encode()).hexdigest(), **program}
+        self._program: dict[str, Any] = {"key": hashlib.sha256(json.dumps(program).encode()).hexdigest(), **program}
         self._prepare()
 
     def render(

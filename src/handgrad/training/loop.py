@@ -90,7 +90,7 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                     log(run, display, interval.record(job))
                 interval = Interval(job)
             if val_loss is not None:
-                ranks.run_on_first(partial(_log_evaluation, job, run, display, val_loss))
+                ranks.run_on_first(partial(log_evaluation, job, run, display, val_loss))
             if done or stopping or (new and job.step > 0 and (better or job.step % recipe.save_every == 0)):
                 save(job, run, ranks, val_loss)
                 if done or stopping:
@@ -179,11 +179,6 @@ def evaluate(job: Job, validation: Batches, ranks: Ranks) -> float:
     return total / targets
 
 
-def _log_evaluation(job: Job, run: Run, display: Display, val_loss: float) -> None:
-    made = sample(job)
-    log(run, display, {"step": job.step, "val_loss": val_loss, "sample": made.text, "prompt": made.prompt})
-
-
 class Sample(NamedTuple):
     """Text that the model generates: all of it, and how it begins."""
 
@@ -229,6 +224,11 @@ def save(job: Job, run: Run, ranks: Ranks, val_loss: float | None) -> None:
 def log(run: Run, display: Display, record: dict[str, Any]) -> None:
     run.log(record)
     display.show(record)
+
+
+def log_evaluation(job: Job, run: Run, display: Display, val_loss: float) -> None:
+    made = sample(job)
+    log(run, display, {"step": job.step, "val_loss": val_loss, "sample": made.text, "prompt": made.prompt})
 
 
 def by_layer(job: Job, norms: dict[nn.Parameter, float]) -> dict[str, float]:
