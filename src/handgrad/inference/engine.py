@@ -196,6 +196,8 @@ class Engine:
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
+        if self._blocks is not None and not self._blocks.current:
+            self._blocks = describe(model)
         if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
             self._blocks.forward(a, step.places, rotation)
         else:

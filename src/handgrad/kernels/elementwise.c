@@ -197,8 +197,12 @@ void rotate(size n, size heads, size half, const real *x, size xs, size xh, cons
 
 /* ── softmax with cross-entropy ───────────────────────────────────────────────────────────────────────────────────── */
 
-/* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache */
-void softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+/* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache. Returns 0,
+ * or WRONG_TABLE if a target is not one of the w logits. */
+long softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+    int inside = 1;
+    for (size t = 0; t < n; t++) inside &= target[t] >= 0 && target[t] < w;
+    if (!inside) return WRONG_TABLE;
     ROWS(n, w) for (size t = 0; t < n; t++) {
         real *restrict a_t = a + t * as;
         real largest = a_t[0], sum = 0, of_target = a_t[target[t]];
@@ -213,4 +217,5 @@ void softmax_loss(size n, size w, real *a, size as, const int64_t *target, doubl
         for (size i = 0; i < w; i++) a_t[i] *= factor;
         a_t[target[t]] -= (real)weight;
     }
+    return 0;
 }
