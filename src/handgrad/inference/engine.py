@@ -76,6 +76,8 @@ class Engine:
     def add(self, prompt: SequenceOf[int] | Tensor, options: Options | None = None) -> Sequence:
         """Let a sequence join; its first token comes with one of the next steps. Raises if the input is invalid."""
         options = options or Options()
+        if not self.sequences:
+            self.model.check_parameters()
         ids = check_prompt(self.model, prompt, options)
         sequence = Sequence(ids, options, options.sampling.generator(), self.cache.add())
         sequence.window = ids[-self.model.config.n_context :]

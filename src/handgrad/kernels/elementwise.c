@@ -83,6 +83,12 @@ ACTIVATION(gelu_tanh)
 
 /* ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
+/* 1/√(mean + ε) of w squares. A sum that overflowed is not a number: as infinity it would make the output 0, and nobody would see
+ * it. */
+static inline real inverse_root(real squares, size w, double eps) {
+    return squares < (real)INFINITY ? 1 / (real)sqrt((double)squares / w + eps) : (real)NAN;
+}
+
 /* LayerNorm: a_i = ā ∘ w + b with ā = (a − μ)/σ, σ = √(var + ε); inv = 1/σ. The variance is that of a − μ. */
 void forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out, size os,
                    real *mu, real *inv) {
@@ -96,7 +102,7 @@ void forward_layer(size n, size w, double eps, const real *a, size as, const rea
             real x = a_t[i] - m;
             squares += x * x;
         }
-        real r = 1 / (real)sqrt((double)squares / w + eps);
+        real r = inverse_root(squares, w, eps);
         mu[t] = m, inv[t] = r;
         for (size i = 0; i < w; i++) out_t[i] = (a_t[i] - m) * r * gain[i] + b[i];
     }
@@ -109,7 +115,7 @@ void forward_rms(size n, size w, double eps, const real *a, size as, const real 
         real *restrict out_t = out + t * os;
         real sum = 0;
         for (size i = 0; i < w; i++) sum += a_t[i] * a_t[i];
-        real r = 1 / (real)sqrt((double)sum / w + eps);
+        real r = inverse_root(sum, w, eps);
         inv[t] = r;
         for (size i = 0; i < w; i++) out_t[i] = a_t[i] * r * gain[i];
     }

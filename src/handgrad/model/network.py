@@ -1,7 +1,7 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -14,7 +14,7 @@ from ..errors import HandgradError, shown
 from ..ops import embedding, rotary
 from .block import Block
 from .config import ModelConfig
-from .dtype import as_dtype
+from .dtype import DTYPES, as_dtype
 from .layers import Affine, Embedding, Linear, freeze
 from .norms import NORMS, Norm
 from .packed import Scratch
@@ -109,6 +109,26 @@ class Network(Parts):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    def check_parameters(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Raise unless all parameters have one dtype, which a model can have, and values on one device."""
+        kinds = {(p.dtype, p.device) for p in (self.parameters() if parameters is None else parameters)}
+        dtype, device = next(iter(kinds))
+        if len(kinds) == 1 and dtype in DTYPES and device.type != "meta":
+            return
+        for name, p in self.named_parameters():
+            if p.is_meta:
+                raise HandgradError(f"{name} is on the meta device, without values: load the weights first")
+            if p.dtype not in DTYPES or p.dtype is not self.dtype:
+                other = f", and the model {self.dtype}" if p.dtype is not self.dtype else ""
+                raise HandgradError(
+                    f"{name} is {p.dtype}{other}: a model has one dtype, float64, float32 or bfloat16; convert it with"
+                    " model.to(torch.float32)"
+                )
+            if p.device != self.device:
+                raise HandgradError(
+                    f"{name} is on {p.device}, and the model on {self.device}: move it with model.to(…)"
+                )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""

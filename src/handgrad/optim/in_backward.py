@@ -60,6 +60,7 @@ class OptimizerInBackward:
         """One step on the batch, which may be large: it is processed in pieces. `n_targets` is the number of targets of all
         processes together; `seed` and `examples` as in `GPT.loss_and_grads`."""
         model = self.model
+        model.check_parameters()
         pieces = model.pieces(tokens, targets, lengths, dropout_seed=model.dropout_seed(seed))
         n_targets = count_targets(pieces, n_targets)
         _free_gradients(model.parameters())  # drop gradients of an earlier call
