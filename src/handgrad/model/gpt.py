@@ -181,6 +181,9 @@ class GPT(Network):
         self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, tokens: Tensor, lengths: list[int] | None
     ) -> None:
         """Prepare the measurement of a batch's examples."""
+        trained = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        if len(set(trained)) < len(trained):
+            raise HandgradError("blocks share a parameter: its uses have products that example norms do not measure")
         count = len(tokens) if tokens.ndim == 2 else len(lengths or [1])
         shared = self.head.plain().weight is self.embed.weight
         examples.begin(pieces, count, n_targets, self.embed.weight if shared and self.embed.trains else None)

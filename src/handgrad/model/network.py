@@ -151,7 +151,11 @@ class Network(Parts):
         embeddings = [p for table in self.tables().values() for p in table.parameters()]
         if self.config.tied:  # a tied weight is final only when the embedding has added its part
             embeddings += [p for p in head if p is not self.embed.weight]
-        return [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+        layers = [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+        last = {
+            p: i for i, layer in enumerate(layers) for p in layer
+        }  # a shared parameter is final in the last of its layers
+        return [[p for p in dict.fromkeys(layer) if last[p] == i] for i, layer in enumerate(layers)]
 
     def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
         """a_0 → a_1"""
