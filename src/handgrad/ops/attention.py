@@ -286,7 +286,8 @@ def _sequences(spans: Spans, m: int) -> calls.Sequences:
                 if len(positions) != queries:
                     raise HandgradError(f"{queries} rows of queries with {len(positions)} positions")
                 at[query : query + queries] = positions
-    return calls.Sequences(calls.table(tuple(rows)), None if at is None else torch.tensor(at, dtype=torch.int32))
+    listed = None if at is None else torch.tensor(at, dtype=torch.int32, device="cpu")
+    return calls.Sequences(calls.table(tuple(rows)), listed)
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
