@@ -57,10 +57,12 @@ browser:
 	echo "Chromium is not installed: the browser tests of the explain page are SKIPPED."; \
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, kills
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, masks, kills
 	$(BIN)/python tests/proof/audited.py --models 200
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/proof/test_ledger.py
+	HANDGRAD_MASKS=2000 HANDGRAD_FLIPS=200 $(BIN)/python -m pytest tests/kernels
+	$(BIN)/python tests/kernels/random_masks.py 2000 --sanitize
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
 

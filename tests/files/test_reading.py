@@ -31,6 +31,8 @@ def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(HandgradError, match="larger than 1 MB"):
         read_bytes(tmp_path / "sparse", 1_000_000)
+    with pytest.raises(HandgradError, match="larger than 64,000 bytes"):
+        read_bytes(tmp_path / "sparse", 64_000)
     (tmp_path / "latin").write_bytes(b"ab\xff")
     with pytest.raises(HandgradError, match="byte 2"):
         read_text(tmp_path / "latin")

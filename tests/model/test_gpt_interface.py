@@ -1,8 +1,10 @@
 """Invalid input to GPT and its configuration, and what a model returns to code written for torch."""
 
+import contextlib
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from safetensors.torch import save_file
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad.kernels import library
+from handgrad.model.objective import PositionLoss
 from handgrad.optim import OptimizerInBackward
 
 # ── invalid input ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,6 +37,21 @@ def test_invalid_tokens_are_rejected() -> None:
         model.logits(torch.zeros(4))
     with raises("not empty"):
         model.logits(torch.zeros(0, dtype=torch.int64))
+    for wrong, why in (
+        (good.to_sparse(), "sparse"),
+        (good.to("meta"), "on the meta device"),
+        (good.bool(), "integers"),
+    ):
+        for call in (
+            lambda wrong=wrong: model.logits(wrong), lambda wrong=wrong: model.loss_and_grads(wrong, good),
+            lambda wrong=wrong: model.loss_and_grads(good, wrong), lambda wrong=wrong: hg.generate(model, wrong[None]),
+            lambda wrong=wrong: model.loss_and_grads(good, wrong, objective=PositionLoss(1)),
+        ):  # fmt: skip
+            with raises(why):
+                call()
+    for lengths in ([float("nan"), 4], ["a"], [1.5, 2.5], 4):
+        with raises("lengths must be a list of integers"):
+            model.logits(good, lengths)  # type: ignore[arg-type]
     with raises("shape"):
         model.logits(torch.zeros(1, 1, 1, dtype=torch.int64))
     with raises("add up to the 4 tokens"):
@@ -56,8 +75,16 @@ def test_invalid_targets_are_rejected() -> None:
         model.loss_and_grads([1, 2], tokens)
     with raises("targets must be a tensor"):
         model.loss_and_grads(tokens, [1, 2, 3, 4])
-    with raises("n_targets"):
-        model.loss_and_grads(tokens, tokens, n_targets=0)
+    for wrong in (0, -1, float("nan"), float("inf"), 4.0, "4"):
+        with raises("n_targets is the number of targets"):
+            model.loss_and_grads(tokens, tokens, n_targets=wrong)  # type: ignore[arg-type]
+        with raises("n_targets is the number of targets"):
+            OptimizerInBackward(model, torch.optim.SGD).step(tokens, tokens, n_targets=wrong)  # type: ignore[arg-type]
+    with raises("n_targets is the number of targets"):
+        hg.nn.linear_cross_entropy(torch.randn(4, 3), torch.randn(5, 3), tokens, n_targets=float("nan"))  # type: ignore[arg-type]
+    for wrong in (0, -1, float("nan"), "4"):
+        with raises("tokens_at_once must be an integer of at least 1"):
+            model.loss_and_grads(tokens, tokens, tokens_at_once=wrong)  # type: ignore[arg-type]
     with raises("targets must be integers"):
         model.loss_and_grads(tokens, torch.zeros(4))
     assert all(p.grad is None for p in model.parameters()), "a rejected batch must leave no gradients"
@@ -133,6 +160,50 @@ def test_overflow_is_reported_as_overflow() -> None:
         model.transformer.wpe.weight.fill_(3e38)
     with pytest.raises(hg.NonFiniteError, match="overflowed"):
         model.logits(torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("preset", ["nano", "nano-llama"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_weights_that_overflow_a_norm_are_no_uniform_distribution(preset: str, kernels: bool) -> None:
+    """An infinite variance made the output of a norm 0, all logits equal and the loss ln 65."""
+    model = hg.GPT(hg.preset(preset, n_vocab=65, d_model=32, n_heads=2, n_blocks=1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e30)
+    tokens = torch.arange(16)[None]
+    with contextlib.nullcontext() if kernels else library.disabled():
+        for call in (model.loss_and_grads, model.loss, OptimizerInBackward(model, torch.optim.SGD).step):
+            with pytest.raises(hg.NonFiniteError, match="overflowed"):
+                call(tokens, tokens)
+        with pytest.raises(hg.NonFiniteError, match="overflowed"):
+            model.logits(tokens)
+        with pytest.raises(hg.NonFiniteError, match="overflowed"):
+            hg.generate(model, [1, 2, 3], max_new_tokens=3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda model: model.blocks[0].double(), "ln_1.weight is torch.float64, and the model torch.float32"),
+        (lambda model: model.blocks[0].mlp.bfloat16(), "c_fc.weight is torch.bfloat16, and the model torch.float32"),
+        (lambda model: model.half(), "wte.weight is torch.float16: a model has one dtype"),
+        (lambda model: model.to("meta"), "wte.weight is on the meta device"),
+        (lambda model: model.blocks[0].to("meta"), "ln_1.weight is on the meta device"),
+    ],
+    ids=["a block", "a layer", "float16", "meta", "a block on meta"],
+)
+def test_mixed_and_unknown_dtypes_are_rejected(convert: Callable[[hg.GPT], object], message: str) -> None:
+    model = make_model(dtype=torch.float32)
+    convert(model)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for call in (
+        lambda: model.logits(tokens), lambda: model.loss(tokens, tokens), lambda: model.loss_and_grads(tokens, tokens),
+        lambda: hg.generate(model, [1], max_new_tokens=1),
+        lambda: OptimizerInBackward(model, torch.optim.SGD).step(tokens, tokens),
+    ):  # fmt: skip
+        with raises(message):
+            call()
 
 
 def test_invalid_configurations_are_rejected() -> None:

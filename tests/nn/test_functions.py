@@ -267,6 +267,14 @@ def test_wrong_shapes_do_not_reach_the_kernels() -> None:
         (lambda: hg.nn.attention(*[rand(1, 3, 8)] * 3, 2, rotation=(rand(2, 2), rand(2, 2))), "cos has the shape"),
         (lambda: hg.nn.linear_cross_entropy(rand(3, 5), w, torch.zeros(3).long()), "weight has the shape"),
         (lambda: hg.nn.linear_cross_entropy(a, w, torch.zeros(3).long(), n_targets=0), "at least 1"),
+        (lambda: hg.nn.layer_norm(rand(2, 0), rand(0), rand(0)), "at least one feature"),
+        (lambda: hg.nn.rms_norm(rand(2, 0), rand(0)), "at least one feature"),
+        (lambda: hg.nn.linear(rand(2, 0), rand(3, 0)), "at least one feature"),
+        (lambda: hg.nn.gate(rand(2, 0), rand(2, 0)), "at least one feature"),
+        (lambda: hg.nn.layer_norm(rand(2, 4).to_sparse(), rand(4), rand(4)), "sparse"),
+        (lambda: hg.nn.layer_norm(rand(2, 4).float(), rand(4), rand(4)), "w is torch.float64 and the input torch.float32"),
+        (lambda: hg.nn.linear(rand(2, 4).float(), rand(3, 4)), "weight is torch.float64"),
+        (lambda: hg.nn.attention(rand(1, 2, 4), rand(1, 2, 4).float(), rand(1, 2, 4), 2), "k is torch.float32"),
     ):  # fmt: skip
         with pytest.raises(HandgradError, match=reason):
             wrong()

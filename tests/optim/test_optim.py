@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import handgrad as hg
-from conftest import make_batch, make_model
+from conftest import make_batch, make_model, perturb
 from handgrad import optim
-from handgrad.optim import OptimizerInBackward
+from handgrad.model.example_gradients import ExampleNorms
+from handgrad.optim import OptimizerInBackward, align
 from handgrad.proof.oracles import relative_error
 from handgrad.training.distributed import Ranks
 
@@ -227,3 +228,87 @@ def test_an_optimizer_made_here_can_be_used_by_others() -> None:
     assert torch.equal(p, q) and p.grad is None
     ours.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(ours.param_groups) == 2
+
+
+def test_examples_without_gradients_update_nothing() -> None:
+    model = make_model()
+    tokens, targets = make_batch(model, [9, 4])
+    before = [p.clone() for p in model.parameters()]
+    optimizer = OptimizerInBackward(model, lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(hg.HandgradError, match=r"give ExampleNorms\(grads=True\)"):
+        optimizer.step(tokens, targets, [9, 4], examples=ExampleNorms())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.step(tokens, targets, [9, 4], examples=ExampleNorms(grads=True))
+    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("examples", [True, False])
+def test_clipping_measures_the_masks_that_update(examples: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on the head's adapter: the rows come in groups, which are others if examples are measured."""
+    monkeypatch.setattr("handgrad.model.readout.LOGITS_AT_ONCE", 5 * 11)
+    lengths = [9, 4, 3]
+    model = make_model(n_context=16, tied=False)
+    hg.lora.inject(model, 2, targets="lm_head", dropout=0.5)
+    perturb(model)
+    tokens, targets = make_batch(model, lengths, ignored=0.2)
+    updated: list[torch.Tensor] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            updated.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+
+    optimizer = OptimizerInBackward(model, lambda p: Watching(p, lr=0.1), clip=1e9)
+    norms = ExampleNorms(grads=True) if examples else None
+    loss = optimizer.step(tokens, targets, lengths, seed=3, examples=norms)
+    used = torch.cat([x.flatten() for x in updated])
+    assert optimizer.norm == pytest.approx(used.norm().item(), rel=1e-12)
+    assert loss == pytest.approx(model.loss_and_grads(tokens, targets, lengths, seed=3), rel=1e-12)
+    plain = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    assert used.norm().item() == pytest.approx(plain.norm().item(), rel=1e-12)
+
+
+def share_by_hand(model: hg.GPT) -> hg.GPT:
+    """A matrix in two blocks, and a gain in three."""
+    first, second, third = model.blocks
+    third.mlp.contract.plain().weight = first.mlp.contract.plain().weight
+    second.norm_1.weight = third.norm_1.weight = first.norm_1.weight
+    return model
+
+
+def test_a_parameter_shared_by_blocks_is_announced_when_it_is_final() -> None:
+    model = share_by_hand(make_model(n_blocks=3))
+    tokens, targets = make_batch(model, LENGTHS)
+    found: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def finished(layer: list[torch.nn.Parameter]) -> None:
+        for p in layer:
+            assert p not in found, "announced twice"
+            found[p] = p.grad.clone()
+
+    model.loss_and_grads(tokens, targets, LENGTHS, finished=finished)
+    assert set(found) == set(model.parameters())
+    for p, grad in found.items():
+        assert torch.equal(grad, p.grad)
+    with pytest.raises(hg.HandgradError, match="blocks share a parameter"):
+        model.loss_and_grads(tokens, targets, LENGTHS, examples=ExampleNorms())
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_optimizer_in_backward_updates_a_shared_parameter_once(clip: float | None) -> None:
+    one, two = (share_by_hand(make_model(n_blocks=3)) for _ in range(2))
+    train_with_separate_step(one, OPTIMIZERS["AdamW"], clip, steps=2)
+    optimizer = OptimizerInBackward(two, OPTIMIZERS["AdamW"], clip)
+    for step in range(2):
+        tokens, targets = make_batch(two, LENGTHS, seed=step, ignored=0.5)
+        optimizer.step(tokens, targets, LENGTHS)
+    for (key, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert relative_error(q, p) <= 1e-10, key
+
+
+def test_parameters_of_a_mapped_file_are_aligned() -> None:
+    storage = torch.randn(100, dtype=torch.float64)
+    offset = torch.nn.Parameter(storage[1:33].view(4, 8))
+    aligned = torch.nn.Parameter(torch.randn(3))
+    before, address = offset.detach().clone(), aligned.data_ptr()
+    align([offset, aligned])
+    assert offset.data_ptr() % 64 == 0 and torch.equal(offset, before) and aligned.data_ptr() == address

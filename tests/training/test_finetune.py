@@ -101,7 +101,14 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--dora", "--dropout", 0.2], ["--full"], ["--update-inside", "--dropout", 0.2], ["--targets", "lm_head"]],
+    [
+        [],
+        ["--dora", "--dropout", 0.2],
+        ["--full"],
+        ["--full", "--dtype", "float64"],
+        ["--update-inside", "--dropout", 0.2],
+        ["--targets", "lm_head"],
+    ],
     ids=lambda options: " ".join(map(str, options)) or "plain",
 )
 def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:

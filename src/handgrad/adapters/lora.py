@@ -140,7 +140,11 @@ class LoRA(Affine):
     def _mask(self, like: Tensor, run: Pass) -> Tensor | None:
         if run.dropout_seed is None or not self.dropout:
             return None
-        return lora.mask(like, self.dropout, (run.dropout_seed * 1_000_003 + self.salt) & (1 << 62) - 1)
+        seed = (run.dropout_seed * 1_000_003 + self.salt) & (1 << 62) - 1
+        if run.dropout_rows is None:
+            return lora.mask(like, self.dropout, seed)
+        first, count = run.dropout_rows
+        return lora.mask(like.new_empty(count, like.shape[1]), self.dropout, seed)[first : first + len(like)]
 
 
 def _masked(a: Tensor, mask: Tensor | None) -> Tensor:

@@ -59,7 +59,8 @@ def read_bytes(path: str | Path, limit: int = JSON_BYTES) -> bytes:
         except OSError as reason:
             raise HandgradError(f"cannot read {path}: {reason.strerror}") from None
     if len(raw) > limit:
-        raise HandgradError(f"cannot read {path}: it is larger than {limit / MB:,.0f} MB, the maximum for such a file")
+        most = f"{limit / MB:,.0f} MB" if limit >= MB else f"{limit:,} bytes"
+        raise HandgradError(f"cannot read {path}: it is larger than {most}, the maximum for such a file")
     return raw
 
 

@@ -94,6 +94,8 @@ class Engine:
     def add(self, prompt: SequenceOf[int] | Tensor, options: Options | None = None) -> Sequence:
         """Let a sequence join; its first token comes with one of the next steps. Raises if the input is invalid."""
         options = options or Options()
+        if not self.sequences:
+            self.model.check_parameters()
         ids = check_prompt(self.model, prompt, options)
         if (now := Weights(self.model)).state != self.weights.state:
             self._renew(now)
@@ -221,6 +223,8 @@ class Engine:
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
+        if self._blocks is not None and not self._blocks.current:
+            self._blocks = describe(model)
         if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
             self._blocks.forward(a, step.places, rotation)
         else:

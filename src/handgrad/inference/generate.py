@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checks import check_integer
 from ..errors import HandgradError, shown
+from ..model.batch import check_ids
 from ..model.gpt import GPT
 from ..text.format import choose
 from ..text.tokenizer import Tokenizer
@@ -183,6 +184,7 @@ def _kind(tokens: object) -> tuple[_Kind, list[Any]]:
     if isinstance(tokens, str):
         return _Kind(text=True, single=True), [tokens]
     if isinstance(tokens, Tensor):
+        check_ids("tokens", tokens)
         if tokens.ndim != 2 or tokens.numel() == 0:
             raise HandgradError(f"tokens must be (B, T) and not empty; got shape {tuple(tokens.shape)}")
         return _Kind(tensor=True), list(tokens)

@@ -207,8 +207,8 @@ class Step:
             i = stop
 
     @property
-    def places(self) -> Tensor | None:
-        """Where the keys and values of single new tokens belong (see decode.c); None if the pass has others."""
+    def places(self) -> calls.Places | None:
+        """Where the keys and values of single new tokens belong; None if the pass has others."""
         part = self.parts[0]
         return part.places if len(self.parts) == 1 and isinstance(part, _Tokens) else None
 
@@ -311,8 +311,8 @@ class _Continued:
         """q (t, h, width), k, v (capacity, h_kv, width), of which the new queries see some, without a copy"""
         if window not in self.sequences:
             at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
-            table = calls.table(((seen.start, seen.stop, 0, self.count),))
-            self.sequences[window] = calls.Sequences(*table, at)
+            rows = calls.table(((seen.start, seen.stop, 0, self.count),))
+            self.sequences[window] = calls.Sequences(rows, at)
         a, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
         calls.forward_attention(self.sequences[window], True, window, q, k, v, a, lse)
         return a
@@ -323,10 +323,12 @@ class _Tokens:
 
     def __init__(self, slots: Sequence[Slot], start: int):
         self.slots, self.rows = slots, slice(start, start + len(slots))
-        self.places = torch.tensor([_place(slot) for slot in slots])
+        pool = slots[0].pool
+        assert pool is not None
+        k, v = ((len(slots), pool.shape[1], width) for width in pool.widths)
+        self.places = calls.Places(torch.tensor([_place(slot) for slot in slots]), pool.shape[0], k, v)
 
     def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        assert calls.fits(q, k, v)
         a = v.new_empty(*q.shape[:2], v.shape[2])
         calls.attend_tokens(self.places, i, window, q, k, v, a)
         return a

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..adapters.named import check_named
 from ..errors import HandgradError
+from ..model.batch import check_ids
 from ..model.gpt import GPT
 from .grammar import Grammar, Matcher
 from .kv_cache import Slot
@@ -116,6 +117,8 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
     """The prompt's ids. Raises if they, or the options, do not suit the model."""
     c = model.config
     ids = torch.as_tensor(prompt)
+    if ids.numel():
+        check_ids("the prompt", ids)
     if ids.numel() == 0:
         raise HandgradError("the prompt is empty: give at least one token")
     if ids.ndim != 1:

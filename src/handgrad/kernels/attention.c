@@ -206,13 +206,38 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
 
 /* ── all sequences and heads ──────────────────────────────────────────────────────────────────────────────────────── */
 
-/* `table` (sequences, 4): first and end of the keys, first and end of the queries; `at`: positions of all queries, or null.
- * `repeat` query heads share a key head. Returns 0, or 1 if there is no memory. */
+/* The most keys or queries of a sequence, rounded up to blocks; −1 if a sequence has rows outside of the tensors or before the
+ * end of the one before it, or a query at a position without a key, or before the query above it. A wrong table would be read
+ * as addresses, so every call looks at it: a few instructions for a row of queries. */
+static size longest_of(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, long causal) {
+    size longest = 0, key = 0, query = 0;
+    for (const int64_t *row = table; row < table + 4 * sequences; row += 4) {
+        size keys = row[1] - row[0], queries = row[3] - row[2], before = 0, ordered = 1;
+        if (row[0] < key || keys < (queries > 0) || row[1] > n_keys) return -1;
+        if (row[2] < query || queries < 0 || row[3] > n_queries) return -1;
+        key = row[1], query = row[3];
+        if (causal && !at && queries > keys) return -1;
+        if (causal && at)
+            for (size i = row[2]; i < row[3]; i++) {
+                ordered &= at[i] >= before && at[i] < keys;
+                before = at[i];
+            }
+        if (!ordered) return -1;
+        longest = keys > longest ? keys : longest;
+        longest = queries > longest ? queries : longest;
+    }
+    return (longest + BLOCK - 1) / BLOCK * BLOCK;
+}
+
+/* `table` (sequences, 4): first and end of the keys, first and end of the queries; `at` (n_queries): positions of the queries
+ * by their row, or null. `repeat` query heads share a key head. Returns 0, NO_MEMORY or WRONG_TABLE. */
 #define EACH_HEAD(numbers, body)                                                                                         \
     int failed = 0;                                                                                                      \
+    size rounded = longest_of(sequences, table, at, n_keys, n_queries, causal), pq = padded(wq), pv = padded(wv);        \
+    if (rounded < 0) return WRONG_TABLE;                                                                                 \
     _Pragma("omp parallel") {                                                                                            \
         real *space = aligned_alloc(64, ((numbers) * sizeof(real) + 63) / 64 * 64);                                      \
-        if (!space) failed = 1;                                                                                          \
+        if (!space) failed = NO_MEMORY;                                                                                  \
         _Pragma("omp for schedule(dynamic)") for (size item = 0; item < sequences * heads; item++) {                     \
             const int64_t *row = table + item / heads * 4;                                                               \
             size h = item % heads, g = h / repeat, k0 = row[0], q0 = row[2];                                             \
@@ -223,23 +248,21 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
     }                                                                                                                    \
     return failed
 
-long forward_attention(size sequences, const int64_t *table, const int32_t *at, size longest, size heads, size repeat,
-                       size wq, size wv, double scale, long causal, long window, const real *q, size qs, size qh,
+long forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
+                       size repeat, size wq, size wv, double scale, long causal, long window, const real *q, size qs, size qh,
                        const real *k, size ks, size kh, const real *v, size vs, size vh, real *a, size as, size ah,
                        real *lse, size ls, size lh) {
-    size rounded = (longest + BLOCK - 1) / BLOCK * BLOCK, pq = padded(wq), pv = padded(wv);
     EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + BLOCK + pv + 2),
               forward_head(&sight, wq, wv, scale, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
                            vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls, space););
 }
 
 /* dk and dv have a head for each query head */
-long backward_attention(size sequences, const int64_t *table, const int32_t *at, size longest, size heads, size repeat,
-                        size wq, size wv, double scale, long causal, long window, const real *d, size ds, size dh,
+long backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
+                        size repeat, size wq, size wv, double scale, long causal, long window, const real *d, size ds, size dh,
                         const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v, size vs, size vh,
                         const real *a, size as, size ah, const real *lse, size ls, size lh, real *dq, size dqs, size dqh,
                         real *dk, size dks, size dkh, real *dv, size dvs, size dvh) {
-    size rounded = (longest + BLOCK - 1) / BLOCK * BLOCK, pq = padded(wq), pv = padded(wv);
     EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 2 * BLOCK) + rounded * (2 * pq + pv + 1),
               backward_head(&sight, wq, wv, scale, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
                             ks, v + k0 * vs + g * vh, vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls,

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import HandgradError
 from . import library
+
+Shape = tuple[int, ...]  # or torch.Size
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -18,7 +21,10 @@ def fits(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if not library.allowed() or library.load(dtype) is None:
         return False
-    return all(x.dtype == dtype and x.is_cpu and x.stride(-1) == 1 for x in tensors)
+    for x in tensors:  # noqa: SIM110  all() takes twice as long
+        if x.dtype is not dtype or not x.is_cpu or x.stride()[-1] != 1:
+            return False
+    return True
 
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -34,13 +40,52 @@ def _call(name: str, dtype: torch.dtype, *arguments: int | float) -> int:
     return function(*arguments)  # type: ignore[no-any-return]
 
 
-def _rows(*tensors: Tensor) -> list[int]:
-    """Address and row stride of every tensor."""
-    return [x for tensor in tensors for x in (tensor.data_ptr(), tensor.stride(0))]
+# ── addresses ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# A kernel reads and writes as much as its caller says. So no address is taken without comparing the tensor with what the
+# kernel will assume of it, in every call: about 0.2 µs for each tensor.
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _rows(shape: Shape, dtype: torch.dtype, *tensors: Tensor) -> list[int]:
+    """Address and row stride of every tensor; rows are contiguous."""
+    found = []
+    for x in tensors:
+        strides = x.stride()
+        if x.shape != shape or x.dtype is not dtype or strides[-1] != 1 or not x.is_cpu:
+            raise _unfit(x, shape, dtype)
+        found += [x.data_ptr(), strides[0]]
+    return found
+
+
+def _heads(shape: Shape, dtype: torch.dtype, *tensors: Tensor) -> list[int]:
+    """Address and the first two strides of every tensor: of rows and heads, or of rows and columns."""
+    found = []
+    for x in tensors:
+        strides = x.stride()
+        if x.shape != shape or x.dtype is not dtype or strides[2:] not in ((), (1,)) or not x.is_cpu:
+            raise _unfit(x, shape, dtype)
+        found += [x.data_ptr(), *strides[:2]]
+    return found
+
+
+def _numbers(count: int, dtype: torch.dtype, *tensors: Tensor | None) -> list[int]:
+    """The address of so many contiguous numbers in every tensor, whatever its shape; 0 for None."""
+    found = []
+    for x in tensors:
+        if x is None:
+            found.append(0)
+        elif x.numel() != count or x.dtype is not dtype or not x.is_contiguous() or not x.is_cpu:
+            raise _unfit(x, (count,), dtype)
+        else:
+            found.append(x.data_ptr())
+    return found
+
+
+def _unfit(x: Tensor, shape: Shape, dtype: torch.dtype) -> HandgradError:
+    given, wanted = (f"{tuple(s)} in {str(t).removeprefix('torch.')}" for s, t in ((x.shape, x.dtype), (shape, dtype)))
+    return HandgradError(
+        f"a tensor of shape {given} where a layer needs {wanted}, contiguous and on the CPU: was the data of a parameter, or"
+        " its gradient, replaced? Restore it, or load the model again"
+    )
 
 
 # ── matrix products ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -58,11 +103,15 @@ def multiplies(a: Tensor, b: Tensor) -> bool:
 
 def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: Tensor | None = None) -> Tensor:
     """a (m, n) b (n, w), each contiguous by rows or by columns, plus `bias` (w); written, or added, to `out` if given."""
+    (m, n), w, dtype = a.shape, b.shape[1], a.dtype
     if out is None:
-        out = a.new_empty(a.shape[0], b.shape[1])
-    shape = a.shape[0], b.shape[1], a.shape[1]
-    strides = out.data_ptr(), out.stride(0), int(add)
-    _check(_call("product", a.dtype, *shape, *_heads(a, b), _address(bias), *strides))
+        out = a.new_empty(m, w)
+    _check(
+        _call(
+            "product", dtype, m, w, n, *_heads((m, n), dtype, a), *_heads((n, w), dtype, b), *_numbers(w, dtype, bias),
+            *_rows((m, w), dtype, out), int(add),
+        )
+    )  # fmt: skip
     return out
 
 
@@ -72,58 +121,66 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def forward_activation(g: str, x: Tensor, out: Tensor) -> None:
-    _call(f"forward_{g}", x.dtype, *x.shape, *_rows(x, out))
+    n, w = x.shape
+    _call(f"forward_{g}", x.dtype, n, w, *_rows((n, w), x.dtype, x, out))
 
 
 def backward_activation(g: str, delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
-    _call(f"backward_{g}", x.dtype, *x.shape, *_rows(delta, x, out, value))
+    n, w = x.shape
+    _call(f"backward_{g}", x.dtype, n, w, *_rows((n, w), x.dtype, delta, x, out, value))
 
 
 def forward_gate(g: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
-    _call(f"forward_gate_{g}", gate.dtype, *gate.shape, *_rows(gate, up, out))
+    n, w = gate.shape
+    _call(f"forward_gate_{g}", gate.dtype, n, w, *_rows((n, w), gate.dtype, gate, up, out))
 
 
 def backward_gate(g: str, delta: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, a_8: Tensor) -> None:
-    _call(f"backward_gate_{g}", gate.dtype, *gate.shape, *_rows(delta, gate, up, d_gate, d_up, a_8))
+    n, w = gate.shape
+    _call(f"backward_gate_{g}", gate.dtype, n, w, *_rows((n, w), gate.dtype, delta, gate, up, d_gate, d_up, a_8))
 
 
 # ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def forward_layer(a: Tensor, w: Tensor, b: Tensor, eps: float, out: Tensor, mu: Tensor, inv_sigma: Tensor) -> None:
-    given = w.data_ptr(), b.data_ptr()
+    (n, width), dtype = a.shape, a.dtype
     _call(
-        "forward_layer",
-        a.dtype,
-        *a.shape,
-        float(eps),
-        *_rows(a),
-        *given,
-        *_rows(out),
-        mu.data_ptr(),
-        inv_sigma.data_ptr(),
-    )
+        "forward_layer", dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w, b),
+        *_rows((n, width), dtype, out), *_numbers(n, dtype, mu, inv_sigma),
+    )  # fmt: skip
 
 
 def forward_rms(a: Tensor, w: Tensor, eps: float, out: Tensor, inv_rms: Tensor) -> None:
-    _call("forward_rms", a.dtype, *a.shape, float(eps), *_rows(a), w.data_ptr(), *_rows(out), inv_rms.data_ptr())
+    (n, width), dtype = a.shape, a.dtype
+    _call(
+        "forward_rms", dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w),
+        *_rows((n, width), dtype, out), *_numbers(n, dtype, inv_rms),
+    )  # fmt: skip
 
 
 def rebuild_norm(
     a: Tensor, mu: Tensor | None, inv: Tensor, w: Tensor, b: Tensor | None, a_bar: Tensor, out: Tensor
 ) -> None:
-    given = _address(mu), inv.data_ptr(), w.data_ptr(), _address(b)
-    _call("rebuild_norm", a.dtype, *a.shape, *_rows(a), *given, *_rows(a_bar, out))
+    (n, width), dtype = a.shape, a.dtype
+    _call(
+        "rebuild_norm", dtype, n, width, *_rows((n, width), dtype, a), *_numbers(n, dtype, mu, inv),
+        *_numbers(width, dtype, w, b), *_rows((n, width), dtype, a_bar, out),
+    )  # fmt: skip
 
 
 def backward_norm(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor, centred: bool, out: Tensor) -> None:
-    given = inv.data_ptr(), w.data_ptr(), int(centred)
-    _call("backward_norm", delta.dtype, *delta.shape, *_rows(delta, a_bar), *given, *_rows(out))
+    (n, width), dtype = delta.shape, delta.dtype
+    _call(
+        "backward_norm", dtype, n, width, *_rows((n, width), dtype, delta, a_bar), *_numbers(n, dtype, inv),
+        *_numbers(width, dtype, w), int(centred), *_rows((n, width), dtype, out),
+    )  # fmt: skip
 
 
 def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
-    factor = [0, 0] if a_bar is None else _rows(a_bar)
-    _call("column_sums", delta.dtype, *delta.shape, *_rows(delta), *factor, out.data_ptr())
+    (n, width), dtype = delta.shape, delta.dtype
+    factor = [0, 0] if a_bar is None else _rows((n, width), dtype, a_bar)
+    _call("column_sums", dtype, n, width, *_rows((n, width), dtype, delta), *factor, *_numbers(width, dtype, out))
 
 
 # ── rotary positions, loss, attention ───────────────────────────────────────────────────────────────────────────────
@@ -131,47 +188,45 @@ def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> None:
     """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous"""
-    n, heads, width = x.shape
+    (n, heads, width), dtype = x.shape, x.dtype
+    half = width // 2
     _call(
-        "rotate", x.dtype, n, heads, width // 2, x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr(),
-        float(sign), int(interleaved), out.data_ptr(), out.stride(0), out.stride(1),
+        "rotate", dtype, n, heads, half, *_heads((n, heads, 2 * half), dtype, x), *_numbers(n * half, dtype, cos, sin),
+        float(sign), int(interleaved), *_heads((n, heads, width), dtype, out),
     )  # fmt: skip
 
 
 def softmax_loss(logits: Tensor, targets: Tensor, weight: float, losses: Tensor) -> None:
     """targets int64, losses float64, both contiguous"""
-    _call(
-        "softmax_loss",
-        logits.dtype,
-        *logits.shape,
-        *_rows(logits),
-        targets.data_ptr(),
-        float(weight),
-        losses.data_ptr(),
-    )
+    (n, width), dtype = logits.shape, logits.dtype
+    found = _call(
+        "softmax_loss", dtype, n, width, *_rows((n, width), dtype, logits), *_numbers(n, torch.int64, targets),
+        float(weight), *_numbers(n, torch.float64, losses),
+    )  # fmt: skip
+    _check(found, f"a target is not one of the {width:,} logits")
 
 
 class Sequences(NamedTuple):
-    """Sequences packed end to end, for attention."""
+    """Sequences packed end to end, for attention. Rows ascend; a row of q that is in none of them is not a query."""
 
     rows: Tensor  # (count, 4) int64: first and end of the keys, first and end of the queries of each
-    longest: int  # number of keys or queries
-    at: Tensor | None = None  # (m) int32: positions of the queries; None: every token is a query
+    at: Tensor | None = None  # (rows of q) int32: each query's position in its sequence; None: every token is a query
 
 
 @lru_cache(maxsize=64)  # the blocks of a model ask for the same
-def table(rows: tuple[tuple[int, int, int, int], ...]) -> tuple[Tensor, int]:
-    """The first two fields of `Sequences`."""
-    longest = max(max(keys - key, queries - query) for key, keys, query, queries in rows)
-    return torch.tensor(rows, dtype=torch.int64, device="cpu"), longest
+def table(rows: tuple[tuple[int, int, int, int], ...]) -> Tensor:
+    """The rows of `Sequences`."""
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
 
 
 def forward_attention(
     sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor, a: Tensor, lse: Tensor
 ) -> None:
     """The tensors are (rows, heads, width), lse (rows, heads)."""
-    shape = _attention_shape(sequences, causal, window, q, k, v)
-    _check(_call("forward_attention", q.dtype, *shape, *_heads(q, k, v, a, lse)))
+    shape, operands = _attention(sequences, causal, window, q, k, v)
+    m, heads, _ = q.shape
+    results = *_heads((m, heads, v.shape[2]), q.dtype, a), *_heads((m, heads), q.dtype, lse)
+    _check(_call("forward_attention", q.dtype, *shape, *operands, *results), WRONG_SEQUENCES)
 
 
 def backward_attention(
@@ -179,47 +234,71 @@ def backward_attention(
     a: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
-    shape = _attention_shape(sequences, causal, window, q, k, v)
-    _check(_call("backward_attention", q.dtype, *shape, *_heads(delta, q, k, v, a, lse, *into)))
+    shape, operands = _attention(sequences, causal, window, q, k, v)
+    (m, heads, d_rho), n, d_h, dtype = q.shape, k.shape[0], v.shape[2], q.dtype
+    given = *operands, *_heads((m, heads, d_h), dtype, a), *_heads((m, heads), dtype, lse)
+    results = [
+        x for target, size in zip(into, ((m, d_rho), (n, d_rho), (n, d_h)), strict=True)
+        for x in _heads((size[0], heads, size[1]), dtype, target)
+    ]  # fmt: skip
+    found = _call("backward_attention", dtype, *shape, *_heads((m, heads, d_h), dtype, delta), *given, *results)
+    _check(found, WRONG_SEQUENCES)
+
+
+WRONG_SEQUENCES = "a sequence has rows outside of q, k and v, rows of another sequence, or a query that sees no key"
+
+
+def _attention(
+    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[list[int | float], list[int]]:
+    """What both passes have in common: sequences and sizes, then q, k and v."""
+    rows, at = sequences
+    (m, heads, d_rho), (n, key_heads, _), d_h, dtype = q.shape, k.shape, v.shape[2], q.dtype
+    if not key_heads or heads % key_heads or (window is not None and window < 1):
+        raise HandgradError(f"{heads} query heads on {key_heads} key heads, window={window}")
+    count = rows.shape[0]
+    where = count, *_numbers(4 * count, torch.int64, rows), *_numbers(m, torch.int32, at), n, m
+    shape = [*where, heads, heads // key_heads, d_rho, d_h, d_rho**-0.5, int(causal), window or 0]
+    operands = _heads((m, heads, d_rho), dtype, q) + _heads((n, key_heads, d_rho), dtype, k)
+    return shape, operands + _heads((n, key_heads, d_h), dtype, v)
 
 
 # ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
 PACKED_DTYPE = torch.float32  # of their products
+BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+NUMBERS_OF_BLOCK = 32
 
 
 def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
     """out (n, f_out) = a (n, f_in) wᵗ; data (f_out, bytes per row), contiguous; float32"""
-    shape = len(a), a.shape[1], len(data)
-    _call("packed_product", a.dtype, PACKED[kind], *shape, *_rows(a), data.data_ptr(), *_rows(out))
+    (n, f_in), f_out = a.shape, data.shape[0]
+    if f_in % NUMBERS_OF_BLOCK:
+        raise _unfit(a, (n, f_in // NUMBERS_OF_BLOCK * NUMBERS_OF_BLOCK), PACKED_DTYPE)
+    size = f_out * (f_in // NUMBERS_OF_BLOCK) * BYTES_OF_BLOCK[kind]
+    _call(
+        "packed_product", PACKED_DTYPE, PACKED[kind], n, f_in, f_out, *_rows((n, f_in), PACKED_DTYPE, a),
+        *_numbers(size, torch.uint8, data), *_rows((n, f_out), PACKED_DTYPE, out),
+    )  # fmt: skip
 
 
 def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
     """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
-    _call("packed_unpack", out.dtype, PACKED[kind], len(blocks), blocks.data_ptr(), out.data_ptr())
+    n = blocks.shape[0]
+    given = _numbers(n * BYTES_OF_BLOCK[kind], torch.uint8, blocks)
+    _call("packed_unpack", PACKED_DTYPE, PACKED[kind], n, *given, *_numbers(n * NUMBERS_OF_BLOCK, PACKED_DTYPE, out))
 
 
-# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _attention_shape(
-    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[int | float, ...]:
-    rows, longest, at = sequences
-    (_, heads, d_rho), d_h = q.shape, v.shape[2]
-    where = len(rows), rows.data_ptr(), _address(at), longest
-    return *where, heads, heads // k.shape[1], d_rho, d_h, d_rho**-0.5, int(causal), window or 0
-
-
-def _heads(*tensors: Tensor) -> list[int]:
-    """Address and the first two strides of every tensor: of rows and heads, or of rows and columns."""
-    return [x for tensor in tensors for x in (tensor.data_ptr(), tensor.stride(0), tensor.stride(1))]
-
-
-def _check(failed: int) -> None:
-    if failed:
+def _check(found: int, wrong: str = "") -> None:
+    """What a kernel returned: 0, NO_MEMORY, or WRONG_TABLE before it computed anything (common.h)."""
+    if found == 1:
         raise MemoryError("no memory for the buffers of a kernel")
+    if found:
+        raise HandgradError(wrong)
 
 
 # ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,19 +308,51 @@ FEW_ROWS = 16  # MANY of decode.c: up to here products read the weights at the s
 
 def few_rows(a: Tensor, w: Tensor, out: Tensor) -> None:
     """a (n, f_in) w (f_in, f_out), contiguous by rows or by columns → out (n, f_out)"""
+    (n, f_in), f_out, dtype = a.shape, w.shape[1], a.dtype
+    if n > FEW_ROWS:
+        raise _unfit(a, (FEW_ROWS, f_in), dtype)
+    given, results = _rows((n, f_in), dtype, a), _rows((n, f_out), dtype, out)
     if w.stride(0) == 1:
-        _check(_call("few_rows", a.dtype, *a.shape, w.shape[1], *_rows(a, w.t(), out)))
+        _check(_call("few_rows", dtype, n, f_in, f_out, *given, *_rows((f_out, f_in), dtype, w.t()), *results))
     else:
-        _call("few_rows_in_out", a.dtype, *a.shape, w.shape[1], *_rows(a, w, out))
+        _call("few_rows_in_out", dtype, n, f_in, f_out, *given, *_rows((f_in, f_out), dtype, w), *results)
 
 
-def call_with(name: str, dtype: torch.dtype, *arguments: int) -> None:
-    """Call a kernel that returns whether it found no memory."""
-    _check(_call(name, dtype, *arguments))
+class Places(NamedTuple):
+    """Where single new tokens of n sequences go in the cache."""
+
+    table: Tensor  # (n, 6) int64, see decode.h
+    blocks: int  # of the cache
+    k: Shape  # (n, h_kv, d_ρ) of the new keys
+    v: Shape
+
+    def address(self) -> int:
+        return _numbers(6 * self.k[0], torch.int64, self.table)[0]
 
 
-def attend_tokens(places: Tensor, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """places (n, 6) int64, see decode.c; q, out (n, h, …); k, v (n, h_kv, …)"""
-    n, heads, width = q.shape
-    shape = n, heads, heads // k.shape[1], width, v.shape[2], block, window or 0, width**-0.5
-    _call("attend_tokens", q.dtype, *shape, places.data_ptr(), *_heads(q, k, v, out))
+WRONG_PLACES = "a token has no place in the cache: its position is not below the capacity"
+
+
+def attend_tokens(places: Places, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """q, out (n, h, …); k, v (n, h_kv, …)"""
+    (n, heads, width), dtype, d_h = q.shape, q.dtype, places.v[2]
+    if not 0 <= block < places.blocks or heads % places.k[1] or places.k != (n, places.v[1], width):
+        raise _unfit(q, (places.k[0], heads, places.k[2]), dtype)
+    found = _call(
+        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, window or 0, width**-0.5,
+        places.address(), *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
+        *_heads((n, heads, d_h), dtype, out),
+    )  # fmt: skip
+    _check(found, WRONG_PLACES)
+
+
+def token_blocks(
+    count: int, blocks: int, widths: Shape, places: Places, rotation: tuple[Tensor, Tensor] | None, a: Tensor
+) -> None:
+    """All blocks, described at the address `blocks`, on a (n, d). `widths` are d, h_kv, d_ρ and d_h of every block."""
+    n, (d, key_heads, d_rho, d_h), dtype = places.k[0], widths, a.dtype
+    if n > FEW_ROWS or count > places.blocks or places.k[1:] != (key_heads, d_rho) or places.v != (n, key_heads, d_h):
+        raise _unfit(a, (FEW_ROWS, d), dtype)
+    angles = (0, 0) if rotation is None else _numbers(n * (d_rho // 2), dtype, *rotation)
+    given = n, places.address(), *angles, *_numbers(n * d, dtype, a)
+    _check(_call("token_blocks", dtype, count, blocks, *given), WRONG_PLACES)

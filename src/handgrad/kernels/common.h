@@ -8,6 +8,8 @@
 typedef REAL real;
 typedef long size;
 
+enum { NO_MEMORY = 1, WRONG_TABLE = 2 }; /* what a kernel returns instead of 0; calls.py has the messages */
+
 #define PARALLEL_FROM 16384 /* numbers; below this, waking the other threads costs more than they save */
 #define PRAGMA(text) _Pragma(#text)
 #define ROWS(count, work) PRAGMA(omp parallel for schedule(static) if ((count) * (work) >= PARALLEL_FROM))

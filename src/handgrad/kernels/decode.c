@@ -104,7 +104,7 @@ void few_rows_part(size n, size f_in, size f_out, const real *a, size as, const 
 
 int few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
     real *turned = 2 * n > MANY ? aligned_alloc(64, f_in * MANY * sizeof(real)) : NULL;
-    if (2 * n > MANY && !turned) return 1;
+    if (2 * n > MANY && !turned) return NO_MEMORY;
     PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM)) {
         if (turned) turn_part(n, f_in, a, as, turned);
         PRAGMA(omp barrier)
@@ -204,6 +204,12 @@ void attend_tokens_part(const heads *x, size n, size block, const int64_t *place
     }
 }
 
+int wrong_places(size n, const int64_t *places) {
+    int wrong = 0;
+    for (const int64_t *place = places; place < places + 6 * n; place += 6) wrong |= place[5] < 0 || place[5] >= place[4];
+    return wrong;
+}
+
 void store_tokens(const heads *x, size n, size block, const int64_t *places, const real *k, size ks, size kh, const real *v,
                   size vs, size vh) {
     for (size t = 0; t < n; t++) {
@@ -217,13 +223,15 @@ void store_tokens(const heads *x, size n, size block, const int64_t *places, con
     }
 }
 
-void attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
+long attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
                    const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v,
                    size vs, size vh, real *out, size os, size oh) {
+    if (wrong_places(n, places)) return WRONG_TABLE;
     heads x = {count, share, d, dv, window, scale};
     store_tokens(&x, n, block, places, k, ks, kh, v, vs, vh);
     size longest = 0;
     for (size t = 0; t < n; t++) longest = places[6 * t + 5] > longest ? places[6 * t + 5] : longest;
     PRAGMA(omp parallel if (n * count * longest * d >= PARALLEL_FROM))
     attend_tokens_part(&x, n, block, places, q, qs, qh, out, os, oh);
+    return 0;
 }

@@ -26,6 +26,7 @@ typedef struct { size heads, share, d, dv, window; double scale; } heads;
  * block 0, numbers between two blocks of each, capacity, and the position of the new token. A head's keys follow each other.
  * q, out (n, heads, …), k, v (n, heads / share, …), with the strides of rows and heads. Softmax online, in groups of keys.
  * Store the new keys and values first. */
+int wrong_places(size n, const int64_t *places); /* whether a position is outside of its capacity */
 void store_tokens(const heads *x, size n, size block, const int64_t *places, const real *k, size ks, size kh, const real *v,
                   size vs, size vh);
 void attend_tokens_part(const heads *x, size n, size block, const int64_t *places, const real *q, size qs, size qh, real *out,

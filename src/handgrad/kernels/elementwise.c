@@ -83,6 +83,12 @@ ACTIVATION(gelu_tanh)
 
 /* ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
+/* 1/√(mean + ε) of w squares. A sum that overflowed is not a number: as infinity it would make the output 0, and nobody would see
+ * it. */
+static inline real inverse_root(real squares, size w, double eps) {
+    return squares < (real)INFINITY ? 1 / (real)sqrt((double)squares / w + eps) : (real)NAN;
+}
+
 /* LayerNorm: a_i = ā ∘ w + b with ā = (a − μ)/σ, σ = √(var + ε); inv = 1/σ. The variance is that of a − μ. */
 void forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out, size os,
                    real *mu, real *inv) {
@@ -96,7 +102,7 @@ void forward_layer(size n, size w, double eps, const real *a, size as, const rea
             real x = a_t[i] - m;
             squares += x * x;
         }
-        real r = 1 / (real)sqrt((double)squares / w + eps);
+        real r = inverse_root(squares, w, eps);
         mu[t] = m, inv[t] = r;
         for (size i = 0; i < w; i++) out_t[i] = (a_t[i] - m) * r * gain[i] + b[i];
     }
@@ -109,7 +115,7 @@ void forward_rms(size n, size w, double eps, const real *a, size as, const real 
         real *restrict out_t = out + t * os;
         real sum = 0;
         for (size i = 0; i < w; i++) sum += a_t[i] * a_t[i];
-        real r = 1 / (real)sqrt((double)sum / w + eps);
+        real r = inverse_root(sum, w, eps);
         inv[t] = r;
         for (size i = 0; i < w; i++) out_t[i] = a_t[i] * r * gain[i];
     }
@@ -197,8 +203,12 @@ void rotate(size n, size heads, size half, const real *x, size xs, size xh, cons
 
 /* ── softmax with cross-entropy ───────────────────────────────────────────────────────────────────────────────────── */
 
-/* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache */
-void softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+/* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache. Returns 0,
+ * or WRONG_TABLE if a target is not one of the w logits. */
+long softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+    int inside = 1;
+    for (size t = 0; t < n; t++) inside &= target[t] >= 0 && target[t] < w;
+    if (!inside) return WRONG_TABLE;
     ROWS(n, w) for (size t = 0; t < n; t++) {
         real *restrict a_t = a + t * as;
         real largest = a_t[0], sum = 0, of_target = a_t[target[t]];
@@ -213,4 +223,5 @@ void softmax_loss(size n, size w, real *a, size as, const int64_t *target, doubl
         for (size i = 0; i < w; i++) a_t[i] *= factor;
         a_t[target[t]] -= (real)weight;
     }
+    return 0;
 }

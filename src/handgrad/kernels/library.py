@@ -1,7 +1,9 @@
 """Compile the C files of this folder for the machine at hand, once, and load the result.
 
-The result lies in the cache, named by a hash of source, flags, compiler and processor, so that another machine with the same
-home folder makes its own. HANDGRAD_KERNELS=0 switches kernels off; so does a missing compiler, or one without OpenMP.
+The result lies in the cache, named by a hash of source, flags, compiler, processor and user: another machine with the same
+home folder makes its own. It ends with a digest of itself and its name, which every load checks. What is damaged or
+exchanged, or belongs to another user or may be written by one, is never loaded but compiled again.
+HANDGRAD_KERNELS=0 switches kernels off; so does a missing compiler, or one without OpenMP.
 """
 
 import contextlib
@@ -10,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import HandgradError
+from ..files.atomic import LEFTOVER, new_file, rename_onto
 from ..files.cache import cache_path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
@@ -30,6 +35,8 @@ FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
     "-fno-trapping-math", "-freciprocal-math", "-fno-math-errno",
 )  # fmt: skip
+
+LARGEST = 1 << 26  # bytes of a compiled file
 
 _allowed: ContextVar[bool] = ContextVar("kernels_allowed", default=os.environ.get("HANDGRAD_KERNELS", "1") != "0")
 
@@ -64,20 +71,40 @@ def prepared(dtype: torch.dtype) -> bool:
     if dtype not in REAL or not allowed():
         return True
     path = _path(REAL[dtype])
-    return path is None or path.exists()
+    if path is None:
+        return True
+    handle = _open(path)
+    if handle is not None:
+        os.close(handle)
+    return handle is not None
 
 
 @cache
 def load(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled kernels for a dtype; None if there are none for it, or they cannot be compiled."""
+    """The compiled kernels for a dtype; None if there are none for it, or they cannot be compiled. Raises if something else
+    has their name and stays there."""
     if dtype not in REAL:
         return None
     path = _path(REAL[dtype])
-    if path is None or not (path.exists() or _compile(REAL[dtype], path)):
+    if path is None:
         return None
+    handle = _open(path)
+    if handle is None and _compile(REAL[dtype], path):
+        handle = _open(path)
+    if handle is None:
+        if os.path.lexists(path):
+            raise HandgradError(
+                f"{path} is not what handgrad compiled, and cannot be replaced: delete it, or name another cache folder in"
+                " HANDGRAD_CACHE"
+            )
+        return None
+    # The file that was checked, whatever has its name now. It stays open: the loader knows a library by its path, and would
+    # take another one under a number that is free again for this one.
+    checked = Path(f"/proc/self/fd/{handle}")
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(checked if checked.exists() else path))
     except OSError:
+        os.close(handle)
         return None
 
 
@@ -102,7 +129,8 @@ def _path(real: str) -> Path | None:
         return None
     key = hashlib.sha256()
     sources = [path.read_bytes() for path in (*HEADERS, *SOURCES)]
-    for part in (*sources, " ".join((*FLAGS, real)).encode(), version, _processor().encode()):
+    user = str(os.geteuid()).encode()  # several users may share a cache, but not kernels
+    for part in (*sources, " ".join((*FLAGS, real)).encode(), version, _processor().encode(), user):
         key.update(hashlib.sha256(part).digest())
     return cache_path("kernels", f"kernels-{real}-{key.hexdigest()[:16]}.so")
 
@@ -130,17 +158,51 @@ def _processor() -> str:
     return platform.machine() + platform.processor()
 
 
+def _open(path: Path) -> int | None:
+    """Open compiled kernels; None if there are none, or they are not what this user has compiled."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(handle)
+        own = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if stat.S_ISREG(status.st_mode) and own and status.st_size <= LARGEST:
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(LARGEST)
+            if _digest(path, content[:-DIGEST_BYTES]) == content[-DIGEST_BYTES:]:
+                return handle
+    except OSError:
+        pass
+    os.close(handle)
+    return None
+
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def _digest(path: Path, compiled: bytes) -> bytes:
+    """Of the name too: kernels for another dtype or processor are whole, and wrong here."""
+    return hashlib.sha256(path.name.encode() + compiled).digest()
+
+
 def _compile(real: str, path: Path) -> bool:
     """Compile beside `path`, then rename: several processes may do so at the same time."""
     with_ = compiler()
     assert with_ is not None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with (
+            new_file(path.parent) as file,
+            tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{LEFTOVER}new.{os.getpid()}.") as folder,
+        ):
             out = Path(folder) / "kernels.so"
             command = [with_, *FLAGS, f"-DREAL={real}", *map(str, SOURCES), "-o", str(out), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=300)
-            os.replace(out, path)
+            compiled = out.read_bytes()
+            file.write(compiled + _digest(path, compiled))
+            os.chmod(file.name, stat.S_IRUSR | stat.S_IWUSR)
+            rename_onto(file, path)
     except (OSError, subprocess.SubprocessError):
         return False
     return True

@@ -135,8 +135,9 @@ static real *take(real **memory, size count) {
 }
 
 /* a (n, d) contiguous: a_1 of the first block, which becomes a_10 of the last. places: see decode.h. cos and sin (n, d_rho/2).
- * All blocks have equal widths; the ranks of adapters may differ. 1: no memory */
+ * All blocks have equal widths; the ranks of adapters may differ. Returns 0, NO_MEMORY or WRONG_TABLE. */
 int token_blocks(size count, const block *blocks, size n, const int64_t *places, const real *cosine, const real *sine, real *a) {
+    if (wrong_places(n, places)) return WRONG_TABLE;
     const block *x = blocks;
     size kv = x->heads / x->share, heads = (x->heads + kv) * x->d_rho + kv * x->d_h, rank = 0;
     size widest = larger(larger(x->d, x->heads * x->d_h), larger(heads, 2 * x->hidden));
@@ -147,7 +148,7 @@ int token_blocks(size count, const block *blocks, size n, const int64_t *places,
     size numbers = n * (x->d + heads + x->heads * x->d_h + 3 * x->hidden + widest + 3 * rank) + MANY * widest;
     numbers += heads + 2 * larger(n, x->heads) + 10 * 16;
     real *memory = aligned_alloc(64, (numbers * sizeof(real) + 63) / 64 * 64), *rest = memory;
-    if (!memory) return 1;
+    if (!memory) return NO_MEMORY;
     buffers to = {.a_2 = take(&rest, n * x->d)};
     to.q = take(&rest, n * heads);
     to.a_3 = take(&rest, n * x->heads * x->d_h);

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .calls import ACTIVATIONS, PACKED, call_with
+from .calls import ACTIVATIONS, BYTES_OF_BLOCK, NUMBERS_OF_BLOCK, PACKED, Places, token_blocks
 
 _SIZE = ctypes.c_int64
 IN_OUT, OUT_IN = -2, -1
@@ -57,10 +57,13 @@ def numbers(w: Tensor) -> dict[str, int] | None:
 
 
 def packed(data: Tensor, kind: str, f_in: int) -> dict[str, int] | None:
-    """Fields of a packed Matrix, data (f_out, bytes per row); None if there is no kernel for its kind."""
+    """Fields of a packed Matrix, data (f_out, bytes per row); None if there is no kernel for its kind, or it has other
+    bytes."""
     if kind not in PACKED or not data.is_contiguous():
         return None
-    return {"kind": PACKED[kind], "f_in": f_in, "f_out": len(data), "w": data.data_ptr(), "ws": 0}
+    if f_in % NUMBERS_OF_BLOCK or data.shape[1] != f_in // NUMBERS_OF_BLOCK * BYTES_OF_BLOCK[kind]:
+        return None
+    return {"kind": PACKED[kind], "f_in": f_in, "f_out": data.shape[0], "w": data.data_ptr(), "ws": 0}
 
 
 def activation(g: str) -> int | None:
@@ -73,8 +76,8 @@ def array(blocks: Sequence[Block]) -> "ctypes.Array[Block]":
     return (Block * len(blocks))(*blocks)
 
 
-def forward(blocks: "ctypes.Array[Block]", places: Tensor, rotation: tuple[Tensor, Tensor] | None, a: Tensor) -> None:
-    """a (n, d) contiguous: a_1 of the first block, which becomes a_10 of the last. places (n, 6): see decode.c"""
-    cos, sin = (x.data_ptr() for x in rotation) if rotation is not None else (0, 0)
-    where = len(blocks), ctypes.addressof(blocks), len(a), places.data_ptr()
-    call_with("token_blocks", a.dtype, *where, cos, sin, a.data_ptr())
+def forward(blocks: "ctypes.Array[Block]", places: Places, rotation: tuple[Tensor, Tensor] | None, a: Tensor) -> None:
+    """a (n, d) contiguous: a_1 of the first block, which becomes a_10 of the last"""
+    first = blocks[0]
+    widths = first.d, first.heads // first.share, first.d_rho, first.d_h
+    token_blocks(len(blocks), ctypes.addressof(blocks), widths, places, rotation, a)

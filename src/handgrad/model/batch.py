@@ -1,7 +1,9 @@
 """Batches: check tokens and targets, pack the sequences end to end, and split a large batch into pieces."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -41,12 +43,23 @@ class Piece(NamedTuple):
         return tuple(until.diff(prepend=until.new_zeros(1)).tolist())
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_ids(name: str, ids: object) -> None:
+    """Raise unless these are integers that can be read."""
+    if not isinstance(ids, Tensor):
+        raise HandgradError(f"{name} must be a tensor of ids, not a {type(ids).__name__}")
+    if ids.layout is not torch.strided or ids.is_nested or ids.is_meta:
+        what = "on the meta device, without values" if ids.is_meta else "nested" if ids.is_nested else "sparse"
+        raise HandgradError(f"{name} must be an ordinary tensor of ids; these are {what}")
+    if ids.dtype not in INTEGERS:
+        raise HandgradError(f"{name} must be integers (int64), not {ids.dtype}")
+
+
 def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device: torch.device) -> Batch:
     """Check tokens (B, T), or (n) with the lengths of its sequences, and pack them end to end."""
-    if not isinstance(tokens, Tensor):
-        raise HandgradError(f"tokens must be a tensor of ids, not a {type(tokens).__name__}")
-    if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        raise HandgradError(f"tokens must be integers (int64), not {tokens.dtype}")
+    check_ids("tokens", tokens)
     if tokens.ndim not in (1, 2) or tokens.numel() == 0:
         shape = tuple(tokens.shape)
         raise HandgradError(f"tokens must be (B, T), or (n) with lengths, and not empty; got shape {shape}")
@@ -55,7 +68,7 @@ def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device:
             raise HandgradError("lengths go with tokens of shape (n); a (B, T) batch has B sequences of length T")
         sizes = (tokens.shape[1],) * tokens.shape[0]
     else:
-        sizes = (len(tokens),) if lengths is None else tuple(int(x) for x in lengths)
+        sizes = (len(tokens),) if lengths is None else _integers(lengths)
     if min(sizes, default=0) < 1 or sum(sizes) != tokens.numel():
         raise HandgradError(f"lengths {list(sizes)} must be at least 1 and add up to the {tokens.numel()} tokens")
     if max(sizes) > config.n_context:
@@ -71,14 +84,18 @@ def pack(tokens: Tensor, lengths: list[int] | None, config: ModelConfig, device:
     return Batch(ids, positions, sizes)
 
 
+def _integers(lengths: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    try:
+        return tuple(index(x) for x in lengths)
+    except TypeError:
+        raise HandgradError("lengths must be a list of integers: the number of tokens of each sequence") from None
+
+
 def check_targets(tokens: Tensor, targets: Tensor, config: ModelConfig, device: torch.device) -> Tensor:
     """The targets as (n) ids, NO_TARGET where there is none."""
-    if not isinstance(targets, Tensor):
-        raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")
+    check_ids("targets", targets)
     if targets.shape != tokens.shape:
         raise HandgradError(f"targets {tuple(targets.shape)} must have the shape of tokens {tuple(tokens.shape)}")
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise HandgradError(f"targets must be integers (int64), not {targets.dtype}")
     flat = targets.reshape(-1).to(device, torch.int64)
     given = flat[loss.rows_with_target(flat)]
     low, high = (int(x) for x in torch.aminmax(given)) if len(given) else (0, 0)
@@ -134,6 +151,10 @@ def count_targets(pieces: list[Piece], n_targets: int | None = None) -> int:
         n_targets = sum(len(piece.targets) for piece in pieces)
         if n_targets == 0:
             raise HandgradError("every target is ignored (−100): there is nothing to learn from in this batch")
-    if n_targets < 1:
+    try:
+        count = index(n_targets)
+    except TypeError:  # NaN, or another number that counts nothing
+        count = 0
+    if count < 1:
         raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
-    return n_targets
+    return count

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandgradError, NonFiniteError
+from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
 from .batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
@@ -65,6 +65,7 @@ class GPT(Network):
     @torch.no_grad()
     def last_layer(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
         """(B, T) ids → (B·T, d): the last block's output, after the final norm. Lengths as for `logits`."""
+        self.check_parameters()
         batch = self.pack(tokens, lengths)
         a = self.embeddings(batch.ids, batch.positions)
         run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions))
@@ -82,6 +83,7 @@ class GPT(Network):
         self, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, *, objective: Objective = MEAN_LOSS
     ) -> float:
         """The mean loss over the targets ≠ −100, or the value of another objective, without gradients."""
+        self.check_parameters()
         pieces = self.pieces(tokens, objective.select(targets, self.config.n_vocab), lengths)
         n_targets = count_targets(pieces)
         state = self.forward_pass(pieces, lowest=len(self.blocks))
@@ -137,12 +139,15 @@ class GPT(Network):
             raise HandgradError(f"recompute must be 'none' or 'blocks', not {recompute!r}")
         if not callable(record) or not callable(finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
+        if tokens_at_once is not None and (not isinstance(tokens_at_once, int) or tokens_at_once < 1):
+            raise HandgradError(f"tokens_at_once must be an integer of at least 1, not {shown(tokens_at_once)}")
+        parameters = list(self.parameters())
+        self.check_parameters(parameters)
         dropout_seed = None if all_signals else self.dropout_seed(seed)
         at_once = math.inf if all_signals else tokens_at_once or self.tokens_at_once()
         targets = objective.select(targets, self.config.n_vocab)
         pieces = self.pieces(tokens, targets, lengths, at_once, dropout_seed)
         n_targets = count_targets(pieces, n_targets if pieces or not all_signals else None)
-        parameters = list(self.parameters())
         freeze(p for p in parameters if not p.requires_grad)
         # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
         # all gradients of a block are final at once.
@@ -181,6 +186,9 @@ class GPT(Network):
         self, examples: ExampleGradients, pieces: list[Piece], n_targets: int, tokens: Tensor, lengths: list[int] | None
     ) -> None:
         """Prepare the measurement of a batch's examples."""
+        trained = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        if len(set(trained)) < len(trained):
+            raise HandgradError("blocks share a parameter: its uses have products that example norms do not measure")
         count = len(tokens) if tokens.ndim == 2 else len(lengths or [1])
         shared = self.head.plain().weight is self.embed.weight
         examples.begin(pieces, count, n_targets, self.embed.weight if shared and self.embed.trains else None)

@@ -1,7 +1,7 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..errors import HandgradError, shown
 from ..ops import embedding, rotary
 from .block import Block
 from .config import ModelConfig
-from .dtype import as_dtype
+from .dtype import DTYPES, as_dtype
 from .hookless import Layers
 from .layers import Affine, Embedding, Linear, freeze
 from .norms import NORMS, Norm
@@ -136,6 +136,26 @@ class Network(Parts):
         as_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
+    def check_parameters(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Raise unless all parameters have one dtype, which a model can have, and values on one device."""
+        kinds = {(p.dtype, p.device) for p in (self.parameters() if parameters is None else parameters)}
+        dtype, device = next(iter(kinds))
+        if len(kinds) == 1 and dtype in DTYPES and device.type != "meta":
+            return
+        for name, p in self.named_parameters():
+            if p.is_meta:
+                raise HandgradError(f"{name} is on the meta device, without values: load the weights first")
+            if p.dtype not in DTYPES or p.dtype is not self.dtype:
+                other = f", and the model {self.dtype}" if p.dtype is not self.dtype else ""
+                raise HandgradError(
+                    f"{name} is {p.dtype}{other}: a model has one dtype, float64, float32 or bfloat16; convert it with"
+                    " model.to(torch.float32)"
+                )
+            if p.device != self.device:
+                raise HandgradError(
+                    f"{name} is on {p.device}, and the model on {self.device}: move it with model.to(…)"
+                )
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
         super().requires_grad_(requires_grad)
@@ -157,7 +177,11 @@ class Network(Parts):
         embeddings = [p for table in self.tables().values() for p in table.parameters()]
         if self.config.tied:  # a tied weight is final only when the embedding has added its part
             embeddings += [p for p in head if p is not self.embed.weight]
-        return [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+        layers = [*([] if self.config.tied else [head]), list(self.final_norm.parameters()), *blocks, embeddings]
+        last = {
+            p: i for i, layer in enumerate(layers) for p in layer
+        }  # a shared parameter is final in the last of its layers
+        return [[p for p in dict.fromkeys(layer) if last[p] == i] for i, layer in enumerate(layers)]
 
     def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
         """a_0 → a_1"""

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import HandgradError, shown
 from ..ops import loss
 from ..ops.loss import NO_TARGET
+from .batch import check_ids
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ MEAN_LOSS = Objective()
 
 def _only(targets: Tensor, position: int) -> Tensor:
     """Targets of this shape, none of which is set; raises if the position is not one of its rows."""
-    if not isinstance(targets, Tensor):
-        raise HandgradError(f"targets must be a tensor of ids, not a {type(targets).__name__}")
+    check_ids("targets", targets)
     n = targets.numel()
     if type(position) is not int or not 0 <= position < n:
         raise HandgradError(f"position must be a row from 0 to {n - 1}, not {shown(position)}")

@@ -39,6 +39,7 @@ class Pass(NamedTuple):
     examples: "PieceExamples | None" = (
         None  # receives the factors of the gradients, if examples are measured one by one
     )
+    dropout_rows: tuple[int, int] | None = None  # first row of the input, and how many rows share its mask
 
     @property
     def recording(self) -> bool:

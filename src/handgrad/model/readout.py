@@ -69,8 +69,10 @@ def readout(
     buffer = a_11.new_empty(largest, sum(head.plain().widths))
     for rows, its_examples in groups:
         a = with_target[rows]
-        seed = None if piece.dropout_seed is None else piece.dropout_seed + rows.start
-        run = PLAIN._replace(dropout_seed=seed, examples=its_examples)
+        # one mask for all rows: it must not depend on the groups, which differ if examples are measured
+        run = PLAIN._replace(
+            dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(piece.targets)), examples=its_examples
+        )
         a_12 = head.forward(a, run, buffer[: len(a)])
         if recording:
             logits.append(a_12.clone())

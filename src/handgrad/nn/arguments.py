@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import HandgradError
@@ -9,8 +10,11 @@ from ..errors import HandgradError
 
 def check_norm(a: Tensor, **gains: Tensor) -> None:
     """Require a (…, d), and gains and biases (d)."""
+    width = _width(a)
     for name, x in gains.items():
-        _expect(name, x, (_width(a),))
+        _expect(name, x, (width,))
+    if "b" in gains and a.dtype.itemsize > 2:  # LayerNorm takes wider gains for narrow inputs; RMSNorm takes any
+        _expect_dtype(a, **gains)
 
 
 def check_linear(
@@ -29,6 +33,7 @@ def check_linear(
         wanted = f"({width}, f_out)" if in_out else f"(f_out, {width})"
         raise HandgradError(f"weight has the shape {tuple(weight.shape)}; an input {tuple(a.shape)} needs {wanted}")
     f_out = weight.shape[1 if in_out else 0]
+    _expect_dtype(a, weight=weight, bias=bias)
     _expect("bias", bias, (f_out,))
     _expect("magnitude", magnitude, (f_out,))
     if (down is None) != (up is None):
@@ -50,9 +55,10 @@ def check_activation(name: str, known: Sequence[str]) -> None:
 
 def check_gate(gate: Tensor, up: Tensor | None) -> None:
     """Require gate and up (…, f), or gate (…, 2 f)."""
+    width = _width(gate)
     if up is not None:
         _expect("up", up, tuple(gate.shape))
-    elif _width(gate) % 2:
+    elif width % 2:
         raise HandgradError(f"gate and up side by side have an even width, not {gate.shape[-1]}")
 
 
@@ -76,6 +82,7 @@ def check_heads(
     if not q.numel():
         raise HandgradError(f"q has the shape {tuple(q.shape)}: attention needs at least one token")
     if k is not None and v is not None:
+        _expect_dtype(q, k=k, v=v)
         _expect("k", k, (*q.shape[:-1], n_kv_heads * width))
         _expect("v", v, (*q.shape[:-1], max(1, _width(v) // n_kv_heads) * n_kv_heads))
     if rotation is not None:
@@ -90,7 +97,20 @@ def check_heads(
 def _width(x: Tensor) -> int:
     if x.ndim == 0:
         raise HandgradError("the input is a single number; its last dimension must be the features")
+    if x.layout is not torch.strided:
+        raise HandgradError("the input is a sparse tensor; convert it with x.to_dense()")
+    if not x.shape[-1]:
+        raise HandgradError(
+            f"the input has the shape {tuple(x.shape)}: its last dimension must have at least one feature"
+        )
     return x.shape[-1]
+
+
+def _expect_dtype(a: Tensor, **others: Tensor | None) -> None:
+    """Under autocast the function converts them."""
+    for name, x in others.items():
+        if x is not None and x.dtype != a.dtype and not torch.is_autocast_enabled(a.device.type):
+            raise HandgradError(f"{name} is {x.dtype} and the input {a.dtype}: convert one of them, x.to({x.dtype})")
 
 
 def _expect(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -94,7 +94,7 @@ def linear_cross_entropy(
         raise HandgradError(
             f"target {wrong} is outside the vocabulary: ids go from 0 to {len(weight) - 1}, −100 is ignored"
         )
-    if n_targets is not None and n_targets < 1 and given.numel():
+    if n_targets is not None and not 1 <= n_targets < math.inf and given.numel():  # NaN is neither
         raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
     kind = a.device.type
     a, weight, bias = autocast(kind, a, weight, bias)

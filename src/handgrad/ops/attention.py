@@ -12,11 +12,13 @@ such as ρᵗ Δ also sums over the group. With a `window`, query t sees the key
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import HandgradError
 from ..kernels import calls
 from . import _tiles
 
@@ -79,8 +81,11 @@ def forward(
     _check(q, k, v, causal, window)
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
+    if _rows_in(span.queries for span in spans) < len(q):  # a row that is no query, as of padding, sees no key
+        a.zero_()
+        lse.zero_()
     if spans and calls.fits(q, k, v):
-        calls.forward_attention(_sequences(spans), causal, window, q, k, v, a, lse)
+        calls.forward_attention(_sequences(spans, len(q)), causal, window, q, k, v, a, lse)
         return a, Saved(q, k, v, a, lse)
     for span in spans:
         operands = (q, span.queries), (k, span.keys), (v, span.keys)
@@ -109,7 +114,9 @@ def backward(
     """Δ → the error signals of q, k and v: Δ_raw k, Δ_rawᵗ q and ρᵗ Δ, the last two summed over the query heads that share
     a key, written `into` tensors of their shapes"""
     k, a, lse = saved.k, saved.a, saved.lse
-    if sum(span.keys.stop - span.keys.start for span in spans) < len(k):
+    if _rows_in(span.queries for span in spans) < len(saved.q):
+        into[0].zero_()
+    if _rows_in(span.keys for span in spans) < len(k):
         into[1].zero_()  # a sequence without queries gives its keys and values no gradient
         into[2].zero_()
     if _backward_by_kernel(delta, saved, spans, causal, into, window):
@@ -258,27 +265,29 @@ def _backward_by_kernel(
     if not direct:
         q_, k_, v_ = (lse.new_zeros(len(x), heads, x.shape[2]) for x in into)
         found = q_, k_, v_
-    calls.backward_attention(_sequences(spans), causal, window, delta, q, k, v, a, lse, found)
+    calls.backward_attention(_sequences(spans, len(q)), causal, window, delta, q, k, v, a, lse, found)
     if not direct:
         for target, x in zip(into, found, strict=True):
             target.copy_(x.view(len(x), target.shape[1], -1, x.shape[2]).sum(2))
     return True
 
 
-def _sequences(spans: Spans) -> calls.Sequences:
-    """The rows of each sequence's keys and queries, and the positions of all queries unless every token is one."""
+def _sequences(spans: Spans, m: int) -> calls.Sequences:
+    """The rows of each sequence's keys and queries, and the positions of m rows of queries unless every token is one."""
     rows: list[tuple[int, int, int, int]] = []
-    positions: list[int] = []
+    at: list[int] | None = None if all(span.positions is None for span in spans) else [0] * m
     for span in spans:
         keys, queries = span.length, (span.queries.stop - span.queries.start) // span.sequences
         for i in range(span.sequences):
             first, query = span.keys.start + i * keys, span.queries.start + i * queries
             rows.append((first, first + keys, query, query + queries))
-    if any(span.positions is not None for span in spans):
-        for span in spans:
-            positions += list(span.positions or range(span.length)) * span.sequences
-    at = torch.tensor(positions, dtype=torch.int32, device="cpu") if positions else None
-    return calls.Sequences(*calls.table(tuple(rows)), at)
+            if at is not None:  # the kernel looks a position up by its row of q, which need not follow the one before
+                positions = range(keys) if span.positions is None else span.positions
+                if len(positions) != queries:
+                    raise HandgradError(f"{queries} rows of queries with {len(positions)} positions")
+                at[query : query + queries] = positions
+    listed = None if at is None else torch.tensor(at, dtype=torch.int32, device="cpu")
+    return calls.Sequences(calls.table(tuple(rows)), listed)
 
 
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -349,6 +358,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) ->
         )
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1, and only for causal attention")
+
+
+def _rows_in(slices: Iterable[slice]) -> int:
+    return sum(rows.stop - rows.start for rows in slices)
 
 
 def _limit(window: int | None, span: Span) -> int | None:

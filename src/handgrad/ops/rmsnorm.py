@@ -25,6 +25,7 @@ def forward(a: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Saved]:
     wide = torch.promote_types(a.dtype, torch.float32)  # bfloat16 would round rms to three digits
     norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True, dtype=wide)  # unlike a², needs no temporary of a's size
     inv_rms = norm.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
+    inv_rms.div_(inv_rms != 0)  # 0/0 where the squares overflowed: an output of 0 would hide it
     return (a * inv_rms).mul_(w).to(a.dtype), Saved(a, inv_rms)
 
 

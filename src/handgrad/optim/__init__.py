@@ -7,12 +7,13 @@ schedule, and can update each layer inside the backward pass. It knows the model
 from .in_backward import OptimizerInBackward
 from .optimizers import clip_factor, groups, length, maker, norm, step
 from .schedule import FINETUNE_LR, LORA_LR, learning_rate, pretraining_lr
-from .state import restore, state_of
+from .state import align, restore, state_of
 
 __all__ = [
     "FINETUNE_LR",
     "LORA_LR",
     "OptimizerInBackward",
+    "align",
     "clip_factor",
     "groups",
     "learning_rate",

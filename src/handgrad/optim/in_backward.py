@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import NonFiniteError
+from ..errors import HandgradError, NonFiniteError
 from ..model.batch import count_targets
 from ..model.example_gradients import ExampleNorms
 from ..model.gpt import GPT, Finished, ForwardState, no_hook
@@ -59,7 +59,12 @@ class OptimizerInBackward:
     ) -> float:
         """One step on the batch, which may be large: it is processed in pieces. `n_targets` is the number of targets of all
         processes together; `seed` and `examples` as in `GPT.loss_and_grads`."""
+        if examples is not None and not examples.grads:
+            raise HandgradError(
+                "examples=ExampleNorms() fills no gradient to update with: give ExampleNorms(grads=True)"
+            )
         model = self.model
+        model.check_parameters()
         pieces = model.pieces(tokens, targets, lengths, dropout_seed=model.dropout_seed(seed))
         n_targets = count_targets(pieces, n_targets)
         _free_gradients(model.parameters())  # drop gradients of an earlier call

@@ -1,4 +1,6 @@
-"""An optimizer's state as named tensors, for a checkpoint."""
+"""An optimizer's state as named tensors, for a checkpoint; parameters where a resumed run sums in the same order."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,16 @@ def state_of(optimizer: Optimizer | OptimizerInBackward, names: dict[nn.Paramete
             if value is not None:
                 state[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return state
+
+
+ALIGNMENT = 64  # bytes, of what torch allocates
+
+
+def align(parameters: Iterable[nn.Parameter]) -> None:
+    """Copy parameters that lie at other addresses, as in a mapped file: sums depend on alignment, and files differ in it."""
+    for p in parameters:
+        if p.is_cpu and p.data_ptr() % ALIGNMENT:
+            p.data = p.data.clone()
 
 
 def restore(

@@ -127,6 +127,7 @@ def make_job(
 ) -> Job:
     """The job of a run, new or restored from a checkpoint."""
     options = replace(options, **{**asdict(recipe), "epochs": None})
+    optim.align(p for p in model.parameters() if p.requires_grad)
     optimizer = _make_optimizer(model, options, recipe, ranks)
     job = Job(options, recipe, model, tokenizer, optimizer, training, validation, batch)
     if checkpoint is not None:
