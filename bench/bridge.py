@@ -52,7 +52,7 @@ def ours(name: str) -> str:
 class Replaced(Transformers):
     def make(self, model: hg.GPT) -> nn.Module:
         network = network_of(model)
-        hg.nn.replace(network)
+        hg.nn.replace(network, loss=True)
         return network
 
 

@@ -1,6 +1,6 @@
 """hg.nn.replace on models that users change: every change keeps its effect, before and after, and what is left is listed.
 
-HANDGRAD_CHANGES sets the number of random combinations (default 60)."""
+HANDGRAD_CHANGES sets the number of random combinations (default 40)."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ from handgrad.ops import attention as heads_op
 from handgrad.proof.oracles import relative_error
 from handgrad.tolerances import NORM_FLOOR, TOLERANCE
 
-COUNT = int(os.environ.get("HANDGRAD_CHANGES", "60"))
+COUNT = int(os.environ.get("HANDGRAD_CHANGES", "40"))
 FIRST = int(os.environ.get("HANDGRAD_CHANGES_FIRST", "0"))
 IDS = torch.randint(35, (2, 12), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "labels": IDS}
