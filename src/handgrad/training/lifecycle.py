@@ -73,7 +73,7 @@ class Result:
     outcome: Outcome
     path: Path  # of the model or the adapter
     text: str  # a sample of the model, or ""
-    outlying: Outlying | None = None  # examples with the longest gradients, if measured
+    outlying: Outlying | None = None  # examples that fit the others least, if measured
 
     @property
     def val_loss(self) -> float | None:
