@@ -1,6 +1,7 @@
 """hg.example_norms, hg.example_products, hg.influence and their command: right numbers, a planted fact, good messages."""
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -142,8 +143,9 @@ def test_outliers_are_relative_to_the_number_of_targets_and_to_the_epoch() -> No
         for i in range(60):
             noise = 1 + 0.05 * float(torch.randn((), generator=generator))
             wrong = 2.0 if i in (7, 31) else 1.0
-            size = wrong * noise * 10 ** (1 - epoch) * (2 + i) ** -0.5
-            measured.append(Measurement(i, epoch, 2 + i, size, 0.1 * size))
+            size, falls = wrong * noise, 10 ** (1 - epoch)
+            loss = 0.1 * falls * size * (3 - 0.5 * math.log(2 + i))
+            measured.append(Measurement(i, epoch, 2 + i, size * falls * (2 + i) ** -0.5, loss))
     found = ranked(measured)
     assert len(found) == 60 and {found[0].example, found[1].example} == {7, 31}
     assert [o.outlying for o in found[:3]] == [True, True, False]
@@ -165,7 +167,7 @@ def test_garbage_that_is_longer_than_the_answers_is_not_excused_by_its_length() 
     short.insert(13, (16, 1.8, 5.4))
     for last in (short, [*short, (4, 2.9, 2.8)]):
         found = ranked(Measurement(i, 0, *values) for i, values in enumerate(last))
-        assert found[0].example == 13 and found[0].loss_times > 2 * found[0].times
+        assert found[0].example == 13 and found[0].excess > 2 and found[0].times < 2
     assert sum(outlier.outlying for outlier in found) < 5
 
 

@@ -1,6 +1,7 @@
 """finetune --example-norms and --influence: what is logged, listed and reported, also resumed and by two processes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_outlying_example_is_listed_and_answers_open_to_their_examples(workdir: 
     assert done.returncode == 0, done.stderr
     assert "examples that fit the others least" in done.stdout and WRONG in done.stdout
     assert "It cannot find wrong answers that are as plausible as right ones" in " ".join(done.stdout.split())
-    listed = done.stdout[done.stdout.index("record  score") :].splitlines()[1]
+    listed = re.split(r"record +score.*\n", done.stdout)[1].splitlines()[0]
     assert WRONG in listed and listed.split()[0] == "10"
     logged = norms_of("run")
     assert len(logged) == 11 and all(len(step) == 4 and min(step) > 0 for step in logged)

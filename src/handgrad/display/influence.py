@@ -17,16 +17,16 @@ def outliers_table(found: Outlying) -> RenderableType:
     title = f"examples that fit the others least, of {found.total:,}:"
     listed = f", the furthest {len(found.rows)} of them listed" if found.far > len(found.rows) else ""
     title += f" {found.far:,} far from the others (bold){listed}" if found.far else " none is far from the others"
-    table = _table("record", "score", "loss", "×", "norm", "×", "targets")
+    table = _table("record", "score", "loss", "+", "norm", "×", "targets")
     for outlier, shown in found.rows:
         table.add_row(
-            f"{shown.record:,}", f"{outlier.score:.1f}", f"{outlier.loss:.2f}", f"{outlier.loss_times:.1f}",
+            f"{shown.record:,}", f"{outlier.score:.1f}", f"{outlier.loss:.2f}", f"{outlier.excess:+.2f}",
             number(outlier.norm), f"{outlier.times:.1f}", f"{shown.targets:,}", _text(shown),
             style="bold" if outlier.outlying else "",
         )  # fmt: skip
     score = (
-        "×: loss, and norm of the gradient, divided by what is typical for so many targets. The score adds the two, in"
-        " robust standard deviations."
+        "+: the loss above, ×: the gradient's norm relative to, what is typical for so many targets. The score adds the two,"
+        " in robust standard deviations."
     )
     return Group(Text(f"\n{title}"), table, Text(f"\n{score} {FINDS}", style="dim"))
 

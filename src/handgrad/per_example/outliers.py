@@ -3,14 +3,13 @@
 An example has t targets, the mean loss ℓ over them, and its gradient ∂. Both ℓ and ‖∂‖ are large for short answers without
 being wrong, so each is compared with what is typical for so many targets at that time of the run:
 
-    log ℓ   = c(time) + s · log t + r_ℓ     s = −1: the answer is one decision, its other tokens cost nothing; 0: all cost
-                                            the same
-    log ‖∂‖ = c(time) + s · log t + r_∂     a mean over few targets averages less, by −1 at most
+    ℓ       = c(time) + s · log t + r_ℓ     what to say is decided early, and the tokens that follow cost less: s ≤ 0
+    log ‖∂‖ = c(time) + s · log t + r_∂     a mean over few targets averages less: −1 ≤ s ≤ 0
 
-s is the median of the slopes between pairs of examples (Theil–Sen), which a few odd ones cannot move, within −1 … 0: more
-would excuse an outlier of unusual length. c is the median over the examples measured just before and after, because both
-fall as the model learns. Residuals are averaged over the epochs in which the example was measured. The score adds the two,
-each divided by its robust standard deviation:
+s is the median of the slopes between pairs of examples (Theil–Sen), which a few odd ones cannot move; an answer that is one
+decision costs B/t, so that of ℓ is not steeper than ℓ itself. c is the median over the examples measured just before and
+after, because both fall as the model learns. Residuals are divided by their robust standard deviation in the epoch, which
+falls too, and averaged over the epochs. The score adds the two:
 
     score = r_ℓ/σ_ℓ + r_∂/σ_∂
 
@@ -30,7 +29,7 @@ FAR = 3.0  # robust standard deviations above the median from which a score is o
 LISTED = 25  # most examples that are listed
 NEAR = 32  # examples before and after whose median is typical of the time
 PAIRS = 64  # pairs of each example from which a slope is computed
-LEAST = 1e-6  # losses below are equal: the model is certain
+FEW = 10  # measurements: an epoch with fewer, in which a run has stopped, is left out
 FINDS = (
     "It finds answers that are improbable for the model beside the others: garbage, wrong labels, broken templates, another"
     " language. It cannot find wrong answers that are as plausible as right ones, and it lists rare or hard examples too:"
@@ -55,7 +54,7 @@ class Outlier(NamedTuple):
     norm: float
     times: float  # how many times longer its gradient is than is typical for its number of targets
     loss: float
-    loss_times: float  # how many times higher its loss is than is typical for its number of targets
+    excess: float  # by how much its loss is higher than is typical for its number of targets, in nats
     score: float
     outlying: bool  # FAR above the others
 
@@ -74,24 +73,24 @@ def ranked(measured: Iterable[Measurement]) -> list[Outlier]:
     for m in measured:
         if m.norm > 0 and math.isfinite(m.norm) and math.isfinite(m.loss):
             by_epoch.setdefault(m.epoch, []).append(m)
-    found: dict[int, list[tuple[float, float, float, float]]] = {}
-    for group in by_epoch.values():
-        t = torch.tensor([m.targets for m in group], dtype=torch.float64)
-        norms = _above_typical(t, torch.tensor([m.norm for m in group], dtype=torch.float64))
-        losses = _above_typical(t, torch.tensor([m.loss for m in group], dtype=torch.float64))
-        for m, longer, higher in zip(group, norms, losses, strict=True):
-            found.setdefault(m.example, []).append((m.norm, longer, m.loss, higher))
+    complete = [group for group in by_epoch.values() if len(group) >= FEW]
+    found: dict[int, list[tuple[float, ...]]] = {}
+    for group in complete or by_epoch.values():
+        t, norms, losses = (torch.tensor(x, dtype=torch.float64) for x in zip(*(m[2:] for m in group), strict=True))
+        longer = _above_typical(t, norms.log(), 1.0)
+        higher = _above_typical(t, losses, float(losses.quantile(0.9)))
+        columns = (norms, longer, losses, higher, _standardized(longer), _standardized(higher))
+        for m, row in zip(group, torch.stack(columns, 1).tolist(), strict=True):
+            found.setdefault(m.example, []).append(tuple(row))
     if not found:
         return []
     averaged = [[sum(x) / len(x) for x in zip(*rows, strict=True)] for rows in found.values()]
     means = torch.tensor(averaged, dtype=torch.float64)
-    scores = _standardized(means[:, 1]) + _standardized(means[:, 3])
-    far = _standardized(scores) > FAR
+    scores = _standardized(means[:, 4]) + _standardized(means[:, 5])
+    far = (_standardized(scores) > FAR).tolist()
     outliers = [
-        Outlier(i, norm, math.exp(longer), loss, math.exp(higher), score, bool(is_far))
-        for i, (norm, longer, loss, higher), score, is_far in zip(
-            found, means.tolist(), scores.tolist(), far, strict=True
-        )
+        Outlier(i, row[0], math.exp(row[1]), row[2], row[3], score, is_far)
+        for i, row, score, is_far in zip(found, averaged, scores.tolist(), far, strict=True)
     ]
     return sorted(outliers, key=lambda outlier: -outlier.score)
 
@@ -102,11 +101,12 @@ def _standardized(x: Tensor) -> Tensor:
     return (x - x.median()) / spread if spread > 0 else torch.zeros_like(x)
 
 
-def _above_typical(targets: Tensor, values: Tensor) -> list[float]:
-    """log(value) without its dependence on the number of targets and on the time."""
-    x, y = targets.log(), values.clamp(min=LEAST).log()
-    left = y - min(0.0, max(-1.0, _slope(x, y))) * x
-    return [float(left[i] - left[max(0, i - NEAR) : i + NEAR + 1].median()) for i in range(len(left))]
+def _above_typical(targets: Tensor, values: Tensor, steepest: float) -> Tensor:
+    """The values without their dependence on the number of targets and on the time. A slope steeper than −`steepest` would
+    excuse an outlier of unusual length."""
+    x = targets.log()
+    left = values - min(0.0, max(-steepest, _slope(x, values))) * x
+    return torch.stack([left[i] - left[max(0, i - NEAR) : i + NEAR + 1].median() for i in range(len(left))])
 
 
 def _slope(x: Tensor, y: Tensor) -> float:

@@ -33,7 +33,7 @@ def outliers(found: Outlying) -> str:
     cells = "".join(
         f'<tr{" class=far" if outlier.outlying else ""}><td class="n">{shown.record:,}</td>'
         f'<td class="n">{outlier.score:.1f}</td><td class="n">{outlier.loss:.2f}</td>'
-        f'<td class="n">{outlier.loss_times:.1f} ×</td>'
+        f'<td class="n">{outlier.excess:+.2f}</td>'
         f'<td class="n">{number(outlier.norm)}</td><td class="n">{outlier.times:.1f} ×</td>'
         f'<td class="n">{shown.targets:,}</td><td class="text">{_texts(shown)}</td></tr>'
         for outlier, shown in found.rows
@@ -41,9 +41,9 @@ def outliers(found: Outlying) -> str:
     return (
         "<h2>Examples that fit the others least</h2>"
         f"<p class=lead>{_summary(found)} Loss is the mean over the example’s targets, norm that of its gradient, over the"
-        " weights that train; × compares each with what is typical for so many targets. The score adds the two, in"
+        " weights that train; + and × compare them with what is typical for so many targets. The score adds the two, in"
         f" robust standard deviations. {FINDS}</p>"
-        '<table class="examples"><tr><th>record<th>score<th>loss<th>×<th>norm<th>×<th>targets<th>example</tr>'
+        '<table class="examples"><tr><th>record<th>score<th>loss<th>+<th>norm<th>×<th>targets<th>example</tr>'
         f"{cells}</table>"
     )
 
