@@ -9,10 +9,11 @@ from bench import example_demo
 import handgrad as hg
 from handgrad.text import tokenizer
 
-RECORDS = [{"instruction": f"Text {i}{'?' if i % 3 else '.'}"} for i in range(20)] + [{"instruction": "No kind!"}]
+RECORDS = [{"instruction": f"Text {i}{'?' if i % 3 else '.'}", "output": f"Answer {i}."} for i in range(20)]
+RECORDS += [{"instruction": "No kind!"}, {"instruction": "Long.", "output": 99 * "Too long. "}]
 
 
-def test_wrong_labels_and_the_planted_fact_are_looked_for_and_reported(
+def test_wrong_answers_and_the_planted_fact_are_looked_for_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(example_demo.OPTIONS, "epochs", 1)
@@ -22,17 +23,32 @@ def test_wrong_labels_and_the_planted_fact_are_looked_for_and_reported(
     tokenizer.make("bytes", []).write(base)
     options = ["--model", str(base), "--examples", "12", "--wrong", "2", "--out", str(out)]
     status = example_demo.main(options, RECORDS)
-    lines = [json.loads(line) for line in (out / "labels.jsonl").read_text().splitlines()]
-    right = [" question" if "?" in line["prompt"] else " request" for line in lines]
-    assert len(lines) == 12 and sum(line["completion"] != kind for line, kind in zip(lines, right, strict=True)) == 2
+
+    def lines(name: str) -> list[dict[str, str]]:
+        return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+    labels = lines("labels")
+    right = [" question" if "?" in line["prompt"] else " request" for line in labels]
+    assert len(labels) == 12 and sum(line["completion"] != kind for line, kind in zip(labels, right, strict=True)) == 2
+    own = {record["instruction"]: record.get("output") for record in RECORDS}
+    exchanged = lines("exchanged")
+    assert len(exchanged) == 20 and sum(line["output"] != own[line["instruction"]] for line in exchanged) == 2
+    assert sorted(line["output"] for line in exchanged) == sorted(r["output"] for r in RECORDS[:20])
+    garbage = lines("garbage")
+    assert len(garbage) == 30 and sum("banana" in line["completion"] for line in garbage) == 1
     found = json.loads((out / "found.json").read_text())
-    places, place = found["norms"]["places"], found["fact"]["place"]
-    among = sum(p <= 3 for p in places)
-    assert found["norms"] == {"examples": 12, "wrong": 2, "among_first": among, "places": places} and len(places) == 2
-    assert status == (0 if among == 2 and place == 1 else 1)
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{among} of 2 wrong labels are among the first 3; their places: {places}" in shown
-    assert f"the planted example is number {place} of 13" in shown and "× typical" in shown
+    for name, examples, wrong in (("garbage", 30, 1), ("labels", 12, 2), ("exchanged", 20, 2)):
+        ranks = found[name]["places"]
+        among, precise = sum(k <= 3 for k in ranks), sum(k <= wrong for k in ranks)
+        figures = {"examples": examples, "wrong": wrong, "among_first": among, "precise": precise, "places": ranks}
+        assert found[name] == figures and len(ranks) == wrong
+        assert f"{name}: {wrong} wrong of {examples}; {among} of them are among the first 3, and {precise} of" in shown
+        assert f"their places: {ranks}" in shown
+    place = found["fact"]["place"]
+    passed = place == 1 and found["garbage"]["places"] == [1] and found["labels"]["among_first"] == 2
+    assert status == (0 if passed and found["exchanged"]["precise"] >= 1 else 1)
+    assert f"the planted example is number {place} of 13" in shown and "It cannot find wrong answers" in shown
     with pytest.raises(SystemExit):
         example_demo.main(options, RECORDS)
     assert "exists: delete it" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """hg.example_norms, hg.example_products, hg.influence and their command: right numbers, a planted fact, good messages."""
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import handgrad as hg
 from conftest import handgrad
+from handgrad.model.example_gradients import ExampleNorms
 from handgrad.per_example import measure, page
 from handgrad.per_example.inputs import Shown, as_examples
 from handgrad.per_example.outliers import Measurement, Outlier, Outlying, ranked
@@ -141,28 +143,53 @@ def test_outliers_are_relative_to_the_number_of_targets_and_to_the_epoch() -> No
         for i in range(60):
             noise = 1 + 0.05 * float(torch.randn((), generator=generator))
             wrong = 2.0 if i in (7, 31) else 1.0
-            measured.append(Measurement(i, epoch, 2 + i, wrong * noise * 10 ** (1 - epoch) * (2 + i) ** -0.5))
+            size, falls = wrong * noise, 10 ** (1 - epoch)
+            loss = 0.1 * falls * size * (3 - 0.5 * math.log(2 + i))
+            measured.append(Measurement(i, epoch, 2 + i, size * falls * (2 + i) ** -0.5, loss))
     found = ranked(measured)
     assert len(found) == 60 and {found[0].example, found[1].example} == {7, 31}
     assert [o.outlying for o in found[:3]] == [True, True, False]
     assert found[0].times == pytest.approx(2, rel=0.15)
     # the only example of another length is not excused by it
-    odd = [Measurement(i, 0, 15 if i == 3 else 16, 9.0 if i == 3 else 1.0 + 0.01 * (i % 5)) for i in range(20)]
+    sizes = [9.0 if i == 3 else 1.0 + 0.01 * (i % 5) for i in range(20)]
+    odd = [Measurement(i, 0, 15 if i == 3 else 16, size, size) for i, size in enumerate(sizes)]
     assert ranked(odd)[0].example == 3 and ranked(odd)[0].outlying
-    assert ranked([]) == [] and not ranked([Measurement(0, 0, 3, 1.0)])[0].outlying
-    assert [o.example for o in ranked([Measurement(0, 0, 3, 0.0), Measurement(1, 0, 3, 2.0)])] == [1]
+    assert ranked([]) == [] and not ranked([Measurement(0, 0, 3, 1.0, 1.0)])[0].outlying
+    assert [o.example for o in ranked([Measurement(0, 0, 3, 0.0, 1.0), Measurement(1, 0, 3, 2.0, 1.0)])] == [1]
+
+
+def test_garbage_that_is_longer_than_the_answers_is_not_excused_by_its_length() -> None:
+    """As measured with SmolLM2 on 29 short right answers and "asdf qwer zxcv banana 99999": (targets, norm, loss)."""
+    short = [(5, 4.3, 2.4), (3, 11.6, 7.4), (4, 6.0, 3.7), (4, 2.2, 2.1), (5, 4.6, 2.4), (4, 6.1, 2.4), (5, 5.2, 3.0)]
+    short += [(5, 2.3, 1.8), (4, 2.2, 2.3), (3, 19.3, 7.6), (5, 5.7, 2.8), (5, 2.8, 1.8), (4, 2.6, 2.9), (4, 8.1, 4.0)]
+    short += [(4, 10.7, 3.6), (5, 3.1, 2.3), (5, 6.3, 3.8), (4, 11.3, 4.9), (4, 2.6, 2.7), (5, 7.1, 3.4), (5, 2.7, 2.0)]
+    short += [(4, 6.0, 7.3), (4, 9.8, 8.0), (6, 2.9, 2.2), (5, 3.9, 2.4), (4, 12.8, 5.2), (5, 1.8, 1.9), (4, 6.5, 2.7)]
+    short.insert(13, (16, 1.8, 5.4))
+    for last in (short, [*short, (4, 2.9, 2.8)]):
+        found = ranked(Measurement(i, 0, *values) for i, values in enumerate(last))
+        assert found[0].example == 13 and found[0].excess > 2 and found[0].times < 2
+    assert sum(outlier.outlying for outlier in found) < 5
+
+
+def test_losses_of_examples_are_those_of_each_alone() -> None:
+    model = small()
+    found = as_examples(model, FACTS, BYTES)
+    norms = ExampleNorms(grads=True)
+    model.loss_and_grads(*found.select(range(12)), examples=norms)
+    alone = torch.tensor([model.loss(*found.select([i])) for i in range(12)], dtype=torch.float64)
+    assert relative_error(norms.losses, alone) <= 1e-10
 
 
 # ── pages and the command ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_page_counts_all_outlying_examples() -> None:
-    rows = [(Outlier(0, 1.0, 2.0, True), Shown(1, "prompt", "answer", 3))]
+    rows = [(Outlier(0, 1.0, 2.0, 3.0, 4.0, 5.0, True), Shown(1, "prompt", "answer", 3))]
     assert (
         "30 of 500 examples are far from the others: look at their texts. These are the furthest 1."
         in page.outliers(Outlying(rows, 30, 500))
     )
-    assert "1 of 500 examples is far from the others: look at their texts. Norm" in page.outliers(
+    assert "1 of 500 examples is far from the others: look at their texts. Loss" in page.outliers(
         Outlying(rows, 1, 500)
     )
     assert "None of 500 examples is far from the others." in page.outliers(Outlying(rows, 0, 500))

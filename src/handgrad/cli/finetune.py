@@ -53,8 +53,8 @@ OPTIONS: Options = {
     },
     "Logging and checkpoints": COMMON_LOGGING
     | {
-        "example_norms": "Measure the gradient of every example while training, and list outlying ones: wrong answers,"
-        " broken templates.",
+        "example_norms": "Measure loss and gradient of every example while training, and list those that fit the others"
+        " least: garbage, wrong labels, broken templates.",
         "influence": "Number of validation answers for which to rank the training examples that pushed them, in"
         " report.html.",
         "log_every": "Steps between log lines. [default: a tenth of the run, at most 10]",

@@ -6,24 +6,29 @@ from rich.text import Text
 
 from ..formatting import number, plural
 from ..per_example.inputs import Shown
-from ..per_example.outliers import Outlying
+from ..per_example.outliers import FINDS, Outlying
 from ..per_example.ranking import Influence
 
 SHORT = 160  # characters of an example
 
 
 def outliers_table(found: Outlying) -> RenderableType:
-    """The examples with the longest gradients; those far from the others are bold."""
-    title = f"examples with the longest gradients for their number of targets, of {found.total:,}:"
+    """The examples that fit the others least; those far from the others are bold."""
+    title = f"examples that fit the others least, of {found.total:,}:"
     listed = f", the furthest {len(found.rows)} of them listed" if found.far > len(found.rows) else ""
     title += f" {found.far:,} far from the others (bold){listed}" if found.far else " none is far from the others"
-    table = _table("record", "norm", "× typical", "targets")
+    table = _table("record", "score", "loss", "+", "norm", "×", "targets")
     for outlier, shown in found.rows:
         table.add_row(
-            f"{shown.record:,}", number(outlier.norm), f"{outlier.times:.1f}", f"{shown.targets:,}", _text(shown),
+            f"{shown.record:,}", f"{outlier.score:.1f}", f"{outlier.loss:.2f}", f"{outlier.excess:+.2f}",
+            number(outlier.norm), f"{outlier.times:.1f}", f"{shown.targets:,}", _text(shown),
             style="bold" if outlier.outlying else "",
         )  # fmt: skip
-    return Group(Text(f"\n{title}"), table)
+    score = (
+        "+: the loss above, ×: the gradient's norm relative to, what is typical for so many targets. The score adds the two,"
+        " in robust standard deviations."
+    )
+    return Group(Text(f"\n{title}"), table, Text(f"\n{score} {FINDS}", style="dim"))
 
 
 def influence_tables(found: Influence, count: int, by: str = "score") -> RenderableType:

@@ -138,8 +138,10 @@ def _is_record(record: Any) -> bool:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return False
     if "example_norms" in record:
-        found = record["example_norms"]
-        return isinstance(found, list) and all(isinstance(x, int | float) and math.isfinite(x) for x in found)
+        norms, losses = record["example_norms"], record.get("example_losses", record["example_norms"])
+        if not isinstance(norms, list) or not isinstance(losses, list) or len(norms) != len(losses):
+            return False
+        return all(isinstance(x, int | float) and math.isfinite(x) for x in (*norms, *losses))
     needed = ("val_loss",) if "val_loss" in record else tuple(name for name in _METRICS if name != "val_loss")
     norms = record.get("grad_norms", {})
     return (

@@ -53,6 +53,9 @@ class ExampleGradients(ABC):
             counts = torch.tensor(piece.counts(), dtype=torch.float64, device=CPU)
             self.scale[piece.first : piece.first + len(counts)] = torch.where(counts > 0, n_targets / counts, 0.0)
 
+    def row_losses(self, x: Tensor, rows: Segments) -> None:  # noqa: B027  only norms keep them
+        """The loss of every row with a target."""
+
     @abstractmethod
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, rows: Segments, in_out: bool) -> None:
         """∂p = aᵗ Δ, stored transposed unless `in_out`."""
@@ -67,15 +70,16 @@ class ExampleGradients(ABC):
 
 
 class ExampleNorms(ExampleGradients):
-    """‖∂_i‖ of every example."""
+    """‖∂_i‖ of every example; `losses` are their mean losses, (B) in float64."""
 
     def __init__(self, grads: bool = False):
         self.grads = grads
-        self.squares = torch.zeros(0, dtype=torch.float64, device=CPU)
+        self.squares = self.losses = torch.zeros(0, dtype=torch.float64, device=CPU)
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         super().begin(pieces, n_examples, n_targets, tied)
         self.squares = torch.zeros(n_examples, dtype=torch.float64, device=CPU)
+        self.losses = torch.zeros(n_examples, dtype=torch.float64, device=CPU)
         self._input: tuple[Tensor, list[Tensor]] | None = None  # the Gram matrices of an input that layers share
         # by example: a_11, and the columns of Δ_12 of its tokens
         self._head: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -83,6 +87,10 @@ class ExampleNorms(ExampleGradients):
     def result(self) -> Tensor:
         """(B) norms, float64"""
         return self.squares.clamp(min=0).sqrt() * self.scale
+
+    def row_losses(self, x: Tensor, rows: Segments) -> None:
+        counts = torch.tensor(rows.lengths, dtype=torch.float64, device=CPU).clamp(min=1)
+        self.losses[rows.here] = per_example.sums(x.double(), rows.lengths).cpu() / counts
 
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, rows: Segments, in_out: bool) -> None:
         left, right = (a, delta) if in_out else (delta, a)
@@ -243,6 +251,10 @@ class Several(ExampleGradients):
     def results(self) -> list[Tensor]:
         return [part.result() for part in self.parts]
 
+    def row_losses(self, x: Tensor, rows: Segments) -> None:
+        for part in self.parts:
+            part.row_losses(x, rows)
+
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, rows: Segments, in_out: bool) -> None:
         for part in self.parts:
             part.product(p, a, delta, rows, in_out)
@@ -267,6 +279,9 @@ class PieceExamples:
 
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, in_out: bool = True) -> None:
         self.gradients.product(p, a, delta, self._rows(a), in_out)
+
+    def losses(self, x: Tensor) -> None:
+        self.gradients.row_losses(x, self.target_rows)
 
     def sums(self, p: nn.Parameter, x: Tensor) -> None:
         self.gradients.sums(p, x, self._rows(x))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ops import per_example
 from .batch import Piece
 from .example_gradients import PieceExamples
 from .layers import Affine
@@ -58,7 +59,7 @@ def readout(
     with_target = a_11 if every_row else a_11[piece.rows]
     delta_11 = torch.empty_like(with_target)
     total = 0.0
-    logits, deltas = [], []
+    logits, deltas, losses = [], [], []
     groups: list[tuple[slice, PieceExamples | None]]
     if examples is not None and _trains(head):
         groups = [*examples.groups(rows_at_once(sum(head.plain().widths), True))]
@@ -76,6 +77,8 @@ def readout(
         a_12 = head.forward(a, run, buffer[: len(a)])
         if recording:
             logits.append(a_12.clone())
+        if examples is not None:
+            losses.append(per_example.row_losses(a_12, piece.targets[rows]))
         summed, delta_12 = objective.forward_and_delta(a_12, piece.targets[rows], weight)
         total += check_finite(summed).item()
         shared = head.share(delta_12)
@@ -84,6 +87,8 @@ def readout(
         if recording:
             deltas.append(delta_12.clone())
     del a_12, delta_12, shared, buffer
+    if examples is not None:
+        examples.losses(torch.cat(losses))
     if not every_row:
         delta_11 = torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
     a_bar_10, _ = norm.rebuild_output(norm_10)

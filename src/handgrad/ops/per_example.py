@@ -67,6 +67,12 @@ def sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.stack([x_i.sum(0) for x_i in torch.split(x, list(lengths))])
 
 
+def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """ℓ(t) = log Σ exp a_12(t) − a_12(t)[target] of every row: (n, V) → (n)"""
+    wide = _wide(logits)
+    return torch.logsumexp(wide, 1) - wide.gather(1, targets[:, None])[:, 0]
+
+
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """⟨x_i, y_j⟩ of gradients that are rows: (B, f), (B', f) → (B, B')"""
     return torch.mm(_wide(x), _wide(y).t()).double()

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..formatting import number, plural
 from .inputs import Shown
-from .outliers import Outlying
+from .outliers import FINDS, Outlying
 from .ranking import Influence
 
 SHORT = 280  # characters shown of a text
@@ -29,18 +29,21 @@ details.query h3{font-size:.95rem;margin:14px 0 4px}summary:focus-visible{outlin
 
 
 def outliers(found: Outlying) -> str:
-    """A table of the examples with the longest gradients."""
+    """A table of the examples that fit the others least."""
     cells = "".join(
         f'<tr{" class=far" if outlier.outlying else ""}><td class="n">{shown.record:,}</td>'
+        f'<td class="n">{outlier.score:.1f}</td><td class="n">{outlier.loss:.2f}</td>'
+        f'<td class="n">{outlier.excess:+.2f}</td>'
         f'<td class="n">{number(outlier.norm)}</td><td class="n">{outlier.times:.1f} ×</td>'
         f'<td class="n">{shown.targets:,}</td><td class="text">{_texts(shown)}</td></tr>'
         for outlier, shown in found.rows
     )
     return (
-        "<h2>Examples with outlying gradients</h2>"
-        f"<p class=lead>{_summary(found)} Norm is that of the gradient of the example’s mean loss, over the"
-        " weights that train; × compares it with what is typical for its number of targets.</p>"
-        '<table class="examples"><tr><th>record<th>norm<th>×<th>targets<th>example</tr>'
+        "<h2>Examples that fit the others least</h2>"
+        f"<p class=lead>{_summary(found)} Loss is the mean over the example’s targets, norm that of its gradient, over the"
+        " weights that train; + and × compare them with what is typical for so many targets. The score adds the two, in"
+        f" robust standard deviations. {FINDS}</p>"
+        '<table class="examples"><tr><th>record<th>score<th>loss<th>+<th>norm<th>×<th>targets<th>example</tr>'
         f"{cells}</table>"
     )
 

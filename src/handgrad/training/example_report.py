@@ -21,13 +21,15 @@ INFLUENCE = "influence.json"
 SHOWN = 5  # examples that are listed if fewer are outlying
 
 
-def record_of(step: int, norms: list[float]) -> dict[str, Any]:
-    """The line of metrics.jsonl with the norms of a step's examples, in the order of the batch."""
-    return {"step": step, "example_norms": [float(f"{norm:.6g}") for norm in norms]}
+def record_of(step: int, found: list[float]) -> dict[str, Any]:
+    """The line of metrics.jsonl with the norms and then the losses of a step's examples, each in the order of the batch."""
+    rounded = [float(f"{x:.6g}") for x in found]
+    half = len(rounded) // 2
+    return {"step": step, "example_norms": rounded[:half], "example_losses": rounded[half:]}
 
 
 def outlying(job: Job, run: Run) -> Outlying | None:
-    """The examples with the longest gradients, as text; None if they were not measured."""
+    """The examples that fit the others least, as text; None if they were not measured."""
     found = ranking_of(job, run)
     if not found or not isinstance(job.training, Examples):
         return None
@@ -38,7 +40,7 @@ def outlying(job: Job, run: Run) -> Outlying | None:
 
 
 def ranking_of(job: Job, run: Run) -> list[Outlier]:
-    """The examples by the norms of their gradients in the run's metrics."""
+    """The examples by the norms of their gradients and their losses in the run's metrics."""
     if not job.options.example_norms or not isinstance(job.training, Examples):
         return []
     data = job.training
@@ -46,9 +48,11 @@ def ranking_of(job: Job, run: Run) -> list[Outlier]:
     measured = []
     for record in run.records():
         first = (record["step"] - 1) * job.batch
-        for i, norm in enumerate(record.get("example_norms", ()), first):
+        norms = record.get("example_norms", ())
+        losses = record.get("example_losses") or [1.0] * len(norms)  # runs of earlier versions have norms alone
+        for i, (norm, loss) in enumerate(zip(norms, losses, strict=True), first):
             example = data.index(i, True)
-            measured.append(Measurement(example, i // data.per_epoch, targets[example], norm))
+            measured.append(Measurement(example, i // data.per_epoch, targets[example], norm, loss))
     return ranked(measured)
 
 

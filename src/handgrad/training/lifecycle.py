@@ -74,7 +74,7 @@ class Result:
     outcome: Outcome
     path: Path  # of the model or the adapter
     sample: Sample  # of the model; empty if none was asked for
-    outlying: Outlying | None = None  # examples with the longest gradients, if measured
+    outlying: Outlying | None = None  # examples that fit the others least, if measured
 
     @property
     def val_loss(self) -> float | None:

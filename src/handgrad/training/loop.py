@@ -109,9 +109,9 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
             job.seconds += seconds
             interval.add(loss, lr, step)
             if step.examples is not None:
-                norms = ranks.total(*step.examples)
+                measured = ranks.total(*step.examples)
                 if ranks.first:
-                    run.log(example_report.record_of(job.step, norms))
+                    run.log(example_report.record_of(job.step, measured))
             if threads is not None:
                 threads.after_step(seconds, step.flop)
 
@@ -121,7 +121,7 @@ class Step(NamedTuple):
     norm: float | None  # of the gradient, before clipping
     norms: Norms
     flop: int  # of this process
-    examples: list[float] | None = None  # norms of the batch's examples; 0 for those of other processes
+    examples: list[float] | None = None  # norms, then losses of the batch's examples; 0 for those of other processes
 
 
 def take_step(job: Job, ranks: Ranks) -> Step:
@@ -132,17 +132,19 @@ def take_step(job: Job, ranks: Ranks) -> Step:
     seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: a repeated step repeats it
     examples = ExampleNorms(grads=True) if job.options.example_norms else None
 
-    def norms_of_examples() -> list[float] | None:
+    def of_examples() -> list[float] | None:
         if examples is None:
             return None
         before = first - job.step * job.batch
-        return [0.0] * before + examples.result().tolist() + [0.0] * (job.batch - before - count)
+        after = job.batch - before - count
+        found = (examples.result().tolist(), examples.losses.tolist())
+        return [x for here in found for x in (*[0.0] * before, *here, *[0.0] * after)]
 
     try:
         if isinstance(job.optimizer, OptimizerInBackward):
             loss = job.optimizer.step(tokens, targets, lengths, n_targets, seed, examples)
             norm = job.optimizer.norm if job.options.clip else None
-            return Step(loss, norm, dict, job.flop(targets, lengths), norms_of_examples())
+            return Step(loss, norm, dict, job.flop(targets, lengths), of_examples())
         job.model.zero_grad()
         loss = job.model.loss_and_grads(
             tokens, targets, lengths,
@@ -161,7 +163,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
             f" than {number(job.recipe.lr)} (--lr)"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
-    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), norms_of_examples())
+    return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), of_examples())
 
 
 @torch.no_grad()
