@@ -72,7 +72,7 @@ def test_plan() -> None:
 
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "predict", lambda plan: 1.0)
+    monkeypatch.setattr(timing, "predict", lambda plan, from_rate: 1.0)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
@@ -297,7 +297,7 @@ def test_preset_takes_precedence_over_a_folder(folder: Path, no_timing: None) ->
         assert isinstance(done.exception, hg.HandgradError) and "write ./nano" in str(done.exception), command
     assert invoke("generate", "--model", "./nano", "--max-new-tokens", 2).exit_code == 0
     assert invoke("convert", "./nano", "--out", "c").exit_code == 0
-    network, _, name, note = explain.choose("./nano")
+    network, _, name, note, _ = explain.choose("./nano")
     assert (name, note, network.config.d_model) == ("nano", "from ./nano", 8)
     assert "write ./nano" in explain.choose("nano")[3]
 

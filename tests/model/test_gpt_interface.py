@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import handgrad as hg
 from conftest import make_batch, make_model
@@ -187,7 +188,7 @@ def test_weights_that_overflow_a_norm_are_no_uniform_distribution(preset: str, k
     [
         (lambda model: model.blocks[0].double(), "ln_1.weight is torch.float64, and the model torch.float32"),
         (lambda model: model.blocks[0].mlp.bfloat16(), "c_fc.weight is torch.bfloat16, and the model torch.float32"),
-        (lambda model: model.half(), "wte.weight is torch.float16: a model has one dtype"),
+        (lambda model: nn.Module._apply(model, Tensor.half), "wte.weight is torch.float16: a model has one dtype"),
         (lambda model: model.to("meta"), "wte.weight is on the meta device"),
         (lambda model: model.blocks[0].to("meta"), "ln_1.weight is on the meta device"),
     ],

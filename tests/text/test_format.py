@@ -157,7 +157,7 @@ def test_disagreements_are_named(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     assert pushed.returncode == 0 and pushed.stderr.count(both.format("this call")) == 1, pushed.stderr
     tuned = handgrad("finetune", "--model", "raw", *TUNE, "--format", "chat", "--out", "more")
     assert tuned.returncode == 0 and both.format("this run") in " ".join(tuned.stdout.split())
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is 1?\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is 1?\n")))
     talked = handgrad("chat", "--model", "raw", "--max-new-tokens", 2)
     assert talked.returncode == 0 and talked.stderr.count("a conversation (chat, /v1/chat/completions) uses") == 1
     with pytest.warns(HandgradWarning, match="a conversation .* uses --format chat"):
