@@ -149,6 +149,38 @@ def test_a_loss_of_your_own(shape: dict[str, Any], tmp_path: Path, monkeypatch: 
         loss.backward()
 
 
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_positions_and_padding_are_transformers(shape: dict[str, Any], tmp_path: Path) -> None:
+    """Padding on the left counts as positions unless others are given; positions that restart are another sequence."""
+    model = make_model(**shape)
+    hg.save(model, tmp_path / "model")
+    theirs, wrapped = from_folder(tmp_path / "model"), hg.nn.wrap(model)
+    ids, left = batch()["input_ids"], batch()["attention_mask"].flip(1)
+    counted = (left.cumsum(1) - 1).clamp(min=0)
+    for given in (
+        {"attention_mask": left}, {"attention_mask": left, "position_ids": counted},
+        {"position_ids": (torch.arange(7) % 3).expand(2, -1)},
+    ):  # fmt: skip
+        rows = given.get("attention_mask", torch.ones_like(ids)).bool()
+        labels = ids.masked_fill(~rows, -100)
+        first = rows & ~torch.nn.functional.pad(rows, (1, 0))[:, :-1]  # transformers would predict it from padding
+        if not rows.all():
+            with pytest.warns(UserWarning, match="the first token after padding on the left"):
+                wrapped(ids, labels=labels, **given)
+        labels = labels.masked_fill(first, -100)
+        expected = theirs(ids, **given, use_cache=False).logits
+        torch.testing.assert_close(wrapped(ids, **given).logits[rows], expected[rows])
+        loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        theirs.zero_grad()
+        wrapped.zero_grad()
+        loss.backward()
+        found = wrapped(ids, labels=labels, **given).loss
+        found.backward()
+        assert found.item() == pytest.approx(loss.item(), rel=1e-8)
+        for name, p in theirs.named_parameters():
+            torch.testing.assert_close(dict(wrapped.named_parameters())[name].grad, p.grad)
+
+
 def test_logits_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass drops what the forward pass dropped: gradients are those of differences with the same seed."""
     model = make_model(tied=False)

@@ -5,6 +5,7 @@ backward pass hands the gradients over, times the error signal of the loss. With
 """
 
 import json
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
@@ -236,8 +237,15 @@ class Wrapped(nn.Module):
         if labels.shape != ids.shape:
             raise HandgradError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(ids.shape)}")
         after = nn.functional.pad(labels, (0, 1), value=softmax_loss.NO_TARGET)[:, 1:].reshape(-1)
-        if int((after != softmax_loss.NO_TARGET).sum()) > int((after[rows] != softmax_loss.NO_TARGET).sum()):
+        padding = torch.ones(ids.numel(), dtype=torch.bool, device=ids.device).index_fill(0, rows, False)
+        if bool((labels.reshape(-1)[padding] != softmax_loss.NO_TARGET).any()):
             raise HandgradError("labels at padding must be −100")
+        if bool((after[padding] != softmax_loss.NO_TARGET).any()):
+            warnings.warn(
+                "the first token after padding on the left has a label: transformers would predict it from padding, a"
+                " wrapped model leaves it out; set it to −100 for equal losses",
+                stacklevel=2,
+            )
         return after[rows]
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
