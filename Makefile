@@ -32,7 +32,7 @@ finetune-demo-peer: $(VENV)/.ready-for-tests  # its first steps again, by transf
 	@test -d build/finetune-demo/run/adapter || $(MAKE) finetune-demo
 	$(BIN)/python -m bench.demo --peer
 
-example-norms-demo: $(VENV)/.ready  # wrong labels found by the norms of gradients, a planted fact by influence; on SmolLM2
+example-norms-demo: $(VENV)/.ready  # garbage, wrong labels and exchanged answers found by losses and gradients, a fact by influence; on SmolLM2
 	rm -rf build/example-norms-demo
 	$(BIN)/python -m bench.example_demo
 
