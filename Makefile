@@ -63,6 +63,7 @@ long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random
 	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/proof/test_ledger.py
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
+	$(BIN)/python tests/kills.py --kills 100 --errors
 
 lint: style types
 
