@@ -65,6 +65,7 @@ long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random
 	$(BIN)/python tests/kernels/random_masks.py 2000 --sanitize
 	for processes in 1 2; do for command in train finetune; do \
 	  $(BIN)/python tests/kills.py --command $$command --processes $$processes --kills 100 --compile || exit 1; done; done
+	$(BIN)/python tests/kills.py --kills 100 --errors
 
 lint: style types
 

@@ -53,18 +53,17 @@ class Forecast:
 
 def forecast(plan: Plan, runtime_bytes: int) -> Forecast:
     """Predict the seconds of a step. `runtime_bytes` is the process's memory before the model was made."""
-    from_rate = too_large(plan)
-    return Forecast(predict(plan, from_rate=from_rate), runtime_bytes, from_rate)
+    from_rate = too_large(plan)  # before trials use memory
+    return Forecast(predict(plan), runtime_bytes, from_rate)
 
 
-def predict(plan: Plan, budget: float = 1.5, from_rate: bool | None = None) -> float:
+def predict(plan: Plan, budget: float = 1.5) -> float:
     """Seconds of a step: the gradients of every piece, the gradient's norm, one AdamW update, and unpacking. Trial steps
-    run for about `budget` seconds; `from_rate` leaves them out (default: if they are too large)."""
+    run for about `budget` seconds."""
     rows = rows_at_once(plan.config.n_vocab, head_trains=False)
     pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
     groups = pieces * -(-with_target // rows)
-    from_rate = too_large(plan) if from_rate is None else from_rate
-    return _computing(plan, budget, from_rate) + sum(
+    return _computing(plan, budget) + sum(
         count * unpack_seconds(kind, shape, plan.dtype)
         for (kind, shape), count in uses(plan.config, plan.kinds, groups).items()
     )
@@ -86,9 +85,9 @@ def too_large(plan: Plan) -> bool:
     return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > most
 
 
-def _computing(plan: Plan, budget: float, from_rate: bool) -> float:
+def _computing(plan: Plan, budget: float) -> float:
     """Seconds of a step without unpacking."""
-    if from_rate:
+    if too_large(plan):
         return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)

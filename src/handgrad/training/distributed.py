@@ -23,9 +23,9 @@ from torch import nn
 
 from ..errors import HandgradError
 from ..formatting import plural
+from .config import TrainOptions
 
 T = TypeVar("T")
-TIMEOUT = 120.0  # seconds without an answer of another process, unless an option says otherwise
 WORKING = -1  # sent instead of the size of a message: the first process is not ready yet
 PATIENCE = 2.0  # seconds a process waits to learn whether the first one has the same error
 
@@ -42,7 +42,7 @@ class Ranks:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.pending: list[Any] = []
-        self.timeout = TIMEOUT
+        self.timeout = TrainOptions.peer_timeout
         self.group: dist.ProcessGroup | None = None  # None: that of all processes
         if self.size > 1 and not dist.is_initialized():
             with self._peers():
