@@ -49,17 +49,20 @@ static void tile(size n, size h, size w, const real *a, size ar, size ak, const 
         for (size j = 0; j < w; j++) c[i * cs + j] = (add ? c[i * cs + j] : 0) + whole[i * PANEL + j];
 }
 
+/* bytes of so many numbers, a multiple of the alignment, as aligned_alloc requires */
+static size whole_lines(size count) { return (count * (size)sizeof(real) + 63) / 64 * 64; }
+
 /* c (m, w) (+)= a (m, n) b (n, w); bias (w) or null. Returns 0 or NO_MEMORY. */
 long product(size m, size w, size n, const real *a, size ar, size ak, const real *b, size bk, size bj, const real *bias,
              real *c, size cs, long add) {
     int by_columns = ar == 1 && ak != 1, failed = 0;
     size deep = n < DEEP ? n : DEEP, panels = (w + PANEL - 1) / PANEL;
     size part = panels < 8 ? 256 : TALL; /* rows of one item of work: with few panels, several threads share one */
-    real *strips = by_columns ? aligned_alloc(64, TALL * deep * sizeof(real)) : NULL;
+    real *strips = by_columns ? aligned_alloc(64, whole_lines(TALL * deep)) : NULL;
     if (by_columns && !strips) return NO_MEMORY;
 #pragma omp parallel
     {
-        real *panel = aligned_alloc(64, deep * (PANEL + HIGH) * sizeof(real)), *edge = panel + deep * PANEL;
+        real *panel = aligned_alloc(64, whole_lines(deep * (PANEL + HIGH))), *edge = panel + deep * PANEL;
         if (!panel) failed = NO_MEMORY;
         for (size k = 0; k < n; k += deep) {
             size depth = n - k < deep ? n - k : deep;
