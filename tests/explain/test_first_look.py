@@ -36,7 +36,7 @@ def test_every_view_starts_at_the_word_of_the_story(open_page: Open, session: Se
     page = open_page()
     chosen = page.locator("#tokens .chips button[aria-pressed=true]")
     expect(chosen).to_have_attribute("data-token", str(t))
-    page.click("text=why not another word?")
+    page.click("text=why not another byte?")
     expect(page.locator("#objective")).to_contain_text(f"(position {t + 1})")
     best = int(session.sentence(TEXT).trace["a_12"][t].argmax())
     against, word = session.sentence(TEXT).ids[t + 1], session.token_text(best)

@@ -1,4 +1,4 @@
-"""`Hookless`: modules that refuse hooks, because a pass through the model would never run them."""
+"""`Hookless`, the base of our modules: it refuses hooks, because a pass would never run them, and shows shapes."""
 
 from typing import Any
 
