@@ -86,7 +86,7 @@ def available_memory() -> tuple[int, str]:
 
 def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Bytes that the control groups of this process, and those around them, still allow. Version 2 has one tree, version 1
-    one of its own for memory. Within a container the path is that of the host, and the group is the root."""
+    a separate one for memory. Within a container the path is that of the host, and the group is the root."""
     for line in groups.read_text().splitlines() if groups.exists() else ():
         kinds, path = line.split(":", 2)[1:]
         if kinds == "":

@@ -168,7 +168,7 @@ def about_loss(labels: Sequence[str], targets: Sequence[str], losses: Sequence[f
 
 
 def about_push(row: dict[str, Any], targets: int) -> str:
-    """Describe the push on the logits of a row; the loss is a mean over so many targets."""
+    """Describe the push on the logits of a row; the loss is a mean over that number of targets."""
     missing = -math.expm1(-row["loss"])
     by = f"1 − p = {typeset(missing)}"
     if targets > 1:

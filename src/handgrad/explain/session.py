@@ -268,7 +268,7 @@ class Session:
 
 
 def _shrink(cache: "OrderedDict[Any, Any]", budget: int, most: int = MAX_IDS, least: int = 1) -> None:
-    """Drop the oldest entries until the rest fits the budget and the number of entries; keep at least so many."""
+    """Drop the oldest entries until the rest fits the budget and the number of entries; keep at least the given number."""
     sizes = {key: value.bytes for key, value in cache.items()}
     before = len(cache)
     while len(cache) > least and (sum(sizes.values()) > budget or len(cache) > most):

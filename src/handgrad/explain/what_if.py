@@ -31,7 +31,7 @@ GRADIENTS_MOVED = "{x: (changed[x] - base[x]).norm() for x in base if 'grad_' in
 
 @dataclass(frozen=True)
 class Place:
-    """What is set to 0: entries of a tensor of the trace, and of the error signal on the way back."""
+    """What is set to 0: entries of a tensor of the trace, and of the error signal in the backward pass."""
 
     name: str  # of the activation
     delta: str  # of the error signal

@@ -68,7 +68,7 @@ def _heads(shape: Shape, dtype: torch.dtype, *tensors: Tensor) -> list[int]:
 
 
 def _numbers(count: int, dtype: torch.dtype, *tensors: Tensor | None) -> list[int]:
-    """The address of so many contiguous numbers in every tensor, whatever its shape; 0 for None."""
+    """The address of `count` contiguous numbers in every tensor, whatever its shape; 0 for None."""
     found = []
     for x in tensors:
         if x is None:

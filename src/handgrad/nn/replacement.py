@@ -1,6 +1,6 @@
 """`hg.nn.replace`: swap the parts of a transformers model in place, list what was swapped and what was left, and undo it.
 
-Attention is registered with transformers as an implementation of its own; other parts are swapped module by module.
+Attention is registered with transformers as an implementation; other parts are swapped module by module.
 """
 
 from collections import Counter

@@ -15,7 +15,7 @@ from .wrapping import Output, Wrapped
 
 
 class PreTrainedWrapped(Wrapped, PreTrainedModel, GenerationMixin):  # type: ignore[misc,no-untyped-call]
-    """A handgrad model that transformers takes for one of its own."""
+    """A handgrad model that transformers treats as a PreTrainedModel."""
 
     config_class = PreTrainedConfig
     supports_gradient_checkpointing = True

@@ -1,7 +1,7 @@
 """Which examples of a fine-tuning run fit the others least: garbage, wrong labels, broken templates, another language.
 
 An example has t targets, the mean loss ℓ over them, and its gradient ∂. Both ℓ and ‖∂‖ are large for short answers without
-being wrong, so each is compared with what is typical for so many targets at that time of the run:
+being wrong, so each is compared with what is typical for that number of targets at that time of the run:
 
     ℓ       = c(time) + s · log t + r_ℓ     what to say is decided early, and the tokens that follow cost less: s ≤ 0
     log ‖∂‖ = c(time) + s · log t + r_∂     a mean over few targets averages less: −1 ≤ s ≤ 0

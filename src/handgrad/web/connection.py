@@ -23,7 +23,7 @@ KEEP_ALIVE = 5  # seconds that a connection stays open between requests
 class BoundedConnection(H11Protocol):
     """A connection that is closed if a request does not arrive in time or the client stops reading the response. If there
     are too many, the one that has waited longest without a complete request gives way to the new one: connections that
-    send nothing shut nobody out."""
+    send nothing keep no other client out."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread = 0  # bytes of the response that were unread at the last check
