@@ -25,8 +25,8 @@ def outliers_table(found: Outlying) -> RenderableType:
             style="bold" if outlier.outlying else "",
         )  # fmt: skip
     score = (
-        "+: the loss above, ×: the gradient's norm relative to, what is typical for that number of targets. The score adds the two,"
-        " in robust standard deviations."
+        "+: the loss above, ×: the gradient's norm relative to, what is typical for that number of targets. The score"
+        " adds the two, in robust standard deviations."
     )
     return Group(Text(f"\n{title}"), table, Text(f"\n{score} {FINDS}", style="dim"))
 

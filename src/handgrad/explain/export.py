@@ -95,7 +95,7 @@ def _pictures(
     stations: Sequence[Station] | None = None,
     blocks: Iterable[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the answers that consist of pictures, with a limited number of columns; of all stations and blocks, or of some."""
+    """Return the answers that consist of pictures, at most `columns` wide, of all stations and blocks, or of some."""
     config = session.model.config
     shown = session.stations if stations is None else stations
     found = {f"station?station={s.id}": views.at_station(session, sentence, s, columns) for s in shown}

@@ -41,8 +41,8 @@ def outliers(found: Outlying) -> str:
     return (
         "<h2>Examples that fit the others least</h2>"
         f"<p class=lead>{_summary(found)} Loss is the mean over the example’s targets, norm that of its gradient, over the"
-        " weights that train; + and × compare them with what is typical for that number of targets. The score adds the two, in"
-        f" robust standard deviations. {FINDS}</p>"
+        " weights that train; + and × compare them with what is typical for that number of targets. The score adds the two,"
+        f" in robust standard deviations. {FINDS}</p>"
         '<table class="examples"><tr><th>record<th>score<th>loss<th>+<th>norm<th>×<th>targets<th>example</tr>'
         f"{cells}</table>"
     )
