@@ -67,7 +67,8 @@ def influence(
     console.check_json_target(json)
     network = load(model)
     query = queries if queries is not None else {"prompt": prompt or "", "completion": answer}
-    found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)
+    with console.working("comparing gradients of the examples"):
+        found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)
     shown = page.as_data(found, top, by)
     if html is not None:
         write_text(html, document("What pushed these answers", page.influence(shown), page.STYLE))
