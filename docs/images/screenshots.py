@@ -35,7 +35,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
         for model, text, shots in ((DEFAULT, TEXTS[DEFAULT], LANGUAGE), (str(_train_small_model()), TEXT, SMALL)):
-            network, tokenizer, name, note = choose(model)
+            network, tokenizer, name, note, _ = choose(model)
             with Server(Session(network, tokenizer, name, note, text)) as url:
                 for shot in shots:
                     take(browser, url, *shot)
