@@ -39,6 +39,6 @@ static inline real exp_(real x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } two = {.i = ((int32_t)k + 127) << 23};
+    union { int32_t i; float f; } two = {.i = ((int32_t)(k == k ? k : 0) + 127) << 23}; /* p is NaN if k is */
     return (real)(p * two.f);
 }
