@@ -39,6 +39,7 @@ static inline real exp_(real x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } two = {.i = ((int32_t)(k == k ? k : 0) + 127) << 23}; /* p is NaN if k is */
+    union { uint32_t i; float f; } whole = {.f = k + 12582912.0f}, two; /* 1.5 · 2²³: the last bits are k; p is NaN if k is */
+    two.i = (whole.i + 127) << 23;
     return (real)(p * two.f);
 }
