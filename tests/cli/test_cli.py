@@ -521,6 +521,7 @@ def test_the_bare_command_prints_the_help() -> None:
     done = subprocess.run([sys.executable, "-m", "handgrad"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("Usage: handgrad [OPTIONS] COMMAND") and "finetune" in done.stdout
+    assert "\033" not in done.stdout and done.stdout.endswith("\n")
 
 
 def test_long_work_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

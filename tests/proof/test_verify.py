@@ -295,4 +295,5 @@ def test_a_terminal_sees_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model = make_model()
     hg.verify(model, *make_batch(model, [5]))
+    assert "by hand and by autograd" in written.getvalue()
     assert "code paths of training" in written.getvalue() and "finite differences" in written.getvalue()

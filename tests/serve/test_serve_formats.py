@@ -373,3 +373,12 @@ def test_embeddings_are_the_mean_of_the_last_layer(tmp_path: Path) -> None:
                 assert entry.embedding == pytest.approx(expected.tolist(), abs=1e-6)
         other = client.embeddings.create(model="one", input=list(b"abc"), encoding_format="float").data[0].embedding
         assert other != client.embeddings.create(model="base", input="abc", encoding_format="float").data[0].embedding
+
+
+def test_an_adapter_alone_is_served_as_the_model(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    opened = open_models(tmp_path / "two", "two")
+    expected = hg.generate(hg.load(tmp_path / "two"), "ab", 5, format="raw")
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="k", max_retries=0) as client:
+        found = client.completions.create(model="two", prompt="ab", max_tokens=5, temperature=0)
+    assert found.choices[0].text == expected

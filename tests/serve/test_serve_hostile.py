@@ -62,6 +62,7 @@ def test_wrong_parameters_are_named(server: Server, name: str, value: Any) -> No
 
 
 SCHEMAS: list[tuple[Any, str]] = [
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, ""),
     ({"type": "foo"}, "Invalid type"), ({"not": {}}, "Unimplemented"), ({"$ref": "#/no"}, "does not exist"),
     ({"$ref": "http://example.org/x"}, "not present"), ({"type": "string", "pattern": "(?=a)b"}, "regex"),
     ({"x-guidance": 3, "type": "foo"}, "Invalid type"), ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisf"),

@@ -6,8 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -305,3 +307,11 @@ def test_endless_standard_input_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             corpus.from_stdin()
         endless.kill()
     assert not [file for file in tmp_path.rglob("*") if file.is_file()], "nothing is left"
+
+
+def test_what_encode_and_decode_take() -> None:
+    made = tokenizer.make("bytes", [])
+    with pytest.raises(HandgradError, match="encode takes a text, not 3"):
+        made.encode(3)  # type: ignore[arg-type]
+    assert made.decode(torch.tensor([104, 105])) == made.decode(np.array([104, 105])) == made.decode([104, 105]) == "hi"
+    assert repr(made).startswith("Tokenizer(256 tokens")

@@ -195,6 +195,9 @@ def test_resume_starts_continues_and_finishes_a_run(finished_runs: Path, workdir
     for data in (relative, f"train/../{relative}"):
         named = handgrad("train", "--resume", "--data", data, "--out", "new")
         assert named.returncode == 0 and "finished after 6 steps" in named.stdout, named.stderr
+    Path("text.txt").write_text("other text " * 400)
+    other = handgrad("train", "--resume", "--data", "text.txt", "--out", "new")
+    assert other.returncode == 1 and "--data cannot change when a run is resumed" in other.stderr
     changed = handgrad(*full, "--lr", "0.5")
     assert changed.returncode == 1 and "--lr cannot change when a run is resumed" in changed.stderr
 

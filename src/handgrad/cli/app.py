@@ -59,7 +59,7 @@ def common(
     ] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
-        console.out.file.write(ctx.get_help())
+        typer.echo(ctx.get_help().rstrip("\n"))
 
 
 for command in (
@@ -80,6 +80,9 @@ def main() -> None:
         if not getattr(mistake, "silent", False):
             _print_mistake(str(mistake))
         sys.exit(1)
+    except MemoryError:  # before there was enough for the libraries that say more
+        _print_mistake("not enough memory to load torch: raise the limit (ulimit -v), or free some")
+        sys.exit(1)
     except typer.Abort:  # the end of standard input at a question
         sys.exit(1)
     except Exception as mistake:
@@ -88,7 +91,8 @@ def main() -> None:
         _print_mistake(_usage(mistake))  # typer's own: an unknown command or option, a value of the wrong kind
         sys.exit(2)
     if status == INTERRUPTED:
-        console.err.print("Interrupted. Saved checkpoints are intact.", highlight=False)
+        saved = " Saved checkpoints are intact." if {"train", "finetune"} & {*sys.argv[1:2]} else ""
+        console.err.print(f"Interrupted.{saved}", highlight=False)
     sys.exit(status)
 
 

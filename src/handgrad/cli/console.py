@@ -52,13 +52,9 @@ def note(text: str) -> None:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show on a terminal that something long is running, and for how long."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from ..proof.report import spinner
 
-    if not err.is_terminal:
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=err, transient=True) as spinner:
-        spinner.add_task(what, total=None)
+    with spinner(what, err):
         yield
 
 

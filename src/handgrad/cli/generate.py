@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import HandgradError
+from ..formatting import plural
 from . import console
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ FORMAT = text(
     "chat: a prompt is a message in the model's chat template, and the answer is printed; raw: a prompt is continued exactly"
     " as given. [default: as the model was fine-tuned; otherwise chat if it has a chat template]"
 )
-PROMPTS_FILE = text("A file with one prompt per line; - for standard input.")
+PROMPTS_FILE = text("A file with one prompt per line, blank lines left out; - for standard input.")
 TOKENS = text("Maximum number of tokens to generate.", min=1)
 STOP = text("Text at which to end; several times for several.")
 STOP_ID = text("Token id at which to end, besides the model's end-of-sequence ids.", metavar="N")
@@ -208,9 +209,12 @@ def _lines(file: Path) -> list[str]:
     from ..files.reading import read_stdin, read_text
 
     text = read_stdin() if str(file) == "-" else read_text(file)
-    found = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    found = [line for line in lines if line.strip()]
     if not found:
         raise HandgradError(f"{'standard input' if str(file) == '-' else file} has no prompt: write one per line")
+    if len(found) < len(lines):
+        console.note(f"{plural(len(lines) - len(found), 'blank line')} of the prompts left out")
     return found
 
 

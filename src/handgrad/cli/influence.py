@@ -57,7 +57,9 @@ def influence(
     from ..per_example.ranking import influence as rank_examples
     from ..web.document import document
 
-    if (queries is None) == (answer is None):
+    if queries is not None and answer is not None:
+        raise HandgradError("--answer and --queries both ask: give one of them")
+    if queries is None and answer is None:
         raise HandgradError("give --answer (with --prompt), or --queries with a file of examples")
     if queries is not None and prompt is not None:
         raise HandgradError("--prompt goes with --answer; --queries has its own prompts")

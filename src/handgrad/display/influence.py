@@ -42,7 +42,7 @@ def influence_tables(found: Influence, count: int, by: str = "score") -> Rendera
                 shown, cosine = found.example(i), float(found.cosines[i, k])
                 table.add_row(f"{shown.record:,}", number(score), f"{cosine:+.2f}", _text(shown))
             parts += [Text(f"\n{name} by", style="bold"), table if rows else Text("none", style="dim")]
-    of = plural(len(found.scores), "training example")
+    of = plural(len(found.scores), "example")
     return Group(*parts, Text(f"\nscore: product of the gradients of {of} and of the answer", style="dim"))
 
 

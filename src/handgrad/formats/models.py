@@ -74,13 +74,16 @@ def find_model(name: str | None) -> Found:
         )
     path = Path(name).expanduser()
     if "/" not in name and name not in FETCHED and not path.is_dir() and not is_gguf(path):
-        near = get_close_matches(name, [*PRESETS, *FETCHED, *_folders()], 1)
-        meant = f". Did you mean {near[0]}?" if near else ""
         raise HandgradError(
             f"{name!r} is neither a preset ({', '.join(PRESETS)}), nor a model to fetch ({', '.join(FETCHED)}), nor a"
-            f" directory, nor a .gguf file{meant}"
+            f" directory, nor a .gguf file{_meant(name)}"
         )
     return Found(name, locate(name))
+
+
+def _meant(name: str) -> str:
+    near = get_close_matches(name, [*PRESETS, *FETCHED, *_folders()], 1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _folders() -> list[str]:
@@ -287,5 +290,7 @@ def _from_hub(name: str, download: bool) -> Path:
                 f"no folder {name}{preset}, and it was not downloaded from the hub before. Nothing is downloaded because a"
                 f" file names it: name it yourself, once, as in handgrad generate --model {name}"
             ) from None
-        why = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        raise HandgradError(f"no folder {name}{preset}, and downloading it from the hub failed: {why}") from None
+        why = (str(reason).strip() or type(reason).__name__).splitlines()[0].removeprefix("Got: ")
+        raise HandgradError(
+            f"no folder {name}{preset}, and downloading it from the hub failed: {why}{_meant(name)}"
+        ) from None

@@ -104,6 +104,7 @@ class Grammar:
     def __init__(self, tokens: llguidance.LLTokenizer, source: str):
         limits = llguidance.LLParserLimits(verbose_errors=False)
         self._start = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
+        self._start.compute_bitmask()  # some rules, such as one that is only itself, fail at the first token
         if self._start.is_error():
             raise HandgradError(_reason(self._start.get_error()))
 

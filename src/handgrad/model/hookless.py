@@ -20,6 +20,9 @@ class Hookless(nn.Module):
     register_forward_hook = register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
 
+    def _get_name(self) -> str:  # of a module that only holds others
+        return "Module" if type(self) is Hookless else type(self).__name__
+
     def extra_repr(self) -> str:
         """The shapes of the module's own parameters: weight 128 × 384, bias 384"""
         packed = getattr(self, "packed", None)

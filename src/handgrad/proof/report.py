@@ -4,13 +4,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
-from rich.progress import track
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +25,18 @@ def progress_bar(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
     """Wrap a sequence in a progress bar on stderr that disappears at the end; no bar if stderr is not a terminal."""
     err = Console(stderr=True, emoji=False)
     return lambda sequence: track(sequence, what, console=err, transient=True) if err.is_terminal else sequence
+
+
+@contextmanager
+def spinner(what: str, err: Console | None = None) -> Iterator[None]:
+    """Show on a terminal that something long is running, and for how long."""
+    err = err or Console(stderr=True, emoji=False)
+    if not err.is_terminal:
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=err, transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
 
 
 @dataclass(frozen=True)

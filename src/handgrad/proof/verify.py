@@ -28,7 +28,7 @@ from ..tolerances import (
 from .oracles import directional_error, relative_error
 from .paths import Gradients, gradients_of, training_paths
 from .reference import Reference, ReferenceModel, float64_copy
-from .report import Report, Watch, progress_bar, run_check
+from .report import Report, Watch, progress_bar, run_check, spinner
 
 BYTES_PER_PARAMETER = 8 * 5  # a float64 copy, its gradients twice, autograd's, and one direction for finite differences
 SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
@@ -53,11 +53,12 @@ def verify(
     check_integer("seed", seed)
     check_verifiable(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    wide = float64_copy(model)
     ours: dict[str, Tensor] = {}
-    loss, grads = gradients_of(wide, tokens, targets, lengths, record=ours.__setitem__, all_signals=True)
-    reference = ReferenceModel(wide, tokens, targets, lengths)
-    expected = reference.differentiate()
+    with spinner("gradients by hand and by autograd, in float64"):
+        wide = float64_copy(model)
+        loss, grads = gradients_of(wide, tokens, targets, lengths, record=ours.__setitem__, all_signals=True)
+        reference = ReferenceModel(wide, tokens, targets, lengths)
+        expected = reference.differentiate()
 
     report = Report(f"{model.size:,} parameters, {tokens.numel()} tokens")
 

@@ -44,7 +44,8 @@ def open_models(folder: Path, name: str, adapters: Mapping[str, Path] | None = N
         check_base(adapter, folder)
     network = open_folder(folder, bits=bits)
     text = model_text(network)
-    load_named(network, adapters)
+    if adapters:
+        load_named(network, adapters)
     template = chat_template_of(folder)
     served = {name: Served(name, None, template)}
     for called, adapter in adapters.items():

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -107,7 +108,9 @@ def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
     """Return the files of a download, fetching them if they are not cached or are damaged. Sizes are always checked, with
     `check_contents` SHA-256 as well. A damaged file stays until another replaces it."""
     if name not in DOWNLOADS:
-        raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}")
+        near = get_close_matches(name, DOWNLOADS, 1)
+        meant = f". Did you mean {near[0]}?" if near else ""
+        raise HandgradError(f"unknown download {name!r}; available: {', '.join(DOWNLOADS)}{meant}")
     damage = _damage(name, check_contents)
     if damage is None:
         return _files(name)

@@ -68,7 +68,8 @@ def _conversation(
 ) -> Iterator[tuple[str | None, bool]]:
     if template is None:
         raise location.error(
-            f"the record has messages, and no chat template is used: choose --format chat, or {chat.REMEDY}"
+            f"the record has messages, and no chat template is used: {chat.REMEDY}, or choose --format chat if the model has"
+            " one"
         )
     try:
         segments = template.segments(messages)

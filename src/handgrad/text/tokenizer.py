@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from ..errors import HandgradError, printable
+from ..errors import HandgradError, printable, shown
 from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
 from .chat import Message, of_files
@@ -109,6 +109,8 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode several texts on all cores. Very long texts are encoded in pieces, cut between tokens where possible."""
         for text in texts:
+            if not isinstance(text, str):
+                raise HandgradError(f"encode takes a text, not {shown(text)}")
             check_unicode(text, "the text")
         if self._bytes:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -150,8 +152,13 @@ class Tokenizer:
             )
         return table.ids[rows]
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.n_vocab:,} tokens, {self.source})"
+
+    def decode(self, ids: Any) -> str:
+        """The text of token ids, special tokens included: a list, an array or a tensor of one sequence. An id without a
+        token, as a padded head has them, is nothing."""
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
         with library_errors("the tokenizer cannot decode these ids"):
             return str(self.inner.decode(ids, skip_special_tokens=False))
 

@@ -6,6 +6,7 @@ others receive its decisions. The order makes a run safe to kill at any time: lo
 """
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -188,7 +189,12 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
         if new:
             messages = [f"{run.folder} contains no run: starting a new one"] if request.resume and request.out else []
             given = json.loads(json.dumps(request.options))
-            settings = {"command": request.kind.command, "launch": _launch(), "given": given}
+            settings = {
+                "command": request.kind.command,
+                "launch": _launch(),
+                "given": given,
+                "started_in": str(Path.cwd()),
+            }
             run.sweep()
             run.create(settings)
             settings = run.settings()
@@ -293,12 +299,17 @@ def _check_fixed(request: Request[C], settings: dict[str, Any]) -> None:
 def _unchanged(request: Request[C], name: str, settings: dict[str, Any]) -> bool:
     """Whether an option equals the recorded one, as given or as decided."""
     value = json.loads(json.dumps(request.options[name]))
-    before = [settings.get("given", {}).get(name), (settings.get("training") or {}).get(name)]
-    return value in before or (name in PATHS and _absolute(value) in map(_absolute, before))
+    given, decided = settings.get("given", {}).get(name), (settings.get("training") or {}).get(name)
+    if name not in PATHS:
+        return value in (given, decided)
+    there = Path(settings.get("started_in", "."))
+    return _absolute(value, Path()) in (_absolute(given, there), _absolute(decided, there))
 
 
-def _absolute(value: Any) -> list[str]:
-    return [str(Path(x).expanduser().resolve()) for x in (value if isinstance(value, list) else [value]) if x]
+def _absolute(value: Any, folder: Path) -> list[str]:
+    """The paths as seen from a folder; what is no file there may be the name of a model, or standard input."""
+    paths = {x: folder / Path(x).expanduser() for x in (value if isinstance(value, list) else [value]) if x}
+    return [str(path.resolve()) if path.exists() or glob.has_magic(x) else x for x, path in paths.items()]
 
 
 def _check_same_data(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
