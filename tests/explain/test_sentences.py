@@ -9,7 +9,7 @@ import torch
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, captions, views
+from handgrad.explain import attention_view, captions, views, what_if
 from handgrad.explain.chances import standing
 from handgrad.explain.predictions import predict
 from handgrad.explain.proof import Prover
@@ -187,3 +187,29 @@ def test_parts_of_characters_and_units_are_named() -> None:
     assert session.token_text(0xE2) == "‹E2›" and views.table(session)["unit"] == "byte"
     session._texts.raw = lambda id: b"\xf0\x9f\x98"  # type: ignore[method-assign]
     assert captions.visible(session.token_text(7)) == "‹F0-9F-98›"
+
+
+# ── numbers that rounding would change ──────────────────────────────────────────────────────────────────────────────
+
+
+def tiny_errors() -> tuple[Session, TracedSentence]:
+    """A sentence whose gradients are so small that their squares are 0 in float32."""
+    session = make_session(tied=False)
+    with torch.no_grad():
+        session.model.head.plain().weight *= 1e-26
+    return session, session.sentence(TEXT)
+
+
+def test_a_gradient_is_0_only_if_its_entries_are() -> None:
+    session, sentence = tiny_errors()
+    for name, norm in sentence.trace.norms.items():
+        assert norm == pytest.approx(sentence.trace[name].double().norm().item(), rel=1e-5)
+    view = views.at_station(session, sentence, session.by_id["blocks.1.a_9"])
+    assert 0 < view["parameters"][0]["grad_norm"] < 1e-23 and "Exactly 0" not in view["parameters_caption"]
+    assert "smallest nonzero one" in views.overview(session, sentence)["groups_caption"]
+    place = what_if.place_of(session, sentence, "head", 1, head=0)
+    found = what_if.what_if_error(session, sentence, place)
+    assert all(row["before"] and row["change"] for row in found["gradients"])
+    assert captions.about_groups({"w_8 in block 1": 0.0}) == "Every gradient is 0, as computed."
+    assert captions.about_groups({}) == "No parameter is trained."
+    assert captions.about_gradients({"w_8": 0.0}, {}) == "Every gradient here is 0, as computed."

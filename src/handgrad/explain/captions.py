@@ -89,6 +89,8 @@ def about_gradients(norms: dict[str, float], sizes: dict[str, float]) -> str:
     if not norms:
         return "No parameter is trained here."
     largest = max(norms, key=lambda name: norms[name])
+    if not norms[largest]:
+        return "Every gradient here is 0, as computed."
     text = f"The largest gradient here is ∂{largest}, with length {typeset(norms[largest])}"
     if sizes.get(largest):
         text += f", {typeset(norms[largest] / sizes[largest])} times the length of {largest} itself"
@@ -188,9 +190,11 @@ def _together(ties: int) -> str:
 
 
 def about_groups(norms: dict[str, float]) -> str:
+    if not norms:
+        return "No parameter is trained."
     nonzero = {name: norm for name, norm in norms.items() if norm > 0}
     if not nonzero:
-        return "No parameter is trained."
+        return "Every gradient is 0, as computed."
     most, least = max(nonzero, key=lambda k: nonzero[k]), min(nonzero, key=lambda k: nonzero[k])
     return (
         f"The largest gradient is ∂{most} ({typeset(nonzero[most])}), the smallest nonzero one is ∂{least}"
