@@ -39,6 +39,7 @@ class Place:
     delta: str  # of the error signal
     index: Index
     label: str
+    cut: str = ""  # where the error is set to 0, if this is one of several ways that it takes through the place
 
     def zeroed(self, x: Tensor) -> Tensor:
         x[self.index] = 0
@@ -85,7 +86,8 @@ def place_of(session: Session, sentence: TracedSentence, kind: str, block: int, 
     h, t, s = number("head", config.n_heads), number("row", n), number("column", n)
     labels = [captions.quote(session.token_text(sentence.ids[i])) for i in (t, s)]
     label = f"the attention of {labels[0]} to {labels[1]} in head {h + 1} {in_block}"
-    return Place(here + "rho", here + "delta_raw", (h, t, s), label)
+    cut = f"the score of {label} (through the value it still flows)"
+    return Place(here + "rho", here + "delta_raw", (h, t, s), label, cut)
 
 
 def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:
@@ -187,7 +189,8 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
             })  # fmt: skip
     rows.sort(key=lambda row: _share(row["change"], row["before"]), reverse=True)
     touched = [row for row in rows if row["name"] not in equal]
-    caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {place.label}."
+    path = place.cut or place.label
+    caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {path}."
     if touched:
         first = touched[0]
         where = "" if first["block"] is None else f" of block {first['block'] + 1}"
@@ -196,7 +199,7 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
         caption += f" The most, relative to its length: ∂{first['symbol']}{where}, {by}."
         caption += " The others are equal bit for bit." if len(touched) < len(rows) else ""
     return {
-        "label": place.label, "name": place.delta, "gradients": touched, "count": len(rows), "signals": stations,
+        "label": path, "name": place.delta, "gradients": touched, "count": len(rows), "signals": stations,
         "caption": caption, "python": place.python(place.delta, sentence.objective, GRADIENTS_MOVED),
     }  # fmt: skip
 
