@@ -55,11 +55,12 @@ def _pool(x: Tensor, limit: int) -> tuple[Tensor, int]:
 
 def length(x: Tensor) -> float:
     """‖x‖, also where the squares of the entries would be rounded to 0: those are of x divided by its largest entry."""
-    size = x.norm().item()
+    size: float = x.norm().item()
     if size > 1e-12 or not x.any():
         return size
     largest = x.abs().max().item()
-    return largest * (x.double() / largest).norm().item()
+    size = largest * (x.double() / largest).norm().item()
+    return size
 
 
 def statistics(x: Tensor) -> dict[str, float]:
