@@ -84,6 +84,19 @@ def test_two_sentences_side_by_side() -> None:
     assert shown["difference"]["q"] == picture(difference)["q"]
 
 
+def test_no_share_of_a_row_that_is_0() -> None:
+    session = small()
+    one, other = (session.sentence(TEXT, 0, hg.PositionLoss(t)) for t in (2, 6))
+    at = compare_view.compare_station(session, one, other, session.by_id["a_12"])
+    caption = next(m["caption"] for m in at["maps"] if m["kind"] == "delta")
+    delta = [x.trace["delta_12"].norm(dim=1) for x in (one, other)]
+    t = 6 if delta[1][6] > delta[0][2] else 2
+    assert f"(position {t + 1})" in caption and caption.endswith(
+        "where the row is 0 here." if t == 6 else "of the row."
+    )
+    assert "%" not in compare_view._about(session, one, torch.zeros(3, 2), torch.ones(3, 2))
+
+
 def test_before_and_after_a_step_and_without_adapters() -> None:
     session = small(lora=2)
     first = session.sentence(TEXT)

@@ -149,6 +149,9 @@ def test_without_an_error_path_only_the_gradients_below_change(where: dict[str, 
     }
     assert set(changed) == below - ({"blocks.1.grad_w_v"} if where["kind"] == "weight" else set())
     assert found["caption"].startswith(f"{len(changed)} of {found['count']} gradients change")
+    if where["kind"] == "weight":  # w_v has its error still, and the sentence says so
+        assert found["label"] == f"the score of {place.label} (through the value it still flows)"
+    assert f"no error flows back through {found['label']}." in found["caption"]
 
 
 def test_what_changes_nothing_is_said_to() -> None:
@@ -263,6 +266,34 @@ def test_the_way_up_ends_at_the_loss() -> None:
             break
         cell = signals[0]
     assert found["name"] == "delta_12" and abs(found["value"]) == 1
+
+
+def test_a_norm_without_a_bias_has_none_in_words() -> None:
+    for shape, words in (("gpt2", "the normalised input times the gain, plus the bias"),
+                         ("llama", "the normalised input times the gain")):  # fmt: skip
+        assert follow(*traced(shape), "blocks.0.a_2", None, 3, 2)["formula"] == words
+
+
+def test_a_target_that_is_not_read_is_not_called_missing() -> None:
+    session, sentence = traced(kind="position", position=4)
+    formulas = [follow(session, sentence, "delta_12", None, row, 0)["formula"] for row in (3, 4, len(sentence.ids) - 1)]
+    assert formulas == ["what is explained does not depend on this row", "y_pred − y_gt", "this row has no target"]
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "smollm3"])
+def test_masked_tokens_are_no_terms(shape: str) -> None:
+    """Block 1 of smollm3 has a window of 4 tokens, and 4 heads with the same keys."""
+    session, sentence = traced(shape)
+    n, window, heads = len(sentence.ids), *((4, 4) if shape == "smollm3" else (99, 1))
+    for name, row, sees in (("a_3", 4, True), ("a_3", n - 1, True), ("delta_q", 4, True), ("delta_k", 4, False),
+                            ("delta_v", 4, False)):  # fmt: skip
+        found = follow(session, sentence, f"blocks.1.{name}", None if name == "a_3" else 0, row, 2)
+        seen = min(row + 1 if sees else n - row, window)
+        assert found["count"] == seen * (1 if sees else heads)
+        assert found["formula"].endswith(f"; {n - seen} masked tokens are left out" if seen < n else "values")
+        assert found["sum"] == pytest.approx(found["value"], rel=1e-9)
+        tokens = {term["position"] - 1 for term in found["terms"]}
+        assert min(tokens) >= (max(0, row + 1 - window) if sees else row) and max(tokens) < (row + 1 if sees else n)
 
 
 def test_a_number_that_does_not_exist() -> None:

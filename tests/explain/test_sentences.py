@@ -1,6 +1,7 @@
 """The sentences of the page that state a fact, recomputed from the trace: after too large steps, with equal logits,
 with one target, and for every objective."""
 
+import math
 import re
 import threading
 
@@ -9,8 +10,8 @@ import torch
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, captions, views
-from handgrad.explain.chances import standing
+from handgrad.explain import attention_view, captions, views, what_if
+from handgrad.explain.chances import log_chances, losses_of, standing
 from handgrad.explain.predictions import predict
 from handgrad.explain.proof import Prover
 from handgrad.explain.session import Session, TracedSentence
@@ -187,3 +188,71 @@ def test_parts_of_characters_and_units_are_named() -> None:
     assert session.token_text(0xE2) == "‹E2›" and views.table(session)["unit"] == "byte"
     session._texts.raw = lambda id: b"\xf0\x9f\x98"  # type: ignore[method-assign]
     assert captions.visible(session.token_text(7)) == "‹F0-9F-98›"
+
+
+# ── numbers that rounding would change ──────────────────────────────────────────────────────────────────────────────
+
+
+def tiny_errors() -> tuple[Session, TracedSentence]:
+    """A sentence whose gradients are so small that their squares are 0 in float32."""
+    session = make_session(tied=False)
+    with torch.no_grad():
+        session.model.head.plain().weight *= 1e-26
+    return session, session.sentence(TEXT)
+
+
+def test_a_gradient_is_0_only_if_its_entries_are() -> None:
+    session, sentence = tiny_errors()
+    for name, norm in sentence.trace.norms.items():
+        assert norm == pytest.approx(sentence.trace[name].double().norm().item(), rel=1e-5)
+    view = views.at_station(session, sentence, session.by_id["blocks.1.a_9"])
+    assert 0 < view["parameters"][0]["grad_norm"] < 1e-23 and "Exactly 0" not in view["parameters_caption"]
+    assert "smallest nonzero one" in views.overview(session, sentence)["groups_caption"]
+    place = what_if.place_of(session, sentence, "head", 1, head=0)
+    found = what_if.what_if_error(session, sentence, place)
+    assert all(row["before"] and row["change"] for row in found["gradients"])
+    assert captions.about_groups({"w_8 in block 1": 0.0}) == "Every gradient is 0, as computed."
+    assert captions.about_groups({}) == "No parameter is trained."
+    assert captions.about_gradients({"w_8": 0.0}, {}) == "Every gradient here is 0, as computed."
+
+
+def test_probabilities_near_1_are_told_apart() -> None:
+    logits = torch.tensor([0.0, 575.0, 0.0])
+    assert -log_chances(logits)[1].item() == pytest.approx(2 * math.exp(-575), rel=1e-12)
+    ordinary = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(log_chances(ordinary), torch.log_softmax(ordinary, 0), rtol=1e-14, atol=0)
+    losses = losses_of(torch.tensor([[0.0, 575.0], [0.0, 576.0]]), torch.tensor([1, 1]))
+    text = captions.about_loss("ab", "bc", losses)
+    assert text.startswith("The biggest surprise is ‘b’") and "The best prediction is ‘c’ after ‘b’" in text
+    assert captions.about_loss("ab", "bc", [0.0, 0.0]).startswith("All 2 targets were equally probable, as computed: ")
+
+
+def test_equal_losses_and_errors_are_counted() -> None:
+    text = captions.about_loss("abcd", "bcde", [2.0, 0.0, 0.0, 0.0])
+    assert "The best prediction is ‘c’ after ‘b’ (position 2) and 2 other targets, with" in text
+    assert "The biggest surprise is ‘b’ after ‘a’ (position 1), with" in text
+    text = captions.about_error(torch.eye(4), "abcd", lambda row: True)
+    assert (
+        text
+        == "The largest error arrives at ‘a’ (position 1) and 3 other tokens: ⟦0.25%⟧ of all squared error here, at each."
+    )
+    assert " other " not in captions.about_error(torch.tensor([[1.0], [2.0]]), "ab", lambda row: True)
+
+
+def test_a_tied_table_is_named_at_both_places() -> None:
+    for tied, layer in ((True, "embedding and logits (tied)"), (False, "embedding")):
+        session = make_session(tied=tied)
+        view = views.overview(session, session.sentence(TEXT))
+        assert [g["layer"] for g in view["groups"] if g["symbol"] == "w_tok"] == [layer]
+        assert [g["layer"] for g in view["groups"] if g["symbol"] == "w_pos"] == ["embedding"]
+        assert ("logits have the same token table" in session.by_id["a_1"].summary) is tied
+
+
+def test_the_push_in_words_is_that_of_the_bars() -> None:
+    session = make_session()
+    sentence = session.sentence(TEXT)
+    for row in views.at_station(session, sentence, session.by_id["loss"])["positions"][:-1]:
+        (own,) = [x["delta"] for x in row["push"] if x["target"]]
+        assert f"pushed up by (1 − p)/12 = ⟦{-own!r}⟧." in row["caption"]
+    certain = {"token": "a", "target": "b", "probability": 1.0, "rank": 1, "ties": 0, "top": []}
+    assert "pushed up by 1 − p = ⟦0.0⟧, as computed." in captions.about_push(certain, 0.0, 1)

@@ -1,6 +1,5 @@
 """The sentence under each picture: what to notice in the data at hand, computed from that data."""
 
-import math
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,9 +53,9 @@ def about_scores(x: Tensor, labels: Sequence[str], token_text: Callable[[int], s
     )
 
 
-def _shared(ties: int) -> str:
+def _shared(ties: int, one: str = "entry", many: str = "entries") -> str:
     """That equal numbers have equal ranks."""
-    return f" and {ties:,} other {'entry' if ties == 1 else 'entries'}" if ties else ""
+    return f" and {ties:,} other {one if ties == 1 else many}" if ties else ""
 
 
 def about_error(x: Tensor, labels: Sequence[str], depends: Callable[[int], bool]) -> str:
@@ -67,7 +66,9 @@ def about_error(x: Tensor, labels: Sequence[str], depends: Callable[[int], bool]
         return "No error arrives here."
     t = int(norms.argmax())
     share = norms[t].item() ** 2 / total**2
-    text = f"The largest error arrives at {_at(labels, t)}: {percent(share)} of all squared error here."
+    ties = int((norms == norms[t]).sum()) - 1
+    text = f"The largest error arrives at {_at(labels, t)}{_shared(ties, 'token', 'tokens')}:"
+    text += f" {percent(share)} of all squared error here{', at each' if ties else ''}."
     zero = [i for i in range(len(labels)) if norms[i] == 0]
     outside, rounded = ([i for i in zero if depends(i) is reached] for reached in (False, True))
     if outside:
@@ -89,6 +90,8 @@ def about_gradients(norms: dict[str, float], sizes: dict[str, float]) -> str:
     if not norms:
         return "No parameter is trained here."
     largest = max(norms, key=lambda name: norms[name])
+    if not norms[largest]:
+        return "Every gradient here is 0, as computed."
     text = f"The largest gradient here is ∂{largest}, with length {typeset(norms[largest])}"
     if sizes.get(largest):
         text += f", {typeset(norms[largest] / sizes[largest])} times the length of {largest} itself"
@@ -155,10 +158,12 @@ def about_loss(labels: Sequence[str], targets: Sequence[str], losses: Sequence[f
     best = min(range(len(losses)), key=lambda t: losses[t])
 
     def one(t: int) -> str:
-        return f"{quote(targets[t])} after {_at(labels, t)}, with {percent(chance(-losses[t]))}"
+        others = _shared(losses.count(losses[t]) - 1, "target", "targets")
+        return f"{quote(targets[t])} after {_at(labels, t)}{others}, with {percent(chance(-losses[t]))}"
 
     if losses[worst] == losses[best] and len(losses) > 1:
-        return f"All {len(losses)} targets were equally probable: {percent(chance(-losses[best]))}."
+        computed = "" if losses[best] else ", as computed"
+        return f"All {len(losses)} targets were equally probable{computed}: {percent(chance(-losses[best]))}."
     if len(losses) == 1:
         return f"The only target is {one(0)}."
     return (
@@ -167,12 +172,9 @@ def about_loss(labels: Sequence[str], targets: Sequence[str], losses: Sequence[f
     )
 
 
-def about_push(row: dict[str, Any], targets: int) -> str:
-    """Describe the push on the logits of a row; the loss is a mean over that number of targets."""
-    missing = -math.expm1(-row["loss"])
-    by = f"1 − p = {typeset(missing)}"
-    if targets > 1:
-        by = f"(1 − p)/{targets:,} = {typeset(missing / targets)}"
+def about_push(row: dict[str, Any], push: float, targets: int) -> str:
+    """Describe the push on the logits of a row, −Δ₁₂ at its target; the loss is a mean over that number of targets."""
+    by = f"{'1 − p' if targets == 1 else f'(1 − p)/{targets:,}'} = {typeset(push)}{'' if push else ', as computed'}"
     text = (
         f"After {quote(row['token'])}: {quote(row['target'])} had probability p = {percent(row['probability'])}, so its"
         f" logit is pushed up by {by}"
@@ -188,9 +190,11 @@ def _together(ties: int) -> str:
 
 
 def about_groups(norms: dict[str, float]) -> str:
+    if not norms:
+        return "No parameter is trained."
     nonzero = {name: norm for name, norm in norms.items() if norm > 0}
     if not nonzero:
-        return "No parameter is trained."
+        return "Every gradient is 0, as computed."
     most, least = max(nonzero, key=lambda k: nonzero[k]), min(nonzero, key=lambda k: nonzero[k])
     return (
         f"The largest gradient is ∂{most} ({typeset(nonzero[most])}), the smallest nonzero one is ∂{least}"

@@ -15,7 +15,14 @@ LEAST = 5e-324  # a softmax is never 0; smaller ones are written as this
 def log_chances(logits: Tensor) -> Tensor:
     """The logarithm of the probability of every token, in float64. (V) → (V): row by row, because a float64 copy of a whole
     sentence's logits is large"""
-    return torch.log_softmax(logits.double(), 0)
+    x = logits.double()
+    log_p = torch.log_softmax(x, 0)
+    best = int(x.argmax())
+    others = torch.exp(x - x[best])
+    others[best] = 0
+    if others.sum() < 1:  # p = 1/(1 + others), which near 1 has no digits for them
+        log_p[best] = -torch.log1p(others.sum())
+    return log_p
 
 
 def chance(log_p: Tensor | float) -> float:

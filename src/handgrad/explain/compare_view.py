@@ -101,12 +101,13 @@ def _relative(x: Tensor, y: Tensor) -> float:
 
 
 def _about(session: Session, one: TracedSentence, x: Tensor, difference: Tensor) -> str:
-    lengths = difference.norm(dim=1)
+    lengths = difference.double().norm(dim=1)
     if not lengths.any():
         return "Equal."
     t = int(lengths.argmax())
-    share = percent(lengths[t].item() / (x[t].norm().item() or 1.0))
+    whole = x[t].double().norm().item()
+    share = f"{percent(lengths[t].item() / whole)} of the row" if whole else "where the row is 0 here"
     return (
         f"The largest difference is at {quote(session.token_text(one.ids[t]))} (position {t + 1}): length"
-        f" {typeset(lengths[t].item())}, {share} of the row."
+        f" {typeset(lengths[t].item())}, {share}."
     )

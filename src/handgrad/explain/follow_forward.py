@@ -25,7 +25,7 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, last: str)
         n = NORMED[last]
         bias = [Sum((one(t, f"{here}b_{n}", 0, j),))] if hasattr(t.norm(here, n), "bias") else []
         gain = Sum((one(t, f"{here}a_bar_{n}", i, j), one(t, f"{here}w_{n}", 0, j)))
-        return "the normalised input times the gain, plus the bias", [gain, *bias]
+        return f"the normalised input times the gain{', plus the bias' if bias else ''}", [gain, *bias]
     if last.startswith("a_bar_"):
         return _normalised(t, here, rest.removeprefix("bar_"), i, j)
     if kind == "mu":
@@ -102,8 +102,15 @@ def _product(t: Tensors, source: str, w: str, i: int, j: int) -> Answer:
 def _heads(t: Tensors, here: str, i: int, j: int) -> Answer:
     width = t[here + "v"].shape[2]
     h, c = divmod(j, width)
-    sums = [Sum((row(t, here + "rho", i, h), column(t, here + "v", c, h // t.group(here))))]
-    return "attention weights · values", sums
+    seen = t.seen(here, i)
+    every = Sum((row(t, here + "rho", i, h), column(t, here + "v", c, h // t.group(here))))
+    return f"attention weights · values{masked(t, seen)}", [every.only(seen)]
+
+
+def masked(t: Tensors, seen: range) -> str:
+    """How many tokens are no terms of a sum in attention."""
+    count = len(t.trace["a_0"]) - len(seen)
+    return f"; {count:,} masked {'token is' if count == 1 else 'tokens are'} left out" if count else ""
 
 
 def _activation(t: Tensors, here: str, i: int, j: int) -> Answer:

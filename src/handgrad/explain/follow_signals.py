@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..model.norms import Norm
 from ..model.objective import LogitDifference
-from .follow_forward import Answer
+from .follow_forward import Answer, masked
 from .follow_tensors import Cell, Tensors, delta_of, wide
 from .follow_terms import Factor, Sum, column, number, one, row
 from .session import TracedSentence
@@ -65,7 +65,9 @@ def _start(t: Tensors, sentence: TracedSentence, i: int, j: int) -> Answer:
     targets = o.select(sentence.targets, t.model.config.n_vocab)[0]
     count, target = int((targets >= 0).sum()), int(targets[i])
     if target < 0:
-        return "this row has no target", [Sum((number(0.0, "no target"),))]
+        read = int(sentence.targets[0, i]) >= 0
+        why = "what is explained does not depend on this row" if read else "this row has no target"
+        return why, [Sum((number(0.0, "not read" if read else "no target"),))]
     expected = number(1.0 if j == target else 0.0, "y_gt")
     each = f", divided by the number of targets, {count}" if count > 1 else ""
     return f"y_pred − y_gt{each}", [Sum((one(t, "y_pred", i, j),), 1 / count), Sum((expected,), -1 / count)]
@@ -138,14 +140,19 @@ def _queries(t: Tensors, cell: Cell, here: str, signal: str) -> Answer:
         return _before(t, step.norm, step.before, delta_of(step.after), cell)
     r = t.group(here)
     if signal == "q":
-        return "Δ_raw · keys", [Sum((row(t, here + "delta_raw", i, h), column(t, here + "k", j, h // r)))]
+        seen = t.seen(here, i)
+        every = Sum((row(t, here + "delta_raw", i, h), column(t, here + "k", j, h // r)))
+        return f"Δ_raw · keys{masked(t, seen)}", [every.only(seen)]
+    seeing = t.seeing(here, i)
     shared = range(h * r, (h + 1) * r)
-    also = ", of every head that shares it" if r > 1 else ""
+    also = (", of every head that shares it" if r > 1 else "") + masked(t, seeing)
     if signal == "k":
-        sums = [Sum((column(t, here + "delta_raw", i, x), column(t, here + "q", j, x))) for x in shared]
+        sums = [Sum((column(t, here + "delta_raw", i, x), column(t, here + "q", j, x))).only(seeing) for x in shared]
         return f"Δ_rawᵗ · queries{also}", sums
     width = t[here + "v"].shape[2]
-    sums = [Sum((column(t, here + "rho", i, x), column(t, here + "delta_3", x * width + j))) for x in shared]
+    sums = [
+        Sum((column(t, here + "rho", i, x), column(t, here + "delta_3", x * width + j))).only(seeing) for x in shared
+    ]
     return f"ρᵗ · Δ₃{also}", sums
 
 

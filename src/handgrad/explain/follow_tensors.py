@@ -108,6 +108,17 @@ class Tensors:
             self.model.final_norm if not here else {"1": self.block(here).norm_1, "5": self.block(here).norm_2}[number]
         )
 
+    def seen(self, here: str, i: int) -> range:
+        """The tokens that attention at token i sees."""
+        attn = self.block(here).attn
+        first = 0 if attn.window is None else max(0, i + 1 - attn.window)
+        return range(first, i + 1 if attn.causal else len(self.trace["a_0"]))
+
+    def seeing(self, here: str, j: int) -> range:
+        """The tokens whose attention sees token j."""
+        attn, n = self.block(here).attn, len(self.trace["a_0"])
+        return range(j if attn.causal else 0, n if attn.window is None else min(n, j + attn.window))
+
     # ── between the projections and the heads ───────────────────────────────────────────────────────────────────────
 
     @cached_property

@@ -17,6 +17,9 @@ class Factor:
     cell: Callable[[int], Cell | None]
     symbol: str = ""  # instead of the cell's: g'(a_7)
 
+    def only(self, terms: range) -> "Factor":
+        return Factor(self.values[terms.start : terms.stop], lambda k: self.cell(terms.start + k), self.symbol)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -24,6 +27,10 @@ class Sum:
 
     factors: tuple[Factor, ...]
     scale: float = 1.0
+
+    def only(self, terms: range) -> "Sum":
+        """These terms of it."""
+        return Sum(tuple(factor.only(terms) for factor in self.factors), self.scale)
 
     def values(self) -> Tensor:
         total = torch.tensor(self.scale, dtype=torch.float64)

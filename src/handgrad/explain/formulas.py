@@ -227,6 +227,8 @@ def embedding(tied: bool, positions: bool) -> dict[str, Any]:
         else "Each token selects its row of the token table. There is no table of positions: they enter in attention, as"
         " rotations of queries and keys. In the backward pass, the error of each token is added to the gradient of its row."
     )
+    if tied:
+        tables += " The logits have the same token table, so their gradient is added to this one."
     by_token = Formula(
         rf"\partial w_{{\mathrm{{tok}}}} = \mathrm{{ohe}}(a_0)^t \Delta_1{head}", "3, R9" if tied else "3"
     )

@@ -53,6 +53,16 @@ def _pool(x: Tensor, limit: int) -> tuple[Tensor, int]:
     return torch.cat([torch.where(high >= -low, high, low) for low, high in ends]), size
 
 
+def length(x: Tensor) -> float:
+    """‖x‖, also where the squares of the entries would be rounded to 0: those are of x divided by its largest entry."""
+    size: float = x.norm().item()
+    if size > 1e-12 or not x.any():
+        return size
+    largest = x.abs().max().item()
+    size = largest * (x.double() / largest).norm().item()
+    return size
+
+
 def statistics(x: Tensor) -> dict[str, float]:
     """Return norm, mean, spread, minimum and maximum of all entries, computed in float64."""
     wide = x.double()

@@ -9,6 +9,7 @@ from ..model.gpt import GPT
 from ..model.objective import Objective
 from ..model.passes import Record, no_record
 from ..model.trace import Trace, gradients, own_gradients, record_pass
+from .pictures import length
 
 Compute = Callable[["SentenceTrace", str], Tensor]  # the gradient of that name
 
@@ -65,7 +66,7 @@ def trace_sentence(
 
     def measure(parameters: list[nn.Parameter]) -> None:
         for name, grad in gradients(model, parameters).items():
-            norms[name] = grad.norm().item()
+            norms[name] = length(grad)
         for p in parameters:
             p.grad = None
 

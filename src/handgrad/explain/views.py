@@ -139,8 +139,9 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, 
     groups: list[dict[str, Any]] = []
     sizes: dict[str, float] = {}
     for station in session.stations:
-        layer = _layer(station)
         for parameter in station.parameters:
+            tied = parameter.symbol == "w_tok" and session.model.config.tied
+            layer = "embedding and logits (tied)" if tied else _layer(station)
             norm = sentence.trace.norms.get(parameter.gradient)
             if norm is None or parameter.shared:
                 continue
@@ -333,4 +334,5 @@ def _about_push(session: Session, sentence: TracedSentence, t: int, row: dict[st
         )
     if row["target"] is None:
         return "The last token has no target, so its row of Δ₁₂ is 0."
-    return captions.about_push(row, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1)
+    push = sentence.trace["delta_12"][t, row["target_id"]].abs().item()
+    return captions.about_push(row, push, len(sentence.ids) - 1 if objective == MEAN_LOSS else 1)

@@ -5,6 +5,7 @@ one. Backward the objective cannot change: what changes are the error signals be
 runs twice by the same path, without and with the change, so that what the change does not reach is equal bit for bit.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from ..model.trace import Trace, edited_pass, gradients, own_gradients, record_p
 from . import captions
 from .chances import chance, log_chances
 from .marks import percent, typeset
+from .pictures import length
 from .session import Session, TracedSentence
 from .symbols import symbol
 
@@ -37,6 +39,7 @@ class Place:
     delta: str  # of the error signal
     index: Index
     label: str
+    cut: str = ""  # where the error is set to 0, if this is one of several ways that it takes through the place
 
     def zeroed(self, x: Tensor) -> Tensor:
         x[self.index] = 0
@@ -83,7 +86,8 @@ def place_of(session: Session, sentence: TracedSentence, kind: str, block: int, 
     h, t, s = number("head", config.n_heads), number("row", n), number("column", n)
     labels = [captions.quote(session.token_text(sentence.ids[i])) for i in (t, s)]
     label = f"the attention of {labels[0]} to {labels[1]} in head {h + 1} {in_block}"
-    return Place(here + "rho", here + "delta_raw", (h, t, s), label)
+    cut = f"the score of {label} (through the value it still flows)"
+    return Place(here + "rho", here + "delta_raw", (h, t, s), label, cut)
 
 
 def signal_at(t: Trace, place: Place) -> tuple[Tensor, Tensor]:
@@ -162,7 +166,7 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
             base = base_grads[name]
             if torch.equal(grad, base):
                 equal.add(name)
-            moved[name] = (base.norm().item(), grad.norm().item(), torch.dist(grad, base).item())
+            moved[name] = (length(base), length(grad), length(grad - base))
 
     with session.model_at(sentence.version) as model:
         before = _complete_pass(model, sentence, {}, keep)
@@ -172,30 +176,36 @@ def what_if_error(session: Session, sentence: TracedSentence, place: Place) -> d
     for station in session.stations:
         for name in station.incoming:
             stations.append({
-                "station": station.id, "symbol": symbol(name), "before": before[name].norm().item(),
-                "change": torch.dist(after[name], before[name]).item(),
+                "station": station.id, "symbol": symbol(name), "before": length(before[name]),
+                "change": length(after[name] - before[name]),
             })  # fmt: skip
         for parameter in station.parameters:
             if parameter.gradient not in moved or parameter.shared:
                 continue
-            length, cut, change = moved[parameter.gradient]
+            whole, cut, change = moved[parameter.gradient]
             rows.append({
                 "station": station.id, "block": station.block, "symbol": parameter.symbol, "name": parameter.gradient,
-                "before": length, "after": cut, "change": change,
+                "before": whole, "after": cut, "change": change,
             })  # fmt: skip
-    rows.sort(key=lambda row: -row["change"] / (row["before"] or 1.0))
+    rows.sort(key=lambda row: _share(row["change"], row["before"]), reverse=True)
     touched = [row for row in rows if row["name"] not in equal]
-    caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {place.label}."
+    path = place.cut or place.label
+    caption = f"{len(touched)} of {len(rows)} gradients change if no error flows back through {path}."
     if touched:
         first = touched[0]
         where = "" if first["block"] is None else f" of block {first['block'] + 1}"
-        share = percent(first["change"] / first["before"]) if first["before"] else "all"
-        caption += f" The most, relative to its length: ∂{first['symbol']}{where}, by {share}."
+        by = f"by {percent(_share(first['change'], first['before']))}"
+        by = by if first["before"] else f"from 0 to {typeset(first['after'])}"
+        caption += f" The most, relative to its length: ∂{first['symbol']}{where}, {by}."
         caption += " The others are equal bit for bit." if len(touched) < len(rows) else ""
     return {
-        "label": place.label, "name": place.delta, "gradients": touched, "count": len(rows), "signals": stations,
+        "label": path, "name": place.delta, "gradients": touched, "count": len(rows), "signals": stations,
         "caption": caption, "python": place.python(place.delta, sentence.objective, GRADIENTS_MOVED),
     }  # fmt: skip
+
+
+def _share(change: float, whole: float) -> float:
+    return change / whole if whole else (math.inf if change else 0.0)
 
 
 def _complete_pass(
