@@ -162,3 +162,17 @@ def test_the_output_is_an_average_of_values_at_any_scale(scale: float) -> None:
     a, saved = fast.forward(q * scale, k * scale, v, spans, True)
     assert torch.isfinite(saved.lse).all()
     assert (a.abs() <= 1.0001 * v.abs().amax()).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+@pytest.mark.parametrize("window", [None, 3])
+def test_scores_that_overflow_are_not_hidden(bad: float, window: int | None) -> None:
+    """torch's kernel, which bfloat16 uses, gives such rows 0."""
+    q, k, v = (torch.ones(6, 2, 8, dtype=torch.bfloat16) for _ in range(3))
+    q[4, 1], k[:, 1] = bad, 1e30 if bad == 1e38 else 1
+    a, saved = fast.forward(q, k, v, fast.spans_of([6]), True, window)
+    assert torch.isnan(a[4, 1]).all() and torch.isnan(saved.lse[4, 1])
+    assert torch.isfinite(a[:, 0]).all()
+    q.zero_()  # the log-sum-exp of the first row is 0, and right
+    k.fill_(1)
+    assert torch.isfinite(fast.forward(q, k, v, fast.spans_of([6]), True, window)[0]).all()

@@ -217,14 +217,24 @@ def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: i
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if window is None:
         out, lse = kernel(q, k, v, 0.0, causal)
-        return out, lse
+        return _with_overflow(q, k, out, lse)
     tiles = []
     for rows, seen, hidden in _tiles.of_queries(q[:, 0], k[:, 0], None, causal, window):
         mask = q.new_zeros(rows.stop - rows.start, seen.stop - seen.start)
         for columns, part in hidden:
             mask[:, columns].masked_fill_(part, -math.inf)
         tiles.append(kernel(q[:, :, rows], k[:, :, seen], v[:, :, seen], 0.0, False, attn_mask=mask))
-    return torch.cat([out for out, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2)
+    out, lse = torch.cat([out for out, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2)
+    return _with_overflow(q, k, out, lse)
+
+
+def _with_overflow(q: Tensor, k: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The library gives a row whose scores are not finite 0 and a log-sum-exp of 0, as if it saw no key: make it NaN."""
+    if (zero := lse == 0).any():
+        most = q.shape[-1] * q.abs().amax(-1).to(lse.dtype) * k.abs().amax().to(lse.dtype)  # no score is larger
+        overflowed = zero & ~torch.isfinite(most)
+        return out.masked_fill(overflowed[..., None], torch.nan), lse.masked_fill(overflowed, torch.nan)
+    return out, lse
 
 
 def _forward_in_tiles(
