@@ -191,7 +191,7 @@ def test_the_exercise_of_the_loss_says_what_is_graded() -> None:
         case = case_of(session, session.sentence(TEXT, objective=objective), COURSE["loss"], None)
         assert case is not None
         labels.append(case.label)
-    assert labels[1] == f"{labels[0]}, with the mean loss of its tokens, not with what is explained"
+    assert labels[1] == f"{labels[0]}, with the mean loss, not with what is explained"
 
 
 def test_the_tokens_station_names_no_loss_where_a_difference_may_be_explained() -> None:

@@ -136,7 +136,7 @@ def _embedding(t: _Tensors, make: Make) -> Case:
 
 
 def _loss(t: _Tensors, make: Make) -> Case:
-    other = "" if t.sentence.objective == MEAN_LOSS else ", with the mean loss of its tokens, not with what is explained"
+    other = "" if t.sentence.objective == MEAN_LOSS else ", with the mean loss, not with what is explained"
     return make(t.label + other, t.of("a_12"), t.sentence.targets[0, : t.n])
 
 
