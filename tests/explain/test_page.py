@@ -393,6 +393,30 @@ def test_arrow_keys_move_between_stations(open_page: Open, session: Session) -> 
     expect_station(page, "a_11")
 
 
+def test_home_and_end_choose_the_first_and_the_last_tab(open_page: Open) -> None:
+    page = open_page("#/flow")
+    tabs = page.locator("[role=tab]")
+    page.locator("#tab-flow").focus()
+    for key, tab in (("End", tabs.last), ("ArrowRight", tabs.first), ("End", tabs.last), ("Home", tabs.first)):
+        page.keyboard.press(key)
+        expect(tab).to_have_attribute("aria-selected", "true")
+        expect(tab).to_be_focused()
+
+
+def test_the_chosen_token_is_in_view_on_a_phone(open_page: Open) -> None:
+    address = f"#/station/a_1/forward?token=44&text={45 * 'm'}"
+    page = open_page(address, viewport={"width": 360, "height": 740})
+    strip, chosen = page.locator("#tokens .chips"), page.locator('#tokens [aria-pressed="true"]')
+    expect(chosen).to_have_attribute("data-token", "44")
+    outer, inner = strip.bounding_box(), chosen.bounding_box()
+    assert outer is not None and inner is not None
+    assert outer["y"] <= inner["y"] and inner["y"] + inner["height"] <= outer["y"] + outer["height"] + 1
+    strip.evaluate("node => (node.scrollTop = 0)")
+    page.click("#tab-flow")
+    expect(page.locator("#view-flow h2")).to_be_visible()
+    assert strip.evaluate("node => node.scrollTop") == 0  # a redraw leaves alone what the reader has scrolled
+
+
 def test_blocks_unfold_and_arrows_can_be_selected(open_page: Open) -> None:
     page = open_page()
     expect(page.locator('#map [data-key="blocks.1.a_6"]')).to_have_count(0)

@@ -12,10 +12,12 @@ from tiny_session import TEXT, make_session
 import handgrad as hg
 from handgrad.explain import attention_view, captions, views, what_if
 from handgrad.explain.chances import log_chances, losses_of, standing
+from handgrad.explain.exercises import case_of
 from handgrad.explain.predictions import predict
 from handgrad.explain.proof import Prover
 from handgrad.explain.session import Session, TracedSentence
 from handgrad.explain.steps import take_step
+from handgrad.learn.course import COURSE
 from handgrad.learn.exercises.loss import EXERCISE
 from handgrad.model.objective import MEAN_LOSS, Objective
 
@@ -181,6 +183,21 @@ def test_the_formula_of_the_loss_station_solves_its_exercise() -> None:
     assert [r"\frac{1}{n}" in kind["forward"][0]["math"][1]["latex"] for kind in loss["by_objective"].values()] == [
         True, False, False,
     ]  # fmt: skip
+
+
+def test_the_exercise_of_the_loss_says_what_is_graded() -> None:
+    session = make_session()
+    labels = []
+    for objective in (MEAN_LOSS, hg.PositionLoss(2)):
+        case = case_of(session, session.sentence(TEXT, objective=objective), COURSE["loss"], None)
+        assert case is not None
+        labels.append(case.label)
+    assert labels[1] == f"{labels[0]}, with the mean loss, not with what is explained"
+
+
+def test_the_tokens_station_names_no_loss_where_a_difference_may_be_explained() -> None:
+    tokens = next(s for s in views.table(make_session())["stations"] if s["id"] == "a_0")
+    assert "how the explained number would change" in tokens["summary"] and "loss" not in tokens["summary"]
 
 
 def test_parts_of_characters_and_units_are_named() -> None:

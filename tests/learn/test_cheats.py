@@ -8,6 +8,14 @@ from handgrad.learn.grading import grade
 
 BY_HAND = "write the gradient by hand"
 REFUSED = "is refused: an answer can use torch's functions and methods on tensors"
+COMPLEX = "a complex result is refused: an answer computes with real numbers"
+COMPLEX_STEP = "h, made = 1e-30, torch.zeros_like(rho)\n"
+BY_COLUMNS = """for j in range(rho.shape[1]):
+    moved = s.clone()
+    moved[:, j] += h * 1j
+    e = moved.exp()
+    made[:, j] = (e / e.sum(1, keepdim=True) * delta_rho).sum(1).imag / h
+return made"""
 OURS = "o = print.__globals__\n"
 
 # Bodies of backward(delta_rho, rho), each with words of what is said. The softmax's own scores are log ρ.
@@ -55,6 +63,11 @@ CHEATS: list[tuple[str, str]] = [
     ("return rho._backward_hooks", BY_HAND),
     ("return rho._base", f"a tensor's _base {REFUSED}"),
     ("return rho.__torch_function__", f"a tensor's __torch_function__ {REFUSED}"),
+    (f"{COMPLEX_STEP}s = torch.log(rho + 0j)\n{BY_COLUMNS}", COMPLEX),
+    (f"{COMPLEX_STEP}s = torch.log(rho).to(torch.complex128)\n{BY_COLUMNS}", COMPLEX),
+    ("return torch.complex(rho, rho).imag", COMPLEX),
+    ("return torch.view_as_complex(torch.stack([rho, rho], -1)).imag", COMPLEX),
+    ("return torch.linalg.eig(rho @ rho.T)[0].real", COMPLEX),
     ("return rho.numpy()", "its result is a ndarray"),
     ("return rho.untyped_storage()", "an answer can use tensors, numbers and text"),
     ("from handgrad.paper.attention import delta_causal", "import handgrad.paper.attention is refused"),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..learn.exercise import Case, Exercise
 from ..model.gpt import GPT
+from ..model.objective import MEAN_LOSS
 from ..paper.attention import Head
 from ..paper.rotary import frequencies
 from ..paper.transformer import Block, Options
@@ -135,7 +136,8 @@ def _embedding(t: _Tensors, make: Make) -> Case:
 
 
 def _loss(t: _Tensors, make: Make) -> Case:
-    return make(t.label, t.of("a_12"), t.sentence.targets[0, : t.n])
+    other = "" if t.sentence.objective == MEAN_LOSS else ", with the mean loss, not with what is explained"
+    return make(t.label + other, t.of("a_12"), t.sentence.targets[0, : t.n])
 
 
 def _softmax(t: _Tensors, make: Make) -> Case:

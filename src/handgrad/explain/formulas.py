@@ -392,7 +392,7 @@ def tokens() -> dict[str, Any]:
         "title": "Tokens",
         "summary": "The sentence, split into tokens, each represented by its id. Integers have no gradient, so the backward"
         " pass ends at the embedding. But if each token is written as a one-hot row, the same rule gives a Δ₀: to first"
-        " order, how the loss would change if another token stood at this position.",
+        " order, how the explained number would change if another token stood at this position.",
         "forward": (Formula(r"a_0 \in \{0, \dots, n_{\mathrm{vocab}} - 1\}^{n_T}", "Section 1"),),
         "backward": (Formula(r"\Delta_0 = \Delta_1 w_{\mathrm{tok}}^t", "Section 2"),),
         "errata": (),

@@ -149,6 +149,8 @@ class Torch:
 
     def _pack(self, x: Any) -> list[Any]:
         if isinstance(x, torch.Tensor):
+            if x.is_complex():  # a step along i differentiates any function
+                raise Refused("a complex result is refused: an answer computes with real numbers")
             self.tensors[self._count] = x
             self._count += 1
             return ["tensor", self._count - 1]

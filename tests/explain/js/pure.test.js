@@ -7,11 +7,12 @@ import { csvText, pythonOf } from "./csv.js";
 import { cellsOfRow, growth, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { chance, count, exact, fit, number, percent, probability, shapeOf, signed, visible, written } from "./format.js";
 import { cellAt, cellsOf, crop, labelsAt, layout, pictureOf, range } from "./heat_geometry.js";
-import { markOf } from "./network_map.js";
-import { badge } from "./proof.js";
+import { markOf, NOTE } from "./network_map.js";
+import { aboutChecks, badge } from "./proof.js";
 import { joints, mapLines, widths } from "./map_lines.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
-import { plotOf, resultOf } from "./step_plot.js";
+import { plotOf, resultOf, sentenceOf } from "./step_plot.js";
+import { stopOf } from "./tour.js";
 import { freeCorner, overlap } from "./tour_place.js";
 
 test("numbers have three digits, and never read null, undefined or NaN", () => {
@@ -98,6 +99,32 @@ test("checks that still run are not called verified", () => {
   assert.deepEqual([[one(true, "done")], [one(true, "measuring"), one(true, "done")], [one(null, "measuring")], [one(true, "done"), one(false, "done")]].map((x) => markOf(x)[0]), ["✔", "✓", "", "✘"]);
 });
 
+test("finite differences that are not computed are not claimed", () => {
+  const at = (state) => stopOf(7, { table: { blocks: 2 }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
+  assert.deepEqual(["done", "autograd"].map((state) => /finite differences/.test(at(state))), [true, false]);
+  assert.match(aboutChecks({ state: "done" }), /autograd and with finite differences of/);
+  assert.match(aboutChecks({ state: "autograd" }), /autograd\. Finite differences were not computed\. /);
+  assert.doesNotMatch(NOTE, /so far/); // in a file nothing follows
+});
+
+test("the tour describes the first error signal of what is explained", () => {
+  const text = (kind) => stopOf(5, { table: { blocks: 2 }, overview: { objective: { kind } } }).text;
+  assert.deepEqual(["sentence", "position", "difference"].map((kind) => /divided by the number of targets/.test(text(kind))), [true, false, false]);
+  assert.match(text("position"), /all other rows it is 0/);
+  assert.match(text("difference"), /1 for the first .* −1 for the second/);
+});
+
+test("the axis of the steps marks 0 and decades", () => {
+  const { ticks, zero } = plotOf([{ loss: 2, predicted: -2157, measured: 386 }]);
+  const values = ticks.map((tick) => tick.value);
+  assert.deepEqual(values.slice(0, 3), [386, -2157, 0]);
+  assert.ok(values.some((v) => Math.abs(v) === 100 || Math.abs(v) === 10), `${values}`);
+  const ys = ticks.map((tick) => tick.y).sort((a, b) => a - b);
+  assert.ok(ys.slice(1).every((y, i) => y - ys[i] >= 18) && zero === `M90 ${ticks[2].y}H610`);
+  const linear = plotOf([{ loss: 4, predicted: 3.5, measured: 3.6 }]);
+  assert.deepEqual([linear.ticks.map((tick) => tick.value), linear.zero], [[linear.most, linear.least], null]);
+});
+
 test("the axis of the steps holds what was measured and what was predicted", () => {
   const falling = [{ loss: 4, predicted: 3.5, measured: 3.6 }, { loss: 3.6, predicted: -600, measured: 3 }];
   const ysOf = ({ points, guesses }) => [...points.map((p) => p.y), ...guesses.map((g) => g.y1)];
@@ -118,6 +145,7 @@ test("the axis of the steps holds what was measured and what was predicted", () 
   assert.deepEqual(["as predicted", "too large", "curved"], [[2, 1, 1.05], [2, 1, 3], [2, 1, 1.7]].map(([loss, predicted, measured]) => resultOf({ loss, predicted, measured }).kind));
   assert.equal(resultOf({ loss: 2, predicted: 2 - 1e-8, measured: 2 + 1e-7, rounding: 1e-6 }).kind, "rounding"); // not “too large”
   assert.equal(resultOf({ loss: 2, predicted: 2.5, measured: 3 }).kind, "momentum");
+  assert.equal(sentenceOf({ loss: 2, predicted: 1, measured: 1.08 }, "loss"), "This is as predicted, within 10 %.");
 });
 
 test("an address holds the place, the objective and the sentence", () => {

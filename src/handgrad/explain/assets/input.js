@@ -84,12 +84,13 @@ function listenToSentence(state, actions) {
 /** @param {any} state @param {any} actions */
 function listenToKeys(state, actions) {
   find("tabs").onkeydown = (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
+    const ids = VIEWS.map((view) => view.id),
+      at = ids.indexOf(state.view);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[event.key];
+    if (to === undefined) return;
     event.preventDefault();
     event.stopPropagation();
-    const ids = VIEWS.map((view) => view.id);
-    const next = ids[(ids.indexOf(state.view) + by + ids.length) % ids.length];
+    const next = ids[(to + ids.length) % ids.length];
     actions.open(next);
     find(`tab-${next}`).focus();
   };

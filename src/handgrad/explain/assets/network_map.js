@@ -6,6 +6,10 @@ import { joints, mapLines } from "./map_lines.js";
 import { choice } from "./parts.js";
 import { h, render } from "./render.js";
 
+export const NOTE =
+  "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths (logarithmic scale). " +
+  "✔ means verified, ✓ by autograd alone.";
+
 const open = new Set(); // the unfolded blocks
 let shownFlow = "both"; // "a", "delta" or "both"
 let lastStation = ""; // the station for which the map was last drawn
@@ -79,8 +83,7 @@ export function drawMap(nav, state, actions) {
     h(
       "p",
       { class: "map-note" },
-      "Numbers are the lengths ‖a‖ and ‖Δ‖ over all tokens. Wider arrows mean larger lengths " +
-        "(logarithmic scale). ✔ means verified, ✓ by autograd so far.",
+      NOTE,
     ),
   ]);
   drawLines(nav, lengths);

@@ -17,7 +17,7 @@ import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
 import { drawTabs } from "./tabs.js";
 import { targetBar } from "./target.js";
-import { tokenStrip } from "./tokens.js";
+import { scrollToToken, tokenStrip } from "./tokens.js";
 import { busy, setStatus } from "./status.js";
 import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
@@ -43,6 +43,7 @@ function redraw() {
   drawHeader();
   drawTabs(find("tabs"), state, actions);
   render(find("tokens"), tokenStrip(state, actions));
+  scrollToToken(find("tokens"), state);
   render(find("target"), targetBar(state, actions));
   drawMap(find("map"), state, actions);
   const view = currentView(),

@@ -13,9 +13,12 @@ const KINDS = {
   rounding: "model's precision",
 };
 const WAITING = "… checking on this sentence";
-const ABOUT =
-  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd and " +
-  "with finite differences of the explained number along random directions." +
+/** What the table of checks holds. @param {any} proof */
+export const aboutChecks = (proof) =>
+  "Every formula is evaluated on this sentence in float64 and compared with torch's autograd" +
+  (proof?.state === "autograd"
+    ? ". Finite differences were not computed."
+    : " and with finite differences of the explained number along random directions.") +
   " “Model's precision” compares what the model itself computed with the float64 result.";
 
 /** What the checks that have passed so far amount to. */
@@ -59,7 +62,7 @@ export function proofCard(proof) {
       "details",
       {},
       h("summary", {}, "Show all checks"),
-      h("p", { class: "soft" }, ABOUT),
+      h("p", { class: "soft" }, aboutChecks(proof)),
       table("Checks", head, rows, { class: "checks" }),
     ),
   );

@@ -6,7 +6,7 @@ import { count, number, percent, quote, signed, visible } from "./format.js";
 import { table, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
-import { plotOf, resultOf } from "./step_plot.js";
+import { plotOf, sentenceOf } from "./step_plot.js";
 
 let steps = []; // answers of the server, { id, loss, predicted, measured, moves }, with learning rate and optimizer
 let moves = []; // probability of each target before the first step and after the last
@@ -205,14 +205,6 @@ async function take(number_, prepared, state, actions) {
 }
 
 function outcome(last, name) {
-  const { impossible, kind, share } = resultOf(last, name === "loss");
-  const result = {
-    "as predicted": "This is as predicted",
-    rounding: `Both changes are within the rounding of the model's numbers`,
-    "too large": `The ${name} rose: the step was too large`,
-    curved: `That is ${percent(share)} of the prediction, because the ${name} is curved`,
-    momentum: "The gradient predicted a rise: this step follows earlier gradients too, as Adam does",
-  }[kind];
   const fact = (id, label, value) =>
     h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
   const change =
@@ -228,7 +220,7 @@ function outcome(last, name) {
       fact("loss-predicted", "predicted to first order", last.predicted),
       fact("loss-measured", "measured", last.measured),
     ),
-    h("p", { class: "caption" }, `${change} ${impossible}${result}.`),
+    h("p", { class: "caption" }, `${change} ${sentenceOf(last, name)}`),
   );
 }
 
@@ -271,8 +263,11 @@ function curve(objective) {
     ),
     h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
     plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
-    edge(22, number(plot.most)),
-    edge(156, number(plot.least)),
+    plot.zero ? h("path", { class: "axis", d: plot.zero, fill: "none" }) : null,
+    plot.ticks.flatMap(({ value, y }) => [
+      h("path", { class: "axis", d: `M86 ${y}H90`, fill: "none" }),
+      edge(y + 4, number(value)),
+    ]),
     text(90, 174, "middle", "0"),
     text(610, 174, "middle", String(steps.length)),
   );

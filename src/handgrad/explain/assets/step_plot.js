@@ -1,11 +1,16 @@
 // @ts-check
 // The plot of the steps: its axis, which holds everything measured and everything predicted, and where its points are.
 
+import { percent } from "./format.js";
+
 const LEFT = 90,
   RIGHT = 610,
   TOP = 16,
   BOTTOM = 154;
 const WIDE = 30; // if the numbers spread this much more than those measured, or from decade to decade, the axis is logarithmic
+
+const CLOSE = 0.1; // a change is as predicted if it is off by less than this share
+const APART = 18; // least distance of two labels of the axis
 
 /** @typedef {{ loss: number, predicted: number, measured: number, rounding?: number }} Step */
 
@@ -29,14 +34,41 @@ export function plotOf(steps) {
   const y = (/** @type {number} */ v) =>
     BOTTOM - ((BOTTOM - TOP) * (scale(v) - scale(least))) / (scale(most) - scale(least) || 1);
   const x = (/** @type {number} */ i) => LEFT + ((RIGHT - LEFT) * i) / Math.max(1, points.length - 1);
+  const sized = (/** @type {number} */ v) => (v < least || v > most ? [] : [{ value: v, y: y(v) }]);
+  const decades = logarithmic ? decadesBetween(unit, Math.max(-least, most)) : [];
+  /** @type {{ value: number, y: number }[]} */
+  const ticks = []; // the ends first, then 0, then the largest decades that have room
+  for (const tick of [most, least, 0, ...decades.flatMap((v) => [v, -v])].flatMap(sized))
+    if (ticks.length < 2 || ticks.every((other) => Math.abs(other.y - tick.y) >= APART)) ticks.push(tick);
   return {
     least,
     most,
     logarithmic,
+    ticks,
+    zero: least < 0 && most > 0 ? `M${LEFT} ${y(0)}H${RIGHT}` : null,
     axis: `M${LEFT} ${TOP}V${BOTTOM}H${RIGHT}`,
     points: points.map((v, i) => ({ x: x(i), y: y(v) })),
     guesses: steps.map((s, i) => ({ x0: x(i), y0: y(points[i]), x1: x(i + 1), y1: y(s.predicted) })),
   };
+}
+
+/** The powers of 10 from `most` down to `least`. @param {number} least @param {number} most */
+function decadesBetween(least, most) {
+  const [low, high] = [Math.ceil(Math.log10(least)), Math.floor(Math.log10(most))];
+  return Array.from({ length: Math.max(0, high - low + 1) }, (_, i) => Number(`1e${high - i}`));
+}
+
+/** What the step shows. @param {Step} step @param {string} name  what was lowered: loss or difference */
+export function sentenceOf(step, name) {
+  const { impossible, kind, share } = resultOf(step, name === "loss");
+  const result = {
+    "as predicted": `This is as predicted, within ${percent(CLOSE)}`,
+    rounding: "Both changes are within the rounding of the model's numbers",
+    "too large": `The ${name} rose: the step was too large`,
+    curved: `That is ${percent(share)} of the prediction, because the ${name} is curved`,
+    momentum: "The gradient predicted a rise: this step follows earlier gradients too, as Adam does",
+  }[kind];
+  return `${impossible}${result}.`;
 }
 
 /** What the step shows, in a sentence without numbers.
@@ -52,7 +84,7 @@ export function resultOf({ loss, predicted, measured, rounding = 0 }, positive =
   const within = (/** @type {number} */ x) => Math.abs(x) <= rounding;
   const kind = () => {
     if (within(expected) && within(got)) return "rounding";
-    if (share > 0.9 && share < 1.1) return "as predicted";
+    if (Math.abs(share - 1) < CLOSE) return "as predicted";
     if (expected > 0) return "momentum";
     return got > 0 ? "too large" : "curved";
   };

@@ -6,6 +6,20 @@ import { number, visible } from "./format.js";
 import { chips } from "./parts.js";
 import { h } from "./render.js";
 
+let inView = ""; // the sentence and the token that were last brought into view
+
+/** Bring a newly chosen token into view, where the strip has more rows than it shows. @param {HTMLElement} nav @param {any} state */
+export function scrollToToken(nav, state) {
+  const strip = /** @type {HTMLElement} */ (nav.querySelector(".chips")),
+    chosen = strip.querySelector("[aria-pressed=true]"),
+    now = `${state.overview.id} ${state.token}`;
+  if (!chosen || !strip.clientHeight || now === inView) return; // the strip is hidden at the start
+  inView = now;
+  const box = strip.getBoundingClientRect(),
+    { top, bottom } = chosen.getBoundingClientRect();
+  if (top < box.top || bottom > box.bottom) strip.scrollTop += (top + bottom - box.top - box.bottom) / 2;
+}
+
 /** @param {any} state @param {any} actions */
 export function tokenStrip(state, actions) {
   const { tokens, losses } = state.overview;

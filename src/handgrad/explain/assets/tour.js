@@ -4,6 +4,19 @@
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
 
+/** What Δ₁₂ and the push are, by what is explained. */
+const FIRST_ERROR = {
+  sentence:
+    "Δ₁₂ is the predicted probabilities minus the truth, divided by the number of targets. The bars show the push " +
+    "−Δ₁₂: right and blue means this token should have been more probable.",
+  position:
+    "In the row of the word that is explained, Δ₁₂ is the predicted probabilities minus the truth; in all other rows it " +
+    "is 0. The bars show the push −Δ₁₂: right and blue means this token should have been more probable.",
+  difference:
+    "Δ₁₂ is 1 for the first of the two words that are compared, −1 for the second, and 0 everywhere else. The bars show " +
+    "the push −Δ₁₂, which lowers the difference.",
+};
+
 /** Title, text, where to go, and the subject: what the text speaks of. */
 const STOPS = [
   {
@@ -52,10 +65,8 @@ const STOPS = [
   {
     title: "The first error signal",
     subject: ".loss-card .bars.push",
-    text:
-      "Δ₁₂ is the predicted probabilities minus the truth, divided by the number of targets. The bars " +
-      "show the push −Δ₁₂: right and blue means this token should have been more probable. Everything " +
-      "in the backward pass is computed from this signal.",
+    text: (/** @type {any} */ { overview }) =>
+      `${FIRST_ERROR[overview.objective.kind]} Everything in the backward pass is computed from this signal.`,
     where: { view: "station", station: "loss", direction: "backward" },
   },
   {
@@ -70,10 +81,10 @@ const STOPS = [
   {
     title: "Every formula is checked",
     subject: ".proof",
-    text:
-      "The green badge is a measurement: on this sentence, the formula was compared with automatic " +
-      "differentiation and with finite differences, which use no formula at all. Open “Show all " +
-      "checks” to see each comparison.",
+    text: (/** @type {any} */ { proofs }, /** @type {string} */ station) =>
+      "The badge is a measurement: on this sentence, the formula is compared with automatic differentiation" +
+      (proofs?.[station]?.state === "autograd" ? "" : " and with finite differences, which use no formula at all") +
+      ". Open “Show all checks” to see each comparison.",
     where: { view: "station", station: "last block a_6", direction: "backward" },
   },
   {
@@ -121,11 +132,19 @@ export function endTour(aside) {
   opener?.focus?.();
 }
 
+/** The station of a stop, and its text. @param {number} index @param {any} state */
+export function stopOf(index, state) {
+  const { text, where } = STOPS[index];
+  const station = where.station === "last block a_6" ? `blocks.${state.table.blocks - 1}.a_6` : where.station;
+  const said = typeof text === "string" ? text : text(state, station ?? "");
+  return { station, text: index ? said : aboutWeights(state.table.note) + said };
+}
+
 /** @param {HTMLElement} aside @param {any} state @param {(where: any) => Promise<void>} visit */
 async function show(aside, state, visit) {
-  const { title, text, where, subject } = STOPS[at];
+  const { title, where, subject } = STOPS[at];
   const mine = at;
-  const station = where.station === "last block a_6" ? `blocks.${state.table.blocks - 1}.a_6` : where.station;
+  const { station, text } = stopOf(at, state);
   const move = (/** @type {number} */ by) => {
     at = Math.max(0, Math.min(STOPS.length - 1, at + by));
     show(aside, state, visit);
@@ -135,7 +154,7 @@ async function show(aside, state, visit) {
   render(aside, [
     h("p", { class: "where" }, `Tour · ${at + 1} of ${STOPS.length}`),
     h("h2", { tabindex: "-1" }, title),
-    h("p", {}, at ? text : aboutWeights(state.table.note) + text),
+    h("p", {}, text),
     h(
       "div",
       { class: "walk" },
