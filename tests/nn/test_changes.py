@@ -230,6 +230,52 @@ def test_masks_of_every_kind(kind: str, implementation: str) -> None:
     assert len(ours) >= 2 if implementation == "sdpa" else not result.checked
 
 
+def test_a_mask_that_is_edited_without_a_new_version() -> None:
+    """Through .data, through numpy and in inference mode."""
+    plain, model = pair("llama")
+    result = hg.nn.replace(model)
+    seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1).clone()
+
+    def compare(labels: Tensor | None = IDS) -> None:
+        found, expected = (x(input_ids=IDS, labels=labels, attention_mask=seen).logits for x in (model, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    compare()
+    seen.data[1, :, 4:, :4] = False  # two sequences
+    compare()
+    seen.numpy()[0, :, 6:, :6] = False
+    compare()
+    with torch.inference_mode():
+        seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1).clone()
+        compare()
+        seen[:, :, 3:, :3] = False
+        compare()
+    assert not result.fallbacks
+
+
+def test_a_mask_that_wants_a_gradient() -> None:
+    plain, model = pair("llama")
+    hg.nn.replace(model)
+    hidden = torch.full((12, 12), -torch.inf).triu(1).expand(2, 1, -1, -1)
+    grads = []
+    with pytest.warns(UserWarning, match="a mask that wants a gradient"):
+        for x in (plain, model):
+            mask = hidden.clone().requires_grad_()
+            x(input_ids=IDS, labels=IDS, attention_mask=mask).loss.backward()
+            grads.append(mask.grad)
+    assert grads[0] is not None and grads[0].abs().max() > 0
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("number", [7.5, 0.5])
+def test_a_number_of_items_that_is_not_whole(number: float) -> None:
+    plain, model = pair("llama")
+    hg.nn.replace(model, loss=True)
+    for n in (number, torch.tensor(number)):
+        given = {**BATCH, "num_items_in_batch": n}
+        assert_equal(outcome(model, given, 0), outcome(plain, given, 0))
+
+
 def test_a_wrong_kernel_is_noticed_at_the_first_batch_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward or a backward pass that is wrong for one kind of mask: that kind is left to torch, with a warning."""
     forward, backward = heads_op.forward, heads_op.backward

@@ -58,6 +58,14 @@ def test_loss_backward_is_loss_and_grads(shape: dict[str, Any]) -> None:
     out.loss.backward()
     assert "logits" not in out and out[0] is out.loss is out["loss"]
     torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad / 2)
+    for number in (4.5, 0.5):
+        wrapped.zero_grad()
+        part = wrapped(**batch(), num_items_in_batch=torch.tensor(number)).loss
+        part.backward()
+        assert part.item() == pytest.approx(loss.item() * 9 / number, rel=1e-12)
+        torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad * 9 / number)
+        with torch.no_grad():
+            assert wrapped(**batch(), num_items_in_batch=number).loss.item() == pytest.approx(part.item(), rel=1e-12)
     with torch.no_grad():
         out = wrapped.eval()(**batch())
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-12)

@@ -58,7 +58,7 @@ class CausalLMPart(Part):
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = NO_TARGET,
         shift_labels: Tensor | None = None,
         **options: Any,
@@ -78,7 +78,7 @@ class CausalLMPart(Part):
                 LinearPart.forward(head, logits), labels, vocab_size, num_items_in_batch=num_items_in_batch, **given
             )
             return loss
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        n_targets = None if num_items_in_batch is None else float(num_items_in_batch)
         return linear_cross_entropy(
             logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
         )

@@ -5,6 +5,7 @@ backward pass hands the gradients over, times the error signal of the loss. With
 """
 
 import json
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -129,7 +130,7 @@ class Wrapped(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> Output:
@@ -146,11 +147,13 @@ class Wrapped(nn.Module):
                 logits = logits[:, kept]
             return Output(logits=logits)
         targets = self._targets(labels, input_ids, packed.rows)
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        n_targets = None if num_items_in_batch is None else float(num_items_in_batch)
         trained = [p for p in model.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and trained:
             with without_autocast(model.device.type):
-                return Output(loss=LossFunction.apply(self, packed, targets, n_targets, *trained))  # type: ignore[no-untyped-call]
+                whole = None if n_targets is None else math.ceil(n_targets)
+                loss = LossFunction.apply(self, packed, targets, whole, *trained)  # type: ignore[no-untyped-call]
+            return Output(loss=loss if whole == n_targets else loss * (whole / n_targets))  # type: ignore[operator]
         with torch.no_grad():
             logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, ())
             chosen = softmax_loss.rows_with_target(targets)
