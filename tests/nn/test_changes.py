@@ -5,6 +5,7 @@ HANDGRAD_CHANGES sets the number of random combinations (default 40)."""
 import copy
 import os
 import random
+import threading
 import warnings
 from typing import Any
 
@@ -139,6 +140,42 @@ def test_hooks_on_the_logits_layer_see_logits() -> None:
         found = outcome(model, BATCH, 0)
     assert_equal(found, outcome(plain, BATCH, 0))
     assert seen == [35, 35] and "fell back" in str(result)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_other_calls_of_the_logits_layer_get_logits(kind: str) -> None:
+    """Those of a hook, and those of another thread, during a forward pass that computes logits and loss together."""
+    found: list[Tensor] = []
+
+    def change(model: Any) -> None:
+        def read(module: Any, given: Any, out: Any) -> None:
+            found.append(model.lm_head(out if isinstance(out, Tensor) else out[0]).detach())
+
+        def elsewhere(module: Any, given: Any) -> None:
+            def read() -> None:
+                with torch.no_grad():
+                    found.append(model(input_ids=IDS[:, :5]).logits)
+
+            if not any(given_to is IDS for given_to in busy):
+                busy.append(IDS)
+                thread = threading.Thread(target=read)
+                thread.start()
+                thread.join()
+                busy.clear()
+
+        busy: list[Tensor] = []
+        body = model.transformer.h if kind == "gpt2" else model.model.layers
+        body[0].register_forward_hook(read)
+        body[1].register_forward_pre_hook(elsewhere)
+        model.base_model.register_forward_hook(lambda module, given, out: read(module, given, out[0]))
+
+    plain, model, result = both(kind, change, loss=True)
+    expected = outcome(plain, BATCH, 0)
+    theirs, found = found, []
+    assert_equal(outcome(model, BATCH, 0), expected)
+    assert len(found) == len(theirs) > 3 and not result.fallbacks
+    for x, y in zip(found, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
