@@ -215,6 +215,31 @@ def test_positions_that_restart(kind: str, use_cache: bool | None) -> None:
     assert not result.fallbacks and result.checked
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("through", ["data", "numpy"])
+def test_hooks_that_edit_the_data_of_what_a_module_reads(kind: str, when: str, through: str) -> None:
+    """Weights get the gradients of the edited input, of which torch takes no notice."""
+
+    def change(model: Any) -> None:
+        def edit(module: Any, given: Any, *rest: Any) -> None:
+            x = rest[0]["hidden_states"] if rest and "hidden_states" in rest[0] else given[0]
+            if through == "data":
+                x.data.mul_(0.5)
+            else:
+                x.detach().numpy()[:] *= 0.5
+
+        for name, module in model.named_modules():
+            if name.endswith((".mlp", ".attn", ".self_attn")):
+                if when == "before":
+                    module.register_forward_pre_hook(edit, with_kwargs=True)
+                else:
+                    module.register_forward_hook(edit, with_kwargs=True)
+
+    plain, model, _ = both(kind, change)
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+
+
 def test_float64_stays_float64_under_autocast() -> None:
     plain, model = pair("llama")
     for x in (plain, model):

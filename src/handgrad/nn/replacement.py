@@ -20,7 +20,8 @@ KINDS = {
     parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
     parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
-_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked")  # what modules hold while replaced
+# What modules hold while replaced.
+_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent")
 
 
 class Replacement:
@@ -136,6 +137,8 @@ def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -
     module.__dict__["_handgrad_fallbacks"] = result.fallbacks
     if activation is not None:
         module.__dict__["_handgrad_activation"] = activation
+    if KINDS[part] == "norm":
+        module.__dict__["_handgrad_parent"] = result.model.get_submodule(name.rpartition(".")[0])
     result.swapped[name] = module
     result.replaced[name] = KINDS[part]
 
