@@ -189,6 +189,20 @@ def test_positions_and_padding_are_transformers(shape: dict[str, Any], tmp_path:
             torch.testing.assert_close(dict(wrapped.named_parameters())[name].grad, p.grad)
 
 
+def test_packed_sequences_as_collators_describe_them() -> None:
+    wrapped, ids = hg.nn.wrap(make_model(**LLAMA)), batch()["input_ids"][:1]
+    given = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    described = {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 4, "max_length_k": 4,
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
+    }  # fmt: skip
+    for call in (wrapped, wrapped.hidden_states):
+        assert torch.equal(call(ids, **given, **described)[0], call(ids, **given)[0])
+        with pytest.raises(HandgradError, match="cu_seq_lens_q does not begin the sequences where position_ids"):
+            call(ids, **described)
+
+
 def test_logits_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass drops what the forward pass dropped: gradients are those of differences with the same seed."""
     model = make_model(tied=False)
