@@ -84,7 +84,7 @@ def why_not_loss(model: Any) -> str:
     """Why logits and loss of a model stay separate; "" if they are one function."""
     head: Any = model.lm_head
     loss = model.loss_function
-    if not is_swapped(head) or not isinstance(head, LinearPart) or head.in_out:
+    if not is_swapped(head) or LinearPart not in type(head).__mro__ or head.in_out:
         return f"the logits layer is a {type(head).__name__}"
     if (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) != (
         "transformers.loss.loss_utils",
