@@ -5,6 +5,7 @@ HANDGRAD_CHANGES sets the number of random combinations (default 40)."""
 import copy
 import os
 import random
+import threading
 import warnings
 from typing import Any
 
@@ -141,6 +142,39 @@ def test_hooks_on_the_logits_layer_see_logits() -> None:
     assert seen == [35, 35] and "fell back" in str(result)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_other_calls_of_the_logits_layer_get_logits(kind: str) -> None:
+    """Those of a hook, and those of another thread, during a forward pass that computes logits and loss together."""
+    found: list[Tensor] = []
+
+    def change(model: Any) -> None:
+        def read(module: Any, given: Any, out: Any) -> None:
+            found.append(model.lm_head(out if isinstance(out, Tensor) else out[0]).detach())
+
+        def elsewhere(module: Any, given: Any) -> None:
+            def read() -> None:
+                with torch.no_grad():
+                    found.append(model(input_ids=IDS[:, :5]).logits)
+
+            if threading.current_thread() is threading.main_thread():  # not again in the other
+                thread = threading.Thread(target=read)
+                thread.start()
+                thread.join()
+
+        body = model.transformer.h if kind == "gpt2" else model.model.layers
+        body[0].register_forward_hook(read)
+        body[1].register_forward_pre_hook(elsewhere)
+        model.base_model.register_forward_hook(lambda module, given, out: read(module, given, out[0]))
+
+    plain, model, result = both(kind, change, loss=True)
+    expected = outcome(plain, BATCH, 0)
+    theirs, found = found, []
+    assert_equal(outcome(model, BATCH, 0), expected)
+    assert len(found) == len(theirs) > 3 and not result.fallbacks
+    for x, y in zip(found, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
 def test_activations_that_are_exchanged_or_hooked_are_used(kind: str) -> None:
     def exchange(model: Any) -> None:
@@ -176,6 +210,31 @@ def test_positions_that_restart(kind: str, use_cache: bool | None) -> None:
     given = {**BATCH, "position_ids": (torch.arange(12) % 5).expand(2, -1), "use_cache": use_cache}
     assert_equal(outcome(model, given, 0), outcome(plain, given, 0))
     assert not result.fallbacks and result.checked
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("through", ["data", "numpy"])
+def test_hooks_that_edit_the_data_of_what_a_module_reads(kind: str, when: str, through: str) -> None:
+    """Weights get the gradients of the edited input, of which torch takes no notice."""
+
+    def change(model: Any) -> None:
+        def edit(module: Any, given: Any, *rest: Any) -> None:
+            x = rest[0]["hidden_states"] if rest and "hidden_states" in rest[0] else given[0]
+            if through == "data":
+                x.data.mul_(0.5)
+            else:
+                x.detach().numpy()[:] *= 0.5
+
+        for name, module in model.named_modules():
+            if name.endswith((".mlp", ".attn", ".self_attn")):
+                if when == "before":
+                    module.register_forward_pre_hook(edit, with_kwargs=True)
+                else:
+                    module.register_forward_hook(edit, with_kwargs=True)
+
+    plain, model, _ = both(kind, change)
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
 
 
 def test_float64_stays_float64_under_autocast() -> None:
@@ -228,6 +287,52 @@ def test_masks_of_every_kind(kind: str, implementation: str) -> None:
     assert ("attention" in result.replaced.values()) == (implementation == "sdpa")
     ours = [reason for reason in result.checked.values() if not reason]
     assert len(ours) >= 2 if implementation == "sdpa" else not result.checked
+
+
+def test_a_mask_that_is_edited_without_a_new_version() -> None:
+    """Through .data, through numpy and in inference mode."""
+    plain, model = pair("llama")
+    result = hg.nn.replace(model)
+    seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1).clone()
+
+    def compare(labels: Tensor | None = IDS) -> None:
+        found, expected = (x(input_ids=IDS, labels=labels, attention_mask=seen).logits for x in (model, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    compare()
+    seen.data[1, :, 4:, :4] = False  # two sequences
+    compare()
+    seen.numpy()[0, :, 6:, :6] = False
+    compare()
+    with torch.inference_mode():
+        seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1).clone()
+        compare()
+        seen[:, :, 3:, :3] = False
+        compare()
+    assert not result.fallbacks
+
+
+def test_a_mask_that_wants_a_gradient() -> None:
+    plain, model = pair("llama")
+    hg.nn.replace(model)
+    hidden = torch.full((12, 12), -torch.inf).triu(1).expand(2, 1, -1, -1)
+    grads = []
+    with pytest.warns(UserWarning, match="a mask that wants a gradient"):
+        for x in (plain, model):
+            mask = hidden.clone().requires_grad_()
+            x(input_ids=IDS, labels=IDS, attention_mask=mask).loss.backward()
+            grads.append(mask.grad)
+    assert grads[0] is not None and grads[0].abs().max() > 0
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("number", [7.5, 0.5])
+def test_a_number_of_items_that_is_not_whole(number: float) -> None:
+    plain, model = pair("llama")
+    hg.nn.replace(model, loss=True)
+    for n in (number, torch.tensor(number)):
+        given = {**BATCH, "num_items_in_batch": n}
+        assert_equal(outcome(model, given, 0), outcome(plain, given, 0))
 
 
 def test_a_wrong_kernel_is_noticed_at_the_first_batch_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

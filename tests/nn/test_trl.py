@@ -59,9 +59,9 @@ def model_from(folder: Path, how: str) -> Any:
     return network
 
 
-def sft(model: Any, where: Path, **options: Any) -> Any:
+def sft(model: Any, where: Path, packing: bool = False, **options: Any) -> Any:
     data = Dataset.from_list([{"text": text + " x" * i} for i, text in enumerate(PROMPTS)])
-    arguments = SFTConfig(str(where), per_device_train_batch_size=2, max_length=24, **COMMON)
+    arguments = SFTConfig(str(where), per_device_train_batch_size=2, max_length=24, packing=packing, **COMMON)
     return SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer(), **options)
 
 
@@ -122,6 +122,12 @@ def test_all_weights(name: str, kind: str, tmp_path: Path) -> None:
         how: trained(name, model_from(folder, how), tmp_path / how, reference=model_from(folder, how))
         for how in ("plain", "replaced", "wrapped")
     }
+    assert_equal_runs(runs, model_from(folder, "plain").state_dict())
+
+
+def test_packing(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path / "model")
+    runs = {how: trained("sft", model_from(folder, how), tmp_path / how, packing=True) for how in ("plain", "wrapped")}
     assert_equal_runs(runs, model_from(folder, "plain").state_dict())
 
 

@@ -58,6 +58,14 @@ def test_loss_backward_is_loss_and_grads(shape: dict[str, Any]) -> None:
     out.loss.backward()
     assert "logits" not in out and out[0] is out.loss is out["loss"]
     torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad / 2)
+    for number in (4.5, 0.5):
+        wrapped.zero_grad()
+        part = wrapped(**batch(), num_items_in_batch=torch.tensor(number)).loss
+        part.backward()
+        assert part.item() == pytest.approx(loss.item() * 9 / number, rel=1e-12)
+        torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad * 9 / number)
+        with torch.no_grad():
+            assert wrapped(**batch(), num_items_in_batch=number).loss.item() == pytest.approx(part.item(), rel=1e-12)
     with torch.no_grad():
         out = wrapped.eval()(**batch())
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-12)
@@ -179,6 +187,20 @@ def test_positions_and_padding_are_transformers(shape: dict[str, Any], tmp_path:
         assert found.item() == pytest.approx(loss.item(), rel=1e-8)
         for name, p in theirs.named_parameters():
             torch.testing.assert_close(dict(wrapped.named_parameters())[name].grad, p.grad)
+
+
+def test_packed_sequences_as_collators_describe_them() -> None:
+    wrapped, ids = hg.nn.wrap(make_model(**LLAMA)), batch()["input_ids"][:1]
+    given = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    described = {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 4, "max_length_k": 4,
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
+    }  # fmt: skip
+    for call in (wrapped, wrapped.hidden_states):
+        assert torch.equal(call(ids, **given, **described)[0], call(ids, **given)[0])
+        with pytest.raises(HandgradError, match="cu_seq_lens_q does not begin the sequences where position_ids"):
+            call(ids, **described)
 
 
 def test_logits_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,12 +92,15 @@ def _layout(
 
 
 def layout_of(mask: Tensor, batch: int, length: int, window: int | None) -> Layout | str:
-    """Of a mask of booleans, or of numbers that are added to the scores. Every block has the same mask."""
-    known: dict[Any, Layout | str] = mask.__dict__.setdefault("_handgrad_layouts", {})
-    key = batch, length, window, 0 if mask.is_inference() else mask._version
-    if key not in known:
-        if mask.shape[-1] != length:
-            return "keys of earlier calls"
+    """Of a mask of booleans, or of numbers that are added to the scores. Every block has the same mask: its layout stays on
+    it, with a copy, because an edit through `.data` or numpy does not change the tensor's version."""
+    if mask.requires_grad and torch.is_grad_enabled():
+        return "a mask that wants a gradient"
+    if mask.shape[-1] != length:
+        return "keys of earlier calls"
+    key = batch, length, window
+    known: dict[Any, tuple[Tensor, Layout | str]] = mask.__dict__.setdefault("_handgrad_layouts", {})
+    if key not in known or not torch.equal(known[key][0], mask):
         seen = mask if mask.dtype == torch.bool else mask == 0
         found: Layout | str = layout_of_mask(seen, batch, None)
         if isinstance(found, str) and window is not None:
@@ -108,8 +111,8 @@ def layout_of(mask: Tensor, batch: int, length: int, window: int | None) -> Layo
                 found = "a mask that changes scores"
             elif isinstance(found, Layout) and found.blind is not None:
                 found = "a mask of numbers that hides every key of a row"
-        known[key] = found
-    return known[key]
+        known[key] = mask.detach().clone(), found
+    return known[key][1]
 
 
 @opaque

@@ -1,7 +1,8 @@
 """Logits layer and loss of a transformers model as one function: what `hg.nn.replace(model, loss=True)` adds.
 
-The model's own code calls the logits layer and then its loss. `CausalLMPart` lets the layer pass its input on, and the loss
-compute the logits: those of all tokens never exist together. Every call checks that nothing else reads the logits.
+The model's own code calls the logits layer and then its loss. `CausalLMPart` runs that code on a copy of the model that
+shares all but the logits layer: the copy's passes its input on, and its loss computes the logits, which never exist
+together for all tokens. The layer itself is what it was for everyone else who calls it, in a hook or another thread.
 """
 
 from typing import Any
@@ -10,15 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.loss import NO_TARGET
+from .functions import opaque
 from .loss import linear_cross_entropy
 from .parts import LinearPart, Part, fell_back, is_observed, is_swapped, one_dtype, why_not_tensors
-
-
-class HeadPart(LinearPart):
-    """The logits layer. While the loss computes the logits itself, it passes its input on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.__dict__.get("_handgrad_deferred") else super().forward(x)
 
 
 class CausalLMPart(Part):
@@ -32,20 +27,23 @@ class CausalLMPart(Part):
         if reason:
             fell_back(self, reason)
             return super().forward(*args, **kwargs)
-        head = me.lm_head.__dict__
-        head["_handgrad_deferred"] = True
-        try:
-            found = super().forward(*args, **kwargs)
-        finally:
-            del head["_handgrad_deferred"]
+        found = super(CausalLMPart, self._deferring()).forward(*args, **kwargs)
         if isinstance(found, tuple):
             return (found[0], *found[2:])
         return type(found)(**{name: value for name, value in found.items() if name != "logits"})
 
+    @opaque
+    def _deferring(self) -> Any:
+        """This model with another logits layer, for one call."""
+        me: Any = self
+        found = type(self).__new__(type(self))
+        modules = {**self._modules, "lm_head": nn.Identity()}
+        found.__dict__.update(self.__dict__, _modules=modules, _handgrad_head=me.lm_head)
+        return found
+
     @property
     def loss_function(self) -> Any:
-        me: Any = self
-        if "_handgrad_deferred" in me.lm_head.__dict__:
+        if "_handgrad_head" in self.__dict__:
             return self._deferred_loss
         return super().loss_function  # type: ignore[misc]
 
@@ -58,13 +56,13 @@ class CausalLMPart(Part):
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = NO_TARGET,
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """The loss of transformers, from the input of the logits layer: the token after each is its target."""
-        head: Any = getattr(self, "lm_head")  # noqa: B009
+        head: Any = self.__dict__["_handgrad_head"]
         targets = shift_labels
         if targets is None:
             targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -74,11 +72,9 @@ class CausalLMPart(Part):
         if why_not_tensors(logits) or one_dtype(logits, head.weight, head.bias):
             given = {"ignore_index": ignore_index, "shift_labels": shift_labels, **options}
             own: Any = super().loss_function  # type: ignore[misc]
-            loss: Tensor = own(
-                LinearPart.forward(head, logits), labels, vocab_size, num_items_in_batch=num_items_in_batch, **given
-            )
+            loss: Tensor = own(head(logits), labels, vocab_size, num_items_in_batch=num_items_in_batch, **given)
             return loss
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        n_targets = None if num_items_in_batch is None else float(num_items_in_batch)
         return linear_cross_entropy(
             logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
         )
@@ -88,7 +84,7 @@ def why_not_loss(model: Any) -> str:
     """Why logits and loss of a model stay separate; "" if they are one function."""
     head: Any = model.lm_head
     loss = model.loss_function
-    if not is_swapped(head) or HeadPart not in type(head).__mro__:  # another model of this class, or another layer
+    if not is_swapped(head) or LinearPart not in type(head).__mro__ or head.in_out:
         return f"the logits layer is a {type(head).__name__}"
     if (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) != (
         "transformers.loss.loss_utils",

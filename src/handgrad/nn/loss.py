@@ -29,7 +29,7 @@ class LinearCrossEntropyFunction(Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        n_targets: int | None,
+        n_targets: float | None,
         needs: tuple[bool, bool, bool],
     ) -> Tensor:
         flat, answers = rows(a), targets.reshape(-1)
@@ -77,7 +77,7 @@ class LinearCrossEntropyFunction(Function):
 
 @opaque
 def linear_cross_entropy(
-    a: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, n_targets: int | None = None
+    a: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, n_targets: float | None = None
 ) -> Tensor:
     """The mean of −log softmax(a wᵗ + b)[target] over the targets ≠ −100; divided by `n_targets` instead of their number
     if several calls accumulate one batch."""
@@ -94,8 +94,8 @@ def linear_cross_entropy(
         raise HandgradError(
             f"target {wrong} is outside the vocabulary: ids go from 0 to {len(weight) - 1}, −100 is ignored"
         )
-    if n_targets is not None and not 1 <= n_targets < math.inf and given.numel():  # NaN is neither
-        raise HandgradError(f"n_targets is the number of targets of all calls together, at least 1, not {n_targets}")
+    if n_targets is not None and not 0 < n_targets < math.inf and given.numel():  # NaN is neither
+        raise HandgradError(f"n_targets is the number of targets of all calls together, more than 0, not {n_targets}")
     kind = a.device.type
     a, weight, bias = autocast(kind, a, weight, bias)
     wanted = torch.is_grad_enabled()

@@ -158,5 +158,5 @@ class LinearCrossEntropy(nn.Linear):
     def __init__(self, in_features: int, n_vocab: int, bias: bool = False):
         super().__init__(in_features, n_vocab, bias)
 
-    def forward(self, input: Tensor, targets: Tensor, n_targets: int | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, targets: Tensor, n_targets: float | None = None) -> Tensor:  # type: ignore[override]
         return linear_cross_entropy(input, self.weight, targets, self.bias, n_targets=n_targets)

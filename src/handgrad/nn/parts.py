@@ -165,9 +165,14 @@ class RMSNormPart(Part):
         return _unless_observed(self, out)
 
 
+_FORWARD = "forward", "forward_pre"
+
+
 def _unless_observed(module: nn.Module, out: Tensor) -> Tensor:
-    """A hook may change the data of an output, which is then not what would be rebuilt."""
-    return rebuild.forget(out) if is_observed(module, ("forward",)) else out
+    """A hook on the norm, or on a module beside it that reads its output, may change the output's data, which then is not
+    what would be rebuilt."""
+    around: nn.Module = module.__dict__.get("_handgrad_parent", module)
+    return rebuild.forget(out) if any(is_observed(x, _FORWARD) for x in around.modules()) else out
 
 
 class LinearPart(Part):
@@ -179,7 +184,7 @@ class LinearPart(Part):
         if reason:
             fell_back(self, reason)
             return super().forward(x)  # type: ignore[no-any-return]
-        if is_observed(self, ("forward_pre",)):
+        if is_observed(self, _FORWARD):
             rebuild.forget(x)
         return functions.linear(x, weight, bias, in_out=self.in_out)  # type: ignore[arg-type]
 
@@ -205,7 +210,7 @@ class AdapterPart(Part):
         if reason or not isinstance(base, LinearPart):
             fell_back(self, reason or f"its layer is a {type(base).__name__}")
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        if is_observed(self, ("forward_pre",)):
+        if is_observed(self, _FORWARD):
             rebuild.forget(x)
         dropout = me.lora_dropout[name].p if self.training and type(me.lora_dropout[name]) is nn.Dropout else 0.0
         magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None

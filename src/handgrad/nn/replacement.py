@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError
 from . import attention_function, parts
-from .fused_loss import CausalLMPart, HeadPart
+from .fused_loss import CausalLMPart
 from .parts import Part
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 KINDS = {
     parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
-    HeadPart: "linear", parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
+    parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
-_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked")  # what modules hold while replaced
+# What modules hold while replaced.
+_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent")
 
 
 class Replacement:
@@ -117,8 +118,6 @@ def replace(
 
 def _swap_all(result: Replacement, loss: bool) -> None:
     for name, module in list(_candidates(result.model)):
-        if isinstance(module, Part):  # a logits layer, with its model
-            continue
         if _of_a_family(module) and type(module).__name__.endswith("Attention"):
             _replace_attention(result, name, module)
             continue
@@ -130,8 +129,6 @@ def _swap_all(result: Replacement, loss: bool) -> None:
                 result.left[name] = reason
             continue
         _swap(result, name, module, part)
-        if part is CausalLMPart:
-            _swap(result, f"{name}.lm_head".removeprefix("."), module.get_submodule("lm_head"), HeadPart)
 
 
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
@@ -140,6 +137,8 @@ def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -
     module.__dict__["_handgrad_fallbacks"] = result.fallbacks
     if activation is not None:
         module.__dict__["_handgrad_activation"] = activation
+    if KINDS[part] == "norm":
+        module.__dict__["_handgrad_parent"] = result.model.get_submodule(name.rpartition(".")[0])
     result.swapped[name] = module
     result.replaced[name] = KINDS[part]
 
@@ -175,7 +174,7 @@ def _changed(module: nn.Module) -> str:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module, a model before its logits layer, but not those that a LoRA layer calls itself."""
+    """Every module, but not those that a LoRA layer calls itself."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if _is_adapter(module):

@@ -5,6 +5,7 @@ backward pass hands the gradients over, times the error signal of the loss. With
 """
 
 import json
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -129,15 +130,14 @@ class Wrapped(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> Output:
         """(B, T) ids, a mask that is 0 at padding, positions, and labels, which are the ids themselves: the token after each
         is its target, and −100 is none. With labels and gradients the output has a loss and no logits, else logits, which
         carry gradients if these are wanted."""
-        _refuse(options)
-        packed = self._pack(input_ids, attention_mask, position_ids)
+        packed = self._pack(input_ids, attention_mask, position_ids, options)
         model = self.handgrad_model
         if labels is None:
             logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, model.parameters())
@@ -146,11 +146,13 @@ class Wrapped(nn.Module):
                 logits = logits[:, kept]
             return Output(logits=logits)
         targets = self._targets(labels, input_ids, packed.rows)
-        n_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        n_targets = None if num_items_in_batch is None else float(num_items_in_batch)
         trained = [p for p in model.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and trained:
             with without_autocast(model.device.type):
-                return Output(loss=LossFunction.apply(self, packed, targets, n_targets, *trained))  # type: ignore[no-untyped-call]
+                whole = None if n_targets is None else math.ceil(n_targets)
+                loss = LossFunction.apply(self, packed, targets, whole, *trained)  # type: ignore[no-untyped-call]
+            return Output(loss=loss if whole == n_targets else loss * (whole / n_targets))  # type: ignore[operator]
         with torch.no_grad():
             logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, ())
             chosen = softmax_loss.rows_with_target(targets)
@@ -167,9 +169,8 @@ class Wrapped(nn.Module):
         **options: Any,
     ) -> Output:
         """The input of the logits layer, (B, T, d), as `last_hidden_state`: what trainers with a loss of their own read."""
-        _refuse(options)
         model = self.handgrad_model
-        packed = self._pack(input_ids, attention_mask, position_ids)
+        packed = self._pack(input_ids, attention_mask, position_ids, options)
         own = set() if model.config.tied else set(model.head.parameters())
         below = (p for p in model.parameters() if p not in own)
 
@@ -194,9 +195,10 @@ class Wrapped(nn.Module):
             found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, packed.rows, found)
         return found.view(*shape, -1)
 
-    def _pack(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Packed:
+    def _pack(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, options: dict[str, Any]) -> Packed:
         """The rows of the batch that are no padding, in sequences. Without a mask, positions that restart begin another
-        sequence, as in transformers."""
+        sequence, as in transformers without a cache (`use_cache=False`, which is not its default)."""
+        _refuse(options)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             raise HandgradError(f"input_ids must be (B, T), not {tuple(getattr(ids, 'shape', ()))}")
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -219,7 +221,13 @@ class Wrapped(nn.Module):
             if not bool((follows | starts | ~mask).all()):
                 raise HandgradError("with an attention_mask, position_ids must count up by 1 in every row")
             lengths, rows = mask.sum(1), mask.reshape(-1).nonzero().squeeze(1)
-        own = None
+        own, ends = None, nn.functional.pad(lengths.cumsum(0), (1, 0))
+        for name in _BOUNDS:
+            if options.get(name) is not None and torch.as_tensor(options[name]).tolist() != ends.tolist():
+                raise HandgradError(
+                    f"{name} does not begin the sequences where position_ids and attention_mask do: leave it out, or let"
+                    " positions restart at every sequence"
+                )
         config = self.handgrad_model.config
         if config.positions == "learned":
             own = positions.reshape(-1)[rows]
@@ -228,7 +236,7 @@ class Wrapped(nn.Module):
                     f"position {int(own.max())} does not fit into a context of {config.n_context}: shorten the sequences, or"
                     " their padding on the left"
                 )
-            begins = own[nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]]
+            begins = own[ends[:-1]]
             own = own if bool(begins.any()) else None
         return Packed(ids.reshape(-1)[rows], lengths.tolist(), rows, own)
 
@@ -275,7 +283,9 @@ class Wrapped(nn.Module):
             huggingface.save(self.handgrad_model, save_directory)
 
 
-_NO_EFFECT = ("use_cache", "return_dict")  # options of transformers' callers that change nothing here
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed sequences, which must be those of the positions
+# Options of transformers' callers that change nothing here; the last three only repeat what the bounds say.
+_NO_EFFECT = ("use_cache", "return_dict", *_BOUNDS, "max_length_q", "max_length_k", "seq_idx")
 
 
 def _refuse(options: dict[str, Any]) -> None:
