@@ -467,6 +467,19 @@ TEXTS = [
 CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS, *GGUF, *TEXTS]
 
 
+def test_a_panic_of_the_tokenizers_library_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pattern that no trial text shows to be slow."""
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # other tests may leave threads
+    split("(?:[a][b]|[a]|[b])+!")(tmp_path)
+    read = tokenizer.read(tmp_path)
+    with pytest.raises(hg.HandgradError, match="cannot encode this text: Onig: Regex search error: retry-limit"):
+        read.encode("ab" * 1000)
+    os.write(2, b"still open")
+    assert capfd.readouterr().err == "still open"
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     with Runner("test_hostile") as runner:
