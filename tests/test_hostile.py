@@ -362,6 +362,20 @@ def encode(folder: Path) -> object:
     return tokenizer.read(folder).encode("a b c é" * 1000)
 
 
+def decode(folder: Path) -> object:
+    return tokenizer.read(folder).decode([tokenizer.byte_symbols().index("a")])
+
+
+def split(pattern: str) -> Make:
+    return tokenizer_file(
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    )
+
+
+def strip(start: int, stop: int) -> Make:
+    return tokenizer_file(decoder={"type": "Strip", "content": "a", "start": start, "stop": stop})
+
+
 def added(n: int, length: int = 1) -> list[dict[str, Any]]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return [{"id": 256 + i, "content": f"<{i}>" * length, **flags} for i in range(n)]
@@ -433,6 +447,15 @@ TEXTS = [
     Case("300,000 added tokens", tokenizer_file(added_tokens=added(300_000)), encode, "300,000 tokens are special or added"),
     Case("long added tokens", tokenizer_file(added_tokens=added(5_000, 1_000)), encode, "with 4,194,304"),
     Case("added tokens beside merges", added_beside_merges, encode, "300,000 tokens are special or added"),
+    Case("Strip from both ends", strip(1, 1), decode, "takes up to 1 characters from the beginning"),
+    Case("Strip beyond the beginning", strip(0, 4_000_000_000), decode, "4,000,000,000 from its end"),
+    Case("Strip from the beginning", strip(4_000_000_000, 0), decode, None),
+    Case("Strip from the end", strip(0, 1), decode, None),
+    Case("words in many ways", split("(?:abc|a|b|c|bc|ab)+!"), encode, "cannot be used as a tokenizer"),
+    Case(
+        "an escape in many ways", split(r"(?:[\x{4e00}-\x{4e10}]|[\x{4e05}])+(?!b)\d"), encode,
+        "cannot be used as a tokenizer",
+    ),
     Case("a long entry of Unigram", tokenizer_file(model=UNIGRAM), encode, "400,000 characters"),
     Case("a cell of 230 MB", partial(parquet, value="a" * 230_000_000, rows=1), read_records("x.parquet"), "memory"),
     Case("a long cell in 600 rows", partial(parquet, value="a" * 2_000_000, rows=600), read_records("x.parquet"), None),
@@ -442,6 +465,19 @@ TEXTS = [
 ]  # fmt: skip
 
 CASES = [*MODELS, *ADAPTERS, *TEMPLATES, *OPTIONS, *GGUF, *TEXTS]
+
+
+def test_a_panic_of_the_tokenizers_library_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pattern that no trial text shows to be slow."""
+    monkeypatch.setattr("threading.active_count", lambda: 1)  # other tests may leave threads
+    split("(?:[a][b]|[a]|[b])+!")(tmp_path)
+    read = tokenizer.read(tmp_path)
+    with pytest.raises(hg.HandgradError, match="cannot encode this text: Onig: Regex search error: retry-limit"):
+        read.encode("ab" * 1000)
+    os.write(2, b"still open")
+    assert capfd.readouterr().err == "still open"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from changes import CHANGES, KINDS, Change, batch_of, model_of, surroundings, with_adapter
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import handgrad as hg
@@ -376,3 +377,59 @@ def test_a_configuration_that_two_models_share() -> None:
     assert len(result.checked) == 1
     result.undo()
     assert other.config._attn_implementation == model.config._attn_implementation == "sdpa"
+
+
+def adapted(**options: Any) -> tuple[Any, Any, hg.nn.Replacement]:
+    """A plain and a replaced model with PEFT's adapters whose factors are not 0."""
+    torch.manual_seed(0)
+    found = get_peft_model(model_of("llama"), LoraConfig(r=3, target_modules=["o_proj", "down_proj"], **options))
+    with torch.no_grad():
+        for name, p in found.named_parameters():
+            p.requires_grad_(True)
+            if "lora_B" in name:
+                p += 0.2 * torch.randn_like(p)
+    model = copy.deepcopy(found)
+    return found, model, hg.nn.replace(model)
+
+
+def test_an_adapters_dropout_has_a_mode_of_its_own() -> None:
+    plain, model, result = adapted(lora_dropout=0.5)
+    for x in (plain, model):
+        for name, m in x.named_modules():
+            if name.endswith("lora_dropout.default"):
+                m.eval()
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+    losses = []
+    for m in model.eval().modules():
+        if isinstance(m, nn.Dropout):
+            m.train()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        losses.append(model(**BATCH).loss.item())
+    assert losses[0] != losses[1] and not result.fallbacks
+
+
+def test_a_hook_on_the_magnitudes_of_dora_is_run() -> None:
+    plain, model, result = adapted(use_dora=True)
+    for x in (plain, model):
+        layer = x.base_model.model.model.layers[0].mlp.down_proj
+        layer.lora_magnitude_vector["default"].register_forward_hook(lambda m, given, out: 1.5 * out)
+    with pytest.warns(UserWarning, match="a hook, or another forward, on its layer, factors, magnitude or dropout"):
+        found = outcome(model, BATCH, 0)
+    assert_equal(found, outcome(plain, BATCH, 0))
+    assert sum(result.fallbacks.values()) == 1
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_factors_narrower_than_their_layer_do_not_round_it(dora: bool) -> None:
+    """The result is that of the factors' values in the layer's dtype; only the factors' own gradients are rounded."""
+    plain, model, result = adapted(use_dora=dora)
+    for x in (plain, model):
+        for name, p in x.named_parameters():
+            if "lora" in name:
+                p.data = p.data.bfloat16().to(p.dtype if x is plain else torch.bfloat16)
+    expected, found = outcome(plain, BATCH, 0), outcome(model, BATCH, 0)
+    assert not isinstance(expected, str) and not isinstance(found, str) and not result.fallbacks
+    for lora, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        assert_equal(*({k: v for k, v in x.items() if ("lora" in k) == lora} for x in (found, expected)), dtype)
+    assert all(x.dtype == torch.bfloat16 for name, x in found.items() if "lora" in name)

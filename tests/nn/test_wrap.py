@@ -301,3 +301,12 @@ def test_wrong_arguments() -> None:
             wrapped(**{**given, **change})
     with pytest.raises(HandgradError, match=r"use\s+hg\.nn\.replace"):
         hg.nn.wrap(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_trainer_decays_what_it_would_of_transformers(shape: dict[str, Any], tmp_path: Path) -> None:
+    wrapped = hg.nn.wrap(make_model(**shape))
+    wrapped.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found, expected = (set(Trainer.get_decay_parameter_names(None, x)) for x in (wrapped, theirs))  # type: ignore[arg-type]
+    assert found == expected

@@ -48,16 +48,13 @@ class Norm(Hookless, ABC):
                 examples.sums(p, x if x.ndim == 2 else x.sum(1))
 
 
-class LayerNorm(Norm):
+class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.Trainer exempts it from weight decay
     """weight and bias (d)"""
 
     def __init__(self, d: int, eps: float, device: torch.device | None = None):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d, device=device))
-        self.bias = nn.Parameter(torch.empty(d, device=device))
+        super().__init__(d, eps, device=device)
 
-    def forward(self, a: Tensor) -> tuple[Tensor, layernorm.Saved]:
+    def forward(self, a: Tensor) -> tuple[Tensor, layernorm.Saved]:  # type: ignore[override]
         return layernorm.forward(a, self.weight, self.bias, self.eps)
 
     def rebuild_output(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:

@@ -179,10 +179,13 @@ class LinearFunction(Function):
         out = affine.forward(flat, w, bias if magnitude is None else None)
         h = c = None
         if down is not None and up is not None:
-            wide = out.to(down.dtype)  # PEFT's factors may be float32 where the layer is bfloat16
-            h = lora.forward(how.dropped(flat.to(down.dtype))[0], down.t(), up.t(), how.scale, into=wide)
+            dtype = torch.promote_types(
+                out.dtype, down.dtype
+            )  # PEFT's factors may be wider than the layer, or narrower
+            wide, d, u = out.to(dtype), down.t().to(dtype), up.t().to(dtype)
+            h = lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
             if magnitude is not None:
-                c = lora.column_norms(w.to(down.dtype), down.t(), up.t(), how.scale)
+                c = lora.column_norms(w.to(dtype), d, u, how.scale)
                 wide = wide * (magnitude / c)
                 wide = wide if bias is None else wide.add_(bias)
             out = wide.to(out.dtype)
@@ -212,19 +215,20 @@ class LinearFunction(Function):
             left, right = (signal, a) if how.in_out else (a, signal)
             grad_w = affine.grad_w(left, right, None)
         if down is not None:
-            wide = signal.to(down.dtype)
-            g = lora.upstream(wide, up.t(), how.scale) if needs[0] or needs[3] else wide
+            dtype = h.dtype
+            wide, d, u = signal.to(dtype), down.t().to(dtype), up.t().to(dtype)
+            g = lora.upstream(wide, u, how.scale) if needs[0] or needs[3] else wide
             if before is not None:
-                into = before.to(down.dtype)
-                lora.backward(g, down.t(), into, how.dropped(into)[1])
+                into = before.to(dtype)
+                lora.backward(g, d, into, how.dropped(into)[1])
                 before = into.to(before.dtype)
             if needs[3]:
-                grad_d = lora.grad_d(how.dropped(a.to(down.dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
+                grad_d = lora.grad_d(how.dropped(a.to(dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
             if needs[4]:
                 grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
             if needs[5]:
-                z = affine.forward(a, w, None).to(down.dtype).addmm_(h, up.t(), alpha=how.scale)
-                grad_m = lora.grad_m(given.to(down.dtype), z, c, None)
+                z = affine.forward(a, w, None).to(dtype).addmm_(h, u, alpha=how.scale)
+                grad_m = lora.grad_m(given.to(dtype), z, c, None)
         return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, grad_m, None
 
 

@@ -212,7 +212,8 @@ class AdapterPart(Part):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         if is_observed(self, _FORWARD):
             rebuild.forget(x)
-        dropout = me.lora_dropout[name].p if self.training and type(me.lora_dropout[name]) is nn.Dropout else 0.0
+        drop = me.lora_dropout[name]
+        dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0
         magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None
         return functions.linear(
             x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,  # type: ignore[arg-type]
@@ -236,8 +237,9 @@ def why_not_adapter(layer: Any, name: str) -> str:
         return f"{variant} is neither LoRA nor DoRA"
     if down.bias is not None or up.bias is not None:
         return "lora_bias=True"
-    if any(is_observed(x) for x in (layer.base_layer, down, up, dropout)):
-        return "a hook, or another forward, on its layer, factors or dropout"
+    magnitude = [layer.lora_magnitude_vector[name]] if variant == "DoraLinearVariant" else []
+    if any(is_observed(x) for x in (layer.base_layer, down, up, dropout, *magnitude)):
+        return "a hook, or another forward, on its layer, factors, magnitude or dropout"
     tensors = layer.base_layer.weight, layer.base_layer.bias, down.weight, up.weight
     if down.weight.dtype != up.weight.dtype:
         return "factors of different dtypes"

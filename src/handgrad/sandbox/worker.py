@@ -85,10 +85,11 @@ def _with_template(request: dict[str, Any], use: Callable[[Any], Any]) -> Any:
 
 
 def tokenize(request: dict[str, Any]) -> dict[str, str]:
-    """Encode and decode long runs of each character with tokenizers. {}, or {"error": reason} if one makes a text more than
-    `growth` times as long, or if the first one fails."""
+    """Encode and decode long runs of each character and word with tokenizers. {}, or {"error": reason} if one makes a text
+    more than `growth` times as long, or if the first one fails."""
     characters, length, growth = request["characters"], request["length"], request["growth"]
-    texts = [characters, *(f"{c * length}\x01{characters}" for c in characters), " a1.\n" * (length // 5)]
+    runs = [x * (length // len(x) or 1) for x in (*characters, *request["words"])]
+    texts = [characters, *(f"{run}\x01{characters}" for run in runs), " a1.\n" * (length // 5)]
     for i, description in enumerate(request["tokenizers"]):
         try:
             made = importlib.import_module("tokenizers").Tokenizer.from_str(description)

@@ -22,7 +22,8 @@ from ..errors import HandgradError, shown
 from ..files.gguf import GGUFFile
 from ..files.reading import read_text
 from .chat import SOURCE_BYTES, ChatTemplate
-from .tokenizer import Tokenizer, byte_level, library_errors
+from .library_errors import library_errors
+from .tokenizer import Tokenizer, byte_level
 from .tokenizer_check import check_added
 
 # Limits of a vocabulary; the largest in use have 2 million characters and 600,000 merges of scores.

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
 from .chat import Message, of_files
 from .downloads import fetch
+from .library_errors import library_errors, without_panic_report
 from .tokenizer_check import check, check_added
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
@@ -117,7 +117,7 @@ class Tokenizer:
         if self._characters is not None:
             return [self._look_up(text, self._characters) for text in texts]
         pieces = [list(split_long_text(text)) for text in texts]
-        with library_errors("the tokenizer cannot encode this text"):
+        with library_errors("the tokenizer cannot encode this text"), without_panic_report():
             try:
                 encoded = iter(
                     self.inner.encode_batch([piece for group in pieces for piece in group], add_special_tokens=False)
@@ -159,7 +159,7 @@ class Tokenizer:
         """The text of token ids, special tokens included: a list, an array or a tensor of one sequence. An id without a
         token, as a padded head has them, is nothing."""
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        with library_errors("the tokenizer cannot decode these ids"):
+        with library_errors("the tokenizer cannot decode these ids"), without_panic_report():
             return str(self.inner.decode(ids, skip_special_tokens=False))
 
     def chat(self, messages: str | Sequence[Message]) -> list[int]:
@@ -188,20 +188,6 @@ class Tokenizer:
         if self.end is not None:
             settings |= {"eos_token": END, "bos_token": END}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-@contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turn errors of the `tokenizers` library into HandgradError. A panic in its Rust code raises PanicException, which
-    is not a subclass of Exception."""
-    try:
-        yield
-    except HandgradError:
-        raise
-    except BaseException as reason:
-        if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
-            raise
-        raise HandgradError(f"{what}: {printable((str(reason).splitlines() or ['no reason given'])[0])}") from None
 
 
 def cut_position(text: str, searched: int = 0) -> int:

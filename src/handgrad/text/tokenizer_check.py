@@ -8,6 +8,7 @@ in the sandbox, unless they are of kinds that cannot do harm; so is the complete
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -26,9 +27,11 @@ MAX_ADDED, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 22
 HARMLESS = ("Sequence", "ByteLevel", "Digits", "Split", "Fuse", "NFC")
 KNOWN_SAFE = ("[\\s\\S]",)
 RUN_LENGTH = 4_000  # characters of each trial text
+MAX_CHARACTERS, MAX_WORDS = 80, 20  # of patterns, of which trial texts are made
 SMALL = 1_000_000  # bytes of a file that is tried as a whole
 WORK = 200_000  # bytes of a file whose time the trial may take
 
+_ESCAPE = re.compile(r"\\x\{([0-9a-fA-F]{1,6})\}|\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})")
 _KEYS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 
 
@@ -48,6 +51,8 @@ def check(content: Any, name: str | Path, size: int) -> None:
         factor = prod(_growth(inner, name) for inner in _flatten(parts[key]))
         if factor > MAX_GROWTH:
             raise HandgradError(f"{name}: it makes a text up to {factor:,} times as long; the maximum is {MAX_GROWTH}")
+    for inner in _flatten(parts["decoder"]):
+        _check_strip(inner, name)
     model = content.get("model")
     if isinstance(model, dict):
         _check_model(model, name)
@@ -112,6 +117,17 @@ def _longest_precompiled(encoded: Any) -> int:
     return max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
+def _check_strip(part: dict[str, Any], name: str | Path) -> None:
+    """The library counts beyond the beginning of a token that is `content` alone, and panics."""
+    start, stop = part.get("start"), part.get("stop")
+    if part["type"] == "Strip" and isinstance(start, int) and isinstance(stop, int) and stop > (0 if start else 1):
+        raise HandgradError(
+            f"{name}: the decoder Strip takes up to {start:,} characters from the beginning of a token and {stop:,} from its"
+            " end, which fails on a token of one character; from the end it may take 1, or 0 if it takes any from the"
+            " beginning"
+        )
+
+
 def _check_model(model: dict[str, Any], name: str | Path) -> None:
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         value = model.get(key)
@@ -132,9 +148,19 @@ def _patterns(part: dict[str, Any]) -> Iterator[str]:
         yield pattern["Regex"]
 
 
+def _plain(pattern: str) -> str:
+    """A pattern with the characters that its escapes stand for."""
+
+    def character(found: re.Match[str]) -> str:
+        code = int(next(filter(None, found.groups())), 16)
+        return chr(code) if code < 0xD800 or 0xDFFF < code < 0x110000 else ""
+
+    return _ESCAPE.sub(character, pattern)
+
+
 def _try(parts: dict[str, Any], patterns: list[str], others: list[str], name: str | Path) -> None:
-    """Encode long runs of each character in the patterns and of some others, in the sandbox: with a vocabulary that makes
-    every character a token, and with the tokenizers `others`."""
+    """Encode long runs of each character and word in the patterns, and of some other characters, in the sandbox: with a
+    vocabulary that makes every character a token, and with the tokenizers `others`."""
     for pattern in patterns:
         if len(pattern) > MAX_PATTERN:
             raise HandgradError(
@@ -145,11 +171,13 @@ def _try(parts: dict[str, Any], patterns: list[str], others: list[str], name: st
         "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "a", "fuse_unk": False},
     }  # fmt: skip
     by = f"splitting by {', '.join(shown(pattern) for pattern in patterns[:3])}" if patterns else "its tokenizer"
-    characters = "".join(sorted({*"aZ1 \n.'_é東", *"".join(patterns)})[:80])
+    plain = [_plain(pattern) for pattern in patterns]
+    characters = "".join(sorted({*"aZ1 \n.'_é東", *"".join(plain)})[:MAX_CHARACTERS])
+    words = list(dict.fromkeys(word for pattern in plain for word in re.findall(r"\w{2,}", pattern)))[:MAX_WORDS]
     try:
         found = client.call(
-            "tokenize", by, WORK, tokenizers=[json.dumps(trial), *others], characters=characters, length=RUN_LENGTH,
-            growth=MAX_GROWTH,
+            "tokenize", by, WORK, tokenizers=[json.dumps(trial), *others], characters=characters, words=words,
+            length=RUN_LENGTH, growth=MAX_GROWTH,
         )  # fmt: skip
     except LimitError as reason:
         raise LimitError(f"{name} cannot be used as a tokenizer: {reason}") from None
