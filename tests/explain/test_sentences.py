@@ -260,8 +260,9 @@ def test_a_tied_table_is_named_at_both_places() -> None:
     for tied, layer in ((True, "embedding and logits (tied)"), (False, "embedding")):
         session = make_session(tied=tied)
         view = views.overview(session, session.sentence(TEXT))
-        assert [g["layer"] for g in view["groups"] if g["symbol"] == "w_tok"] == [layer]
-        assert [g["layer"] for g in view["groups"] if g["symbol"] == "w_pos"] == ["embedding"]
+        assert [g["where"] for g in view["groups"] if g["symbol"] == "w_tok"] == [layer]
+        assert [g["where"] for g in view["groups"] if g["symbol"] == "w_pos"] == ["embedding"]
+        assert {g["layer"] for g in view["groups"] if g["symbol"] in ("w_tok", "w_pos")} == {"embedding"}  # one row
         assert ("logits have the same token table" in session.by_id["a_1"].summary) is tied
 
 

@@ -222,7 +222,7 @@ def test_command_ranks_examples_and_writes_a_page(
     assert "default-src 'none'" in text and "http:" not in text and "https:" not in text and "<script" not in text
     for arguments, message in (
         (base, "give --answer"),
-        ([*base, "--answer", "a", "--queries", "asked.jsonl"], "give --answer"),
+        ([*base, "--answer", "a", "--queries", "asked.jsonl"], "give one of them"),
         ([*base, "--prompt", "a", "--queries", "asked.jsonl"], "--prompt goes with --answer"),
         ([*base, "--answer", "a", "--by", "size"], "ranked by score or cosine"),
         ([*base, "--answer", "a", "--html", "no/folder/p.html"], "does not exist"),

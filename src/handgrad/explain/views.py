@@ -140,13 +140,15 @@ def _groups(session: Session, sentence: TracedSentence) -> tuple[list[dict[str, 
     sizes: dict[str, float] = {}
     for station in session.stations:
         for parameter in station.parameters:
+            layer = _layer(station)
             tied = parameter.symbol == "w_tok" and session.model.config.tied
-            layer = "embedding and logits (tied)" if tied else _layer(station)
+            where = f"{layer} and logits (tied)" if tied else layer
             norm = sentence.trace.norms.get(parameter.gradient)
             if norm is None or parameter.shared:
                 continue
-            groups.append({"layer": layer, "station": station.id, "symbol": parameter.symbol, "norm": norm})
-            sizes[f"{parameter.symbol} in {layer}"] = norm
+            group = {"layer": layer, "where": where, "station": station.id, "symbol": parameter.symbol, "norm": norm}
+            groups.append(group)
+            sizes[f"{parameter.symbol} in {where}"] = norm
     return groups, sizes
 
 

@@ -213,7 +213,7 @@ function shares(groups, actions) {
       h(
         "button",
         { type: "button", class: "word", onclick: () => actions.go(g.station, "backward") },
-        `${g.symbol} in ${g.layer}`,
+        `${g.symbol} in ${g.where}`,
       ),
       h(
         "span",
