@@ -31,7 +31,7 @@ memory is measured in a separate process per contender. A contender that fails i
     process.py     peak memory of a process
     show.py        tables and progress in the terminal
     picture.py     the plot
-    table.py       the README's table, from JSON
+    table.py       the tables of README.md and docs/benchmarks.md, from JSON
     example_demo.py   make example-norms-demo: wrong answers by norm, a planted fact by influence, on SmolLM2
     demo.py        make finetune-demo: SmolLM2's losses and answers before and after, and the same by the peer
 """

@@ -1,5 +1,5 @@
 """python -m bench [SCENARIO …] [--case TEXT] [--model MODEL] [--quick | --tiny] [--json FILE] [--plot FILE.svg]
-python -m bench table FILE.json … [--into README.md] [--json FILE] [--plot FILE.svg]"""
+python -m bench table FILE.json … [--into PAGE.md] [--json FILE] [--plot FILE.svg]"""
 
 import argparse
 import shlex
@@ -28,7 +28,9 @@ err = Console(stderr=True)
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     from handgrad.errors import HandgradError
+    from handgrad.machine import configure_runtime
 
+    configure_runtime()  # as a command
     try:
         if "files" in options:
             from .table import run as write_table
@@ -98,10 +100,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def parse_table(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="handgrad bench table",
-        description="The README's table of speed and memory, from results of handgrad bench.",
+        description="The documentation's tables of speed and memory, from results of handgrad bench.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE.json", help="results of --json; scenarios may be in several")
-    parser.add_argument("--into", metavar="FILE", help="page to write the table into, between its two comments")
+    parser.add_argument(
+        "--into", metavar="FILE", action="append", default=[],
+        help="page to write the table into, between its two comments; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="file for all results in one")
     parser.add_argument("--plot", metavar="FILE", help="SVG file for a plot of all results")
     return parser.parse_args(arguments)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import handgrad as hg
-from handgrad.files.gguf import is_gguf
 from handgrad.formats import models
+from handgrad.gguf.file import is_gguf
 from handgrad.text import examples, tokenizer
 from handgrad.text.batches import shuffled_index
 from handgrad.text.downloads import fetch

@@ -149,8 +149,11 @@ def _peaks(
 
 def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -> int:
     code = f"from bench.compete import show_peak; show_peak({scenario!r}, {case!r}, {contender!r}, {size.name!r})"
-    # Peers run with the default memory settings of torch and the C library, not with handgrad's (handgrad/machine.py).
-    defaults = {} if contender.startswith("handgrad") else {"MALLOC_PERTURB_": "0", "THP_MEM_ALLOC_ENABLE": "0"}
+    # Peers run with the default memory settings of torch and the C library, not with those of handgrad's commands.
+    if contender.startswith("handgrad"):
+        code, defaults = f"import handgrad; handgrad.configure_runtime(); {code}", {}
+    else:
+        defaults = {"THP_MEM_ALLOC_ENABLE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -28,8 +28,8 @@ import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.formats import models
 from handgrad.formatting import clock, count, loss, percent, plural, size
-from handgrad.text import chat, tokenizer
-from handgrad.text.chat import Message
+from handgrad.text import chat_template, tokenizer
+from handgrad.text.chat_template import Message
 from handgrad.text.downloads import fetch
 from handgrad.text.records import Location, convert
 from handgrad.training.lifecycle import Result
@@ -130,7 +130,8 @@ def messages_of(record: Record) -> list[Message]:
 
 def answers(model: hg.GPT, folder: Path, questions: Sequence[list[Message]]) -> list[str]:
     """The most probable answers, through the tokenizer and the chat template in `folder`."""
-    vocabulary, template = tokenizer.read(folder), chat.find(folder)
+    vocabulary = tokenizer.read(folder)
+    template = chat_template.of_files(vocabulary.extra_files, folder)
     found = []
     for messages in questions:
         ids = vocabulary.encode(template.render(messages, add_generation_prompt=True))

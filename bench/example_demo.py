@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 import handgrad as hg
-from handgrad.display.influence import influence_tables, outliers_table
+from handgrad.display.example_tables import influence_tables, outliers_table
 from handgrad.training import example_report
 from handgrad.training.run import Run
 
@@ -55,7 +55,7 @@ def with_garbage() -> tuple[list[Record], set[int]]:
     return [{"prompt": question, "completion": answer} for question, answer in found], wrong
 
 
-def labelled(records: list[Record], count: int) -> list[Record]:
+def labeled(records: list[Record], count: int) -> list[Record]:
     """The shortest instructions, each with its kind as the answer."""
     texts = dict.fromkeys(r["instruction"].strip() for r in records)
     kinds = {text: " question" if text.endswith("?") else " request" for text in texts if text[-1:] in ("?", ".")}
@@ -119,7 +119,7 @@ def find_fact(model: hg.GPT, records: list[Record], out: Console) -> dict[str, A
 def main(arguments: list[str] | None = None, records: list[Record] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.example_demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2", help="what is fine-tuned (default: smollm2)")
-    parser.add_argument("--examples", type=int, default=500, help="labelled texts (default: 500)")
+    parser.add_argument("--examples", type=int, default=500, help="labeled texts (default: 500)")
     parser.add_argument("--wrong", type=int, default=10, help="texts with the wrong label (default: 10)")
     parser.add_argument(
         "--exchanged", type=int, default=200, help="instructions, a tenth with a wrong answer (default: 200)"
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None, records: list[Record] | None = None
         parser.error(f"{options.out} exists: delete it, or give another --out")
     out = Console(width=110)
     public = instructions() if records is None else records
-    data = labelled(public, options.examples)
+    data = labeled(public, options.examples)
     if not 0 < options.wrong <= len(data):
         parser.error(f"--wrong {options.wrong}: there are {len(data)} texts to label")
     options.out.mkdir(parents=True)

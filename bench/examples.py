@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from handgrad.model.example_gradients import ExampleNorms
+from handgrad.model.passes.example_gradients import ExampleNorms
 
 from .attempts import Attempts
 from .cases import uneven_examples

@@ -14,17 +14,17 @@ from typing import Any
 
 from rich.console import Console
 
-from handgrad.display.progress import Silent
+from handgrad.display.run_progress import Silent
 from handgrad.errors import HandgradError
-from handgrad.files.gguf import is_gguf
 from handgrad.formats import models
+from handgrad.gguf.file import is_gguf
 from handgrad.plan.estimate import Plan
 from handgrad.plan.timing import predict
 from handgrad.training.config import FinetuneOptions
 from handgrad.training.distributed import Ranks
 from handgrad.training.finetune import prepare
 from handgrad.training.lifecycle import Request, dry_run
-from handgrad.training.plan import plan_job
+from handgrad.training.run_plan import plan_job
 
 from .attempts import Attempts, WrongError, fill_in
 from .bases import Base, base_of, lengths_of

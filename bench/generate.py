@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import handgrad as hg
-from handgrad.model.lowbit import quantize
+from handgrad.model.storage.quantize import quantize
 
 from . import generators, lowbit
 from .attempts import Attempts

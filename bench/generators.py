@@ -15,7 +15,7 @@ import torch
 
 import handgrad as hg
 from handgrad.inference.engine import Engine, Options, Sequence
-from handgrad.model.layers import Linear
+from handgrad.model.layers.linear import Linear
 
 from .attempts import Attempts, MissingError, WrongError
 from .measure import Timing

@@ -78,7 +78,7 @@ class Machine:
         used = "" if self.others is None else f", other processes used {self.others:.2f} cores"
         return (
             f"THE MACHINE IS BUSY: load {self.load:.2f} on {self.cores} cores{used}, above {BUSY} per core. Ratios from a"
-            " busy machine are biased in our favour: do not publish them; wait until it is idle and measure again."
+            " busy machine are biased in our favor: do not publish them; wait until it is idle and measure again."
         )
 
 

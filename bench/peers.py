@@ -105,7 +105,6 @@ class Loop(Hand):
 
     def gradients(self) -> float:
         step = take_step(self.job, self.ranks)
-        self.flop = step.flop
         self.job.step += 1
         if self.job.step % self.job.recipe.log_every == 0:
             step.norms()

@@ -13,8 +13,8 @@ from .machine import Machine
 from .row import BOUND, Row
 
 WIDTH, MARGIN, LABEL, ROOM, BAR, LINE = 1000, 28, 420, 50, 14, 22
-ORANGE, BLUE, GREY, RED = "#d9822b", "#2b6cb0", "#8a94a3", "#c0392b"
-COLOURS = (ORANGE, BLUE, "#2f855a", "#7a4fa3", GREY)
+ORANGE, BLUE, GRAY, RED = "#d9822b", "#2b6cb0", "#8a94a3", "#c0392b"
+COLORS = (ORANGE, BLUE, "#2f855a", "#7a4fa3", GRAY)
 STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:#1f2933}"
     ".h{font-size:15px;font-weight:600}.s{font-size:12px;fill:#52606d}.t{font-size:11px;fill:#7b8794}"
@@ -30,15 +30,15 @@ class Sheet:
         self.parts: list[str] = []
         self.y = 24.0
 
-    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start", colour: str = "") -> None:
-        style = f' style="fill:{colour}"' if colour else ""
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start", color: str = "") -> None:
+        style = f' style="fill:{color}"' if color else ""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
         )
 
-    def bar(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
         size = f'width="{width:.1f}" height="{height:.1f}"'
-        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" fill="{colour}"/>')
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} rx="2" fill="{color}"/>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self.parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>')
@@ -85,12 +85,12 @@ def draw(rows: list[Row], machine: Machine) -> str:
     sheet.text(MARGIN, sheet.y, cpu + machine.state, "s")
     if machine.busy:
         sheet.y += 18
-        sheet.text(MARGIN, sheet.y, "busy machine: do not publish", "v", colour=RED)
+        sheet.text(MARGIN, sheet.y, "busy machine: do not publish", "v", color=RED)
     return sheet.svg()
 
 
 def comparable(row: Row) -> bool:
-    """Whether a case differs from its neighbours in the number of tokens only."""
+    """Whether a case differs from its neighbors in the number of tokens only."""
     if row.scenario == "attention":
         return "backward, 12 heads of 64, 1×" in row.case
     if row.scenario == "generate":
@@ -112,7 +112,7 @@ def pairs(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
 
 
 def bars(sheet: Sheet, title: str, below: str, values: list[tuple[str, float]], from_one: bool) -> None:
-    """A bar for every value, from 0, or on a logarithmic axis from 1; grey where the reference is better."""
+    """A bar for every value, from 0, or on a logarithmic axis from 1; gray where the reference is better."""
     if not values:
         return
     sheet.heading(title, below)
@@ -124,7 +124,7 @@ def bars(sheet: Sheet, title: str, below: str, values: list[tuple[str, float]], 
         start, end = sorted((at[value], at[1.0] if from_one else x))
         good = (value >= 1) == from_one
         sheet.text(LABEL - 10, y + 12, shortened(name), anchor="end")
-        sheet.bar(start, y, max(1.0, end - start), BAR, ORANGE if good else GREY)
+        sheet.bar(start, y, max(1.0, end - start), BAR, ORANGE if good else GRAY)
         left = from_one and value < 1
         sheet.text(
             start - 6 if left else end + 6, y + 12, f"{value:.2f}{'×' * from_one}", "v", "end" if left else "start"
@@ -205,12 +205,12 @@ def panel(sheet: Sheet, left: float, width: float, title: str, unit: str, curves
             previous = px
     sheet.text(b, floor + 31, "tokens", "t", "end")
     y = floor + 50.0
-    for (name, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+    for (name, curve), color in zip(curves.items(), itertools.cycle(COLORS), strict=False):
         points = [place(x, value) for x, value in curve]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        sheet.parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"/>')
-        sheet.parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2" fill="{colour}"/>' for px, py in points]
-        sheet.bar(a, y - 9, 14, 4, colour)
+        sheet.parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2.2"/>')
+        sheet.parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2" fill="{color}"/>' for px, py in points]
+        sheet.bar(a, y - 9, 14, 4, color)
         sheet.text(a + 22, y - 3, f"{name}: slope {slope(curve):.2f}")
         y += 18
     return y - sheet.y

@@ -2,7 +2,7 @@
 
 `python -m bench.process FILE CODE [ARGUMENT …]` executes code and writes the peak of the process to FILE as it ends. The
 kernel's other figure, ru_maxrss, begins at the size of the process that started this one. Imports neither torch nor
-handgrad, which configures torch before its import.
+handgrad: what it executes configures its process.
 """
 
 import atexit
@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"  # ends with the process that started it
 
 
 def run_alone(
@@ -52,6 +54,18 @@ def reason_of(done: subprocess.CompletedProcess[str]) -> str:
 def ended_by(number: int) -> str:
     """What a signal means for a process that it ended."""
     return f"ended by signal {number}" + ", perhaps for lack of memory" * (number == signal.SIGKILL)
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Start processes that use a core each; the system may put them on any."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def memory_of(name: str) -> int:

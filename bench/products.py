@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from handgrad.model.readout import rows_at_once
+from handgrad.model.passes.readout import rows_at_once
 
 LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 ROWS = 128  # of a tile of attention

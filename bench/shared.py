@@ -2,12 +2,9 @@
 process."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import handgrad as hg
@@ -16,14 +13,11 @@ from handgrad.training.threads import Threads
 from .attempts import Attempts
 from .cases import batch_of
 from .peers import Loop
-from .process import run_alone
+from .process import busy_cores, run_alone
 from .row import NAN, Row
 from .sizes import SIZES, Size
 
 OURS, DEFAULT = "handgrad", "torch's default threads"
-# torch's default lets waiting threads spin 300,000 times; handgrad sets a smaller number before torch is imported
-SETTINGS = {OURS: {}, DEFAULT: {"GOMP_SPINCOUNT": "300000"}}
-SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"  # ends with the process that started it
 
 
 def case_name(busy: int) -> str:
@@ -52,21 +46,10 @@ def measure(busy: int, size: Size, attempts: Attempts) -> list[Row]:
     return rows
 
 
-@contextmanager
-def busy_cores(count: int) -> Iterator[None]:
-    """Start processes that use a core each; the system may put them on any."""
-    started = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
 def step_seconds(name: str, size: Size) -> float:
-    code = f"from bench.shared import show_step_seconds; show_step_seconds({name!r}, {size.name!r})"
-    return float(json.loads(run_alone(name, code, (), SETTINGS[name])[0].splitlines()[-1]))
+    code = "import handgrad; handgrad.configure_runtime(); from bench.shared import show_step_seconds; "
+    code += f"show_step_seconds({name!r}, {size.name!r})"
+    return float(json.loads(run_alone(name, code)[0].splitlines()[-1]))
 
 
 def show_step_seconds(name: str, size_name: str) -> None:
@@ -76,13 +59,11 @@ def show_step_seconds(name: str, size_name: str) -> None:
     loop = Loop(model, *batch_of(size.recipe.n_vocab, *size.recipe_batch))
     loop.gradients()
     with ExitStack() as stack:
-        threads = stack.enter_context(Threads(loop.job, loop.ranks, lambda text: None)) if name == OURS else None
+        if name == OURS:
+            stack.enter_context(Threads(loop.job, loop.ranks, lambda text: None))
         start, steps = time.perf_counter(), 0
         while steps < 3 or time.perf_counter() - start < size.shared_seconds:
-            began = time.perf_counter()
             loop.gradients()
-            if threads is not None:
-                threads.after_step(time.perf_counter() - began, loop.flop)
             steps += 1
         print(json.dumps((time.perf_counter() - start) / steps))
 

@@ -91,7 +91,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "best": lambda r: seconds(r.seconds),
     "median": lambda r: seconds(r.median),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
-    "of matmul peak": lambda r: number(r.mfu, "{:.0%}"),
+    "of torch's products": lambda r: number(r.mfu, "{:.2f}×"),
     "of bound": lambda r: number(r.of_bound, "{:.0%}"),
     "predicted": lambda r: seconds(r.predicted_seconds),
     "memory": lambda r: f"{r.memory / 1e6:,.0f} MB" if r.memory else "",
@@ -103,7 +103,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "predicted ": lambda r: f"{r.predicted_memory / 1e6:,.0f} MB" if r.memory and r.predicted_memory else "",
     "problem": lambda r: r.problem,
 }
-OPTIONAL = ("median", "predicted", "predicted ", "of matmul peak")  # hidden in this order on a narrow terminal
+OPTIONAL = ("median", "predicted", "predicted ", "of torch's products")  # hidden in this order on a narrow terminal
 
 
 def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
@@ -122,8 +122,10 @@ def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
     notes = [row.note for row in rows if row.note]
     if scenario == "train":
         notes.append("ratio: best step of eager autograd ÷ best step of this one")
-    if "of matmul peak" in filled:
-        notes.append("of matmul peak: best time of the matmuls alone ÷ best time of loss and gradients, without AdamW")
+    if "of torch's products" in filled:
+        notes.append(
+            "of torch's products: best time of the matmuls alone ÷ best time of loss and gradients, without AdamW"
+        )
     if "predicted" in filled or "predicted " in filled:
         notes.append("predicted: by handgrad plan, from trial steps timed now")
     if hidden:

@@ -1,7 +1,7 @@
-"""The README's table of speed and memory, written from results of `handgrad bench --json` so that it cannot drift; the
-documentation's site has a longer one:
+"""The tables of speed and memory, written from results of `handgrad bench --json` so that they cannot drift: every line in
+docs/benchmarks.md, five in README.md. The comments in a page say which of the two it has:
 
-    handgrad bench table train.json lora.json --json docs/bench/results.json --into README.md
+    handgrad bench table train.json lora.json --json docs/bench/results.json --into README.md --into docs/benchmarks.md
 
 Results of a busy machine, of small sizes, or with a failure of ours are refused.
 """
@@ -18,15 +18,22 @@ from handgrad.files.atomic import write_text
 
 from . import SCENARIOS
 from .cases import LOOP, MATMULS
-from .generate import KINDS, WITHOUT_CACHE
+from .generate import WITHOUT_CACHE
 from .machine import Machine
 from .outputs import check_outputs
 from .picture import draw
 from .row import BOUND, NAN, Row
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
+BEGIN_SHORT = "<!-- begin: headlines, written by handgrad bench table -->"
+HEADLINES = (  # scenario and case of the README's five lines
+    ("train", "GPT-2 124M, 1×512"),
+    ("lora", "LoRA r=16, 1×1024"),
+    ("finetune", "batches of 8"),
+    ("generate", "decode, float32, 1×512"),
+    ("generate", "decode, 4 bits, 1×512"),
+)
 NOT_IN_A_TABLE = ("products", "examples", "explain")
-ONLY_IN_THE_SITE = ("memory", "sft", "attention", "context")
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",
@@ -43,18 +50,19 @@ Result = dict[str, Any]  # what --json wrote
 def run(options: argparse.Namespace) -> None:
     """Print the table or write it into a page."""
     results = read([Path(name) for name in options.files])
-    check_outputs(into=options.into, json=options.json, plot=options.plot)
-    text = render(results)
-    page = None if options.into is None else replace_table(Path(options.into), text)
+    check_outputs(json=options.json, plot=options.plot)
+    for name in options.into:
+        check_outputs(into=name, json=options.json, plot=options.plot)
+    pages = {Path(name): replace_table(Path(name), results) for name in options.into}
     if options.json:
         write_text(Path(options.json), json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
     if options.plot:
         rows = [with_model(row, result) for result in results for row in rows_of(result)]
         write_text(Path(options.plot), draw(rows, machine_of(results)))
-    if page is None:
-        print(text, end="")
-    else:
-        write_text(Path(options.into), page)
+    for path, page in pages.items():
+        write_text(path, page)
+    if not pages:
+        print(render(results), end="")
 
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +110,7 @@ def check(result: Result) -> None:
     machine = machine_of([result])
     if machine.busy:
         raise HandgradError(
-            f"the machine was busy, {machine.state}: ratios from a busy machine are biased in our favour; measure again"
+            f"the machine was busy, {machine.state}: ratios from a busy machine are biased in our favor; measure again"
         )
     for row in rows_of(result):
         if row.has_failed:
@@ -151,20 +159,24 @@ def machine_of(results: list[Result]) -> Machine:
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def replace_table(page: Path, text: str) -> str:
-    """The page with another table between its comments."""
+def replace_table(page: Path, results: list[Result]) -> str:
+    """The page with another table between its comments: the headlines or every line, as the first comment says."""
     before = page.read_text() if page.is_file() else ""
-    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+    begin = BEGIN_SHORT if BEGIN_SHORT in before else BEGIN
+    if before.count(begin) != 1 or before.count(END) != 1 or before.index(begin) > before.index(END):
         raise HandgradError(f"{page} has no place for the table: add two lines to it, {BEGIN} and {END}")
-    return before[: before.index(BEGIN)] + f"{BEGIN}\n{text}{END}" + before[before.index(END) + len(END) :]
+    text = render(results, short=begin == BEGIN_SHORT)
+    return before[: before.index(begin)] + f"{begin}\n{text}{END}" + before[before.index(END) + len(END) :]
 
 
-def render(results: list[Result], every: bool = False) -> str:
-    """The table, and below it what it was measured on; with `every`, also what is too much for the README."""
+def render(results: list[Result], short: bool = False) -> str:
+    """The table, and below it what it was measured on; `short`: the headlines, without details."""
     lines = ["| case | handgrad | compared with | ratio | command |", "|---|---|---|---|---|"]
     for scenario in SCENARIOS:
         for result in results:
-            rows = [row for row in rows_of(result) if row.scenario == scenario and (every or is_headline(row))]
+            rows = [row for row in rows_of(result) if row.scenario == scenario]
+            if short:
+                rows = [without_details(row) for row in rows if is_headline(row, rows)]
             if not rows or scenario in NOT_IN_A_TABLE:
                 continue
             model = f" --model {result['model']}" if "--model" in result["command"] else ""
@@ -176,14 +188,15 @@ def render(results: list[Result], every: bool = False) -> str:
     return "\n".join([*lines, "", provenance(results), ""])
 
 
-def is_headline(row: Row) -> bool:
-    """Whether the README shows this row: of generating, only single sequences, and a batch of uneven prompts."""
-    if row.scenario == "generate":
-        return (
-            row.case.startswith(("prefill, float32", *(f"decode, {kind}, 1×" for kind in KINDS)))
-            or "uneven" in row.case
-        )
-    return row.scenario not in ONLY_IN_THE_SITE
+def is_headline(row: Row, rows: list[Row]) -> bool:
+    """Whether the README shows this row: of ours, only the first contender of a case."""
+    first = next(x for x in rows if x.case == row.case)
+    return (row.scenario, row.case) in HEADLINES and (row is first or not row.is_ours)
+
+
+def without_details(row: Row) -> Row:
+    """The row without what plan predicted and without shares of a bound."""
+    return replace(row, mfu=NAN, of_bound=NAN, predicted_seconds=NAN, predicted_memory=0)
 
 
 def provenance(results: list[Result]) -> str:
@@ -249,10 +262,10 @@ def against(row: Row, first: Row) -> str:
 
 
 def figures(row: Row) -> str:
-    """Time, share of the peak, memory, and what plan predicted."""
+    """Time, speed against torch's products, memory, and what plan predicted."""
     parts = [seconds(row.seconds)]
     if row.mfu == row.mfu:
-        parts.append(f"{row.mfu:.0%} of matmul peak".replace("%", " %"))
+        parts.append(f"{row.mfu:.2f}× torch's products")
     if row.of_idle == row.of_idle:
         parts.append(f"{row.of_idle:.0%} of its speed on the idle machine".replace("%", " %"))
     if row.memory:

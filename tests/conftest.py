@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from handgrad.cli.app import main
 from handgrad.files import manifest
 from handgrad.files.cache import cache_path
 from handgrad.kernels import library
+from handgrad.model.config import ACTIVATIONS
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
@@ -26,6 +30,29 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 ATTENTION_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # with large scores
 COMPILED = cache_path("kernels")  # before a test chooses another cache
 SCALES = [1e-8, 1e-4, 1.0, 1e3]
+OTHER_ACTIVATIONS = [
+    name for name in ACTIVATIONS if name != hg.preset("nano").activation
+]  # of plain feed-forward layers
+BROWSER_WANTED = os.environ.get("BROWSER") != "0"
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if BROWSER_WANTED and (path := shutil.which(name))
+    ),
+    None,
+)
+
+
+def need_chromium() -> str:
+    """The path of Chromium. Without it the test is skipped and named in the summary, or fails in CI."""
+    if CHROMIUM is None and (os.environ.get("CI") != "true" or not BROWSER_WANTED):
+        why = "no Chromium found" if BROWSER_WANTED else "BROWSER=0"
+        pytest.skip(f"{why}: the tests in a real browser were LEFT OUT")
+    assert CHROMIUM is not None, (
+        "CI=true but no Chromium found: install it (apt-get install chromium), or set BROWSER=0"
+    )
+    return CHROMIUM
 
 
 def rounded(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -107,12 +134,26 @@ def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
 
 
+@cache
+def fork_server() -> subprocess.Popen[str]:
+    """A process that has imported what commands need, and forks: a new interpreter takes seconds to import it."""
+    script = [sys.executable, str(Path(__file__).parent / "forked.py"), "serve"]
+    return subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+
 def run_processes(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command or a script in n processes of one group; much faster to start than torchrun."""
-    script = Path(__file__).parent / "forked.py"
-    return subprocess.run(
-        [sys.executable, script, str(n), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    server = fork_server()
+    assert server.stdin is not None and server.stdout is not None
+    words = list(map(str, arguments))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "std"
+        request = {"processes": n, "arguments": words, "folder": os.getcwd(), "output": str(output)}
+        server.stdin.write(json.dumps({**request, "environment": dict(environment)}) + "\n")
+        code = int(server.stdout.readline())
+        shown = [output.with_suffix(suffix).read_text() for suffix in (".out", ".err")]
+    return subprocess.CompletedProcess(words, code, *shown)
 
 
 def make_batch(
@@ -126,6 +167,11 @@ def make_batch(
     targets[torch.rand(n, generator=generator) < ignored] = -100
     targets[n // 2] = tokens[0]
     return tokens, targets
+
+
+def pytest_unconfigure() -> None:
+    if fork_server.cache_info().currsize:
+        fork_server().communicate()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,8 +2,10 @@
 
 python tests/forked.py 4 train --data text.txt            four processes, as torchrun would start them
 python tests/forked.py 2 script.py arguments
+python tests/forked.py serve                              what each line of stdin asks for, as `run_processes` in conftest.py
 """
 
+import json
 import os
 import runpy
 import socket
@@ -77,6 +79,28 @@ def warm_up() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def serve() -> None:
+    """Carry out the requests on stdin one after another; print the exit code of each."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(_wait(start(lambda request=request: _carry_out(**request))), flush=True)  # type: ignore[misc]
+
+
+def _carry_out(processes: int, arguments: list[str], folder: str, environment: dict[str, str], output: str) -> None:
+    """Run a command with another folder and environment; its output goes to two files."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in enumerate((os.devnull, f"{output}.out", f"{output}.err")):
+        file = os.open(name, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    sys.exit(max(map(abs, run([command(*arguments)] * processes))))
+
+
 if __name__ == "__main__":
     warm_up()
-    sys.exit(max(map(abs, run([command(*sys.argv[2:])] * int(sys.argv[1])))))
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(max(map(abs, run([command(*sys.argv[2:])] * int(sys.argv[1])))))

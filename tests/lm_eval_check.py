@@ -21,8 +21,8 @@ import torch
 import handgrad as hg
 from handgrad.formats.models import weights_folder
 from handgrad.inference.model_text import model_text
-from handgrad.serve.models import open_models
-from handgrad.serve.server import Server
+from handgrad.serve.routes import Server
+from handgrad.serve.served_models import open_models
 from handgrad.tolerances import TOLERANCE
 
 TASK = Path(__file__).parent / "data" / "lm_eval"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from handgrad import GPT, ModelConfig
-from handgrad.model.layers import Affine
+from handgrad.model.layers.linear import Affine
 from handgrad.paper.attention import Head
 from handgrad.paper.transformer import Block, Network, Options
 

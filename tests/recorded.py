@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from handgrad import adapters
+from handgrad import lora
 
 FILE = Path(__file__).parent / "data" / "recorded.json"
 SMALL: dict[str, Any] = {"n_vocab": 31, "n_context": 24, "d_model": 24, "n_heads": 3, "n_blocks": 2}
@@ -42,7 +42,7 @@ def compute(shape: dict[str, Any] | None = None, dtype: str = "float32", lengths
     lengths = lengths or [9, 1, 24, 6]
     model = hg.GPT(hg.preset("nano", **{**SMALL, **(shape or {})}), seed=1, dtype=getattr(torch, dtype))
     if "lora" in options:
-        adapters.inject(model, seed=2, **options["lora"])
+        lora.inject(model, seed=2, **options["lora"])
     generator = torch.Generator().manual_seed(3)
     tokens, targets = torch.randint(31, (2, sum(lengths)), generator=generator)
     targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
@@ -56,7 +56,7 @@ def compute(shape: dict[str, Any] | None = None, dtype: str = "float32", lengths
         optimizer.step()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
-        (adapters.save if model.adapter is not None else hg.save)(model, folder)
+        (lora.save if model.adapter is not None else hg.save)(model, folder)
         files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(folder).iterdir())}
     return {
         "losses": losses,

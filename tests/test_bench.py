@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench import SCENARIOS, __main__, compete, explain, finetune, machine, process, scenarios, shared, supervise
+from bench import SCENARIOS, __main__, compete, finetune, machine, process, scenarios, shared, supervise
 from bench.attempts import Attempts
 from bench.bridge import REPLACED
 from bench.cases import CASES
@@ -25,10 +26,12 @@ from bench.machine import Machine
 from bench.products import MatmulsOnly
 from bench.row import Row
 from bench.show import Watch, show
-from bench.sizes import SIZES, TINY
+from bench.sizes import SIZES, TINY, Size
 from torch.utils.flop_counter import FlopCounterMode
 
+import forked
 import handgrad as hg
+from conftest import need_chromium, run_processes
 from handgrad.cli.bench import bench as bench_command
 from handgrad.text import tokenizer
 
@@ -90,12 +93,25 @@ def run_here(name: str, code: str, *rest: object) -> tuple[str, int]:
     return shown.getvalue(), 10**9
 
 
+def peak_in_a_fork(scenario: str, case: str, contender: str, size: Size) -> int:
+    """bench.compete._peak_in_own_process without a new interpreter."""
+    with tempfile.NamedTemporaryFile("r") as shown:
+
+        def task() -> None:
+            with open(shown.name, "w") as file, contextlib.redirect_stdout(file):
+                compete.show_peak(scenario, case, contender, size.name)
+
+        os.waitpid(forked.start(task), 0)
+        return int(json.loads(shown.read()))
+
+
 @pytest.mark.filterwarnings("ignore")  # of the peers
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shared, "run_alone", run_here)
+    monkeypatch.setattr(compete, "_peak_in_own_process", peak_in_a_fork)
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
     rows, machine = found["rows"], found["machine"]
     assert found["size"] == "tiny" and {row["scenario"] for row in rows} == {name}
@@ -134,10 +150,7 @@ def test_scenario_compares_results_and_times(
 def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(tmp_path: Path) -> None:
     """A tiny Llama with packed weights stands for the model; forked processes, so that torch is imported once."""
     arguments = ["--model", "smollm2", "--tiny", "--json", tmp_path / "figures.json", "--plot", tmp_path / "plot.svg"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "forked_bench.py", *arguments],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_processes(1, ROOT / "tests" / "forked_bench.py", *arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["model"] == "smollm2" and f"load {found['machine']['load']:.2f}" in done.stdout
@@ -191,7 +204,7 @@ def test_memory_of_a_process_is_its_own() -> None:
     with pytest.raises(hg.HandgradError, match=r"^test failed: ended by signal 9, perhaps for lack of memory$"):
         process.run_alone("test", "import os; os.kill(os.getpid(), 9)")
     free = "import bench.peft_peer, sys; print([name for name in sys.modules if name.startswith('handgrad')])"
-    assert process.run_alone("the peer", free)[0] == "[]\n", "handgrad configures the allocator of its process"
+    assert process.run_alone("the peer", free)[0] == "[]\n", "the peer's process has nothing of handgrad"
 
 
 @pytest.mark.parametrize("rank", [0, 16])
@@ -207,10 +220,10 @@ def test_the_matmuls_alone_are_those_of_a_step(rank: int) -> None:
     assert counted.get_flop_counts()["Global"][torch.ops.aten.mm] == 2 * n * expected
 
 
-@pytest.mark.skipif(explain.browser() is None, reason="no Chromium: bench explain was LEFT OUT")
 def test_explain_page_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need_chromium()
     hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
     tokenizer.make("bytes", []).write(tmp_path)
     monkeypatch.setitem(SIZES, "tiny", replace(TINY, explain=(str(tmp_path), 2)))
@@ -243,7 +256,7 @@ def test_busy_machine_is_reported(
     found, shown = bench(capsys, monkeypatch, "attention", "--case", "forward")
     assert found["machine"]["load"] == load and found["machine"]["busy"] is busy
     assert f"load {load:.2f} on 2 cores at the start" in shown
-    assert ("Ratios from a busy machine are biased in our favour: do not publish them" in shown) is busy
+    assert ("Ratios from a busy machine are biased in our favor: do not publish them" in shown) is busy
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from handgrad import adapters
+from handgrad import lora
 from handgrad.formats import models
 from handgrad.text import corpus
 from handgrad.training.run import Run
@@ -29,8 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_runs(tmp_path_factory.mktemp("corruption"))
     model = hg.load(folder / "train")
     hg.save(model, folder / "saved")
-    adapters.inject(model, rank=2, targets="all-linear")
-    adapters.save(model, folder / "adapter")
+    lora.inject(model, rank=2, targets="all-linear")
+    lora.save(model, folder / "adapter")
     return folder
 
 
@@ -49,9 +49,9 @@ def model_state(folder: Path) -> Any:
 
 def adapter_state(model: hg.GPT) -> Callable[[Path], Any]:
     def state(folder: Path) -> Any:
-        adapters.load(model, folder)
+        lora.load(model, folder)
         found = {name: p.clone() for name, p in model.named_parameters()}
-        adapters.remove(model)
+        lora.remove(model)
         return found
 
     return state

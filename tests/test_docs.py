@@ -29,8 +29,8 @@ from handgrad.cli.app import app
 from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
-from handgrad.serve.server import Server
 from handgrad.text import tokenizer
+from handgrad.web.connection import BackgroundServer
 from tiny_chat import write_chat_model
 
 ROOT = Path(__file__).parent.parent
@@ -72,8 +72,8 @@ def check_parses(arguments: list[str]) -> None:
     assert not any("\\n" in word for word in rest), f"{rest}: bash passes a backslash; write $'…'"
 
 
-def stop_at_once(server: Server) -> None:
-    """In the place of `Server.run`: the server listens and is ready, and ends."""
+def stop_at_once(server: BackgroundServer) -> None:
+    """In the place of `BackgroundServer.run`: the server listens and is ready, and ends."""
     with server:
         pass
 
@@ -100,12 +100,12 @@ class Folder:
         tokenizer.make("bytes", []).write(path / "path/to/gpt2")
 
     def run(self, *arguments: str) -> str:
-        """Run a command, scaled down: fewer steps, a file instead of a server."""
+        """Run a command, scaled down: fewer steps, a server that ends at once."""
         words = self._small(list(arguments))
         for made in self._after(words, "--out") if "--resume" not in words else ():
             shutil.rmtree(made, ignore_errors=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Server, "run", stop_at_once)
+            patch.setattr(BackgroundServer, "run", stop_at_once)
             if words[0] != "plan" and (words[0] != "verify" or "--model" in words):  # these two need the real sizes
                 for name in ("gpt2", "nano"):
                     patch.setitem(config.PRESETS, name, hg.preset("nano", **TINY))
@@ -136,7 +136,7 @@ class Folder:
                 self._make(used)
             return [*words, "--port", "0"]
         if name == "explain" and "--html" not in words:
-            return [*words, "--html", "page.html"]
+            return [*words, "--no-open"]
         if name in ("generate", "chat"):
             return [*words, "--max-new-tokens", "3"]
         return words
@@ -281,7 +281,7 @@ def test_python_page_has_every_public_name_and_a_page_that_explains_it() -> None
     rows = [line.split("|")[1:4] for line in page.read_text().splitlines() if line.startswith("| `hg.")]
     listed = [name for names, _, _ in rows for name in re.findall(r"`hg\.([\w.]+)`", names)]
     public = [n for n in hg.__all__ if n not in ("lora", "nn")]
-    public += [f"{room}.{n}" for room in ("lora", "nn") for n in getattr(hg, room).__all__]
+    public += [f"{package}.{n}" for package in ("lora", "nn") for n in getattr(hg, package).__all__]
     assert sorted(listed) == sorted(public)
     for names, text, more in rows:
         assert text.strip(), names

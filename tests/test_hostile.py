@@ -20,13 +20,14 @@ from safetensors.torch import save_file
 
 import handgrad as hg
 from conftest import save_as_others
-from handgrad.adapters import merge_record
 from handgrad.cli import chat as chat_command
 from handgrad.cli import generate as generate_command
-from handgrad.files import gguf, manifest
+from handgrad.files import manifest
 from handgrad.formats import huggingface, models
-from handgrad.text import chat, gguf_tokenizer, records, tokenizer
-from handgrad.text.chat import ChatTemplate
+from handgrad.gguf.file import open_gguf
+from handgrad.lora import merge_record
+from handgrad.text import chat_template, records, tokenizer
+from handgrad.text.chat_template import ChatTemplate
 from handgrad.training.config import TrainOptions
 from handgrad.training.option_file import read_option_file
 from hostile import MEGABYTES, SECONDS, Case, Runner
@@ -237,7 +238,7 @@ def template(source: str, talk: Any = TALK) -> Callable[[Path], object]:
 
 
 def find(folder: Path) -> object:
-    return chat.find(folder)
+    return chat_template.of_files(tokenizer.read_extra_files(folder), folder)
 
 
 def nothing(folder: Path) -> None:
@@ -268,7 +269,7 @@ TEMPLATES = [
     Case("an evil filter", nothing, template("{{ 'a' | center(10**9) }}"), "memory"),
     Case("4,000 turns", nothing, template(CHATML, turns(4_000)), "the maximum is 400"),
     Case("its file is a pipe", lambda d: os.mkfifo(d / "chat_template.jinja"), find, "it is a pipe"),
-    Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than 1 MB"),
+    Case("its file is endless", partial(sparse, nothing, "chat_template.jinja"), find, "larger than 16 MB"),
     Case("settings are a pipe", lambda d: os.mkfifo(d / "tokenizer_config.json"), find, "it is a pipe"),
     Case("nested settings", lambda d: (d / "tokenizer_config.json").write_text(DEEP), find, "nested too deeply"),
 ]  # fmt: skip
@@ -294,7 +295,7 @@ OPTIONS = [
     Case("digits in TOML", options("c.toml", f"steps = {DIGITS}"), read_options("c.toml"), "cannot be read"),
     Case("an invalid date", options("c.yaml", "steps: 2001-99-99"), read_options("c.yaml"), "cannot be read"),
     Case("steps of 10**30", options("c.toml", f"steps = {10**30}"), read_options("c.toml"), "at most 1,000,000,000,000"),
-    Case("a rate of 1e308", options("c.toml", "lr = 1e308"), read_options("c.toml"), "--lr must be at most"),
+    Case("a rate of 1e308", options("c.toml", "lr = 1e308"), read_options("c.toml"), "lr must be at most"),
     Case("large options", options("c.yaml", "x: y\n" * 100_000), read_options("c.yaml"), "larger than"),
     Case("options are a pipe", lambda d: os.mkfifo(d / "c.toml"), read_options("c.toml"), "it is a pipe"),
 ]  # fmt: skip
@@ -322,11 +323,11 @@ def gguf_file(*entries: bytes, tensors: int = 0) -> Make:
 
 
 def gguf_tokenizer_of(folder: Path) -> object:
-    return gguf_tokenizer.read_tokenizer(gguf.open_gguf(folder / "m.gguf"))
+    return tokenizer.read(folder / "m.gguf")
 
 
 def open_gguf_file(folder: Path) -> object:
-    return gguf.open_gguf(folder / "m.gguf")
+    return open_gguf(folder / "m.gguf")
 
 
 LONG_PIECES = [

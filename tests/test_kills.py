@@ -1,12 +1,11 @@
 """A few kills of tests/kills.py; `make long` runs a hundred per command."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from conftest import run_processes
 from handgrad.files.atomic import exchange
 
 
@@ -20,8 +19,7 @@ def test_run_killed_at_a_system_call_resumes_to_the_same_result(
         "this file system must support exchange, or the kills would miss it"
     )
     options = ["--command", command, "--processes", str(processes), "--kills", str(kills)]
-    script = Path(__file__).parent / "kills.py"
-    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
+    done = run_processes(1, Path(__file__).parent / "kills.py", *options)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert counts["kills"] == kills and counts["points"] > 100

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from handgrad.proof import ledger
+from handgrad import ledger
 
 HERE = Path(__file__).parent
 

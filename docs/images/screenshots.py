@@ -7,8 +7,8 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 from handgrad.cli.explain import DEFAULT, TEXT, TEXTS, _train_small_model, choose
-from handgrad.explain.server import Server
-from handgrad.explain.session import Session
+from handgrad.explain_page.server import Server
+from handgrad.explain_page.session.session import Session
 
 HERE = Path(__file__).parent
 SIZE = {"width": 1180, "height": 800}

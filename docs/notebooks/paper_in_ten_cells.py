@@ -44,7 +44,7 @@ print("a_1", tuple(a_1.shape))
 # %%
 norm_1 = layernorm.forward(a_1, w_1, b_1, eps)  # (36) to (38)
 a_2 = norm_1.a
-print("mean of each row of the normalised input:", norm_1.a_bar.mean(1).abs().max() < 1e-12)
+print("mean of each row of the normalized input:", norm_1.a_bar.mean(1).abs().max() < 1e-12)
 
 # %% [markdown]
 # **4. Attention.** Row $t$ of $\rho$ says how much token $t$ takes from each earlier token.

@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 import pages
 import quotes
-from handgrad.explain.formulas import mathml
+from handgrad.explain_page.stations.formulas import mathml
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 TAG = re.compile(r"<(script|style|math)\b.*?</\1>|<[^>]+>", re.S)

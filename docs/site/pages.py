@@ -18,20 +18,22 @@ import handgrad
 import notebooks
 import quotes
 from handgrad.cli.app import app
-from handgrad.proof.ledger import CHECKS
-from handgrad.proof.ledger.check import SECTIONS
+from handgrad.ledger import CHECKS
+from handgrad.ledger.check import SECTIONS
 
-# The rooms of public names → headings of the Python reference, in this order.
+# The packages of public names → headings of the Python reference, in this order.
 GROUPS = {
     "api": "Training",
     "model": "Models and gradients",
     "nn": "Layers for PyTorch models",
-    "adapters": "Adapters (`hg.lora`)",
+    "lora": "Adapters (`hg.lora`)",
     "inference": "Generation",
     "formats": "Models on disk",
     "per_example": "Single examples",
-    "explain": "The explain page",
-    "proof": "Checks",
+    "explain_page": "The explain page",
+    "proof": "Checks of our gradients",
+    "auditing": "Checks of other gradients",
+    "machine": "Settings of the process",
     "errors": "Errors",
 }
 
@@ -56,9 +58,7 @@ def public_names() -> Iterator[tuple[str, str]]:
     """Each public name as users write it, and the path of its definition."""
     for name in handgrad.__all__:
         thing = getattr(handgrad, name)
-        if callable(thing) and isinstance(thing, ModuleType):  # hg.explain is a package that can be called
-            yield f"hg.{name}", f"{thing.__name__}.notebook.{name}"
-        elif isinstance(thing, ModuleType):
+        if isinstance(thing, ModuleType):
             for inner in thing.__all__:
                 found = getattr(thing, inner)
                 if not isinstance(found, ModuleType):
@@ -68,30 +68,35 @@ def public_names() -> Iterator[tuple[str, str]]:
 
 
 def python_reference() -> str:
-    by_room: dict[str, list[tuple[str, str]]] = {}
+    by_package: dict[str, list[tuple[str, str]]] = {}
     for name, path in public_names():
-        by_room.setdefault(path.split(".")[1], []).append((name, path))
+        by_package.setdefault(path.split(".")[1], []).append((name, path))
     lines = ["# Python", "", "`import handgrad as hg` gives these names. The text is that of the docstrings."]
-    if unknown := set(by_room) - set(GROUPS):
+    if unknown := set(by_package) - set(GROUPS):
         raise ValueError(f"GROUPS in docs/site/pages.py has no heading for the names of {unknown}")
-    for room, heading in GROUPS.items():
+    for package, heading in GROUPS.items():
         lines += ["", f"## {heading}"]
-        for name, path in by_room[room]:
+        for name, path in by_package[package]:
             lines += ["", f"::: {path}", "    options:", f"      heading: {name}", f"      toc_label: {name}"]
     return "\n".join(lines) + "\n"
 
 
-def formulas(room: str, title: str, intro: str) -> str:
-    lines = [f"# {title}", "", f"The functions of `handgrad.{room}`. {intro}"]
-    for file in sorted((quotes.ROOT / quotes.PACKAGE / room).glob("[a-z]*.py")):
-        module = import_module(f"handgrad.{room}.{file.stem}")
+def formulas(package: str, title: str, intro: str) -> str:
+    lines = [f"# {title}", "", f"The functions of `handgrad.{package}`. {intro}"]
+    for file in sorted((quotes.ROOT / quotes.PACKAGE / package).glob("[a-z]*.py")):
+        module = import_module(f"handgrad.{package}.{file.stem}")
         names = [
             name
             for name, found in inspect.getmembers(module, inspect.isfunction)
             if found.__module__ == module.__name__ and not name.startswith("_")
         ]
         if names:
-            lines += ["", f"## {file.stem}", "", f"[{room}/{file.name}](../../{quotes.PACKAGE}{room}/{file.name})"]
+            lines += [
+                "",
+                f"## {file.stem}",
+                "",
+                f"[{package}/{file.name}](../../{quotes.PACKAGE}{package}/{file.name})",
+            ]
             lines += ["", "```text", inspect.getdoc(module) or "", "```"]
         for name in names:
             lines += ["", f"::: {module.__name__}.{name}", "    options:", f"      heading: {file.stem}.{name}"]
@@ -131,17 +136,19 @@ def checks() -> str:
 
 
 def benchmarks() -> str:
-    """The published results of handgrad bench: the summary, then every row with its command."""
+    """Every published measurement of handgrad bench, with its command."""
     results = json.loads((quotes.ROOT / "docs" / "bench" / "results.json").read_text())["results"]
-    lines = ["# Benchmarks", "", "Contenders take turns in one run; the best round of each counts. Losses or gradients"]
-    lines += ["are compared before anything is timed. Run a command below to measure it on your machine.", ""]
-    lines += [table.render(results, every=True)]
+    lines = [
+        "# Every measurement",
+        "",
+        "The rows behind the [benchmarks](../benchmarks.md). Seconds are those of the best",
+    ]
+    lines += ["round; the ratio is the reference's time ÷ this one's. Run a command to measure it on your machine."]
     for result in results:
-        lines += [f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
+        lines += ["", f"## {result['command'].removeprefix('handgrad ')}", "", "```sh", result["command"], "```", ""]
         lines += ["| case | contender | seconds | median | memory | ratio |", "|---|---|---|---|---|---|"]
         lines += [result_line(row) for row in table.rows_of(result)]
-        lines += ["", "Seconds of the best round; the ratio is the reference's time ÷ this one's.", ""]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def result_line(row: Row) -> str:

@@ -3,30 +3,29 @@
 Names are imported when they are first used, so that `import handgrad` and `handgrad --help` do not wait for torch.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import adapters as lora
-from .machine import configure_runtime
+from . import lora as lora
 
 if TYPE_CHECKING:
     from . import nn
     from .api import finetune, train
+    from .auditing.gradcheck.run import check
+    from .auditing.model.run import audit
     from .errors import HandgradError, NonFiniteError
-    from .explain.notebook import explain
+    from .explain_page.notebook import explain
     from .formats.huggingface import save
     from .formats.models import load
     from .inference.attribution import Attribution, attribute
     from .inference.generate import generate
+    from .machine import configure_runtime
     from .model.config import ModelConfig, preset
     from .model.gpt import GPT
-    from .model.objective import LogitDifference, PositionLoss
-    from .model.trace import Trace, trace
+    from .model.inspect.trace import Trace, trace
+    from .model.passes.objective import LogitDifference, PositionLoss
     from .per_example.measure import example_norms, example_products
     from .per_example.ranking import Influence, influence
-    from .proof.audit.run import audit
-    from .proof.gradcheck.run import check
     from .proof.verify import verify
 
 __version__ = "0.1.0"
@@ -43,6 +42,7 @@ __all__ = [
     "attribute",
     "audit",
     "check",
+    "configure_runtime",
     "example_norms",
     "example_products",
     "explain",
@@ -59,24 +59,21 @@ __all__ = [
     "verify",
 ]
 
-configure_runtime()  # before torch is imported
-sys.modules[f"{__name__}.lora"] = lora  # so that `from handgrad.lora import inject` works
-
 _MODULE = {
     "GPT": "model.gpt", "ModelConfig": "model.config", "HandgradError": "errors", "NonFiniteError": "errors",
-    "LogitDifference": "model.objective", "PositionLoss": "model.objective",
-    "Trace": "model.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
-    "finetune": "api", "generate": "inference.generate", "load": "formats.models",
-    "preset": "model.config", "save": "formats.huggingface", "trace": "model.trace", "train": "api",
-    "audit": "proof.audit.run", "check": "proof.gradcheck.run",
+    "LogitDifference": "model.passes.objective", "PositionLoss": "model.passes.objective",
+    "Trace": "model.inspect.trace", "Attribution": "inference.attribution", "attribute": "inference.attribution",
+    "explain": "explain_page.notebook", "finetune": "api", "generate": "inference.generate", "load": "formats.models",
+    "preset": "model.config", "save": "formats.huggingface", "trace": "model.inspect.trace", "train": "api",
+    "audit": "auditing.model.run", "configure_runtime": "machine", "check": "auditing.gradcheck.run",
     "verify": "proof.verify", "example_norms": "per_example.measure", "example_products": "per_example.measure",
     "influence": "per_example.ranking", "Influence": "per_example.ranking",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("explain", "nn"):  # packages; the first can be called
-        return import_module(f".{name}", __name__)
+    if name == "nn":
+        return import_module(".nn", __name__)
     if name not in _MODULE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -1,6 +1,5 @@
 """`hg.train` and `hg.finetune`: the commands `handgrad train` and `handgrad finetune` as Python functions."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
-from .display.progress import Lines, Silent
-from .errors import HandgradError, shown
+from .display.run_progress import Lines, Silent
+from .errors import HandgradError, for_python, shown
 from .training.config import SHAPE, FinetuneOptions, TrainOptions, is_list
 from .training.distributed import Ranks
 from .training.finetune import prepare as prepare_finetuning
@@ -97,23 +96,11 @@ def _run(
     console = Console(emoji=False)
     ranks = Ranks()
     try:
-        display = Silent(console) if quiet or not ranks.first else Lines(console)
+        display = Silent(console) if quiet or not ranks.first else Lines(console, for_python)
         folder = None if out is None else Path(out)
         return execute(Request(kind, prepare, given, folder, resume), ranks, display)
-    except HandgradError as error:
-        raise type(error)(_as_python(str(error), {*known, "out", "resume", "model", "data"})) from None
     finally:
         ranks.shutdown()
-
-
-def _as_python(message: str, names: set[str]) -> str:
-    """--batch-tokens → batch_tokens, --resume → resume=True: a message of the command line in Python's words."""
-
-    def argument(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return "resume=True" if name == "resume" else name if name in names else flag[0]
-
-    return re.sub(r"--([a-z][a-z0-9-]*)", argument, message)
 
 
 def _strings(value: Sources) -> tuple[str, ...]:

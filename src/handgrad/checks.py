@@ -2,7 +2,7 @@
 
 from math import isfinite
 
-from .errors import HandgradError, OutOfMemoryError
+from .errors import HandgradError, OutOfMemoryError, option
 from .formatting import size
 from .machine import available_cores, available_memory
 
@@ -30,21 +30,24 @@ _ABOVE_MINIMUM = (
     "peer_timeout",
 )  # must be greater than the minimum, not equal to it
 
+# Added tokens, which the library searches for in every text; the largest vocabularies in use have 7,000.
+MAX_ADDED, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 22
+
 
 def check_type(name: str, kind: str, value: object) -> None:
     """Raise unless `value` has the type that the annotation `kind` names."""
     if value is None and "None" in kind:
         return
     if kind.startswith("bool") and not isinstance(value, bool):
-        raise HandgradError(f"{flag(name)} must be true or false, not {value!r}")
+        raise HandgradError(f"{option(name)} must be true or false, not {value!r}")
     if kind.startswith("int") and not _is_integer(value):
-        raise HandgradError(f"{flag(name)} must be an integer, not {value!r}")
+        raise HandgradError(f"{option(name)} must be an integer, not {value!r}")
     if kind.startswith("float") and not is_number(value):
-        raise HandgradError(f"{flag(name)} must be a finite number, not {value!r}")
+        raise HandgradError(f"{option(name)} must be a finite number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
-        raise HandgradError(f"{flag(name)} must be a string, not {value!r}")
+        raise HandgradError(f"{option(name)} must be a string, not {value!r}")
     if kind == "tuple[str, ...]" and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
-        raise HandgradError(f"{flag(name)} must be a string or a list of strings, not {value!r}")
+        raise HandgradError(f"{option(name)} must be a string or a list of strings, not {value!r}")
 
 
 def check_integer(name: str, value: object, label: str | None = None) -> None:
@@ -70,9 +73,20 @@ def check_threads(threads: int | None) -> None:
     """Raise unless `threads` is None or a number of threads that this machine can run at once."""
     if threads is None:
         return
-    check_integer("threads", threads, "--threads")
+    check_integer("threads", threads, option("threads"))
     if threads > (cores := available_cores()):
-        raise HandgradError(f"--threads is {threads}, and this process may use {cores} cores: give at most {cores}")
+        raise HandgradError(
+            f"{option('threads')} is {threads}, and this process may use {cores} cores: give at most {cores}"
+        )
+
+
+def check_stored(packed: bool, base_dtype: str | None) -> None:
+    """Raise unless one of the two at most says how frozen matrices are stored."""
+    if base_dtype not in (None, "bfloat16", "float16"):
+        raise HandgradError(f"{option('base_dtype')} must be bfloat16 or float16, not {base_dtype!r}")
+    if packed and base_dtype is not None:
+        both = f"{option('packed', True)} keeps the types of a GGUF file, {option('base_dtype')} is for directories"
+        raise HandgradError(f"{both}: give one")
 
 
 def check_memory(needed: int, what: str, remedy: str) -> None:
@@ -82,14 +96,23 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
         raise OutOfMemoryError(f"{what} {size(needed)} of memory, and {size(free)} {whose} are free: {remedy}")
 
 
+def check_added_tokens(tokens: object, name: object) -> None:
+    """Raise if a tokenizer adds too many tokens to its vocabulary, or too long ones. Messages begin with `name`."""
+    found = tokens if isinstance(tokens, list | dict) else ()
+    texts = (
+        x.get("content") if isinstance(x, dict) else x for x in (found.values() if isinstance(found, dict) else found)
+    )
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    if len(found) > MAX_ADDED or characters > MAX_ADDED_CHARACTERS:
+        raise HandgradError(
+            f"{name}: {len(found):,} tokens are special or added, with {characters:,} characters; the maximum is"
+            f" {MAX_ADDED:,}, with {MAX_ADDED_CHARACTERS:,}"
+        )
+
+
 def is_number(value: object) -> bool:
     """Whether `value` is a finite int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def flag(name: str) -> str:
-    """The command-line option of a setting: batch_tokens → --batch-tokens."""
-    return "--" + name.replace("_", "-")
 
 
 def _is_integer(value: object) -> bool:

@@ -1,17 +1,23 @@
-"""The process: its cores and memory, and settings made before torch is imported (instruction set, allocator, page
-size, waiting threads)."""
+"""The process: its cores and memory, and settings that commands make before torch is imported (instruction set,
+allocator, page size, waiting threads). Importing handgrad makes none."""
 
 import contextlib
 import ctypes
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    raise ImportError("handgrad runs on Linux and macOS; on Windows, install it in WSL") from None
+
 
 def configure_runtime() -> None:
-    """Apply all settings of this module. Call it before importing torch."""
+    """Set up this process as the commands do: the allocator keeps freed memory, torch asks for large pages, waiting threads
+    sleep sooner, and oneDNN avoids AMX in virtual machines. Each only if you have not set it yourself; call it before
+    importing torch."""
     disable_amx_in_virtual_machines()
     keep_buffers_in_heap()
     enable_huge_pages()
@@ -48,9 +54,10 @@ def enable_huge_pages() -> None:
 def limit_spinning() -> None:
     """Make a waiting thread sleep after a few tenths of a millisecond instead of several milliseconds.
 
-    If another process uses a core, threads wait for the one on that core; spinning, they keep it from running. Sleeping at
-    once would cost a small model half its speed on an idle machine. libgomp, torch's thread pool, reads the
-    variable when torch is imported. No-op if the user set a waiting policy."""
+    If another program uses a core, threads wait for the one on that core; spinning, they keep it from running, and a step
+    can take several times as long. On an idle machine the difference was within the noise of a small model's steps; sleeping
+    at once would cost half of its speed. libgomp, torch's thread pool, reads the variable when torch is imported. No-op if
+    the user set a waiting policy."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -107,4 +114,5 @@ def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/
 
 def peak_memory() -> int:
     """Peak memory of this process so far, in bytes."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,8 +18,9 @@ import handgrad as hg
 from conftest import perturb
 from handgrad.cli.app import app
 from handgrad.cli.chat import _lines
-from handgrad.display.chat import Wrapped, explanation, visible
-from handgrad.inference.chat import Why, WordScore
+from handgrad.display.chat_output import Wrapped, explanation, visible
+from handgrad.errors import for_command_line
+from handgrad.inference.conversation import Why, WordScore
 from handgrad.text.words import words_of
 from tiny_chat import write_chat_model
 
@@ -47,7 +48,7 @@ def talk(model: Path, *lines: str, options: tuple[str, ...] = ()) -> tuple[list[
     """Lines of standard output, standard error, exit status."""
     words = ["chat", "--model", str(model), "--temperature", "0", "--max-new-tokens", "24", *options]
     done = CliRunner().invoke(app, words, input="".join(line + "\n" for line in lines))
-    error = done.stderr + (str(done.exception) if done.exception else "")
+    error = done.stderr + (for_command_line(done.exception) if done.exception else "")
     return done.stdout.splitlines(), error, done.exit_code
 
 

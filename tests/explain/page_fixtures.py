@@ -1,24 +1,22 @@
 """A browser for the tests of the page. Every page that a test opens is watched: for errors in the console, for requests
-to other hosts, and for the words null, undefined and NaN in anything it ever shows."""
+to other hosts, for the words null, undefined and NaN in anything it ever shows, and for fields that it reads of an answer
+and that json_types does not declare."""
 
-import os
-import shutil
+import json
 from collections.abc import Iterator
 
 import pytest
+from contract import RECORD_READS, undeclared
 from page_helpers import TIMEOUT, Open
 from playwright.sync_api import Browser, Page, sync_playwright
 from tiny_session import make_session
 
-from handgrad.explain.server import Server
-from handgrad.explain.session import Session
+from conftest import need_chromium
+from handgrad.explain_page.server import Server
+from handgrad.explain_page.session.session import Session
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run"]  # fmt: skip
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-LEFT_OUT = "no Chromium found: the tests of the explain page in a real browser were LEFT OUT"
 
 WATCH = """
 const bad = /\\bnull|undefined|\\bNaN/;
@@ -40,11 +38,9 @@ new MutationObserver((records) => records.forEach((record) => {
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None and os.environ.get("CI") != "true":
-        pytest.skip(LEFT_OUT)
-    assert CHROMIUM is not None, "CI=true but no Chromium found: install it (apt-get install chromium)"
+    chromium = need_chromium()
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        made = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         yield made
         made.close()
 
@@ -62,7 +58,8 @@ def url(session: Session) -> Iterator[str]:
 
 @pytest.fixture
 def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Open pages; fail if one logs an error, requests anything from another host, or shows null, undefined or NaN."""
+    """Open pages; fail if one logs an error, requests anything from another host, shows null, undefined or NaN, or reads a
+    field that is not declared."""
     contexts, errors = [], []
 
     def open_one(where: str = "", *, base: str = "", expected: str = "", **options: object) -> Page:
@@ -72,6 +69,7 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
         contexts.append(context)
         page = context.new_page()
         page.add_init_script(WATCH)
+        page.add_init_script(f"{{{RECORD_READS}}}")
         serious = ("error", "warning")
         page.on("console", lambda m: errors.append(m.text) if m.type in serious and m.text != expected else None)
         page.on("pageerror", lambda e: errors.append(str(e)))
@@ -85,5 +83,7 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Open
     for context in contexts:
         for page in context.pages:
             errors += page.evaluate("window.badTexts")
+            reads = [json.loads(path) for path in page.evaluate("[...window.reads]")]
+            errors += [f"{path} is read and not declared" for path in reads if undeclared(path[0], path[1:])]
         context.close()
     assert errors == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.explain.page_files import asset, modules, served
+from handgrad.explain_page.page_files import asset, modules, served
 
 NODE = shutil.which("node")
 LEFT_OUT = "no node found: the unit tests of the explain page's JavaScript were LEFT OUT"

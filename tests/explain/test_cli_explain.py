@@ -18,7 +18,7 @@ import handgrad as hg
 from handgrad.cli import explain as cli_explain
 from handgrad.cli.app import app
 from handgrad.cli.explain import choose, explain
-from handgrad.explain.server import Server
+from handgrad.explain_page.server import Server
 from handgrad.formats import models
 from handgrad.formats.models import find_model
 from handgrad.text import downloads

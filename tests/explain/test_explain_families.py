@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, values, views
-from handgrad.explain.proof import CheckResults, Prover
-from handgrad.explain.session import Session
-from handgrad.explain.stations import Station
-from handgrad.explain.steps import take_step
+from handgrad.explain_page.proofs.prover import CheckResults, Prover
+from handgrad.explain_page.session.session import Session
+from handgrad.explain_page.stations.table import Station
+from handgrad.explain_page.views import attention as attention_view
+from handgrad.explain_page.views import overview as overview_view
+from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views import values
+from handgrad.explain_page.views.step import take_step
 from handgrad.families import FAMILIES
-from handgrad.model.layers import Embedding, Linear
-from handgrad.model.packed import Packed
+from handgrad.model.layers.linear import Embedding, Linear
+from handgrad.model.storage.packed import Packed
 from handgrad.ops import rmsnorm
 from handgrad.text import tokenizer
 
@@ -45,8 +48,8 @@ def test_a_llama_block_shows_its_own_layers() -> None:
     assert "norm" not in formulas_of(attn) and "unless" not in formulas_of(attn)
     assert gate.a == ("blocks.0.a_gate", "blocks.0.a_up") and gate.outgoing == ("blocks.0.delta_6",)
     assert activation.outgoing == gate.incoming == ("blocks.0.delta_gate", "blocks.0.delta_up")
-    assert r"a_8 = g(\mathrm{gate}) \circ \mathrm{up}" in formulas_of(activation)
-    entry = views.table(session)["stations"][session.stations.index(gate)]
+    assert r"a_{8} = g(\mathrm{gate}) \circ \mathrm{up}" in formulas_of(activation)
+    entry = overview_view.table(session)["stations"][session.stations.index(gate)]
     assert (entry["symbol"], entry["delta_symbol"], entry["outgoing"]) == ("gate, up", "Δ_gate, Δ_up", "Δ₆")
     pages = {page for station in session.stations for page in station.derived_in}
     assert pages == {"rmsnorm", "rotary", "grouped_query", "gated"}
@@ -73,14 +76,14 @@ def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> N
 def test_the_gated_station_shows_both_branches() -> None:
     session = make_session(**LLAMA)
     sentence = session.sentence(TEXT)
-    view = views.at_station(session, sentence, session.by_id["blocks.1.a_7"])
+    view = station_view.at_station(session, sentence, session.by_id["blocks.1.a_7"])
     names = [f"blocks.1.{name}" for name in ("a_gate", "delta_gate", "a_up", "delta_up")]
     assert [m["name"] for m in view["maps"]] == names
     assert [m["symbol"] for m in view["maps"]] == ["gate", "Δ_gate", "up", "Δ_up"]
     for given in view["maps"]:
         x = sentence.trace[given["name"]]
         assert given["shape"] == list(x.shape) and given["statistics"]["most"] == x.max().item()
-    flow = next(f for f in views.overview(session, sentence)["flows"] if f["id"] == "blocks.1.a_7")
+    flow = next(f for f in overview_view.overview(session, sentence)["flows"] if f["id"] == "blocks.1.a_7")
     both = torch.cat([sentence.trace[name] for name in names[1::2]], 1)
     assert flow["delta"] == pytest.approx(both.norm(dim=1).tolist())
 
@@ -186,9 +189,8 @@ def test_projections_side_by_side_in_one_matrix(monkeypatch: pytest.MonkeyPatch,
     assert failed_checks(session) == set()
     sentence = session.sentence(TEXT)
     for station in session.stations:
-        for given in views.at_station(session, sentence, station)["parameters"]:
-            if not given["frozen"]:
-                assert given["shape"] == list(sentence.trace[given["name"]].shape)
+        for given in station_view.at_station(session, sentence, station)["parameters"]:
+            assert given["shape"] == list(sentence.trace[given["name"]].shape)
     expected = {"w_q", "w_k", "w_v", "w_gate", "w_up", *(["d_2", "u_2", "d_6", "u_6"] if lora else [])}
     assert expected < symbols_of(session)
     assert r"w_{6} = [w_{\mathrm{gate}} \; w_{\mathrm{up}}]" in formulas_of(session.by_id["blocks.0.a_7"])
@@ -213,7 +215,7 @@ def test_a_packed_model_with_adapters() -> None:
     session = Session(model, tokenizer.make("bytes", ()), *named)
     sentence = session.sentence(TEXT)
     for station in session.stations:
-        assert views.at_station(session, sentence, station)["maps"]
+        assert station_view.at_station(session, sentence, station)["maps"]
     assert {"d_q", "u_gate", "w_1"} < symbols_of(session) and not {"w_q", "w_tok"} & symbols_of(session)
     assert attention_view.at_head(session, sentence, 0, 3)["joined"] > 0
     assert values.matrix(session, sentence, "delta_0", None).shape == (len(TEXT), 256)

@@ -11,14 +11,14 @@ from playwright.sync_api import expect
 from tiny_session import LLAMA, TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import export as exporting
-from handgrad.explain import views
-from handgrad.explain.export import export
-from handgrad.explain.follow import follow
-from handgrad.explain.pictures import _pool
-from handgrad.explain.server import Server
-from handgrad.explain.session import Session
-from handgrad.explain.steps import take_step
+from handgrad.explain_page import export as exporting
+from handgrad.explain_page.export import export
+from handgrad.explain_page.follow.follow import follow
+from handgrad.explain_page.presentation.pictures import _pool
+from handgrad.explain_page.server import Server
+from handgrad.explain_page.session.session import Session
+from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views.step import take_step
 
 pytest_plugins = ["page_fixtures"]
 
@@ -134,7 +134,7 @@ def test_every_entry_by_hand_is_the_sum_of_its_products() -> None:
     for made in (make_session(), make_session(**LLAMA), make_session(lora=2)):
         sentence, seen = made.sentence(TEXT), 0
         for station in made.stations:
-            for p in views.at_station(made, sentence, station)["parameters"]:
+            for p in station_view.at_station(made, sentence, station)["parameters"]:
                 if p["by_hand"] is None:
                     continue
                 first, second = (
@@ -165,20 +165,23 @@ def test_a_step_that_is_undone_has_the_same_numbers() -> None:
 
 def test_pictures_of_an_export_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     session, made = make_session(n_blocks=5, d_model=48), []
-    right = views.at_station
+    right = exporting.Embedded.add
 
-    def count(session: Session, sentence: object, station: object, limit: int = 256) -> object:
-        made.append(limit)
-        return right(session, sentence, station, limit)  # type: ignore[arg-type]
+    def count(self: exporting.Embedded, name: str, options: dict[str, int], **given: object) -> None:
+        made.append((name, options["limit"]))
+        right(self, name, options, **given)
 
     monkeypatch.setattr(exporting, "answers", lambda *_: {})
     monkeypatch.setattr(exporting, "COLUMNS", (8,))
     limit = len(export(session, TEXT).encode()) + 50_000
-    monkeypatch.setattr(views, "at_station", count)
+    monkeypatch.setattr(exporting.Embedded, "add", count)
     monkeypatch.setattr(exporting, "COLUMNS", (128, 8, 4))
     monkeypatch.setattr(exporting, "MAX_BYTES", limit)
     assert len(export(session, TEXT).encode()) <= limit
-    assert made.count(128) == sum(s.block == 0 for s in session.stations), "the size is estimated from one block"
+    # the size is estimated from one block
+    assert made.count(("station", 128)) == sum(s.block == 0 for s in session.stations), (
+        "the size is estimated from one block"
+    )
 
 
 def test_pools_are_the_entries_furthest_from_0() -> None:

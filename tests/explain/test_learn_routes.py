@@ -9,9 +9,9 @@ import pytest
 from test_server import JSON, call, sentence
 from tiny_session import LLAMA, TEXT, make_session
 
-from handgrad.explain.exercises import case_of, offered_at
-from handgrad.explain.export import export
-from handgrad.explain.server import Server
+from handgrad.explain_page.exercises import case_of, offered_at
+from handgrad.explain_page.export import export
+from handgrad.explain_page.server import Server
 from handgrad.learn.course import COURSE
 from handgrad.learn.grading import grade
 
@@ -111,11 +111,10 @@ def test_the_exported_file_has_the_exercises_as_text(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_does_not_enlarge_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a file that would be too large has smaller pictures."""
-    monkeypatch.setattr("handgrad.explain.views.LARGE", 0)
-    monkeypatch.setattr("handgrad.explain.proof.LARGE", 0)
+    monkeypatch.setattr("handgrad.explain_page.session.session.LARGE", 0)
     small, large = (len(export(make_session(n_blocks=1, n_vocab=n), TEXT)) for n in (256, 49152))
     assert abs(large - small) < 100_000 and large < 2_000_000
     session = make_session(n_blocks=1, d_model=192)
     whole = len(export(session, TEXT).encode())
-    monkeypatch.setattr("handgrad.explain.export.MAX_BYTES", whole - 1)
+    monkeypatch.setattr("handgrad.explain_page.export.MAX_BYTES", whole - 1)
     assert len(export(session, TEXT).encode()) < whole - 10_000

@@ -10,10 +10,16 @@ import torch
 from tiny_session import LLAMA, QWEN3, TEXT, evaluate, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, compare_view, neuron_view, swaps_view, values, views
-from handgrad.explain.pictures import picture
-from handgrad.explain.session import BASE, Session
-from handgrad.explain.steps import take_step
+from handgrad.explain_page.presentation.pictures import picture
+from handgrad.explain_page.session.session import BASE, Session
+from handgrad.explain_page.views import attention as attention_view
+from handgrad.explain_page.views import compare as compare_view
+from handgrad.explain_page.views import neurons as neuron_view
+from handgrad.explain_page.views import overview as overview_view
+from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views import swaps as swaps_view
+from handgrad.explain_page.views import values
+from handgrad.explain_page.views.step import take_step
 
 
 def small(**shape: Any) -> Session:
@@ -32,7 +38,6 @@ def test_neurons_with_the_largest_blame(shape: dict[str, Any]) -> None:
     first = found["neurons"][0]
     j = int(blame.abs().argmax())
     assert first["neuron"] == j and first["blame"] == pytest.approx(blame[j].item())
-    assert first["gradient_norm"] == pytest.approx(t["blocks.1.grad_w_8"][j].norm().item())
     for key, row in (("writes", model.blocks[1].mlp.contract.effective_weight()[j]),
                      ("would_write", -t["blocks.1.grad_w_8"][j])):  # fmt: skip
         bias = model.final_norm.forward(torch.zeros(1, 24, dtype=row.dtype))[0]
@@ -70,7 +75,7 @@ def test_two_sentences_side_by_side() -> None:
     session = small()
     one, other = session.sentence(TEXT), session.sentence("to be, or xyz!?")
     found = compare_view.compare(session, one, other)
-    assert found["rows"] == 13 and not found["same_tokens"]
+    assert found["rows"] == 13
     by_id = {row["station"]: row for row in found["stations"]}
     a, b = (x.trace["blocks.1.a_5"] for x in (one, other))
     assert by_id["blocks.1.a_5"]["a"] == pytest.approx(((b[:13] - a).norm() / a.norm()).item())
@@ -104,7 +109,7 @@ def test_before_and_after_a_step_and_without_adapters() -> None:
     base = session.sentence(TEXT, BASE)
     assert torch.equal(base.trace["a_12"], first.trace["a_12"])  # u starts at 0
     found = compare_view.compare(session, base, after)
-    assert found["same_tokens"] and found["one"]["version"] == BASE and found["other"]["steps"] == 1
+    assert found["one"]["version"] == BASE and found["other"]["steps"] == 1
     assert found["stations"][-1]["a"] > 0
     trained = session.find(after.id)
     assert torch.equal(trained.trace["a_12"], after.trace["a_12"])
@@ -114,7 +119,7 @@ def test_before_and_after_a_step_and_without_adapters() -> None:
 
 def test_the_first_gradient_of_an_adapter_is_explained() -> None:
     session = small(lora=2)
-    view = views.at_station(session, session.sentence(TEXT), session.by_id["blocks.0.a_4"])
+    view = station_view.at_station(session, session.sentence(TEXT), session.by_id["blocks.0.a_4"])
     assert [x["symbol"] for x in view["parameters"]] == ["d_3", "u_3"]
     assert "∂d_3 is 0 because u_3 starts at 0" in view["parameters_caption"]
 
@@ -122,7 +127,7 @@ def test_the_first_gradient_of_an_adapter_is_explained() -> None:
 def test_gradient_flow_compares_rows_with_themselves() -> None:
     session = small()
     sentence = session.sentence(TEXT)
-    flow = views.overview(session, sentence)["flow"]
+    flow = overview_view.overview(session, sentence)["flow"]
     rows = flow["rows"]
     assert rows[0]["label"] == "Δ₁" and rows[-1]["label"] == "Δ₁₁"
     assert [r["label"] for r in rows if "=" in r["label"]] == [
@@ -139,7 +144,7 @@ def test_gradient_flow_compares_rows_with_themselves() -> None:
 def test_swaps_are_estimated_and_measured() -> None:
     session = small()
     sentence = session.sentence(TEXT)
-    view = views.at_station(session, sentence, session.by_id["a_0"])
+    view = station_view.at_station(session, sentence, session.by_id["a_0"])
     measured = [(t, s) for t, row in enumerate(view["swaps"]) for s in row["swaps"] if s["measured"] is not None]
     assert len({t for t, _ in measured}) == 1
     for t, swap in [*measured, *((5, s) for s in swaps_view.swaps_at(session, sentence, 5)["swaps"])]:
@@ -157,7 +162,7 @@ def test_swaps_are_estimated_and_measured() -> None:
 def test_maps_over_the_vocabulary_show_targets_first() -> None:
     session = small()
     sentence = session.sentence(TEXT)
-    (shown, _) = views.at_station(session, sentence, session.by_id["a_12"])["maps"]
+    (shown, _) = station_view.at_station(session, sentence, session.by_id["a_12"])["maps"]
     targets = list(dict.fromkeys(sentence.ids[1:]))
     assert shown["vocabulary"]["ids"][: len(targets)] == targets and len(set(shown["vocabulary"]["ids"])) == 64
     assert shown["vocabulary"]["words"][0] == session.token_text(targets[0])
@@ -179,7 +184,7 @@ def test_a_notebook_shows_the_page_offline(tmp_path: Path) -> None:
 
 
 def test_the_readable_code_comes_first() -> None:
-    for station in views.table(small())["stations"]:
+    for station in overview_view.table(small())["stations"]:
         for way in ("forward", "backward"):
             names = [name for w, name in station["sources"] if w == way]
             assert not any(n.startswith("paper/") for n in names[1:] if not names[0].startswith("paper/")), names

@@ -13,9 +13,11 @@ from test_sentences import diverged, log_p, undecided
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import views
-from handgrad.explain.server import Server
-from handgrad.explain.session import Session
+from handgrad.explain_page.proofs import prover
+from handgrad.explain_page.server import Server
+from handgrad.explain_page.session.session import Session
+from handgrad.explain_page.views import overview as overview_view
+from handgrad.explain_page.views import station as station_view
 from handgrad.formatting import typeset
 
 pytest_plugins = ["page_fixtures"]
@@ -76,9 +78,9 @@ def test_the_start_of_a_diverged_and_of_an_undecided_model(open_page: Open, odd:
 def test_a_badge_names_what_has_been_checked(open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(n_blocks=1)
     server = Server(session)
-    compare = server.prover._compare_with_differences
+    compare = prover.compare_with_differences
     page_is_read = threading.Event()
-    monkeypatch.setattr(server.prover, "_compare_with_differences", lambda *x: (page_is_read.wait(60), compare(*x))[1])
+    monkeypatch.setattr(prover, "compare_with_differences", lambda *x: (page_is_read.wait(60), compare(*x))[1])
     with server as url:
         page = open_page("#/station/a_11/backward", base=url)
         expect(page.locator("#badge")).to_contain_text("autograd ✔, finite differences running: error against autograd")
@@ -126,7 +128,7 @@ def test_attribution_says_what_it_explains_and_in_which_unit(open_page: Open, se
 
 def test_bars_are_as_long_as_their_numbers(open_page: Open, session: Session) -> None:
     page = open_page("#/start")
-    row = views.at_station(session, session.sentence(TEXT), session.by_id["loss"])["positions"]
+    row = station_view.at_station(session, session.sentence(TEXT), session.by_id["loss"])["positions"]
     t = max(range(3, len(TEXT) - 1), key=lambda t: row[t]["loss"])
     expected = [x["p"] for x in row[t]["top"]] + [row[t]["probability"]]
     widths = page.locator(".bars.a .track").evaluate_all(
@@ -140,7 +142,7 @@ def test_bars_are_as_long_as_their_numbers(open_page: Open, session: Session) ->
 
 def test_the_flow_speaks_of_the_rows_that_it_shows(open_page: Open, session: Session) -> None:
     page = open_page("#/flow")
-    rows = views.overview(session, session.sentence(TEXT))["flow"]["rows"]
+    rows = overview_view.overview(session, session.sentence(TEXT))["flow"]["rows"]
     ends = [row for row in rows if not row["station"].startswith("blocks") or row["station"].endswith("a_10")]
     for choice, chosen in (("all", rows), ("none", ends)):
         page.select_option("#flow-rows", choice)
@@ -160,6 +162,7 @@ def test_a_cut_counts_what_it_changes_and_what_it_hides(open_page: Open, session
     page = open_page("#/whatif")
     page.click("[data-choice=backward]")
     page.click('[data-part="head 1 0"]')
+    expect(page.locator("#cut-caption")).to_contain_text("gradients change")  # the server has done with the model
     sentence = session.sentence(TEXT)
 
     def zero(x: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@ import torch
 from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import proof as module
-from handgrad.explain.proof import CheckResults, Prover
-from handgrad.explain.session import Session
-from handgrad.model.layers import QueryKeyValue
-from handgrad.model.passes import Pass
+from conftest import OTHER_ACTIVATIONS
+from handgrad.explain_page.proofs import prover as module
+from handgrad.explain_page.proofs.prover import CheckResults, Prover
+from handgrad.explain_page.session.session import Session
+from handgrad.model.layers.linear import QueryKeyValue
+from handgrad.model.passes.arguments import Pass
 from handgrad.ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
 from handgrad.text import tokenizer
 
@@ -32,7 +33,7 @@ def failed_stations(results: CheckResults, kind: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     "shape",
     [{}, {"tied": False, "logits_bias": True, "n_blocks": 1}, {"lora": 2}, {"key_bias": False, "causal": False},
-     {"activation": "relu", "n_blocks": 1}, {"activation": "relu2", "n_blocks": 1},
+     *({"activation": name, "n_blocks": 1} for name in OTHER_ACTIVATIONS),
      LLAMA, QWEN3, SMOLLM3, SCALED, {**LLAMA, "lora": 2}, {**QWEN3, "lora": 2, "n_blocks": 1}],
 )  # fmt: skip
 def test_every_station_passes(shape: dict[str, object]) -> None:
@@ -51,7 +52,7 @@ def test_every_station_passes(shape: dict[str, object]) -> None:
 @pytest.mark.parametrize("shape", [{}, {"tied": False, "logits_bias": True}, QWEN3])
 def test_every_station_of_a_large_model_passes(shape: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer; the tables are small enough here for finite differences, which are not taken of them."""
-    monkeypatch.setattr(module, "LARGE", 0)
+    monkeypatch.setattr("handgrad.explain_page.session.session.LARGE", 0)
     session = make_session(**shape)  # type: ignore[arg-type]
     session.last_response_at = -1e9  # idle
     results = check_all(session)
@@ -147,7 +148,7 @@ def test_results_come_from_the_background_thread() -> None:
     try:
         answer = prover.request(sentence, session.by_id["blocks.0.a_3"], 60.0)
         assert answer["state"] == "done" and answer["passed"] is True
-        everything = prover.request(sentence, None, 60.0)
+        everything = prover.request_all(sentence, 60.0)
         assert all(x == {"passed": True, "state": "done"} for x in everything.values())
     finally:
         prover.stop()

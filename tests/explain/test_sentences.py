@@ -10,16 +10,21 @@ import torch
 from tiny_session import TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, captions, views, what_if
-from handgrad.explain.chances import log_chances, losses_of, standing
-from handgrad.explain.exercises import case_of
-from handgrad.explain.predictions import predict
-from handgrad.explain.proof import Prover
-from handgrad.explain.session import Session, TracedSentence
-from handgrad.explain.steps import take_step
+from handgrad.explain_page.exercises import case_of
+from handgrad.explain_page.presentation import captions
+from handgrad.explain_page.presentation.chances import log_chances, losses_of, standing
+from handgrad.explain_page.proofs import prover as provers
+from handgrad.explain_page.proofs.prover import Prover
+from handgrad.explain_page.session.session import Session, TracedSentence
+from handgrad.explain_page.views import attention as attention_view
+from handgrad.explain_page.views import overview as overview_view
+from handgrad.explain_page.views import station as station_view
+from handgrad.explain_page.views import what_if
+from handgrad.explain_page.views.predictions import predict
+from handgrad.explain_page.views.step import take_step
 from handgrad.learn.course import COURSE
 from handgrad.learn.exercises.loss import EXERCISE
-from handgrad.model.objective import MEAN_LOSS, Objective
+from handgrad.model.passes.objective import MEAN_LOSS, Objective
 
 
 def diverged(scale: float = 300.0) -> Session:
@@ -48,10 +53,10 @@ def test_losses_and_probabilities_of_a_diverged_model_are_not_rounded() -> None:
     sentence = session.sentence(TEXT)
     expected = -log_p(sentence)[range(len(TEXT) - 1), sentence.ids[1:]]
     assert expected.max() > 150  # e^−104 is the least float32
-    overview = views.overview(session, sentence)
+    overview = overview_view.overview(session, sentence)
     assert overview["losses"] == pytest.approx(expected.tolist(), rel=1e-9)
     assert overview["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
-    rows = views.at_station(session, sentence, session.by_id["loss"])
+    rows = station_view.at_station(session, sentence, session.by_id["loss"])
     typed = predict(session, TEXT, 0)
     assert typed["losses"] == pytest.approx(expected.tolist(), rel=1e-5)
     for t, (row, other) in enumerate(zip(rows["positions"][:-1], typed["positions"], strict=False)):
@@ -70,7 +75,7 @@ def test_losses_and_probabilities_of_a_diverged_model_are_not_rounded() -> None:
 def test_equal_logits_share_their_rank() -> None:
     session = undecided()
     sentence = session.sentence(TEXT)
-    view = views.at_station(session, sentence, session.by_id["loss"])
+    view = station_view.at_station(session, sentence, session.by_id["loss"])
     assert all((row["rank"], row["ties"]) == (1, 255) for row in view["positions"][:-1])
     assert "All 12 targets were equally probable" in view["loss_caption"]
     assert "together with 255 equally probable ones" in view["positions"][0]["caption"]
@@ -82,7 +87,7 @@ def test_equal_logits_share_their_rank() -> None:
 def test_one_target_is_the_only_one() -> None:
     session = make_session()
     sentence = session.sentence("ab")
-    view = views.at_station(session, sentence, session.by_id["loss"])
+    view = station_view.at_station(session, sentence, session.by_id["loss"])
     assert view["loss_caption"].startswith("The only target is ‘b’ after ‘a’ (position 1), with ⟦")
     assert "1 − p = ⟦" in view["positions"][0]["caption"]
 
@@ -95,7 +100,7 @@ def test_the_tokens_that_no_error_reaches_are_counted(objective: Objective) -> N
     for station in session.stations:
         if not station.incoming:
             continue
-        view = views.at_station(session, sentence, station)
+        view = station_view.at_station(session, sentence, station)
         for shown in (m for m in view["maps"] if m["kind"] == "delta"):
             norms = sentence.trace[shown["name"]].norm(dim=1)
             zero = [t for t in range(n) if norms[t] == 0]
@@ -138,7 +143,7 @@ def test_the_push_is_that_of_the_bars() -> None:
     session = make_session()
     for objective, count in ((MEAN_LOSS, 12), (hg.PositionLoss(3), 1)):
         sentence = session.sentence(TEXT, 0, objective)
-        row = views.at_station(session, sentence, session.by_id["loss"])["positions"][3]
+        row = station_view.at_station(session, sentence, session.by_id["loss"])["positions"][3]
         (said,) = re.findall(r"1 − p\)?(?:/(\d+))? = ⟦([\d.e-]+)⟧", row["caption"])
         assert (int(said[0] or 1), float(said[1])) == (count, pytest.approx(-sentence.trace["delta_12"][3, 101].item()))
 
@@ -155,8 +160,8 @@ def test_a_station_is_not_done_before_finite_differences(monkeypatch: pytest.Mon
     session = make_session(n_blocks=1)
     sentence, station = session.sentence(TEXT), session.by_id["a_11"]
     prover = Prover(session)
-    go, compare = threading.Event(), prover._compare_with_differences
-    monkeypatch.setattr(prover, "_compare_with_differences", lambda *x: (go.wait(60), compare(*x))[1])
+    go, compare = threading.Event(), provers.compare_with_differences
+    monkeypatch.setattr(provers, "compare_with_differences", lambda *x: (go.wait(60), compare(*x))[1])
     try:
         while (answer := prover.request(sentence, station, 0.05))["passed"] is None:
             pass
@@ -179,8 +184,8 @@ def test_the_formula_of_the_loss_station_solves_its_exercise() -> None:
     (expected,) = torch.autograd.grad(case.f(leaf), leaf)
     assert torch.allclose(expected, sentence.trace["delta_12"], atol=1e-15)
     assert "L = − 1/n Σ_t log y_pred" in EXERCISE.text
-    loss = next(s for s in views.table(session)["stations"] if s["id"] == "loss")
-    assert [r"\frac{1}{n}" in kind["forward"][0]["math"][1]["latex"] for kind in loss["by_objective"].values()] == [
+    loss = next(s for s in overview_view.table(session)["stations"] if s["id"] == "loss")
+    assert ["<mfrac>" in kind["forward"][0]["math"][1] for kind in loss["by_objective"].values()] == [
         True, False, False,
     ]  # fmt: skip
 
@@ -196,13 +201,13 @@ def test_the_exercise_of_the_loss_says_what_is_graded() -> None:
 
 
 def test_the_tokens_station_names_no_loss_where_a_difference_may_be_explained() -> None:
-    tokens = next(s for s in views.table(make_session())["stations"] if s["id"] == "a_0")
+    tokens = next(s for s in overview_view.table(make_session())["stations"] if s["id"] == "a_0")
     assert "how the explained number would change" in tokens["summary"] and "loss" not in tokens["summary"]
 
 
 def test_parts_of_characters_and_units_are_named() -> None:
     session = make_session()
-    assert session.token_text(0xE2) == "‹E2›" and views.table(session)["unit"] == "byte"
+    assert session.token_text(0xE2) == "‹E2›" and overview_view.table(session)["unit"] == "byte"
     session._texts.raw = lambda id: b"\xf0\x9f\x98"  # type: ignore[method-assign]
     assert captions.visible(session.token_text(7)) == "‹F0-9F-98›"
 
@@ -222,9 +227,9 @@ def test_a_gradient_is_0_only_if_its_entries_are() -> None:
     session, sentence = tiny_errors()
     for name, norm in sentence.trace.norms.items():
         assert norm == pytest.approx(sentence.trace[name].double().norm().item(), rel=1e-5)
-    view = views.at_station(session, sentence, session.by_id["blocks.1.a_9"])
+    view = station_view.at_station(session, sentence, session.by_id["blocks.1.a_9"])
     assert 0 < view["parameters"][0]["grad_norm"] < 1e-23 and "Exactly 0" not in view["parameters_caption"]
-    assert "smallest nonzero one" in views.overview(session, sentence)["groups_caption"]
+    assert "smallest nonzero one" in overview_view.overview(session, sentence)["groups_caption"]
     place = what_if.place_of(session, sentence, "head", 1, head=0)
     found = what_if.what_if_error(session, sentence, place)
     assert all(row["before"] and row["change"] for row in found["gradients"])
@@ -259,7 +264,7 @@ def test_equal_losses_and_errors_are_counted() -> None:
 def test_a_tied_table_is_named_at_both_places() -> None:
     for tied, layer in ((True, "embedding and logits (tied)"), (False, "embedding")):
         session = make_session(tied=tied)
-        view = views.overview(session, session.sentence(TEXT))
+        view = overview_view.overview(session, session.sentence(TEXT))
         assert [g["where"] for g in view["groups"] if g["symbol"] == "w_tok"] == [layer]
         assert [g["where"] for g in view["groups"] if g["symbol"] == "w_pos"] == ["embedding"]
         assert {g["layer"] for g in view["groups"] if g["symbol"] in ("w_tok", "w_pos")} == {"embedding"}  # one row
@@ -269,7 +274,7 @@ def test_a_tied_table_is_named_at_both_places() -> None:
 def test_the_push_in_words_is_that_of_the_bars() -> None:
     session = make_session()
     sentence = session.sentence(TEXT)
-    for row in views.at_station(session, sentence, session.by_id["loss"])["positions"][:-1]:
+    for row in station_view.at_station(session, sentence, session.by_id["loss"])["positions"][:-1]:
         (own,) = [x["delta"] for x in row["push"] if x["target"]]
         assert f"pushed up by (1 − p)/12 = ⟦{-own!r}⟧." in row["caption"]
     certain = {"token": "a", "target": "b", "probability": 1.0, "rank": 1, "ties": 0, "top": []}

@@ -14,8 +14,8 @@ import pytest
 from tiny_session import TEXT, make_session
 
 from handgrad.errors import HandgradError
-from handgrad.explain.page_files import served
-from handgrad.explain.server import Server
+from handgrad.explain_page.page_files import served
+from handgrad.explain_page.server import Server
 from handgrad.web.connection import MAX_PER_ADDRESS
 
 JSON = {"Content-Type": "application/json"}
@@ -152,7 +152,7 @@ def test_eight_clients_at_once(server: Server) -> None:
 
 def test_a_port_that_is_taken(server: Server) -> None:
     server_port = server._socket.getsockname()[1]
-    with pytest.raises(HandgradError, match="choose another with --port"):
+    with pytest.raises(HandgradError, match="choose another with port"):
         Server(make_session(n_blocks=1), server_port)
 
 
@@ -216,6 +216,23 @@ def test_a_body_without_a_length_is_rejected_unread(server: Server, head: bytes)
     client.close()
 
 
+def test_a_large_body_is_refused_before_it_has_arrived_and_is_not_the_next_request(server: Server) -> None:
+    """Closing the connection instead would reset it, and the client could lose the answer."""
+    body = HEAD.replace(b"KEY", b"") * 1000
+    client = connect(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body[: len(body) // 2])
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    assert answer.status == 413 and "at most 64,000 bytes" in json.loads(answer.read())["error"]
+    client.sendall(body[len(body) // 2 :])
+    client.sendall(
+        b"GET /api/table HTTP/1.1\r\nHost: localhost\r\nX-Handgrad-Key: " + server.key.encode() + b"\r\n\r\n"
+    )
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    assert answer.status == 200 and json.loads(answer.read())
+    client.close()
+
+
 def test_a_get_has_no_body(server: Server) -> None:
     assert call(server, "GET", "/api/table", b"x" * 10)[0] == 413
     assert call(server, "GET", "/api/table", None, {"Content-Length": "0"})[0] == 200
@@ -244,8 +261,9 @@ def test_a_slow_request_closes_its_connection(server: Server, monkeypatch: pytes
 
 def test_a_slow_response_is_not_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.web.connection.REQUEST_TIMEOUT", 0.05)
-    monkeypatch.setattr("handgrad.explain.views.table", lambda session: time.sleep(1) or {"late": True})
-    assert call(server, "GET", "/api/table")[1] == {"late": True}
+    late = "handgrad.explain_page.session.progress.Progress.report"
+    monkeypatch.setattr(late, lambda self, better: time.sleep(1) or {"late": True})
+    assert call(server, "GET", "/api/progress")[1] == {"late": True}
 
 
 def test_connections_are_limited(server: Server) -> None:

@@ -8,10 +8,12 @@ import torch
 from tiny_session import LLAMA, QWEN3, TEXT, make_session
 
 import handgrad as hg
-from handgrad.explain import attention_view, steps, views
-from handgrad.explain import session as module
-from handgrad.explain.session import ExpiredError
-from handgrad.explain.steps import take_step
+from handgrad.explain_page.session import session as module
+from handgrad.explain_page.session.session import ExpiredError
+from handgrad.explain_page.views import attention as attention_view
+from handgrad.explain_page.views import overview as overview_view
+from handgrad.explain_page.views import step as steps
+from handgrad.explain_page.views.step import take_step
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_progress_follows_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watch(name: str, value: torch.Tensor) -> None:
         record(name, value)
-        seen.append(session.progress.report())
+        seen.append(session.progress.report(None))
 
     monkeypatch.setattr(session.progress, "record", watch)
     session.sentence(TEXT)
@@ -52,7 +54,7 @@ def test_progress_follows_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] > 0.6 and all(found["busy"] for found in seen)
     places = dict.fromkeys((found["backward"], found["block"]) for found in seen)
     assert list(places) == [(False, 0), (False, 1), (True, 1), (True, 0)]
-    assert not session.progress.report()["busy"]
+    assert not session.progress.report(None)["busy"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_control_characters_are_ordinary_tokens() -> None:
     session = make_session()
     sentence = session.sentence("\0\x1b[31m\r\n\t\x7f")
     assert len(sentence.ids) == 10
-    assert views.overview(session, sentence)["tokens"][0]["label"] == "\0"
+    assert overview_view.overview(session, sentence)["tokens"][0]["label"] == "\0"
 
 
 def test_part_of_a_character_is_shown_by_its_bytes() -> None:
@@ -213,7 +215,7 @@ def test_concurrent_clients_are_independent() -> None:
     def client(text: str) -> None:
         for _ in range(3):
             sentence = session.sentence(text)
-            views.overview(session, sentence)
+            overview_view.overview(session, sentence)
             attention_view.at_head(session, sentence, 1, 1)
             found[text] = sentence.trace.loss
             take_step(session, sentence, 0.01, "SGD")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import handgrad as hg
-from handgrad.explain.session import Session, add_adapters
+from handgrad.explain_page.session.session import Session, add_adapters
 from handgrad.ops.rope_scaling import Scaling
 from handgrad.text import tokenizer
 

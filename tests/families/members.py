@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 import handgrad as hg
+from handgrad.families import FAMILIES
 from handgrad.proof.oracles import relative_error
 
 logging.set_verbosity_error()
@@ -22,14 +23,21 @@ logging.disable_progress_bar()
 
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
-LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-SMALL = {
-    "vocab_size": 29, "hidden_size": 18, "intermediate_size": 11, "num_hidden_layers": 2, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "head_dim": 4, "max_position_embeddings": 32, "rms_norm_eps": 1e-3, "sliding_window": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, **NO_TOKEN_IDS,
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+LLAMA_LIKE = tuple(family.name for family in FAMILIES.values() if family.fixed.get("positions") == "rotary")
+# by our names; a family whose heads have the width d/h takes the others
+SIZES = {
+    "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
+    "eps": 1e-3,
 }  # fmt: skip
-SMALL_GPT2 = {"vocab_size": 29, "n_positions": 32, "n_embd": 15, "n_head": 3, "n_layer": 2, **NO_TOKEN_IDS}
+EVEN_HEADS = {"d_model": 15, "n_heads": 3}
+# windows by the kind that a family's table names
+WINDOWS: dict[str, dict[str, Any]] = {
+    "every block": {"sliding_window": 4},
+    "late blocks": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
+}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
 # with heads of 16 features, frequencies of all three bands: kept, blended and divided by the factor
@@ -50,71 +58,93 @@ YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
 WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
 
 
-def _choices() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Models by name: the family and the fields in which each differs from SMALL."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {
-        f"{family}, {9 // kv} queries to a key": (family, {"num_key_value_heads": kv, "tie_word_embeddings": kv != 3})
-        for family in LLAMA_LIKE
-        for kv in (9, 3, 1)
-    }
-    for name, fields in {
-        "gpt2, tied": {},
-        "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
-        "llama, biases": {"attention_bias": True, "mlp_bias": True},
-        "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
-        "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
-        "llama, gelu gate": {"hidden_act": "gelu"},
-        "llama, tanh gate": {"hidden_act": "gelu_pytorch_tanh"},
-        "llama, linear": {"rope_parameters": LINEAR},
-        "llama, llama3": {"rope_parameters": LLAMA3, **WIDE},
-        "llama, yarn": {"rope_parameters": YARN, **WIDE},
-        "llama, yarn with a wide blend": {"rope_parameters": YARN_WIDE_BLEND, **WIDE},
-        "llama, yarn without a blend": {"rope_parameters": YARN_NO_BLEND, **WIDE},
-        "llama, yarn with options": {"rope_parameters": YARN_OPTIONS, **WIDE},
-        "mistral, window": {"sliding_window": 4},
-        "mistral, window of one": {"sliding_window": 1, "num_key_value_heads": 1},
-        "mistral, window wider than the text": {"sliding_window": 500},
-        "mistral, width not a multiple of the heads": {"hidden_size": 17},
-        "phi3, window, untied": {"sliding_window": 4, "tie_word_embeddings": False},
-        "qwen2, windows above": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
-        "qwen2, windows by layer": {
-            "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
-        "qwen3, biases": {"attention_bias": True},
-        "qwen3, windows": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},
-        "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
-        "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
-        "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
-        "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
-        "smollm3, windows where unrotated": {
-            "use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2,
-        },
-        "smollm3, biases": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
-        "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
-    }.items():  # fmt: skip
-        found[name] = (name.split(",")[0], fields)
-    return found
+def fields_of(family: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes by our names → the fields of config.json that this family has for them."""
+    return {field: sizes[ours[0]] for field, ours in FAMILIES[family].fields.items() if ours[0] in sizes}
 
 
-MEMBERS = _choices()
-TYPICAL = [
-    "gpt2, tied", "llama, 3 queries to a key", "mistral, window", "phi3, window, untied", "qwen2, windows above",
-    "qwen3, 9 queries to a key", "smollm3, windows where unrotated",
-]  # fmt: skip
+def window_of(family: str) -> dict[str, Any]:
+    """The fields that give this family windows."""
+    kind = FAMILIES[family].windows
+    assert kind in WINDOWS, f"WINDOWS in tests/families/members.py has no fields for windows of {kind!r} ({family})"
+    return WINDOWS[kind]
+
+
+def linear_layers(family: str) -> list[str]:
+    """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
+    names = FAMILIES[family].names
+    inside = [ours for ours in names if "." in ours and not ours.endswith("_norm")]
+    return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
+
+
+def _of_tables() -> Iterator[tuple[str, dict[str, Any]]]:
+    """What every family has, by its table: sharing of keys or none, biases and windows where it can have them."""
+    for name, family in FAMILIES.items():
+        if "num_key_value_heads" in family.fields:
+            for kv in (9, 3, 1):
+                fields = {"num_key_value_heads": kv, "tie_word_embeddings": kv != 3}
+                yield f"{name}, {9 // kv} queries to a key", fields
+        else:
+            yield f"{name}, tied", {}
+        if biases := [field for field in ("attention_bias", "mlp_bias") if field in family.fields]:
+            yield f"{name}, biases", dict.fromkeys(biases, True)
+        if family.windows:
+            yield f"{name}, window", window_of(name)
+
+
+# Models by name, which begins with the family: the fields in which each differs from a small one.
+MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
+    "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+    "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
+    "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
+    "llama, gelu gate": {"hidden_act": "gelu"},
+    "llama, tanh gate": {"hidden_act": "gelu_pytorch_tanh"},
+    "llama, linear": {"rope_parameters": LINEAR},
+    "llama, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "llama, yarn": {"rope_parameters": YARN, **WIDE},
+    "llama, yarn with a wide blend": {"rope_parameters": YARN_WIDE_BLEND, **WIDE},
+    "llama, yarn without a blend": {"rope_parameters": YARN_NO_BLEND, **WIDE},
+    "llama, yarn with options": {"rope_parameters": YARN_OPTIONS, **WIDE},
+    "mistral, window of one": {"sliding_window": 1, "num_key_value_heads": 1},
+    "mistral, window wider than the text": {"sliding_window": 500},
+    "mistral, width not a multiple of the heads": {"hidden_size": 17},
+    "phi3, window, untied": {"sliding_window": 4, "tie_word_embeddings": False},
+    "qwen2, windows by layer": {
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen2, yarn": {"rope_parameters": YARN_FACTOR, **WIDE},
+    "qwen3, yarn": {"rope_parameters": YARN_ONE_SCALE, **WIDE},
+    "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
+    "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
+    "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
+    "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+}  # fmt: skip
+
+
+def family_of(name: str) -> str:
+    return name.partition(",")[0]
+
+
+PLAIN = {
+    family: next(n for n in MEMBERS if family_of(n) == family and n.split()[1] in ("3", "tied")) for family in FAMILIES
+}
+TYPICAL = [f"{name}, window" if family.windows else PLAIN[name] for name, family in FAMILIES.items()]
 
 
 def transformers_model(name: str, **changes: Any) -> Any:
     """The member in float64, with norms not 1 and biases not 0: errors would be invisible in a new model."""
-    family, fields = MEMBERS[name]
-    base = SMALL_GPT2 if family == "gpt2" else SMALL
-    config = AutoConfig.for_model(family, **copy.deepcopy({**base, **fields, **changes}))
+    family = family_of(name)
+    sizes = SIZES if "head_dim" in FAMILIES[family].fields else SIZES | EVEN_HEADS
+    others: dict[str, Any] = {"sliding_window": None, "rope_parameters": ROPE} if family in LLAMA_LIKE else {}
+    fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | MEMBERS[name] | changes
+    config = AutoConfig.for_model(family, **copy.deepcopy(fields))
     network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    randomise(network)
+    randomize(network)
     return in_float64(network)
 
 
-def randomise(network: torch.nn.Module) -> None:
+def randomize(network: torch.nn.Module) -> None:
     """Turn the network to float64 and add N(0, 0.3²) to every parameter."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -10,8 +10,10 @@ from members import (
     LIMIT,
     TYPICAL,
     batch,
+    family_of,
     from_folder,
     in_float64,
+    linear_layers,
     their_gradients,
     their_logits,
     transformers_model,
@@ -24,18 +26,13 @@ import handgrad as hg
 from conftest import perturb
 from handgrad.proof.oracles import relative_error
 
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LAYERS = {
-    "gpt2": ["c_attn", "c_fc", "attn.c_proj", "mlp.c_proj"],
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-}
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "dora": {"use_dora": True}}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about names of GPT-2's layers and about DoRA
 
 
 def layers_of(name: str) -> list[str]:
-    return LAYERS.get(name.split(",")[0], LINEAR)
+    return linear_layers(family_of(name))
 
 
 def factors(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -122,7 +119,8 @@ def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_pat
     transformers_model("llama, 3 queries to a key").save_pretrained(tmp_path / "m")
     model = hg.load(tmp_path / "m", dtype="float64")
     names = hg.lora.inject(model, rank=2)
-    assert {n.rpartition(".")[2] for n in names} == set(LINEAR) and len(names) == 14
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert sorted(n.rpartition(".")[2] for n in names) == sorted(2 * layers)
 
 
 @pytest.mark.parametrize(("name", "saved"), [("llama", "norm"), ("llama", "mlp"), ("qwen3", "norm"), ("gpt2", "ln_f")])

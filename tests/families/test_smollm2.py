@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import handgrad as hg
-from handgrad.files.gguf import dequantise, open_gguf
-from handgrad.formats.gguf import read_model
 from handgrad.formats.models import tokenizer_of
+from handgrad.gguf.file import dequantize, open_gguf
+from handgrad.gguf.model import read_model
 from handgrad.proof.oracles import relative_error
 from handgrad.text import downloads
 from handgrad.tolerances import FINITE_DIFFERENCE_TOLERANCE
@@ -76,7 +76,7 @@ def test_configuration_and_tensors_equal_those_of_transformers(theirs: Any, path
     assert tensors["model.layers.3.mlp.up_proj.weight"].kind == "Q4_1"
     assert tensors["model.embed_tokens.weight"].kind == "Q8_0"
     for name, stored in tensors.items():
-        assert torch.equal(dequantise(stored), weights[name]), name
+        assert torch.equal(dequantize(stored), weights[name]), name
     packed = sum(stored.data.numel() for stored in tensors.values())
     assert packed == sum(stored.data.numel() for stored in file.tensors.values()) < 97e6
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
-from conftest import handgrad, make_batch, make_model, perturb, save_as_others
-from handgrad.adapters.config import LoRAConfig
-from handgrad.adapters.lora import LoRA
+from conftest import OTHER_ACTIVATIONS, handgrad, make_batch, make_model, perturb, save_as_others
 from handgrad.checks import LIMITS
+from handgrad.families.family import ACTIVATIONS
 from handgrad.files.manifest import FILE
 from handgrad.inference.model_text import model_text
+from handgrad.lora.config import LoRAConfig
+from handgrad.lora.layer import LoRA
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
 from handgrad.training.config import FinetuneOptions, TrainOptions
@@ -30,9 +31,9 @@ from tiny_gguf import write_tiny_smollm2
 SHAPES = [
     {},
     {"tied": False},
-    {"d_hidden": 7, "activation": "relu"},
-    {"n_heads": 1, "eps": 1e-3, "activation": "gelu"},
-    {"activation": "relu2"},
+    {"d_hidden": 7},
+    {"n_heads": 1, "eps": 1e-3},
+    *({"activation": name} for name in OTHER_ACTIVATIONS),
 ]
 
 
@@ -315,9 +316,9 @@ def make_transformers_model(shape: dict[str, Any]) -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"tie_word_embeddings": False}, {"n_head": 1, "n_layer": 1}, {"n_inner": 20, "activation_function": "relu"},
-     {"layer_norm_epsilon": 1e-3, "activation_function": "gelu", "n_layer": 3, "n_embd": 20, "n_head": 5},
-     {"activation_function": "relu2"}],
+    [{}, {"tie_word_embeddings": False}, {"n_head": 1, "n_layer": 1}, {"n_inner": 20},
+     {"layer_norm_epsilon": 1e-3, "n_layer": 3, "n_embd": 20, "n_head": 5},
+     *({"activation_function": theirs} for theirs, ours in ACTIVATIONS.items() if ours in OTHER_ACTIVATIONS)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -13,6 +13,7 @@ from conftest import make_model, perturb
 from families.members import transformers_model
 from handgrad.inference import attribution
 from handgrad.model.gpt import GPT
+from handgrad.model.inspect.trace import record_pass
 from handgrad.proof.oracles import differentiate, finite_difference, relative_error
 
 LIMIT = 1e-10
@@ -66,7 +67,7 @@ def test_the_loss_of_these_targets_has_the_same_signal() -> None:
     ids = torch.tensor([1, 5, 2, 9, 10, 3])
     targets = torch.tensor([-100, -100, 9, 10, -100])
     recorded: dict[str, Tensor] = {}
-    loss = model.loss_and_grads(ids[:-1], targets, [5], record=recorded.__setitem__, all_signals=True)
+    loss = record_pass(model, ids[:-1], targets, [5], record=recorded.__setitem__)
     found = hg.attribute(model, ids, [4, 3])
     assert found.logprob == pytest.approx(-2 * loss, rel=1e-12)
     assert relative_error(found.gradient[:5], -2 * recorded["blocks.0.delta_1"]) <= LIMIT

@@ -9,7 +9,7 @@ import torch
 import handgrad as hg
 from conftest import perturb
 from handgrad.formats.models import chat_template_of
-from handgrad.inference.chat import Chat
+from handgrad.inference.conversation import Chat
 from handgrad.inference.sampling import Sampling
 from tiny_chat import write_chat_model
 

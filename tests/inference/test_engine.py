@@ -8,12 +8,12 @@ import torch
 
 import handgrad as hg
 from conftest import make_model
-from families.members import MEMBERS, TYPICAL, transformers_model
+from families.members import TYPICAL, family_of, transformers_model
 from handgrad import optim
-from handgrad.adapters.named import load_named, weights_of
 from handgrad.inference import kv_cache
 from handgrad.inference.engine import Engine, Options, Sampling, Sequence
 from handgrad.kernels import library
+from handgrad.lora.named import load_named, weights_of
 from handgrad.model.gpt import GPT
 from handgrad.plan.estimate import make_plan
 from handgrad.proof.oracles import count_multiply_adds
@@ -61,7 +61,7 @@ def test_uneven_prompts_equal_transformers(name: str, tmp_path: Path) -> None:
     found = [engine.add(prompt, Options(14)) for prompt in prompts]
     run(engine)
     assert [x.new for x in found] == expected
-    assert MEMBERS[name][0] == ours.config.family
+    assert family_of(name) == ours.config.family
 
 
 def test_repetition_penalty_equals_transformers(tmp_path: Path) -> None:

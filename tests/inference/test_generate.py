@@ -69,7 +69,7 @@ def test_full_context_ends_a_sequence() -> None:
     assert all(x.ids == ids[: len(x.ids)] for x, ids in zip(found, long, strict=True))
     assert hg.generate(model, [1] * 8, 1) and hg.generate(model, torch.ones(2, 8, dtype=torch.int64), 9).shape == (2, 1)
     with pytest.raises(
-        hg.HandgradError, match=r'has 9 tokens, and the context 8: shorten it, or.*context_full="slide"'
+        hg.HandgradError, match=r"has 9 tokens, and the context 8: shorten it, or.*context_full='slide'"
     ):
         hg.generate(model, [1] * 9, 1)
 

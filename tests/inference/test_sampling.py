@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.generation import logits_process
 
 from handgrad.inference import sampling
 from handgrad.inference.processors import penalize
-from handgrad.inference.sampling import Sampling, choose, probabilities
+from handgrad.inference.sampling import Sampling, candidates_of, choose
 
 ONE_BY_ONE = [
     {}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": 500}, {"top_p": 0.7},
@@ -20,6 +21,12 @@ COMBINED = [
     {"temperature": 1.5, "top_k": 15, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
 ]  # fmt: skip
 SEEN = [[0, 3, 3, 8], [1], [20, 19, 0, 5, 5]]
+
+
+def probabilities(logits: Tensor, chosen: Sampling) -> Tensor:
+    """(B, V): those with which each id is chosen, in float64."""
+    candidates, p = candidates_of(logits, chosen)
+    return p if candidates is None else p.new_zeros(logits.shape).scatter_(1, candidates, p)
 
 
 def logits_of(rows: int = 3, n_vocab: int = 23) -> torch.Tensor:

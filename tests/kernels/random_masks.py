@@ -1,17 +1,14 @@
 """Attention on random masks: compiled kernels, torch's tiles and the plain formula agree.
 
     python tests/kernels/random_masks.py 2000
-    python tests/kernels/random_masks.py 2000 --sanitize    with kernels that report reads and writes outside of a tensor
+    HANDGRAD_MASKS=2000 make kernels-check    with kernels that report reads and writes outside of a tensor
 
 A case has sequences with queries in all rows, in some, or in rows that do not follow each other; padding on the left, on the
 right or both, rows that see no key, and keys that no row sees; windows, groups of queries, odd widths.
 """
 
 import argparse
-import os
 import random
-import subprocess
-import sys
 
 import torch
 from torch import Tensor
@@ -153,28 +150,10 @@ def check_cases(count: int, first: int = 0) -> dict[str, int]:
     return kinds
 
 
-def sanitized() -> None:
-    """Compile kernels with gcc's checks of addresses and undefined behavior; the process starts again with their library."""
-    if "libasan" not in os.environ.get("LD_PRELOAD", ""):
-        found = subprocess.run(
-            ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-        ).stdout
-        os.environ |= {
-            "LD_PRELOAD": found.strip(), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1",
-            "CC": "gcc", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    kept = [flag for flag in library.FLAGS if flag != "-O3"]
-    library.FLAGS = (*kept, "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--sanitize", action="store_true")
     options = parser.parse_args()
-    if options.sanitize:
-        sanitized()
     assert library.load(torch.float64) is not None, "no kernels: is there a C compiler?"
     print(f"{options.count:,} cases agree:", check_cases(options.count, options.first))

@@ -12,12 +12,12 @@ import handgrad as hg
 from handgrad.errors import HandgradError
 from handgrad.inference.engine import Engine, Options
 from handgrad.inference.kv_cache import Cache
-from handgrad.kernels import calls, library
-from handgrad.model.token_block import describe
+from handgrad.inference.token_block import describe
+from handgrad.kernels import calls, compiler, library
 from handgrad.ops import attention, layernorm, linear, loss, rotary
 from kernels.random_masks import check_cases
 
-if library.compiler() is None:
+if compiler.command() is None:
     pytest.skip("LEFT OUT: no C compiler, so there are no kernels to test", allow_module_level=True)
 
 CASES = int(os.environ.get("HANDGRAD_MASKS", "100"))

@@ -1,11 +1,7 @@
-"""Compiled kernels against the torch code of the same op, on odd shapes and views; what happens without a compiler."""
+"""Compiled kernels against the torch code of the same op, on odd shapes and views."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +10,11 @@ from torch import Tensor
 import handgrad as hg
 from conftest import ROUNDING
 from handgrad.inference.kv_cache import Cache
-from handgrad.kernels import calls, library
+from handgrad.kernels import calls, compiler, library
 from handgrad.ops import activation, attention, gated, layernorm, linear, loss, rmsnorm, rotary
 from handgrad.proof.oracles import relative_error
 
-if library.compiler() is None:
+if compiler.command() is None:
     pytest.skip("LEFT OUT: no C compiler, so there are no kernels to test", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.float64]
@@ -60,7 +56,6 @@ def ops(n: int, w: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         "rmsnorm backward": lambda: rmsnorm.backward(delta, rms_bar, rms.inv_rms, gain),
         "rmsnorm gradient": lambda: rmsnorm.grad_w(delta, rms_bar, None),
         "rotation": lambda: (rotary.forward(heads, cos, sin), rotary.backward(heads[:, :2], cos, sin)),
-        "interleaved": lambda: rotary.forward(heads, cos, sin, interleaved=True),
         "in place": lambda: rotary.forward(y := heads.clone(), cos, sin, into=y),
         "loss": lambda: loss.forward_and_delta(delta.clone(), targets, 0.3),
     }
@@ -248,49 +243,6 @@ def test_what_has_no_kernel_is_computed_by_torch() -> None:
     assert not calls.fits(x.to("meta"))
     with library.disabled():
         assert not calls.fits(x)
-
-
-TRAIN = """
-import torch, handgrad as hg
-from handgrad.kernels import library
-model = hg.GPT(hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1), seed=0)
-tokens = torch.arange(10)[None] % 11
-before = library.prepared(torch.float32)
-said = []
-library.prepare(torch.float32, said.append)
-used = library.allowed() and library.load(torch.float32) is not None
-print(model.loss_and_grads(tokens, tokens), before, used, len(said))
-"""
-
-
-def train(cache: Path, processes: int = 1, **environment: str) -> list[list[str]]:
-    """The loss, whether nothing had to be compiled, whether kernels were used, and the number of messages, in processes that
-    start together."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN], env=os.environ | {"HANDGRAD_CACHE": str(cache), **environment},
-            stdout=subprocess.PIPE, text=True,
-        ) for _ in range(processes)
-    ]  # fmt: skip
-    return [run.communicate()[0].split() for run in runs]
-
-
-def test_compiled_once_by_processes_that_start_together_and_used_again(tmp_path: Path) -> None:
-    (first, second), made = train(tmp_path, 2), list((tmp_path / "kernels").iterdir())
-    assert first == second and first[1:] == ["False", "True", "1"] and len(made) == 1
-    assert train(tmp_path) == [[first[0], "True", "True", "0"]]
-    assert list((tmp_path / "kernels").iterdir()) == made
-
-
-@pytest.mark.parametrize("environment", [{"CC": "false"}, {"PATH": "/nonexistent"}, {"HANDGRAD_KERNELS": "0"}])
-def test_without_a_compiler_torch_computes_the_same(environment: dict[str, str], tmp_path: Path) -> None:
-    ((loss, prepared, used, said),) = train(tmp_path, **environment)
-    assert prepared == "True" and used == "False"  # nothing to compile, nothing compiled
-    assert said == ("0" if "HANDGRAD_KERNELS" in environment else "1"), "a missing compiler is reported"
-    config = hg.preset("nano", n_vocab=11, d_model=8, n_heads=2, n_blocks=1)
-    tokens = torch.arange(10)[None] % 11
-    assert float(loss) == pytest.approx(hg.GPT(config, seed=0).loss_and_grads(tokens, tokens), rel=1e-5)
-    assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

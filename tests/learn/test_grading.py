@@ -7,7 +7,7 @@ from answers import RIGHT, WRONG
 from handgrad.learn.as_json import exercise_json, grade_json
 from handgrad.learn.course import COURSE, file_text, find
 from handgrad.learn.grading import MAX_CODE, grade
-from handgrad.proof.ledger.check import RandomInputs
+from handgrad.ledger.check import RandomInputs
 from handgrad.proof.oracles import differentiate, relative_error
 from handgrad.sandbox.tensor_client import Limits
 
@@ -16,8 +16,9 @@ QUICK = Limits(cpu=0.3, wall=20.0, memory=300_000_000)
 
 
 def test_the_course_has_twelve_exercises_from_softmax_to_a_block() -> None:
-    assert len(COURSE) == 12 and next(iter(COURSE)) == "softmax" and list(COURSE)[-1] == "block"
-    assert set(RIGHT) == set(COURSE)
+    names = list(COURSE)
+    assert len(names) == 12 and (names[0], names[-1]) == ("softmax", "block"), names
+    assert set(RIGHT) == set(COURSE), "tests/learn/answers.py has a right answer to every exercise"
     for exercise in COURSE.values():
         assert len(exercise.hints) >= 3 and exercise.text and exercise_json(exercise)["starter"]
 

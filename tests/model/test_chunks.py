@@ -5,7 +5,7 @@ import torch
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.model.trace import gradients
+from handgrad.model.inspect.trace import gradients
 from handgrad.proof.oracles import relative_error
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from conftest import make_batch, make_model, perturb
-from handgrad.model.example_gradients import ExampleNorms, ExamplePairs, ExamplesAgainst
+from handgrad.model.passes.example_gradients import ExampleNorms, ExamplePairs, ExamplesAgainst
 from handgrad.ops import loss, per_example
 from handgrad.proof.oracles import relative_error
 
@@ -155,7 +155,7 @@ def test_a_tied_head_in_groups_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ExampleNorms()
     model.loss_and_grads(tokens, targets, LENGTHS, examples=expected)
     for rows in (1, 3, 8):
-        monkeypatch.setattr("handgrad.model.readout.LOGITS_AT_ONCE", rows * model.config.n_vocab)
+        monkeypatch.setattr("handgrad.model.passes.readout.LOGITS_AT_ONCE", rows * model.config.n_vocab)
         for kind in (ExampleNorms(), ExamplePairs()):
             model.loss_and_grads(tokens, targets, LENGTHS, examples=kind)
             found = kind.result() if isinstance(kind, ExampleNorms) else kind.result().diagonal().sqrt()

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import handgrad as hg
-from conftest import TOLERANCE, make_batch, make_model
-from handgrad.adapters.lora import LoRA
+from conftest import OTHER_ACTIVATIONS, TOLERANCE, make_batch, make_model
+from handgrad.lora.layer import LoRA
 from handgrad.ops import attention
 from handgrad.optim import OptimizerInBackward
 from handgrad.paper import transformer
@@ -28,9 +28,7 @@ SHAPES = {
     "tied with bias": {"logits_bias": True},
     "no b_k": {"key_bias": False},
     "not causal": {"causal": False},
-    "relu": {"activation": "relu"},
-    "relu2": {"activation": "relu2"},
-    "gelu": {"activation": "gelu"},
+    **{name: {"activation": name} for name in OTHER_ACTIVATIONS},
     "large ε": {"eps": 0.1},
 }
 LENGTHS = {"one token": [1], "one sequence": [8], "uneven": [5, 1, 9], "equal": [6, 6]}
@@ -185,7 +183,7 @@ def test_chunked_logits_give_same_loss_and_gradients(monkeypatch: pytest.MonkeyP
     tokens, targets = make_batch(model, [13])
     loss = model.loss_and_grads(tokens, targets)
     expected = take_grads(model)
-    monkeypatch.setattr("handgrad.model.readout.LOGITS_AT_ONCE", 3 * 11)
+    monkeypatch.setattr("handgrad.model.passes.readout.LOGITS_AT_ONCE", 3 * 11)
     assert model.loss_and_grads(tokens, targets) == pytest.approx(loss, rel=1e-14)
     assert_grads_equal(model, expected)
 

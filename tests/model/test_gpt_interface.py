@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import handgrad as hg
 from conftest import make_batch, make_model
 from handgrad.kernels import library
-from handgrad.model.objective import PositionLoss
+from handgrad.model.passes.objective import PositionLoss
 from handgrad.optim import OptimizerInBackward
 
 # ── invalid input ─────────────────────────────────────────────────────────────────────────────────────────────────────

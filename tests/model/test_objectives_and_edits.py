@@ -9,10 +9,11 @@ from torch import Tensor
 
 import handgrad as hg
 from conftest import make_batch, perturb
-from handgrad.model.objective import MEAN_LOSS, Objective
-from handgrad.model.trace import gradients
+from handgrad.model.inspect.trace import gradients
+from handgrad.model.passes.objective import MEAN_LOSS, Objective
+from handgrad.model.steps import signal
 from handgrad.proof.oracles import finite_difference, relative_error
-from handgrad.proof.reference import ReferenceModel
+from handgrad.proof.reference_model import ReferenceModel
 
 LIMIT = 1e-10
 LENGTHS = [6, 4]
@@ -43,7 +44,7 @@ def by_autograd(batch: Any, objective: Objective, visit: Visit = lambda name, x:
 
     def watched(start: int, name: str, x: Tensor) -> Tensor:
         x = visit(name, x)
-        seen.setdefault(name, []).append(x)
+        seen.setdefault(signal(name), []).append(x)
         return x
 
     parameters = list(model.parameters())
@@ -143,7 +144,7 @@ def test_an_edited_activation_equals_autograd(name: str, place: str) -> None:
     fn = lambda a: torch.where(torch.arange(a.shape[1]) % 2 == 0, 0.0, a * a)  # noqa: E731
 
     def visit(name: str, x: Tensor) -> Tensor:
-        return x + (fn(x) - x).detach() if name == f"blocks.0.delta_{place}" else x
+        return x + (fn(x) - x).detach() if name == f"blocks.0.a_{place}" else x
 
     value, expected = by_autograd(batch, OBJECTIVES[2], visit)
     trace = hg.trace(*batch, objective=OBJECTIVES[2], edit={f"blocks.0.a_{place}": fn})
@@ -159,7 +160,7 @@ def test_an_edited_error_signal_equals_autograd(name: str, place: str) -> None:
     fn = lambda delta: delta * (torch.arange(delta.shape[1]) % 3 > 0)  # noqa: E731
 
     def visit(name: str, x: Tensor) -> Tensor:
-        if name == f"blocks.1.delta_{place}":
+        if name == f"blocks.1.a_{place}":
             x.register_hook(fn)
         return x
 

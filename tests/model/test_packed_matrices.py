@@ -1,7 +1,6 @@
 """Matrices that stay packed, and the buffers they are unpacked into."""
 
 import copy
-import threading
 from pathlib import Path
 
 import gguf
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from handgrad.errors import HandgradError
-from handgrad.model.packed import Packed, Scratch
+from handgrad.model.storage.packed import Packed
+from handgrad.model.storage.weights import STORED, Scratch
 from handgrad.ops import packed as ops
 
 
@@ -27,7 +27,7 @@ def test_unpacks_what_gguf_unpacks() -> None:
     expected = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_1))
     matrix = Packed(torch.from_numpy(data), "Q4_1", (7, 96))
     assert same(matrix.unpack(), expected)
-    assert same(matrix.tensor(), expected)
+    assert same(STORED.unpacked(matrix, torch.float32), expected)
     assert same(matrix.unpack(dtype=torch.float64), expected.double())
     buffer = torch.empty(7, 96)
     assert matrix.unpack(buffer) is buffer
@@ -74,61 +74,51 @@ def test_a_model_leaves_the_bytes_alone() -> None:
     for changed in (layer.double(), layer.to(torch.bfloat16), copy.deepcopy(layer)):
         assert torch.equal(changed.packed.data, before)
         assert changed.packed.data.data_ptr() == layer.packed.data.data_ptr()
-        assert same(changed.packed.tensor(), expected)
+        assert same(changed.packed.unpack(), expected)
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert copy.deepcopy(layer).scratch is not layer.scratch
 
 
 def test_blocks_take_turns_in_the_same_buffers() -> None:
-    scratch = Scratch()
+    scratch, f32, f64 = Scratch(), torch.float32, torch.float64
     blocks = [[q8(5, 64, seed), q8(5, 64, seed + 10), q8(3, 32, seed)] for seed in range(3)]
     seen = set()
     for block in blocks:
-        with scratch.unpacked():
-            first = [matrix.tensor() for matrix in block]
-            assert [m.tensor().data_ptr() for m in block] == [t.data_ptr() for t in first]  # once, however often read
+        with scratch.fetch() as weights:
+            first = [weights.unpacked(matrix, f32) for matrix in block]
+            assert all(
+                weights.unpacked(m, f32) is x for m, x in zip(block, first, strict=True)
+            )  # once, however often read
             for matrix, tensor in zip(block, first, strict=True):
                 assert same(tensor, matrix.unpack())
             seen.add(frozenset(t.data_ptr() for t in first))
-            assert same(block[0].tensor(torch.float64), block[0].unpack(dtype=torch.float64))
+            assert same(weights.unpacked(block[0], f64), block[0].unpack(dtype=f64))
             assert scratch.nbytes == 0
     assert len(seen) == 1
     assert len(*seen) == 3
     assert scratch.nbytes == 4 * (2 * 5 * 64 + 3 * 32) + 8 * 5 * 64  # the last in float64
     pointers = next(iter(seen))
-    assert blocks[0][0].tensor().data_ptr() not in pointers  # outside, a new tensor
+    assert STORED.unpacked(blocks[0][0], f32).data_ptr() not in pointers  # a new tensor
     scratch.clear()
     assert scratch.nbytes == 0
 
 
-def test_buffers_are_returned_after_an_error_and_nest() -> None:
-    scratch, a, b = Scratch(), q8(seed=1), q8(seed=2)
-    with pytest.raises(RuntimeError), scratch.unpacked():
-        a.tensor()
+def test_buffers_are_returned_after_an_error_and_are_not_shared_while_in_use() -> None:
+    scratch, a, b, f32 = Scratch(), q8(seed=1), q8(seed=2), torch.float32
+    with pytest.raises(RuntimeError), scratch.fetch() as weights:
+        weights.unpacked(a, f32)
         raise RuntimeError
     assert scratch.nbytes == 4 * 5 * 64
-    with scratch.unpacked():
-        outer = a.tensor()
-        with scratch.unpacked():
-            assert a.tensor() is outer
-            assert same(b.tensor(), b.unpack())
-            assert b.tensor().data_ptr() != outer.data_ptr()
-        with scratch.unpacked():
-            assert same(a.tensor(torch.float64), a.unpack(dtype=torch.float64))
-        assert same(outer, a.unpack())
-        assert a.tensor() is outer
-
-
-def test_threads_do_not_share_buffers() -> None:
-    scratch, a = Scratch(), q8()
-    found = []
-    with scratch.unpacked():
-        thread = threading.Thread(target=lambda: found.append(a.tensor()))
-        thread.start()
-        thread.join()
-        assert found[0].data_ptr() != a.tensor().data_ptr()
-        assert same(found[0], a.tensor())
+    with scratch.fetch() as outer:
+        first = outer.unpacked(a, f32)
+        with scratch.fetch() as inner:
+            assert same(inner.unpacked(b, f32), b.unpack())
+            assert inner.unpacked(b, f32).data_ptr() != first.data_ptr()
+        with scratch.fetch() as inner:
+            assert same(inner.unpacked(a, torch.float64), a.unpack(dtype=torch.float64))
+        assert same(first, a.unpack())
+        assert outer.unpacked(a, f32) is first
 
 
 def test_bad_matrices_are_refused() -> None:

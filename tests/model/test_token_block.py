@@ -10,11 +10,11 @@ import handgrad as hg
 from conftest import ROUNDING
 from families.members import MEMBERS, transformers_model
 from handgrad.inference.kv_cache import Cache
+from handgrad.inference.token_block import describe
 from handgrad.kernels import library
 from handgrad.model.gpt import GPT
-from handgrad.model.lowbit import quantize
-from handgrad.model.passes import Pass
-from handgrad.model.token_block import describe
+from handgrad.model.passes.arguments import Pass
+from handgrad.model.storage.quantize import quantize
 from handgrad.proof.oracles import relative_error
 
 LENGTHS = [3, 1, 9]
@@ -89,3 +89,10 @@ def test_what_has_no_kernel() -> None:
     assert describe(hg.GPT(hg.preset("nano"), dtype="bfloat16")) is None
     with library.disabled():
         assert describe(hg.GPT(hg.preset("nano"))) is None
+
+
+def test_an_activation_that_the_kernel_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hg.GPT(hg.preset("nano", n_blocks=1), seed=0)
+    monkeypatch.setattr("handgrad.kernels.token_block.activation", lambda g: 7)
+    with pytest.raises(hg.HandgradError):
+        both_ways(model)

@@ -2,7 +2,9 @@
 
 HANDGRAD_CHANGES sets the number of random combinations (default 40)."""
 
+import contextlib
 import copy
+import importlib.util
 import os
 import random
 import threading
@@ -11,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from changes import CHANGES, KINDS, Change, batch_of, model_of, surroundings, with_adapter
+from changes import CHANGES, FIELDS, KINDS, Change, batch_of, model_of, surroundings, with_adapter
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import handgrad as hg
+from handgrad.families import FAMILIES
+from handgrad.nn import replacement
 from handgrad.ops import attention as heads_op
 from handgrad.proof.oracles import relative_error
 from handgrad.tolerances import NORM_FLOOR, TOLERANCE
@@ -433,3 +438,55 @@ def test_factors_narrower_than_their_layer_do_not_round_it(dora: bool) -> None:
     for lora, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         assert_equal(*({k: v for k, v in x.items() if ("lora" in k) == lora} for x in (found, expected)), dtype)
     assert all(x.dtype == torch.bfloat16 for name, x in found.items() if "lora" in name)
+
+
+# ── dropout ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_dropout_without_a_hand_derived_layer_is_left_to_torch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Starcoder2's feed-forward layers, which is a number; as if the family were one of ours."""
+    monkeypatch.setattr(replacement, "MODULES", {"transformers.models.starcoder2.modeling_starcoder2"})
+    torch.manual_seed(0)
+    fields = {**FIELDS, "residual_dropout": 0.0, "hidden_act": "gelu_pytorch_tanh"}
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("starcoder2", **fields)).train()
+    model = copy.deepcopy(plain)
+
+    def drop() -> None:
+        for x in (plain, model):
+            x.model.layers[1].mlp.residual_dropout = 0.4
+
+    if when == "before":
+        drop()
+    result = hg.nn.replace(model)
+    if when == "after":
+        drop()
+    reason = "residual_dropout 0.4, which has no hand-derived layer"
+    name = "model.layers.1.mlp"
+    assert (name in result.replaced) == (when != "before") and (reason in result.left.get(name, "")) == (
+        when == "before"
+    )
+    with pytest.warns(UserWarning, match=reason) if when == "after" else contextlib.nullcontext():
+        found = outcome(model, BATCH, 0)
+    assert_equal(found, outcome(plain, BATCH, 0))
+    assert sum(result.fallbacks.values()) == (when == "after")
+    fallbacks = dict(result.fallbacks)
+    assert_equal(*(outcome(x.eval(), BATCH, 0) for x in (model, plain)))  # nothing is dropped
+    assert result.fallbacks == fallbacks
+
+
+def test_feed_forward_layers_of_another_form_are_left() -> None:
+    plain, model = pair("llama")
+    for x in (plain, model):
+        x.model.layers[0].mlp.more = nn.Identity()
+    result = hg.nn.replace(model)
+    reason = "no hand-derived feed-forward layer of gate_proj, up_proj, down_proj, more"
+    assert result.left["model.layers.0.mlp"] == reason and result.replaced["model.layers.1.mlp"] == "feed-forward"
+    assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
+
+
+def test_parts_are_found_for_every_family() -> None:
+    """Their modules of transformers follow from the table of families."""
+    assert set(FAMILIES) == {name.split(".")[2] for name in replacement.MODULES}
+    for name in replacement.MODULES:
+        assert importlib.util.find_spec(name) is not None, name

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import handgrad as hg
 from conftest import ROUNDING
 from handgrad.errors import HandgradError
-from handgrad.model import readout
+from handgrad.model.passes import readout
 
 Function = Callable[..., Tensor]
 

@@ -75,3 +75,11 @@ def test_squared_relu_at_zero_and_where_numbers_are_not_finite() -> None:
     assert ours[0, :4].tolist() == value[0, :4].tolist() == fast.forward(x, "relu2")[0, :4].tolist() == [0.0] * 4
     assert ours[0, 4].isnan() and value[0, 4].isnan() and fast.forward(x, "relu2")[0, 4].isnan()
     assert fast.backward(torch.ones(1, 1), torch.tensor([[torch.inf]]), "relu2")[0].item() == torch.inf
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="unknown activation 'swish'"):
+        fast.forward(x, "swish")
+    with pytest.raises(KeyError):
+        fast.backward(x, x, "swish")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conftest import ROUNDING, SCALES, rounded
+from handgrad.families.family import ACTIVATIONS
 from handgrad.ops import activation
 from handgrad.ops import gated as fast
 from handgrad.paper import gated as plain
@@ -110,7 +111,7 @@ def test_silu_at_zero_and_where_it_saturates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hidden_act"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")]
+    ("hidden_act", "name"), [(theirs, ours) for theirs, ours in ACTIVATIONS.items() if ours in plain.NAMES]
 )
 def test_feed_forward_is_that_of_transformers(name: str, hidden_act: str) -> None:
     """Output and all gradients of Llama's feed-forward part"""

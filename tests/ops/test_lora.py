@@ -61,7 +61,7 @@ def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
         assert x.dtype == dtype and relative_error(x, y) <= ROUNDING[dtype], name
 
 
-def test_gradient_of_a_magnitude_with_cancelling_terms() -> None:
+def test_gradient_of_a_magnitude_with_canceling_terms() -> None:
     """Σ Δ ∘ z over terms that nearly cancel: of products rounded to bfloat16, mostly rounding would remain."""
     delta, z = torch.ones(1000, 1).bfloat16(), (100 + torch.rand(1000, 1)).bfloat16()
     delta[::2] = -1.0078125

@@ -63,37 +63,35 @@ def llama_config(d_rho: int, base: float, scaling: dict[str, Any]) -> LlamaConfi
 # ── the rotation ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("n", "h", "d_rho", "m"), [(1, 1, 2, 1.0), (7, 3, 10, 1.0), (13, 2, 6, 1.3)])
-def test_equal_to_the_paper(n: int, h: int, d_rho: int, m: float, interleaved: bool) -> None:
+def test_equal_to_the_paper(n: int, h: int, d_rho: int, m: float) -> None:
     x, delta, positions, theta = make(n, h, d_rho)
     before = x.clone(), delta.clone()
     cos, sin = fast.angles(positions, theta, m)
     tables = cos.clone(), sin.clone()
-    y, back = fast.forward(x, cos, sin, interleaved), fast.backward(delta, cos, sin, interleaved)
+    y, back = fast.forward(x, cos, sin), fast.backward(delta, cos, sin)
     for head in range(h):
-        expected = plain.forward(x[:, head], positions, theta, interleaved, m)
+        expected = plain.forward(x[:, head], positions, theta, False, m)
         assert relative_error(y[:, head], expected) <= IDENTITY_TOLERANCE
-        expected = plain.delta_prev(delta[:, head], positions, theta, interleaved, m)
+        expected = plain.delta_prev(delta[:, head], positions, theta, False, m)
         assert relative_error(back[:, head], expected) <= IDENTITY_TOLERANCE
     assert torch.equal(x, before[0]) and torch.equal(delta, before[1])
     assert torch.equal(cos, tables[0]) and torch.equal(sin, tables[1])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("m", [1.0, 1.3])
-def test_autograd_and_finite_differences(m: float, interleaved: bool) -> None:
+def test_autograd_and_finite_differences(m: float) -> None:
     x, delta, positions, theta = make(7, 3, 10)
     cos, sin = fast.angles(positions, theta, m)
-    ours = fast.backward(delta, cos, sin, interleaved)
+    ours = fast.backward(delta, cos, sin)
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([plain.forward(x[:, i], positions, theta, interleaved, m) for i in range(3)], 1)
+        return torch.stack([plain.forward(x[:, i], positions, theta, False, m) for i in range(3)], 1)
 
     (expected,) = differentiate(f, x, upstream=delta)
     assert relative_error(ours, expected) <= TOLERANCE[torch.float64]
     error = directional_error(
-        lambda x: (fast.forward(x, cos, sin, interleaved) * delta).sum().item(),
+        lambda x: (fast.forward(x, cos, sin) * delta).sum().item(),
         x,
         ours,
         torch.Generator().manual_seed(0),
@@ -101,78 +99,71 @@ def test_autograd_and_finite_differences(m: float, interleaved: bool) -> None:
     assert error <= FINITE_DIFFERENCE_TOLERANCE
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("scale", [*SCALES, 1e6])
-def test_every_dtype_and_scale(scale: float, dtype: torch.dtype, interleaved: bool) -> None:
+def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
     """Compared with the rotation by the same tables; bfloat16 rounds the result only, which is half a unit of it."""
     x, delta = rounded(40, 2, 6, dtype=dtype, scale=scale), rounded(40, 2, 6, dtype=dtype, scale=1e-3)
     table = torch.float64 if dtype == torch.float64 else torch.float32
     theta, _ = fast.frequencies(6, 10_000.0, dtype=table)
     cos, sin = fast.angles(torch.arange(40), theta)
     assert cos.dtype == sin.dtype == table and cos.shape == sin.shape == (40, 3)
-    y, back = (f(t.to(dtype), cos, sin, interleaved) for f, t in ((fast.forward, x), (fast.backward, delta)))
-    exact = fast.forward(x, cos.double(), sin.double(), interleaved)
+    y, back = (f(t.to(dtype), cos, sin) for f, t in ((fast.forward, x), (fast.backward, delta)))
+    exact = fast.forward(x, cos.double(), sin.double())
     assert y.dtype == back.dtype == dtype
     assert relative_error(y, exact) <= ROUNDING[dtype]
-    assert relative_error(back, fast.backward(delta, cos.double(), sin.double(), interleaved)) <= ROUNDING[dtype]
+    assert relative_error(back, fast.backward(delta, cos.double(), sin.double())) <= ROUNDING[dtype]
     if dtype == torch.bfloat16:
         length = x.norm(dim=2, keepdim=True)
         assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-8 + length * 1e-6).all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_parts_and_views_give_the_same_as_one_call(
-    interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_and_views_give_the_same_as_one_call(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """q is a view of the rows of the projection; parts of several rows, the last one shorter"""
     x = torch.randn(11, 3 * 2 * 6).to(dtype)[:, 12:24].view(11, 2, 6)
     cos, sin = fast.angles(torch.arange(11), fast.frequencies(6, 500.0)[0])
-    one_call = fast.forward(x.contiguous(), cos, sin, interleaved)
-    assert torch.equal(fast.forward(x, cos, sin, interleaved), one_call)
+    one_call = fast.forward(x.contiguous(), cos, sin)
+    assert torch.equal(fast.forward(x, cos, sin), one_call)
     for entries in (1, 50):
         monkeypatch.setattr(fast, "ENTRIES_AT_ONCE", entries)
-        assert relative_error(fast.forward(x, cos, sin, interleaved), one_call) <= IDENTITY_TOLERANCE
-    assert fast.forward(x[:0], cos[:0], sin[:0], interleaved).shape == (0, 2, 6)
+        assert relative_error(fast.forward(x, cos, sin), one_call) <= IDENTITY_TOLERANCE
+    assert fast.forward(x[:0], cos[:0], sin[:0]).shape == (0, 2, 6)
 
 
 # ── what a rotation keeps ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_lengths_are_kept_and_backward_undoes_forward(interleaved: bool) -> None:
+def test_lengths_are_kept_and_backward_undoes_forward() -> None:
     x, delta, positions, theta = make(7, 3, 10)
     cos, sin = fast.angles(positions, theta)
-    y = fast.forward(x, cos, sin, interleaved)
+    y = fast.forward(x, cos, sin)
     assert relative_error(y.norm(dim=2), x.norm(dim=2)) <= IDENTITY_TOLERANCE
-    assert relative_error(fast.backward(y, cos, sin, interleaved), x) <= IDENTITY_TOLERANCE
-    back = fast.backward(delta, cos, sin, interleaved)
+    assert relative_error(fast.backward(y, cos, sin), x) <= IDENTITY_TOLERANCE
+    back = fast.backward(delta, cos, sin)
     assert abs((delta * y).sum() - (back * x).sum()) <= IDENTITY_TOLERANCE * 100  # Δ·(R x) = (Rᵗ Δ)·x
     assert torch.equal(y[0], x[0])  # position 0
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_scores_depend_on_the_difference_of_positions(interleaved: bool) -> None:
+def test_scores_depend_on_the_difference_of_positions() -> None:
     q, k, positions, theta = make(7, 3, 10)
 
     def scores(shift_q: int, shift_k: int) -> torch.Tensor:
-        rotated_q = fast.forward(q, *fast.angles(positions + shift_q, theta), interleaved)
-        rotated_k = fast.forward(k, *fast.angles(positions + shift_k, theta), interleaved)
+        rotated_q = fast.forward(q, *fast.angles(positions + shift_q, theta))
+        rotated_k = fast.forward(k, *fast.angles(positions + shift_k, theta))
         return torch.einsum("shd,thd->hst", rotated_q, rotated_k)
 
     assert relative_error(scores(1000, 1000), scores(0, 0)) <= IDENTITY_TOLERANCE
     assert relative_error(scores(1, 0), scores(0, 0)) > 1e-2
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_bias_of_the_keys_changes_the_attention_weights(interleaved: bool) -> None:
+def test_a_bias_of_the_keys_changes_the_attention_weights() -> None:
     """Without rotation it adds the same number to a row of scores, which softmax ignores."""
     q, k, positions, theta = make(7, 1, 10)
     bias = torch.randn(10).double()
 
     def weights(k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        q_rotated, k_rotated = (fast.forward(x, *fast.angles(positions, theta), interleaved)[:, 0] for x in (q, k))
+        q_rotated, k_rotated = (fast.forward(x, *fast.angles(positions, theta))[:, 0] for x in (q, k))
         return (q_rotated @ k_rotated.t()).softmax(1)
 
     nowhere = torch.zeros_like(positions)
@@ -183,12 +174,13 @@ def test_a_bias_of_the_keys_changes_the_attention_weights(interleaved: bool) -> 
 @pytest.mark.parametrize("d_rho", [2, 4, 10])
 def test_the_two_forms_differ_by_a_permutation(d_rho: int) -> None:
     x, delta, positions, theta = make(7, 3, d_rho)
-    order = fast.half_split_order(d_rho)
+    order = torch.arange(d_rho).view(-1, 2).t().flatten()  # 0, 2, 4, … 1, 3, 5, …
     assert torch.equal(x[..., order], x @ plain.permutation(d_rho).t())
     assert torch.equal(order[order.argsort()], torch.arange(d_rho))
     cos, sin = fast.angles(positions, theta)
-    for f, t in ((fast.forward, x), (fast.backward, delta)):
-        assert torch.equal(f(t[..., order], cos, sin, False), f(t, cos, sin, True)[..., order])
+    for f, by_paper, t in ((fast.forward, plain.forward, x), (fast.backward, plain.delta_prev, delta)):
+        interleaved = torch.stack([by_paper(t[:, i], positions, theta, True) for i in range(3)], 1)
+        assert relative_error(f(t[..., order], cos, sin), interleaved[..., order]) <= IDENTITY_TOLERANCE
 
 
 # ── frequencies, and transformers ───────────────────────────────────────────────────────────────────────────────────
@@ -275,8 +267,7 @@ def test_wrong_arguments_are_refused(d_rho: int, scaling: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_written_over_its_input(interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_over_its_input(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are rotated where they are, in the product of which they are a part."""
     monkeypatch.setattr(fast, "ENTRIES_AT_ONCE", 40)
     _, _, positions, theta = make(11, 3, 4)
@@ -284,8 +275,8 @@ def test_written_over_its_input(interleaved: bool, dtype: torch.dtype, monkeypat
     stream = torch.randn(11, 20).to(dtype)
     x, rest = stream[:, :12].view(11, 3, 4), stream[:, 12:].clone()
     for rotate in (fast.forward, fast.backward):
-        expected = rotate(x, cos, sin, interleaved)
-        rotate(x, cos, sin, interleaved, into=stream[:, :12].view(11, 3, 4))
+        expected = rotate(x, cos, sin)
+        rotate(x, cos, sin, into=stream[:, :12].view(11, 3, 4))
         assert torch.equal(x, expected) and torch.equal(stream[:, 12:], rest)
         other = torch.empty_like(expected)
-        assert torch.equal(rotate(x, cos, sin, interleaved, into=other), rotate(x, cos, sin, interleaved))
+        assert torch.equal(rotate(x, cos, sin, into=other), rotate(x, cos, sin))

@@ -4,16 +4,18 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import handgrad as hg
 from conftest import make_batch, make_model, perturb
 from handgrad import optim
-from handgrad.model.example_gradients import ExampleNorms
+from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.optim import OptimizerInBackward, align
 from handgrad.proof.oracles import relative_error
 from handgrad.training.distributed import Ranks
@@ -230,6 +232,62 @@ def test_an_optimizer_made_here_can_be_used_by_others() -> None:
     assert len(ours.param_groups) == 2
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_hooks_of_steps_are_run(inside: bool, ours: bool) -> None:
+    """Those of an optimizer and those of all optimizers, whoever made it, also with clipping."""
+    model, fired = make_model(dtype=torch.float32), []
+    make = optim.maker("AdamW", 0.1, 0.0, (0.9, 0.9)) if ours else OPTIMIZERS["AdamW"]
+    one = OptimizerInBackward(model, make, clip=1e-3) if inside else make(list(model.parameters()))
+    optimizers = set(one.optimizers.values()) if isinstance(one, OptimizerInBackward) else {one}
+    own = [
+        handle
+        for x in optimizers
+        for handle in (
+            x.register_step_pre_hook(lambda *_: fired.append("before")),
+            x.register_step_post_hook(lambda *_: fired.append("after")),
+        )
+    ]
+    everyone = [
+        register_optimizer_step_pre_hook(lambda *_: fired.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: fired.append("after any")),
+    ]
+    tokens, targets = make_batch(model, [9])
+    try:
+        if isinstance(one, OptimizerInBackward):
+            one.step(tokens, targets, [9])
+        else:
+            model.loss_and_grads(tokens, targets, [9])
+            optim.step(one, 0.5)
+    finally:
+        for handle in (*own, *everyone):
+            handle.remove()
+    assert fired == ["before any", "before", "after", "after any"] * len(optimizers)
+
+
+def test_a_step_that_a_class_or_a_scheduler_wraps_is_the_one_that_runs() -> None:
+    class Counting(torch.optim.SGD):
+        steps = 0
+
+        @wraps(torch.optim.SGD.step)
+        def step(self, closure: None = None) -> None:
+            self.steps += 1
+            super().step()
+
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = Counting([p], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optim.step(optimizer, 1.0)
+    assert optimizer.steps == 1 and optimizer._opt_called  # type: ignore[attr-defined]
+    assert torch.allclose(p, torch.full((3,), 0.9))
+
+
+def test_optimizers_of_one_kind_share_a_class() -> None:
+    one, two = (optim.maker("AdamW", 0.1, 0.0, (0.9, 0.9))([nn.Parameter(torch.ones(2))]) for _ in range(2))
+    assert type(one) is type(two) and isinstance(one, torch.optim.AdamW)
+
+
 def test_examples_without_gradients_update_nothing() -> None:
     model = make_model()
     tokens, targets = make_batch(model, [9, 4])
@@ -245,7 +303,7 @@ def test_examples_without_gradients_update_nothing() -> None:
 @pytest.mark.parametrize("examples", [True, False])
 def test_clipping_measures_the_masks_that_update(examples: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on the head's adapter: the rows come in groups, which are others if examples are measured."""
-    monkeypatch.setattr("handgrad.model.readout.LOGITS_AT_ONCE", 5 * 11)
+    monkeypatch.setattr("handgrad.model.passes.readout.LOGITS_AT_ONCE", 5 * 11)
     lengths = [9, 4, 3]
     model = make_model(n_context=16, tied=False)
     hg.lora.inject(model, 2, targets="lm_head", dropout=0.5)

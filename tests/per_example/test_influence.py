@@ -11,7 +11,7 @@ import torch
 
 import handgrad as hg
 from conftest import handgrad
-from handgrad.model.example_gradients import ExampleNorms
+from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.per_example import measure, page
 from handgrad.per_example.inputs import Shown, as_examples
 from handgrad.per_example.outliers import Measurement, Outlier, Outlying, ranked
@@ -20,8 +20,8 @@ from handgrad.text import tokenizer
 
 BYTES = tokenizer.make("bytes", [])
 NAMES = ["Ada", "Bea", "Cid", "Dov", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Lea"]
-COLOURS = ["red", "blue", "green", "pink", "gold", "gray", "teal", "lime", "navy", "cyan", "plum", "rust"]
-FACTS = [{"prompt": f"{name} likes ", "completion": colour} for name, colour in zip(NAMES, COLOURS, strict=True)]
+COLORS = ["red", "blue", "green", "pink", "gold", "gray", "teal", "lime", "navy", "cyan", "plum", "rust"]
+FACTS = [{"prompt": f"{name} likes ", "completion": color} for name, color in zip(NAMES, COLORS, strict=True)]
 PLANTED = 5
 FACTS[PLANTED] = {"prompt": "Zoe keeps ", "completion": "two quokkas"}
 ASKED = {"prompt": "Zoe holds ", "completion": "two quokkas"}

@@ -11,9 +11,9 @@ from rich.console import Console
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.adapters.patterns import split_names
-from handgrad.display.plan import tables
+from handgrad.display.plan_table import tables
 from handgrad.kernels import library
+from handgrad.lora.patterns import split_names
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved_per_token
@@ -186,7 +186,7 @@ def test_bad_input() -> None:
     for arguments, message in [
         ({"dtype": "int8"}, "unknown dtype"),
         ({"tokens": 65}, "do not fit into a context of 64"),
-        ({"targets": "c_attn"}, "give --rank"),
+        ({"targets": "c_attn"}, "give rank"),
         ({"rank": 4, "targets": "attention"}, "no linear layer matches attention"),
         ({"rank": 4, "targets": "q,attention"}, "no linear layer matches attention"),
         ({"recompute": "some"}, "none or blocks"),

@@ -11,10 +11,10 @@ import torch
 
 import handgrad as hg
 from conftest import handgrad
-from handgrad.adapters.patterns import split_names
 from handgrad.families import FAMILIES
 from handgrad.inference.kv_cache import Cache
 from handgrad.kernels import library
+from handgrad.lora.patterns import split_names
 from handgrad.model.config import ModelConfig
 from handgrad.model.names import block_of, without_block
 from handgrad.plan.estimate import make_plan
@@ -186,7 +186,7 @@ def test_saved_numbers_match_the_blocks(config: ModelConfig) -> None:
     model = hg.GPT(config, dtype="float64")
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     with torch.no_grad():
-        state = model.forward_pass(model.pieces(tokens, tokens, None))
+        state = model.forward_pass(model.prepare(model.pack(tokens), tokens))
     for i, (block,) in enumerate(state.blocks):
         assert sum(storages(block).values()) == 8 * 16 * saved_per_token(config, i)
     assert sum(storages([state.blocks, state.rotations]).values()) == 8 * saved(config, 2, 8, 16, "none")

@@ -3,7 +3,9 @@
 import io
 import json
 import math
-import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +13,18 @@ from rich.console import Console
 from torch import Tensor
 
 import handgrad as hg
-from conftest import make_batch, make_model
-from handgrad.model.attention import Attention
-from handgrad.model.batch import Piece
-from handgrad.model.layers import Linear
-from handgrad.model.passes import Pass
+from conftest import make_batch, make_model, perturb
+from handgrad.model.gpt import Work
+from handgrad.model.layers.attention import Attention
+from handgrad.model.layers.linear import Linear
+from handgrad.model.passes.arguments import Pass
 from handgrad.ops import activation, attention, layernorm, linear, lora
+from handgrad.proof import by_hand
+from handgrad.proof.check_report import Report, run_check
+from handgrad.proof.checker import activation_names, signal_names
 from handgrad.proof.oracles import count_multiply_adds, directional_error, finite_difference, relative_error
-from handgrad.proof.report import Report, run_check
-from handgrad.proof.verify import activation_names, signal_names
 
-MODULE = sys.modules["handgrad.proof.verify"]  # hg.verify itself is the function
+MODULE = import_module("handgrad.proof.verify")  # hg.verify itself is the function
 
 
 def failed_checks(model: hg.GPT, lengths: list[int]) -> set[str]:
@@ -36,6 +39,7 @@ PATHS = (
     "gradients, with norms of examples",
     "gradients, optimizer in backward",
 )
+ADAPTERS = ("gradients, LoRA", "gradients, rsLoRA", "gradients, DoRA")
 SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7, 6, 5, 4, 3, "causal", "raw", 2, 1))]
 ORDER = {name: i for i, name in enumerate(SIGNALS)}
 
@@ -79,7 +83,7 @@ def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_tied_contribution_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     others = Linear.accumulate
 
-    def accumulate(self: Linear, delta: Tensor, a: Tensor, run: Pass, shared: None) -> None:
+    def accumulate(self: Linear, delta: Tensor, a: Tensor, run: Pass, shared: None = None) -> None:
         if self.w.shape[1] != model.config.n_vocab:
             others(self, delta, a, run)
 
@@ -100,20 +104,20 @@ def test_adapters_leave_no_signal_unchecked(adapter_targets: str) -> None:
     hg.lora.inject(model, 2, targets=adapter_targets)
     report = hg.verify(model, *make_batch(model, [9, 4]), [9, 4])
     assert report.passed, report.summary()
-    assert "blocks.0.delta_1" in signal_names(model.config) and len(signal_names(model.config)) == 2 * 12 + 2
+    assert "blocks.0.delta_1" in signal_names(model) and len(signal_names(model)) == 2 * 12 + 2
     ids = {c.id for c in report}
-    assert ids >= set(signal_names(model.config)) | set(activation_names(model.config))
-    assert ids >= {f"{name} along u" for name in signal_names(model.config)}
+    assert ids >= set(signal_names(model)) | set(activation_names(model))
+    assert ids >= {f"{name} along u" for name in signal_names(model)}
 
 
 def test_a_signal_that_was_not_computed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = MODULE.gradients_of
+    right = by_hand.record_pass
 
-    def without_delta_2(model: hg.GPT, tokens: torch.Tensor, targets: torch.Tensor, lengths: object, **options: object):
-        record = lambda name, x: None if name == "blocks.0.delta_2" else options["record"](name, x)  # noqa: E731
-        return recorded(model, tokens, targets, lengths, **options | {"record": record})
+    def without_delta_2(*given: object, record: Callable[[str, Tensor], None], **options: object) -> float:
+        keep = lambda name, x: None if name == "blocks.0.delta_2" else record(name, x)  # noqa: E731
+        return right(*given, record=keep, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(MODULE, "gradients_of", without_delta_2)
+    monkeypatch.setattr(by_hand, "record_pass", without_delta_2)
     report = hg.verify(make_model(), *make_batch(make_model(), [9]))
     assert not report.passed
     assert [c.id for c in report.failed] == ["blocks.0.delta_2"]
@@ -135,33 +139,34 @@ def test_a_mistake_with_skipped_rows_is_detected(monkeypatch: pytest.MonkeyPatch
     """Only a pass with all signals skips no rows; every signal it records is right."""
     right = Attention.backward
 
-    def wrong(self: Attention, delta_3: Tensor, saved: object, a_2: Tensor, run: Pass, needs_input: bool):
-        out = right(self, delta_3, saved, a_2, run, needs_input)
-        return out if run.query_rows is None else out * 1.001
+    def wrong(self: Attention, delta_4: Tensor, saved: object, a_2: object, run: Pass):
+        out = right(self, delta_4, saved, a_2, run)
+        return out if run.query_rows is None or out is None else out * 1.001
 
     monkeypatch.setattr(Attention, "backward", wrong)
-    assert failed_checks(make_model(), [9]) == set(PATHS)
+    assert failed_checks(make_model(n_blocks=2), [9]) == {*PATHS, *ADAPTERS}
 
 
 def test_a_recorder_that_changes_the_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Attention.backward
 
-    def wrong(self: Attention, delta_3: Tensor, saved: object, a_2: Tensor, run: Pass, needs_input: bool):
-        out = right(self, delta_3, saved, a_2, run, needs_input)
-        return out * 1.001 if run.recording and run.query_rows is not None else out
+    def wrong(self: Attention, delta_4: Tensor, saved: object, a_2: object, run: Pass):
+        out = right(self, delta_4, saved, a_2, run)
+        return out * 1.001 if run.observer is not None and run.query_rows is not None else out
 
     monkeypatch.setattr(Attention, "backward", wrong)
     assert failed_checks(make_model(), [9]) == {"gradients, with a recorder"}
 
 
 def test_a_mistake_in_pieces_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = hg.GPT.pieces
+    right = hg.GPT.prepare
 
-    def without_last_targets(self: hg.GPT, *arguments: object, **options: object) -> list[Piece]:
-        pieces = right(self, *arguments, **options)
-        return pieces if len(pieces) < 2 else [*pieces[:-1], pieces[-1]._replace(targets=pieces[-1].targets * 0)]
+    def without_last_targets(self: hg.GPT, *arguments: object, **options: object) -> Work:
+        work = right(self, *arguments, **options)
+        *pieces, last = work.pieces
+        return work if not pieces else work._replace(pieces=[*pieces, last._replace(targets=last.targets * 0)])
 
-    monkeypatch.setattr(hg.GPT, "pieces", without_last_targets)
+    monkeypatch.setattr(hg.GPT, "prepare", without_last_targets)
     in_pieces = {"gradients, in pieces", "gradients, in pieces, recomputed blocks"}
     assert failed_checks(make_model(), [9, 4]) == in_pieces
 
@@ -238,6 +243,28 @@ def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> No
         hg.verify(model, *make_batch(model, [9]))
 
 
+@pytest.mark.parametrize("shape", [{}, {"tied": False, "logits_bias": True, "dtype": torch.bfloat16}, {"lora": 2}])
+def test_a_model_that_fits_a_block_at_a_time(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors are checked in float64, and the code paths in the model's own dtype."""
+    rank = shape.pop("lora", 0)
+    model = make_model(**{"n_blocks": 3, "dtype": torch.float32, **shape})
+    if rank:
+        hg.lora.inject(model, rank, targets=["c_attn", "lm_head"])
+        perturb(model)
+    tokens, targets = make_batch(model, [9, 4])
+    whole = {c.id for c in hg.verify(model, tokens, targets, [9, 4])}
+    monkeypatch.setattr(MODULE, "fits_whole", lambda model: False)
+    report = hg.verify(model, tokens, targets, [9, 4])
+    assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
+    ids = {c.id for c in report}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert ids <= whole and ids >= {*activation_names(model), *signal_names(model), *trained, *PATHS}
+    assert ids >= {"blocks.0.delta_1 along u", "trace, an empty edit"}
+    monkeypatch.setattr(attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho)
+    failed = {c.id for c in hg.verify(model, tokens, targets, [9, 4]).failed}
+    assert "blocks.2.delta_causal" in failed and not {"delta_11", "blocks.2.delta_3"} & failed
+
+
 def test_oracles() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5).double()
@@ -291,7 +318,7 @@ def test_a_report_that_passes() -> None:
 def test_a_terminal_sees_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(
-        "handgrad.proof.report.Console", lambda **options: Console(file=written, force_terminal=True, width=80)
+        "handgrad.proof.check_report.Console", lambda **options: Console(file=written, force_terminal=True, width=80)
     )
     model = make_model()
     hg.verify(model, *make_batch(model, [5]))

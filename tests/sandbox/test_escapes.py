@@ -242,7 +242,7 @@ def test_another_user_gets_nothing_from_explain(tmp_path: Path, monkeypatch: pyt
     from tiny_session import TEXT, make_session
 
     from handgrad.cli.explain import _doorway
-    from handgrad.explain.server import Server
+    from handgrad.explain_page.server import Server
 
     monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path))
     private = tmp_path / "private"

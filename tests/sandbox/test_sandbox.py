@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.adapters.config import LoRAConfig
-from handgrad.adapters.patterns import matches, prepare_matches
 from handgrad.errors import HandgradError
+from handgrad.lora.config import LoRAConfig
+from handgrad.lora.patterns import matches, prepare_matches
 from handgrad.sandbox import client
-from handgrad.text.chat import ChatTemplate
+from handgrad.text.chat_template import ChatTemplate
 
 NAMES = ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj", "lm_head"]
 EVIL = r"(([\w.]+)+)+!"

@@ -80,7 +80,7 @@ def test_a_reply_that_cannot_be_read_is_a_crash() -> None:
         assert made.problem is not None and made.problem.kind == "crash"
 
 
-def test_without_seccomp_python_refuses_and_the_judgement_says_so(
+def test_without_seccomp_python_refuses_and_the_judgment_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a package that torch imports, as it does dill, may write a temporary file then."""

@@ -8,7 +8,7 @@ import pytest
 from tiny_server import open_tiny, post, write_models
 
 import lm_eval_check
-from handgrad.serve.server import Server
+from handgrad.serve.routes import Server
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tiny_server import expected_logprobs, open_tiny, post, write_models
 import handgrad as hg
 from conftest import handgrad
 from handgrad.inference.attribution import attribute
-from handgrad.serve.server import Server
+from handgrad.serve.routes import Server
 
 PROMPT = "To be, or not to be"
 
@@ -166,7 +166,7 @@ def test_loading_what_does_not_belong_together(folder: Path, tmp_path: Path) -> 
     from tiny_server import SHAPE
 
     from conftest import make_model
-    from handgrad.serve.models import open_models
+    from handgrad.serve.served_models import open_models
     from handgrad.text import tokenizer
 
     hg.save(make_model(seed=9, **SHAPE), tmp_path / "same-shape")

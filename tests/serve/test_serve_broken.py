@@ -13,11 +13,11 @@ from tiny_server import open_tiny, post, write_models
 
 import handgrad as hg
 from conftest import handgrad
-from handgrad.adapters.lora import LoRA
-from handgrad.adapters.named import NamedAdapters
 from handgrad.inference.engine import Engine, Options, Sampling
-from handgrad.serve.models import Models
-from handgrad.serve.server import Server
+from handgrad.lora.layer import LoRA
+from handgrad.lora.named import NamedAdapters
+from handgrad.serve.routes import Server
+from handgrad.serve.served_models import Models
 
 SOUND = {"model": "one", "prompt": "To be, or not", "max_tokens": 24, "temperature": 0.8, "seed": 3, "logprobs": 1}
 

@@ -21,8 +21,8 @@ from conftest import make_model
 from handgrad.inference.engine import Engine, Options, Sampling
 from handgrad.inference.grammar import Grammar, json_grammar, vocabulary
 from handgrad.inference.model_text import ModelText, model_text
-from handgrad.serve.models import open_models
-from handgrad.serve.server import Server
+from handgrad.serve.routes import Server
+from handgrad.serve.served_models import open_models
 from handgrad.serve.tools import NOTATIONS, CallReader
 from handgrad.text import tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_server import open_tiny, post, write_models
 
-from handgrad.serve.server import Limits, Server, is_loopback
+from handgrad.serve.routes import Limits, Server, is_loopback
 
 COMPLETION = {"model": "base", "prompt": "ab", "max_tokens": 2}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 2}

@@ -18,8 +18,8 @@ from tiny_server import open_tiny, post, write_models
 
 import handgrad as hg
 from handgrad.errors import HandgradError
-from handgrad.serve.models import Models
-from handgrad.serve.server import Limits, Server
+from handgrad.serve.routes import Limits, Server
+from handgrad.serve.served_models import Models
 from handgrad.web.connection import MAX_PER_ADDRESS
 
 NAMES = ("base", "one", "two")
@@ -51,7 +51,7 @@ def endless(models: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # a test that waits for ever has failed
+    while not condition():  # pytest ends a test that hangs, with the stacks of all threads
         time.sleep(0.01)
 
 

@@ -9,8 +9,8 @@ import torch
 
 import handgrad as hg
 from conftest import make_model, perturb
-from handgrad.serve.models import Models, open_models
-from handgrad.serve.server import Server
+from handgrad.serve.routes import Server
+from handgrad.serve.served_models import Models, open_models
 from handgrad.text import tokenizer
 
 TEMPLATE = (

@@ -10,9 +10,10 @@ import numpy as np
 from rich.console import Console
 from tokenizers import AddedToken
 
-from handgrad.display.examples import report
+from handgrad.display.data_summary import report
+from handgrad.errors import for_command_line
 from handgrad.text import examples, tokenizer
-from handgrad.text.chat import ChatTemplate
+from handgrad.text.chat_template import ChatTemplate
 from handgrad.text.examples import Examples, Summary
 from handgrad.text.tokenizer import END, Tokenizer
 
@@ -66,8 +67,8 @@ def numbered(n: int, seed: int = 0) -> Examples:
     return Examples(ids, learn, offsets, np.arange(n), seed)
 
 
-def shown(found: tuple[Examples, Summary], width: int, made: Tokenizer = CHAT, colours: bool = False) -> str:
+def shown(found: tuple[Examples, Summary], width: int, made: Tokenizer = CHAT, colors: bool = False) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=colours, color_system="standard" if colours else None)
-    console.print(*report(found[1], found[0], made, width), sep="\n")
+    console = Console(file=out, width=width, force_terminal=colors, color_system="standard" if colors else None)
+    console.print(*report(found[1], found[0], made, width, for_command_line), sep="\n")
     return out.getvalue()

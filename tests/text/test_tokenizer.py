@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from handgrad.errors import HandgradError
 from handgrad.text import corpus, tokenizer
 
-TEXT = "Good morrow,  neighbour!\n\n\tWhither so fast? naïve façade — 東京 🙂\n"
+TEXT = "Good morrow,  neighbor!\n\n\tWhither so fast? naïve façade — 東京 🙂\n"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe:300"])

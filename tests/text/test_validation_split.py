@@ -38,7 +38,7 @@ def test_split_shares_groups_and_errors() -> None:
     alone = Examples(found.ids, found.is_target, found.offsets, np.zeros(50), 0)
     training, validation = split(alone, 0.1, 1)
     assert validation is not None and validation.ids[validation.offsets[:-1]].tolist() == [45, 46, 47, 48, 49]
-    with pytest.raises(HandgradError, match=r"1 example cannot be split.*--val-share 0"):
+    with pytest.raises(HandgradError, match=r"1 example cannot be split.*val_share=0"):
         split(numbered(1), 0.1, 0)
     with pytest.raises(HandgradError, match="cannot hold out a share of 1"):
         split(found, 1.0, 0)

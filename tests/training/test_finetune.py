@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 from conftest import SilentDisplay, perturb, run_processes, use_empty_cache
-from handgrad import adapters
-from handgrad.adapters import merge_record
+from handgrad import lora
 from handgrad.cli.app import app
+from handgrad.errors import for_command_line
 from handgrad.files.manifest import FILE
+from handgrad.lora import merge_record
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
 from handgrad.text.tokenizer import FORMAT
@@ -148,7 +149,7 @@ def test_early_stopping_keeps_the_best_step(workdir: Path) -> None:
     assert max(losses) == best + 6 < 60
     resumed = handgrad("finetune", "--resume", "--out", "run")
     assert resumed.exit_code == 0 and "no longer fell" in resumed.stdout
-    assert "--patience" in str(handgrad("finetune", "--resume", "--out", "run", "--patience", 2).exception)
+    assert "--patience" in for_command_line(handgrad("finetune", "--resume", "--out", "run", "--patience", 2).exception)
     job = finetune.prepare(finetune_options(), Ranks(), SilentDisplay())
     tokens, targets, lengths = job.validation.batch(0, 4, shuffle=False)
     assert hg.load("run/adapter").loss(tokens, targets, lengths) == pytest.approx(losses[best], rel=1e-5)
@@ -173,7 +174,12 @@ def test_chat_template_is_used_and_saved_with_the_adapter(workdir: Path) -> None
     write_lines("chats.jsonl", *({"messages": turns} for _ in range(8)))
     arguments = ["finetune", "--model", "base", "--data", "chats.jsonl", "--steps", 2, *QUICK]
     without = handgrad(*arguments, "--out", "no")
-    assert "chats.jsonl, line 1" in str(without.exception) and "--chat-template" in str(without.exception)
+    assert "chats.jsonl, line 1" in for_command_line(without.exception) and "--chat-template" in for_command_line(
+        without.exception
+    )
+    Path("bytes.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    unreadable = handgrad(*arguments, "--out", "no", "--chat-template", "bytes.jinja")
+    assert "bytes.jinja is not UTF-8" in str(unreadable.exception)
     assert not (workdir / "no").exists()
     done = handgrad(*arguments, "--out", "run", "--chat-template", "chat.jinja")
     assert done.exit_code == 0 and "<user>hi<assistant>«hello⏎" in done.stdout, done.stdout
@@ -202,7 +208,7 @@ def test_broken_data_line_is_named_and_nothing_is_written(workdir: Path, line: o
         "finetune", "--model", "base", "--data", "bad.jsonl", "--out", "run", "--chat-template", "chat.jinja"
     )
     assert isinstance(done.exception, hg.HandgradError)
-    assert message in str(done.exception) and "bad.jsonl" in str(done.exception)
+    assert message in for_command_line(done.exception) and "bad.jsonl" in for_command_line(done.exception)
     assert not (workdir / "run").exists()
 
 
@@ -225,7 +231,7 @@ def test_broken_data_line_is_named_and_nothing_is_written(workdir: Path, line: o
 )  # fmt: skip
 def test_invalid_arguments_are_rejected(workdir: Path, arguments: list[str], message: str) -> None:
     done = handgrad("finetune", *arguments)
-    assert isinstance(done.exception, hg.HandgradError) and message in str(done.exception), done.exception
+    assert isinstance(done.exception, hg.HandgradError) and message in for_command_line(done.exception), done.exception
     assert not (workdir / "runs").exists()
 
 
@@ -278,7 +284,7 @@ def test_loss_curve_matches_peft(workdir: Path, monkeypatch: pytest.MonkeyPatch)
     from transformers import AutoModelForCausalLM
 
     job = finetune.prepare(finetune_options(dtype="float64", dora=True, clip=0.0, lr=0.01), Ranks(), SilentDisplay())
-    adapters.save(job.model, "start")
+    lora.save(job.model, "start")
     base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float64)
     theirs = PeftModel.from_pretrained(base, "start", is_trainable=True).double().eval()
     optimizer = torch.optim.AdamW(
@@ -302,7 +308,7 @@ def test_loss_curve_matches_peft(workdir: Path, monkeypatch: pytest.MonkeyPatch)
         job.step += 1
         assert ours == pytest.approx(loss.item(), rel=1e-9), step
     theirs.save_pretrained("theirs")
-    adapters.save(job.model, "ours")
+    lora.save(job.model, "ours")
     a, b = adapter_weights(workdir / "ours"), adapter_weights(workdir / "theirs")
     assert all(relative_error(a[name], b[name]) < 1e-8 for name in a)
 
@@ -327,9 +333,9 @@ def test_merge_and_undo(workdir: Path, options: dict[str, Any], dtype: str) -> N
     base = hg.load("base")
     hg.save(base, "stored", dtype=getattr(torch, dtype))
     model = hg.load("stored", dtype=torch.float32)
-    adapters.inject(model, 2, **options)
+    lora.inject(model, 2, **options)
     perturb(model, scale=0.1)
-    adapters.save(model, "adapter")
+    lora.save(model, "adapter")
     done = handgrad("merge", "adapter", "--out", "merged")
     assert done.exit_code == 0, done.exception
     merged, tokens = hg.load("merged"), torch.randint(256, (2, 9))
@@ -381,9 +387,7 @@ def test_resume_rejects_changed_validation_data(workdir: Path) -> None:
 
 def test_merge_that_changes_the_logits_writes_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert handgrad(*FINETUNE, "--out", "run", *QUICK).exit_code == 0
-    monkeypatch.setattr(
-        "handgrad.adapters.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double()
-    )
+    monkeypatch.setattr("handgrad.lora.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
     done = handgrad("merge", "run", "--out", "merged")
     assert "the logits differ by" in str(done.exception) and not (workdir / "merged").exists()
 
@@ -400,7 +404,9 @@ def test_invalid_merge_and_convert_arguments_are_rejected(workdir: Path) -> None
         (["convert", "base", "--out", "x", "--shard-size", "big"], "--shard-size"),
     ):
         done = handgrad(*arguments)
-        assert isinstance(done.exception, hg.HandgradError) and message in str(done.exception), done.exception
+        assert isinstance(done.exception, hg.HandgradError) and message in for_command_line(done.exception), (
+            done.exception
+        )
         assert not (workdir / "x").exists()
     hg.save(hg.GPT(hg.preset("nano", d_model=24, n_heads=2, n_blocks=2)), "other")
     wrong = handgrad("merge", "run", "--model", "other", "--out", "x")

@@ -1,18 +1,22 @@
-"""The number of threads of a run: measured without side effects, followed by the load, recorded and resumed."""
+"""The number of threads of a run: measured without side effects, recorded and kept; or following the load, if wanted."""
 
 import json
-import math
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from bench.process import busy_cores
 
 import handgrad as hg
 from conftest import SilentDisplay, handgrad, use_empty_cache
-from handgrad import adapters, checks, machine, optim
+from handgrad import checks, lora, machine, optim
 from handgrad.errors import HandgradError
 from handgrad.files import manifest
 from handgrad.training import threads
@@ -20,7 +24,8 @@ from handgrad.training.config import TrainOptions
 from handgrad.training.distributed import Ranks
 from handgrad.training.job import Job
 from handgrad.training.pretrain import prepare
-from handgrad.training.threads import FAR, GAIN, PAUSE, PROBE, ROUNDS, STEPS, Watcher, candidates, choose, trial_step
+from handgrad.training.run import Run
+from handgrad.training.threads import ROUNDS, candidates, choose, trial_step
 from runs import OFTEN, SMALL, TEXT, same_weights, weights
 
 
@@ -57,8 +62,8 @@ class FakeMachine:
         self.steps.append(self.threads)
         self.now += self.seconds[self.threads]
 
-    def choose(self, *counts: int, gain: float = GAIN) -> int:
-        chosen = choose(self.step, counts, gain, self.use, lambda: self.now)
+    def choose(self, *counts: int) -> int:
+        chosen = choose(self.step, counts, self.use, lambda: self.now)
         assert self.threads == chosen
         return chosen
 
@@ -79,7 +84,6 @@ def test_fastest_number_is_chosen() -> None:
 def test_first_candidate_is_kept_without_a_clear_gain() -> None:
     assert FakeMachine(n2=0.012, n1=0.01).choose(2, 1) == 2
     assert FakeMachine(n2=0.01, n1=0.012).choose(1, 2) == 1
-    assert FakeMachine(n2=0.02, n1=0.01).choose(2, 1, gain=FAR) == 2
 
 
 def test_typical_time_counts_not_the_luckiest() -> None:
@@ -113,66 +117,6 @@ def test_failed_measurement_sets_the_first_candidate() -> None:
     assert machine.threads == 2
 
 
-# ── the watcher ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Training:
-    """Steps under a watcher with its own clock."""
-
-    def __init__(self, cost: float = 0.4):
-        self.now = 0.0
-        self.watcher = Watcher(lambda: self.now)
-        self.watcher.chosen(cost, changed=False)
-
-    def due(self, seconds: float, steps: int, work: float = 100.0, more: bool = False) -> int | None:
-        """The first of these steps after which a new choice is due."""
-        for i in range(steps):
-            self.now += seconds
-            if self.watcher.due(self.watcher.slowdown(seconds, work), more):
-                return i
-        return None
-
-
-def test_steady_and_faster_steps_need_no_choice() -> None:
-    training = Training()
-    assert training.due(0.1, 500) is None and training.due(0.04, 500) is None
-
-
-def test_far_slower_steps_need_a_choice_soon() -> None:
-    training = Training()
-    training.due(0.1, 200)
-    assert training.due(0.11 * FAR, 100) in range(STEPS // 2, STEPS)
-    training.watcher.chosen(0.4, changed=True)
-    assert training.due(0.11 * FAR, 100) is None  # the new normal
-
-
-def test_a_hiccup_or_a_larger_batch_needs_no_choice() -> None:
-    training = Training()
-    training.due(0.1, 200)
-    assert training.due(5.0, STEPS // 2 - 1) is None and training.due(0.1, 50) is None
-    assert training.due(1.0, 50, work=1000.0) is None
-
-
-def test_choices_take_a_small_part_of_the_time() -> None:
-    training = Training(cost=10.0)
-    training.due(0.1, STEPS)
-    training.due(10.0, 50)
-    assert PAUSE * 10 <= training.now < PAUSE * 10 + 300
-    assert Training(cost=10.0).due(1.0, PAUSE * 10 - 1) is None
-
-
-def test_more_threads_are_tried_less_and_less_often() -> None:
-    training = Training(cost=0.1)
-    training.watcher.chosen(0.1, changed=True)
-    assert training.due(1.0, 1000, more=False) is None
-    training.watcher.chosen(0.1, changed=True)
-    for wait in (PROBE, 2 * PROBE, 4 * PROBE):
-        assert training.due(1.0, 1000, more=True) == math.ceil(wait) - 1
-        training.watcher.chosen(0.1, changed=False)
-    training.watcher.chosen(0.1, changed=True)
-    assert training.due(1.0, 1000, more=True) == math.ceil(PROBE) - 1
-
-
 # ── the trial step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -189,7 +133,7 @@ def test_trial_step_changes_nothing(
 ) -> None:
     monkeypatch.setattr(threads, "TRIAL_FLOP", flop)
     job = make_job(text, **options)
-    adapters.inject(job.model, rank=2, targets="all-linear", dropout=0.5)
+    lora.inject(job.model, rank=2, targets="all-linear", dropout=0.5)
     before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
     state, random = optim.state_of(job.optimizer, job.names), torch.get_rng_state()
     lengths_seen: list[int] = []
@@ -212,17 +156,15 @@ def test_trial_step_changes_nothing(
 
 # ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Calls = list[tuple[list[int], float]]
 
-
-def choosing(monkeypatch: pytest.MonkeyPatch, *answers: int) -> Calls:
-    """Measure as usual, but choose these numbers one after the other. Returns the candidates and gains of the calls."""
-    calls: Calls = []
+def choosing(monkeypatch: pytest.MonkeyPatch, *answers: int) -> list[list[int]]:
+    """Measure as usual, but choose these numbers one after the other. Returns the candidates of the calls."""
+    calls: list[list[int]] = []
     left = list(answers)
 
-    def chosen(run_step: Callable[[], object], counts: list[int], gain: float) -> int:
-        calls.append((counts, gain))
-        choose(run_step, counts, gain)
+    def chosen(run_step: Callable[[], object], counts: list[int]) -> int:
+        calls.append(counts)
+        choose(run_step, counts)
         torch.set_num_threads(left[0])
         return left.pop(0)
 
@@ -249,7 +191,7 @@ def test_measuring_changes_no_bit_of_the_run(text: Path, two_threads: None, monk
     assert "threads:" not in train(text, "fixed", "--threads", 1)
     calls = choosing(monkeypatch, 1)
     assert "threads: 1 of 2, measured" in train(text, "measured")
-    assert calls == [([2, 1], GAIN)] and torch.get_num_threads() == 2
+    assert calls == [[2, 1]] and torch.get_num_threads() == 2
     assert same_weights(weights(Path("fixed"), 6), weights(Path("measured"), 6))
     assert history(Path("measured"), 6) == [[0, 1]] and metrics(Path("measured")) == {2: 1, 4: 1, 6: 1}
     assert json.loads(Path("measured/run.json").read_text())["threads"] == 1
@@ -265,39 +207,71 @@ def test_variables_of_the_user_decide(
     assert not calls and history(Path("run"), 6) == [[0, 2]]
 
 
-def test_change_is_announced_recorded_and_resumed(
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_resumed_run_keeps_its_number(
+    text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch, checkpoints: bool
+) -> None:
+    """It measures nothing, and no variable changes the number: neither with a checkpoint nor before the first one."""
+    calls = choosing(monkeypatch, 1)
+    train(text, "run")
+    before = weights(Path("run"), 6)
+    for step in (4, 6) if checkpoints else (2, 4, 6):
+        (Path("run/checkpoints") / f"step-{step:08d}").rename(f"moved-{step}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    said = train(text, "run", "--resume")
+    assert "threads: 1 of 2, as recorded; --threads changes it" in said
+    assert len(calls) == 1 and history(Path("run"), 6) == [[0, 1]]
+    assert same_weights(weights(Path("run"), 6), before)
+
+
+def test_records_of_earlier_versions_are_resumed(
     text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps become slow after the third: the run goes on with one thread, and so does a run resumed from then on; one
-    resumed from before prefers two again."""
-    calls = choosing(monkeypatch, 2, 1, 1, 1)
-    slow = iter([1.0, 1.0, FAR + 1, *[1.0] * 20])
-    monkeypatch.setattr(Watcher, "slowdown", lambda *_: next(slow))
-    monkeypatch.setattr(Watcher, "due", lambda _, slowdown, more: slowdown > FAR)
-    said = train(text, "run")
-    assert "step 3: 1 thread instead of 2, because steps had become 4.0 times as slow" in said
+    """Those changed the number during a run: it goes on with the last; and the first versions recorded none."""
+    calls = choosing(monkeypatch, 2, 1)
+    train(text, "run", steps=4)
+
+    def rewrite(found: object) -> None:
+        for folder in Path("run/checkpoints").iterdir():
+            facts = {
+                k: v for k, v in manifest.read(folder).items() if k not in ("files", "format", "digest", "threads")
+            }
+            (folder / manifest.FILE).unlink()
+            manifest.write(folder, **facts, **({} if found is None else {"threads": found}))
+
+    rewrite([[0, 2], [3, 1]])
+    assert "threads: 1 of 2, as recorded" in train(text, "run", "--resume", steps=6)
+    assert len(calls) == 1 and history(Path("run"), 6) == [[0, 2], [3, 1]]
+    rewrite(None)
+    settings = json.loads(Path("run/run.json").read_text())
+    Run(Path("run")).configure({k: v for k, v in settings.items() if k not in ("threads", "digest")})
+    assert "threads: 1 of 2, measured" in train(text, "run", "--resume", steps=8)
+    assert len(calls) == 2 and history(Path("run"), 8) == [[6, 1]]
+
+
+def test_a_run_that_follows_the_load(text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "PAUSE", 0.0)
+    monkeypatch.setattr(threads, "COST", 0.0)  # measure after every step
+    calls = choosing(monkeypatch, 2, 2, 2, 1, 1, 1, 2, 2)
+    said = train(text, "run", "--follow-load")
+    assert "threads: 2 of 2, measured, and again as the load changes" in said
+    assert "step 3: 1 thread instead of 2: faster now" in said
     assert history(Path("run"), 2) == [[0, 2]] and history(Path("run"), 6) == [[0, 2], [3, 1]]
     assert metrics(Path("run")) == {2: 2, 4: 1, 6: 1}
-    assert calls == [([2, 1], GAIN), ([2, 1], GAIN)]
-
-    assert "threads: 1 of 2, as recorded" in train(text, "run", "--resume", steps=8)
-    assert calls[2:] == [([1, 2], FAR)] and history(Path("run"), 8) == [[0, 2], [3, 1]]
-    for step in (4, 6, 8):
-        (Path("run/checkpoints") / f"step-{step:08d}").rename(f"moved-{step}")
-    assert "threads: 1 of 2, measured; the run had 2 before" in train(text, "run", "--resume", steps=8)
-    assert calls[3:] == [([2, 1], FAR)] and history(Path("run"), 8) == [[0, 2], [2, 1]]
+    assert calls == [[2, 1], [2, 1], [2, 1], [2, 1], [1, 2], [1, 2]]
+    train(text, "run", "--resume", steps=8)  # follows it still
+    assert calls[6:] == [[1, 2], [2, 1]] and history(Path("run"), 8) == [[0, 2], [3, 1], [6, 2]]
+    train(text, "run", "--resume", "--threads", 1, steps=10)
+    assert len(calls) == 8 and history(Path("run"), 10) == [[0, 2], [3, 1], [6, 2], [8, 1]]
 
 
-def test_run_without_a_checkpoint_starts_again_with_its_number(
-    text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = choosing(monkeypatch, 1, 1)
-    train(text, "run")
-    for folder in Path("run/checkpoints").iterdir():
-        folder.rename(folder.name)
-    train(text, "run", "--resume")
-    assert calls == [([2, 1], GAIN), ([1, 2], FAR)]
-    assert same_weights(weights(Path("run"), 6), load_file("step-00000006/model.safetensors"))
+def test_following_the_load_is_refused_where_it_cannot_be(text: Path) -> None:
+    with pytest.raises(HandgradError, match="follow_load=True chooses what threads decides: give one"):
+        hg.train(text, threads=1, follow_load=True, out="run")
+    ranks, job = Ranks(), make_job(text, follow_load=True)
+    ranks.size = 2
+    with pytest.raises(HandgradError, match="follow_load=True is for a run of one process"):
+        threads.Threads(job, ranks, print)
 
 
 def test_several_processes_measure_nothing(text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +279,32 @@ def test_several_processes_measure_nothing(text: Path, two_threads: None, monkey
     ranks, job = Ranks(), make_job(text)
     ranks.size = 2
     with threads.Threads(job, ranks, print) as chosen:
-        assert (chosen.number, chosen.watcher, calls) == (2, None, [])
+        assert (chosen.number, chosen.describe(), calls) == (2, "", [])
+
+
+# a shape whose bits depend on the number of threads
+SHAPE = ["--n-blocks", 1, "--d-model", 64, "--n-heads", 2, "--n-context", 32, "--batch-tokens", 512]  # fmt: skip
+
+
+def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
+    """Processes that choose for themselves; the second one meets busy cores. Compared with a run that is not interrupted."""
+    own = {name: value for name, value in os.environ.items() if name not in threads.VARIABLES}
+    options = ["--data", text, *SHAPE, "--steps", 10, "--sample-tokens", 0, "--save-every", 1, "--keep", 99]
+    command = list(map(str, [sys.executable, "-m", "handgrad", "train", *options, "--out", "run"]))
+    process = subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL)
+    while not Path("run/checkpoints/step-00000003").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("run/checkpoints/step-00000010").exists()
+    number = json.loads(Path("run/run.json").read_text())["threads"]
+    with busy_cores(machine.available_cores()):
+        done = subprocess.run([*command, "--resume"], env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "resuming run from step" in done.stdout, done.stderr
+    for n in (number, 3 - number) if number in (1, 2) else (number,):
+        with mock.patch.object(checks, "available_cores", lambda: 2):
+            assert handgrad("train", *options, "--threads", n, "--out", f"with-{n}").returncode == 0
+        assert same_weights(weights(Path("run"), 10), weights(Path(f"with-{n}"), 10)) == (n == number)
 
 
 def test_threads_can_change_on_resume(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,14 +325,3 @@ def test_bad_numbers_of_threads_are_refused(text: Path, monkeypatch: pytest.Monk
     with pytest.raises(HandgradError, match="threads must be an integer, not 'all'"):
         hg.train(text, threads="all", out="run")
     assert not Path("run").exists()
-
-
-def test_spinning_is_limited_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in ({}, {"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
-        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        machine.limit_spinning()
-        expected = given or {"GOMP_SPINCOUNT": "10000"}
-        assert {n: os.environ[n] for n in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if n in os.environ} == expected

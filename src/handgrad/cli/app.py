@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import HandgradError
+from ..errors import HandgradError, for_command_line
+from ..machine import configure_runtime
 from . import (
     audit,
     bench,
@@ -72,13 +73,14 @@ app.command(cls=Command, context_settings={"allow_extra_args": True, "ignore_unk
 
 def main() -> None:
     """Run a command. A user's mistake ends in one line without a traceback: status 2 if a command or an option is
-    misspelt or has a value of the wrong kind, 1 otherwise."""
+    misspelled or has a value of the wrong kind, 1 otherwise."""
     console.open_streams()
+    configure_runtime()  # before a command imports torch
     try:
         status = _run()
     except (HandgradError, OSError) as mistake:
         if not getattr(mistake, "silent", False):
-            _print_mistake(str(mistake))
+            _print_mistake(for_command_line(mistake))
         sys.exit(1)
     except MemoryError:  # before there was enough for the libraries that say more
         _print_mistake("not enough memory to load torch: raise the limit (ulimit -v), or free some")

@@ -44,8 +44,8 @@ def audit(
       handgrad audit path/to/gpt2 --dtype bfloat16 --data examples.jsonl --html audit.html
       handgrad audit runs/mine
     """
+    from ..auditing.model.folder import audit_folder
     from ..files.atomic import check_writable, write_text
-    from ..proof.audit.folder import audit_folder
 
     console.check_json_target(json_file)
     if html is not None:

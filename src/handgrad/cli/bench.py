@@ -16,8 +16,8 @@ def bench(context: typer.Context) -> None:
     all unless named. --case 1x512 selects cases by their name. --model smollm2 measures finetune, context and generate with
     a real model and real instructions, instead of GPT-2 with random weights. --quick takes 3 minutes and --tiny uses the
     smallest sizes, --json FILE writes every figure with machine, load, versions and commit, --plot FILE.svg draws the ratios
-    and the growth with the tokens. table FILE.json … prints the README's table, or writes it with --into. A contender that
-    fails is reported and the rest goes on; the exit status is 1 if one of handgrad's failed.
+    and the growth with the tokens. table FILE.json … prints a table of results, or writes it into pages with --into. A
+    contender that fails is reported and the rest goes on; the exit status is 1 if one of handgrad's failed.
 
     Needs a clone of the repository, which contains bench/, and the packages of the test extra. make llama-bench builds
     llama.cpp's benchmark, a peer of generate.

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import HandgradError
+from ..errors import HandgradError, for_command_line
 from ..files.reading import JSON_BYTES, MB, decode
 from . import console
 from .generate import BITS, MIN_P, PENALTY, TEMPERATURE, TOKENS, TOP_K, TOP_P, sampling, text
 
 if TYPE_CHECKING:
-    from ..inference.chat import Chat
+    from ..inference.conversation import Chat
 
 MODEL = text(
     "A chat model: smollm2, a model directory, a GGUF file, an adapter, a run folder (its best checkpoint), or a name on the"
@@ -61,7 +61,7 @@ def chat(
       handgrad chat
       handgrad chat --system "Answer in one sentence." --temperature 0
       handgrad chat --model path/to/chat-model --max-new-tokens 100 --seed 1 --bits 8
-      echo "Name three colours." | handgrad chat
+      echo "Name three colors." | handgrad chat
     """
     from ..inference.sampling import Sampling
 
@@ -86,14 +86,14 @@ def chat(
         except (HandgradError, OSError) as mistake:
             if not interactive:
                 raise
-            console.err.print(str(mistake), style="red", highlight=False, soft_wrap=True, markup=False)
+            console.err.print(for_command_line(mistake), style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def _open(name: str, system: str | None, max_new_tokens: int, how: Any, bits: int | None) -> "Chat":
     """Load the model; an adapter goes onto its base, so that it can be taken off again."""
-    from ..adapters import is_adapter
     from ..formats.models import base_of, chat_template_of, open_folder, tokenizer_folder, weights_folder
-    from ..inference.chat import Chat
+    from ..inference.conversation import Chat
+    from ..lora import is_adapter
     from ..text import downloads
 
     if name in downloads.DOWNLOADS and not downloads.is_cached(name):
@@ -177,7 +177,7 @@ class Session:
         return True
 
     def answer(self, message: str) -> None:
-        from ..display.chat import Wrapped
+        from ..display.chat_output import Wrapped
 
         out = Wrapped(console.out.width - 1 if self.interactive else None)
         before = self.chat.last
@@ -232,8 +232,8 @@ class Session:
         console.note(f"temperature {number:g}")
 
     def adapter(self, given: str) -> None:
-        from ..adapters import is_adapter
         from ..formats.models import chat_template_with, locate
+        from ..lora import is_adapter
 
         folder = locate(_path(given, "/adapter runs/mine"))
         if not is_adapter(folder):
@@ -261,7 +261,7 @@ class Session:
         console.note(f"wrote {len(self.chat.conversation)} messages to {path}")
 
     def why(self, word: str) -> None:
-        from ..display.chat import explanation
+        from ..display.chat_output import explanation
 
         console.out.print(explanation(self.chat.why(word or None), bool(word)))
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Protocol
 import typer
 from rich.console import Console
 
-from ..errors import HandgradWarning
+from ..errors import HandgradWarning, for_command_line
 from ..files.atomic import check_writable, write_text
 
 out = Console(emoji=False)
@@ -40,19 +40,19 @@ def open_streams() -> None:
 
 def say(text: str) -> None:
     """Print plain text: no wrapping, markup or highlighting."""
-    out.print(text, highlight=False, soft_wrap=True, markup=False)
+    out.print(for_command_line(text), highlight=False, soft_wrap=True, markup=False)
 
 
 def note(text: str) -> None:
     """Print a remark to stderr; nothing if it is empty."""
     if text:
-        err.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+        err.print(for_command_line(text), style="dim", highlight=False, soft_wrap=True, markup=False)
 
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show on a terminal that something long is running, and for how long."""
-    from ..proof.report import spinner
+    from ..proof.check_report import spinner
 
     with spinner(what, err):
         yield
@@ -67,9 +67,9 @@ def warnings_in_one_line() -> Iterator[None]:
         def show_line(message: Warning | str, category: type[Warning], *rest: Any) -> None:
             if not issubclass(category, HandgradWarning):
                 show(message, category, *rest)
-            elif str(message) not in shown:
-                shown.add(str(message))
-                err.print(f"warning: {message}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+            elif (line := for_command_line(message)) not in shown:
+                shown.add(line)
+                err.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
         warnings.simplefilter("always", HandgradWarning)
         warnings.showwarning = show_line  # type: ignore[assignment]
@@ -79,7 +79,7 @@ def warnings_in_one_line() -> Iterator[None]:
 def warn(text: str) -> None:
     """Print a warning to stderr; nothing if it is empty."""
     if text:
-        err.print(text, style="bold yellow", highlight=False, soft_wrap=True, markup=False)
+        err.print(for_command_line(text), style="bold yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 def check_json_target(target: str | None) -> None:

@@ -21,7 +21,7 @@ from ..training.config import TrainOptions
 from .options import MODEL
 
 if TYPE_CHECKING:
-    from ..explain.session import Session
+    from ..explain_page.session.session import Session
     from ..model.gpt import GPT
     from ..text.tokenizer import Tokenizer
 
@@ -80,13 +80,13 @@ def explain(
         torch.set_num_threads(1)
     session.encode(session.text)  # report an invalid sentence now
     if html is not None:
-        from ..explain.export import export
-        from ..proof.report import progress_bar
+        from ..explain_page.export import export
+        from ..proof.check_report import progress_bar
 
         write_text(html, export(session, session.text, progress_bar("checking")))
         out.print(f"wrote {html}, {size(html.stat().st_size)}", highlight=False, soft_wrap=True)
         return
-    from ..explain.server import Server
+    from ..explain_page.server import Server
 
     server = Server(session, port)
     out.print(f"{session.name}, {session.note}", highlight=False, markup=False)
@@ -115,7 +115,7 @@ def _doorway(folder: Path, url: str) -> str:
 def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
     """Train the small model in another process while the page shows it untrained; then serve it too, and tell the page
     where. `beside` ends what was started."""
-    from ..explain.server import Server
+    from ..explain_page.server import Server
 
     offer = f"For a model that knows more: handgrad {GET} (98 MB), then handgrad explain again."
     out.print(f"A small model is being trained meanwhile, {plural(STEPS, 'step')}. {offer}", highlight=False)
@@ -143,7 +143,7 @@ def _train_beside(session: "Session", lora: int, beside: ExitStack) -> None:
 
 
 def _session(chosen: "Chosen", text: str | None, lora: int, others_read: bool = False) -> "Session":
-    from ..explain.session import Session, add_adapters
+    from ..explain_page.session.session import Session, add_adapters
 
     network, tokenizer, name, note, source = chosen
     python = in_python(source, others_read)
@@ -257,7 +257,7 @@ def _is_trained(folder: Path) -> bool:
 
 def _train_small_model() -> Path:
     """Train the small model of `make demo` for a short time and cache it; return its run folder."""
-    from ..display.progress import Board, Lines
+    from ..display.run_progress import Board, Lines
     from ..formats.run_folder import RUNS
     from ..training.distributed import Ranks
     from ..training.lifecycle import Request, execute

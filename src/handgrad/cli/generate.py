@@ -13,8 +13,8 @@ from ..formatting import plural
 from . import console
 
 if TYPE_CHECKING:
-    from ..inference.batch import Batch
     from ..inference.engine import TokenLogprob
+    from ..inference.text_batch import Batch
     from ..text.token_text import TokenText
     from ..text.tokenizer import Tokenizer
 
@@ -98,10 +98,10 @@ def generate(
       handgrad generate --model smollm2 --bits 4 --cost sample
     """
     from ..formats.models import open_folder, weights_folder
-    from ..inference.batch import Batch
     from ..inference.engine import Engine, Options
     from ..inference.model_text import model_text
     from ..inference.sampling import Sampling
+    from ..inference.text_batch import Batch
     from ..text.format import check
     from ..text.token_text import TokenText
 
@@ -164,8 +164,8 @@ def _print_cost(folder: Path, bits: int | None, text: str) -> None:
     """Print the change of the loss, and how often the most probable token differs."""
     from ..files.reading import read_text
     from ..formats.models import open_folder
-    from ..inference.lowbit import PASSAGE, measure_cost
     from ..inference.model_text import model_text
+    from ..inference.quantization_loss import PASSAGE, measure_cost
 
     if bits is None:
         raise HandgradError("--cost compares low-bit weights with the model's own: give --bits 8 or --bits 4 as well")

@@ -49,7 +49,7 @@ def influence(
       handgrad influence --model runs/mine --data examples.jsonl --prompt "2+2=" --answer "4"
       handgrad influence --model runs/mine --data examples.jsonl --queries questions.jsonl
     """
-    from ..display.influence import influence_tables
+    from ..display.example_tables import influence_tables
     from ..files.atomic import check_writable, write_text
     from ..formats.models import load
     from ..per_example import page

@@ -47,7 +47,7 @@ def learn(
       handgrad learn softmax
       handgrad learn softmax --hint
     """
-    from ..display import learn as display
+    from ..display import course_tables
     from ..learn.course import find
     from ..learn.progress import Progress
 
@@ -56,7 +56,7 @@ def learn(
     if exercise is None:
         if file is not None or hint or solution or json_file is not None:
             raise HandgradError("name an exercise: handgrad learn softmax; handgrad learn lists them")
-        for part in display.course(progress.read()):
+        for part in course_tables.course(progress.read()):
             console.out.print(part)
         return
     chosen = find(exercise)
@@ -64,7 +64,7 @@ def learn(
         raise HandgradError("--hint and --solution exclude each other: choose one")
     if hint:
         entry = progress.hint_shown(chosen)
-        for part in display.hints(chosen, entry.hints):
+        for part in course_tables.hints(chosen, entry.hints):
             console.out.print(part)
     elif solution:
         progress.solution_shown(chosen)
@@ -94,7 +94,7 @@ def _write_or_judge(exercise: "Exercise", path: Path, seed: int, json_file: str 
 def _judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, progress: "Progress") -> None:
     import torch
 
-    from ..display import learn as display
+    from ..display import course_tables
     from ..learn.as_json import grade_json
     from ..learn.course import COURSE
     from ..learn.grading import grade
@@ -105,10 +105,10 @@ def _judge(exercise: "Exercise", path: Path, seed: int, json_file: str | None, p
     exactly = True
     try:
         exactly = progress.judged(exercise, code, made).attempts > 1
-    except (HandgradError, OSError) as reason:  # the judgement is worth more than its record
+    except (HandgradError, OSError) as reason:  # the judgment is worth more than its record
         console.note(f"progress was not saved: {reason}")
     if not console.write_json(json.dumps(grade_json(made), ensure_ascii=False, indent=1), json_file):
-        for part in display.judged(exercise, made, str(path), exactly):
+        for part in course_tables.judged(exercise, made, str(path), exactly):
             console.out.print(part, highlight=False)
         if not exactly and any(part.said(True) != part.said(False) for part in made.parts):
             console.say("\nFor what exactly is wrong, run the command again.")

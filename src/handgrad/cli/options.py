@@ -36,7 +36,6 @@ MODEL_SHAPE = {
     "n_context": f"Context length in tokens. {PRESET}",
     "d_hidden": f"Width of the feed-forward layer. {PRESET}",
 }
-THREADS = "Number of threads. [default: OMP_NUM_THREADS if set, else measured, and again when the load changes]"
 COMMON_OPTIMIZATION = {
     "schedule": f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
     "optimizer": "Name of an optimizer of torch.optim.",
@@ -46,7 +45,8 @@ COMMON_OPTIMIZATION = {
     "clip": "Maximum norm of the gradient; 0 for no clipping.",
     "recompute": "Activations to recompute in the backward pass: none, or blocks (less memory, a third more time).",
     "update_inside": "Update each layer inside the backward pass: least memory.",
-    "threads": THREADS,
+    "threads": "Number of threads. [default: a resumed run's, else OMP_NUM_THREADS, else measured before the first step]",
+    "follow_load": "Measure the number of threads again while training. Results may then differ in their last bits.",
 }
 COMMON_LOGGING = {
     "out": "Run folder. [default: the next free name in runs/]",

@@ -74,7 +74,7 @@ def plan(
       handgrad plan --model smollm2-shape --tokens 512 --rank 16         # 4,884,480 trainable
     """
     from ..checks import check_threads
-    from ..display import plan as display
+    from ..display import plan_table
     from ..formats.models import find_model
     from ..machine import peak_memory
     from ..plan.estimate import plan_model
@@ -95,9 +95,9 @@ def plan(
         found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
         packed, base_dtype, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
     )  # fmt: skip
-    if not console.write_json(display.to_json(planned), json_file):
+    if not console.write_json(plan_table.to_json(planned), json_file):
         with using(threads), console.working("timing trial steps"):
             predicted = forecast(planned, before)
-        for table in display.tables(planned, predicted, model, console.out.width):
+        for table in plan_table.tables(planned, predicted, model, console.out.width):
             console.out.print(table)
         console.warn(misfit(planned))

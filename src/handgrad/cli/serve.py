@@ -65,8 +65,8 @@ def serve(
     named = adapters_of(adapter or [])
 
     from ..formats.models import find_model, locate, weights_folder
-    from ..serve.models import open_models
-    from ..serve.server import Limits, Server, is_loopback
+    from ..serve.routes import Limits, Server, is_loopback
+    from ..serve.served_models import open_models
 
     folder = weights_folder(model)
     base = name or Path(find_model(model).name).name

@@ -3,9 +3,9 @@
 import math
 from typing import Any, TypeVar
 
-from ..display.influence import outliers_table
-from ..display.plan import step_table
-from ..display.progress import Board, Lines, Silent, describe
+from ..display.example_tables import outliers_table
+from ..display.plan_table import step_table
+from ..display.run_progress import Board, Lines, Silent, describe
 from ..errors import HandgradError
 from ..formatting import duration, plural
 from ..formatting import loss as loss_text
@@ -17,7 +17,7 @@ from ..training.distributed import Ranks
 from ..training.job import Job
 from ..training.lifecycle import GGUF_ADAPTER, Prepare, Request, Result, dry_run, execute
 from ..training.option_file import read_option_file
-from ..training.plan import plan_job
+from ..training.run_plan import plan_job
 from ..training.threads import using
 from . import console
 

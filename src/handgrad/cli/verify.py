@@ -11,7 +11,7 @@ from .console import JsonOption
 from .options import MODEL
 
 if TYPE_CHECKING:
-    from ..proof.report import Report
+    from ..proof.check_report import Report
 
 
 def verify(
@@ -26,7 +26,8 @@ def verify(
 
     Runs one check for each line of the paper's ledger and one for each misprint that matters, on random shapes and
     values. With --model it checks every error signal and every parameter gradient of that model instead, against
-    autograd and against finite differences.
+    autograd and against finite differences, and every way to train and run it: in pieces, through the cache, in low bits,
+    with adapters. A model that is too large for the memory in float64 is checked a block at a time.
 
     Exit status 1 if any check fails.
 
@@ -45,8 +46,8 @@ def verify(
 def _verify_paper(seed: int, only: str | None) -> "Report":
     import torch
 
-    from ..proof import ledger
-    from ..proof.report import progress_bar
+    from .. import ledger
+    from ..proof.check_report import progress_bar
 
     torch.set_num_threads(1)  # the matrices are tiny: a second thread would only wait
     return ledger.run(seed, only, progress_bar("checking"))
@@ -55,7 +56,7 @@ def _verify_paper(seed: int, only: str | None) -> "Report":
 def _verify_model(name: str, seed: int) -> "Report":
     from ..formats.models import find_model, open_folder
     from ..model.gpt import GPT
-    from ..proof.random_batch import verify_on_random_batch
+    from ..proof.verify import verify_on_random_batch
 
     found = find_model(name)
     console.note(found.note)

@@ -39,7 +39,7 @@ def read(folder: Path) -> dict[str, Any]:
     except MissingError:
         raise
     except HandgradError as reason:
-        raise DamagedError(str(reason)) from None
+        raise DamagedError(reason.message) from None
     check_digest(found, folder / FILE)
     if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
         raise DamagedError(f"{folder / FILE} was written by another version of handgrad")
@@ -59,7 +59,7 @@ def check(folder: Path, required: Iterable[str] = (), contents: bool = True) -> 
             with open_regular(path) as file:
                 same = file.seek(0, 2) == expected["bytes"]
         except HandgradError as reason:
-            raise DamagedError(str(reason)) from None
+            raise DamagedError(reason.message) from None
         if same and contents:
             same = sha256_of(path) == expected["sha256"]
         if not same:

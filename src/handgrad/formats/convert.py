@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from .. import adapters
-from ..errors import HandgradError
+from .. import lora
+from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import write_folder
 from ..model.dtype import STORED_DTYPES, as_dtype
@@ -33,7 +33,7 @@ def convert_model(model: str, out: Path, dtype: str | None = None, shard_size: s
     """
     check_new_folder(out)
     folder = weights_folder(model)
-    if adapters.is_adapter(folder):
+    if lora.is_adapter(folder):
         raise HandgradError(f"{folder} is an adapter, not a model: merge it into its base model with handgrad merge")
     network = open_folder(folder)
     tokenizer_path = tokenizer_folder(folder)
@@ -54,17 +54,17 @@ def convert_model(model: str, out: Path, dtype: str | None = None, shard_size: s
 def check_new_folder(folder: Path) -> None:
     """Raise if the folder exists."""
     if folder.exists():
-        raise HandgradError(f"{folder} exists already: choose another --out")
+        raise HandgradError(f"{folder} exists already: choose another {option('out')}")
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """The dtype that --dtype names; None if it was not given."""
-    return None if name is None else as_dtype(name, STORED_DTYPES, "--dtype")
+    return None if name is None else as_dtype(name, STORED_DTYPES, option("dtype"))
 
 
 def parse_size(text: str) -> int:
     """Bytes: "500MB" → 500,000,000; "500MiB" → 524,288,000"""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not found or not float(found[1]):
-        raise HandgradError(f"--shard-size must be a size as in 500MB or 2GB, not {text!r}")
+        raise HandgradError(f"{option('shard_size')} must be a size as in 500MB or 2GB, not {text!r}")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMG".index(found[2].upper() or " "))

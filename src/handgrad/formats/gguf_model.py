@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from ..checks import check_memory
-from ..files.gguf import Stored, dequantise
+from ..errors import option
+from ..gguf.file import Stored, dequantize
+from ..gguf.model import read_model
 from ..model.config import ModelConfig
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
-from ..model.packed import KINDS, Packed
+from ..model.storage.packed import KINDS, Packed
 from .config_json import read_config
-from .gguf import read_model
 from .huggingface import build
 
 
@@ -29,7 +30,8 @@ def load_gguf(
     computed = torch.float32 if dtype is None else as_dtype(dtype)
     config, tensors, _ = read_model(path)
     unpacked = sum(prod(stored.shape) for stored in tensors.values() if not (packed and _stays_packed(stored)))
-    remedy = "free some, or keep the matrices packed (finetune --packed, generate --bits 8 or 4)"
+    packing = f"finetune {option('packed', True)}, generate {option('bits', 8)} or 4"
+    remedy = f"free some, or keep the matrices packed ({packing})"
     check_memory(4 * unpacked, f"the unpacked weights of {path} need", remedy)
     weights = {name: _weight(stored, packed) for name, stored in tensors.items()}
     model = build(read_config(config, path), weights, computed, device)
@@ -56,4 +58,4 @@ def _weight(stored: Stored, packed: bool) -> Tensor | Packed:
     if packed and _stays_packed(stored):
         rows, columns = stored.shape
         return Packed(stored.data, stored.kind, (rows, columns))
-    return dequantise(stored)
+    return dequantize(stored)

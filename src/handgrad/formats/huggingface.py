@@ -13,22 +13,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..adapters.injection import adapters_of
 from ..errors import HandgradError, MissingError
 from ..families import full_name
 from ..files import manifest
 from ..files.atomic import write_folder
-from ..files.gguf import is_gguf
 from ..files.reading import read_bytes, read_json
 from ..files.tensors import Header, missing_weights, read_headers, read_tensors
+from ..gguf.file import is_gguf
+from ..gguf.model import read_model
+from ..lora.injection import adapters_of
 from ..model.config import ModelConfig
 from ..model.dtype import DTYPES, STORED_DTYPES, as_dtype
 from ..model.gpt import GPT
-from ..model.packed import Packed, Scratch
+from ..model.storage.packed import Packed
+from ..model.storage.weights import Scratch
 from ..text.endings import end_ids
 from ..text.tokenizer import FORMAT
 from .config_json import config_json, read_config
-from .gguf import read_model
 
 GENERATION = "generation_config.json"
 # Files that handgrad and transformers write next to config.json: weights and training state, tokenizer and chat template.

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import adapters
-from ..adapters import Merged, peft
-from ..adapters.merge_record import check_same, fingerprint, merged_adapter, read_merge, write_merge
-from ..errors import HandgradError
+from .. import lora
+from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import write_folder
+from ..lora import Merged, peft
+from ..lora.merge_record import check_same, fingerprint, merged_adapter, read_merge, write_merge
 from ..model.gpt import GPT
 from ..text import tokenizer
 from .convert import check_new_folder, parse_dtype
@@ -35,10 +35,10 @@ def merge_adapter(adapter: str, model: str | None, out: Path, dtype: str | None 
     if merged_adapter(base) == fingerprint(folder):
         raise HandgradError(f"{base} already contains {folder}: merge it into the original model")
     network, stored = _open(base, dtype)
-    adapters.load(network, folder)
+    lora.load(network, folder)
     tokens = _random_tokens(network)
     before = network.logits(tokens)
-    merged = adapters.merge(network)
+    merged = lora.merge(network)
     _round_weights(network, stored)
     difference = check_same(before, network.logits(tokens), stored)
     _write(network, out, stored, base, folder, merged)
@@ -50,25 +50,25 @@ def unmerge_adapter(adapter: str, model: str | None, out: Path, dtype: str | Non
     check_new_folder(out)
     folder = _adapter_folder(adapter)
     if model is None:
-        raise HandgradError("--undo needs the merged model: name it with --model")
+        raise HandgradError(f"{option('undo', True)} needs the merged model: name it with {option('model')}")
     base = weights_folder(model)
     network, stored = _open(base, dtype)
     merged = read_merge(network, folder, base)
     tokens = _random_tokens(network)
     before = network.logits(tokens)
-    adapters.unmerge(network, merged)
-    adapters.remove(network)
+    lora.unmerge(network, merged)
+    lora.remove(network)
     _round_weights(network, stored)
-    adapters.load(network, folder, load_head_copy=False)
+    lora.load(network, folder, load_head_copy=False)
     difference = check_same(before, network.logits(tokens), stored)
-    adapters.remove(network)
+    lora.remove(network)
     _write(network, out, stored, base, folder)
     return MergeResult(base, len(merged.adapters), difference, merged.tied and not network.config.tied)
 
 
 def _adapter_folder(name: str) -> Path:
     folder = weights_folder(name)
-    if not adapters.is_adapter(folder):
+    if not lora.is_adapter(folder):
         raise HandgradError(f"{folder} is not an adapter: it has no {peft.CONFIG}")
     return folder
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from .. import adapters
-from ..errors import HandgradError, shown
-from ..files.gguf import is_gguf, open_gguf
+from .. import lora
+from ..errors import HandgradError, option, shown
+from ..gguf.file import is_gguf, open_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
-from ..model.lowbit import check_bits, quantize
-from ..text import chat, downloads, tokenizer
+from ..model.storage.quantize import check_bits, quantize
+from ..text import chat_template, downloads, tokenizer
 from ..text import format as text_format
-from ..text.chat import ChatTemplate
+from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .gguf_model import gguf_config, load_gguf
 from .huggingface import load as load_directory
@@ -48,7 +48,7 @@ class Found:
         """The model's shape; for an adapter, that of its base model."""
         if self.folder is None:
             return preset(self.name)
-        return config_of(base_of(self.folder) if adapters.is_adapter(self.folder) else self.folder)
+        return config_of(base_of(self.folder) if lora.is_adapter(self.folder) else self.folder)
 
 
 def find_model(name: str | None) -> Found:
@@ -63,7 +63,7 @@ def find_model(name: str | None) -> Found:
     if name is None:
         newest = newest_run(with_checkpoint=True)
         if newest is None:
-            raise HandgradError(f"no run with a checkpoint in {RUNS}/: name a model with --model")
+            raise HandgradError(f"no run with a checkpoint in {RUNS}/: name a model with {option('model')}")
         return Found(str(newest), model_folder(newest))
     if not name.strip():
         raise HandgradError("the name of the model is empty: give a preset, a folder or a name on the hub")
@@ -140,9 +140,9 @@ def open_folder(
     """Load the model or adapter in a folder, or the model in a GGUF file."""
     if bits is not None:
         _check_low_bit(bits, dtype, packed or base_dtype is not None)
-    if adapters.is_adapter(folder):
+    if lora.is_adapter(folder):
         model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
-        adapters.load(model, folder)
+        lora.load(model, folder)
     elif bits is not None:
         load_one = partial(load_gguf, packed=True) if is_gguf(folder) else load_directory
         model = quantize(load_one(folder, dtype=torch.float32, device=device), bits)
@@ -171,13 +171,13 @@ def check_packing(folder: Path, packed: bool, base_dtype: torch.dtype | str | No
     """Raise if the weights of this model cannot stay packed in the way that was asked for."""
     if is_gguf(folder) and base_dtype is not None:
         raise HandgradError(
-            f"{folder} is a GGUF file, which has its own types: leave out --base-dtype (base_dtype from Python) and keep"
-            " them with --packed (packed=True)"
+            f"{folder} is a GGUF file, which has its own types: leave out {option('base_dtype')} and keep"
+            f" them with {option('packed', True)}"
         )
     if packed and not is_gguf(folder):
         raise HandgradError(
-            f"{folder} is not a GGUF file, so nothing is packed in it: leave out --packed (packed=True from Python), or"
-            ' keep two bytes per number with --base-dtype bfloat16 (base_dtype="bfloat16")'
+            f"{folder} is not a GGUF file, so nothing is packed in it: leave out {option('packed', True)}, or"
+            f" keep two bytes per number with {option('base_dtype', 'bfloat16')}"
         )
 
 
@@ -218,7 +218,7 @@ def locate(path: str | Path, download: bool = True) -> Path:
 
 def base_of(adapter: Path) -> Path:
     """The folder of an adapter's base model."""
-    name = adapters.base_of(adapter)
+    name = lora.base_of(adapter)
     if name is None:
         raise HandgradError(
             f"{adapter} does not name its base model: load that first, then the adapter with hg.lora.load"
@@ -229,9 +229,10 @@ def base_of(adapter: Path) -> Path:
             raise HandgradError(f"there is no file {base}")
     except HandgradError as mistake:
         raise HandgradError(
-            f"the base model of {adapter} was not found: {mistake}. Put the base model, or a link to it, back to {name}"
+            f"the base model of {adapter} was not found: {mistake.message}. Put the base model, or a link to it, back to"
+            f" {name}"
         ) from None
-    if adapters.is_adapter(base):
+    if lora.is_adapter(base):
         raise HandgradError(
             f"the base model of {adapter} is {base}, which is an adapter itself: merge that one first (handgrad merge), and"
             " name the result as base_model_name_or_path"
@@ -243,7 +244,7 @@ def tokenizer_folder(folder: Path) -> Path | None:
     """The folder or GGUF file that holds a model's tokenizer: its own, or for an adapter that of its base model."""
     if is_gguf(folder) or os.path.lexists(folder / "tokenizer.json") or os.path.lexists(folder / "vocab.json"):
         return folder
-    if adapters.is_adapter(folder):
+    if lora.is_adapter(folder):
         return tokenizer_folder(base_of(folder))
     return None
 
@@ -258,7 +259,7 @@ def chat_template_of(folder: Path) -> ChatTemplate | None:
     fine-tuned on raw text."""
     texts = tokenizer_folder(folder)
     found = None if texts is None else tokenizer.read(texts)
-    if found is None or not chat.has_template(found.extra_files):
+    if found is None or not chat_template.has_template(found.extra_files):
         return None
     how = text_format.choose(found, "chat")
     how.warn(folder, "a conversation (chat, /v1/chat/completions)")
@@ -271,7 +272,7 @@ def chat_template_with(adapter: Path, known: Tokenizer) -> ChatTemplate | None:
         return None
     if tokenizer_of(adapter).inner.get_vocab() != known.inner.get_vocab():
         raise HandgradError(
-            f"{adapter} has another vocabulary than the model in use: give it as the model, with --model"
+            f"{adapter} has another vocabulary than the model in use: give it as the model, with {option('model')}"
         )
     return chat_template_of(adapter)
 
@@ -288,7 +289,7 @@ def _from_hub(name: str, download: bool) -> Path:
         if not download:
             raise HandgradError(
                 f"no folder {name}{preset}, and it was not downloaded from the hub before. Nothing is downloaded because a"
-                f" file names it: name it yourself, once, as in handgrad generate --model {name}"
+                f" file names it: name it yourself, once, as in {option('model', name)}"
             ) from None
         why = (str(reason).strip() or type(reason).__name__).splitlines()[0].removeprefix("Got: ")
         raise HandgradError(

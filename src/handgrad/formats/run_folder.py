@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError, MissingError
+from ..errors import HandgradError, MissingError, option
 from ..files import manifest
 from ..files.manifest import DamagedError
 from ..files.reading import MB, open_regular, parse_json, read_json
@@ -67,7 +67,9 @@ class RunFolder:
                     return dict(manifest.read(folder)["settings"])
             if isinstance(reason, MissingError):
                 raise HandgradError(f"{self.folder} is not a run folder: it has no {CONFIG}") from None
-            raise HandgradError(f"{reason}. Restore it, or start a new run with another --out") from None
+            raise HandgradError(
+                f"{reason.message}. Restore it, or start a new run with another {option('out')}"
+            ) from None
         return {name: value for name, value in read_json(self.folder / CONFIG).items() if name != "digest"}
 
     def folders(self) -> list[Path]:
@@ -101,11 +103,11 @@ class RunFolder:
             try:
                 return self.checkpoint(folder), reasons
             except DamagedError as reason:
-                reasons.append(str(reason))
+                reasons.append(reason.message)
         if reasons:
             raise HandgradError(
                 f"none of the {len(reasons)} checkpoints in {self.folder} is usable (nothing was changed): {reasons[0]}."
-                " Restore one, or start a new run with another --out"
+                f" Restore one, or start a new run with another {option('out')}"
             )
         return None, reasons
 

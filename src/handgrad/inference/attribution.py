@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError, shown
-from ..model.batch import TOKENS_AT_ONCE, Piece
 from ..model.block import Saved
 from ..model.gpt import GPT
-from ..model.objective import MEAN_LOSS, LogitDifference, Objective
-from ..model.passes import Pass
-from ..model.readout import readout
+from ..model.passes.arguments import Pass
+from ..model.passes.batch import TOKENS_AT_ONCE, Piece
+from ..model.passes.objective import MEAN_LOSS, LogitDifference, Objective
+from ..model.passes.options import PassOptions
+from ..model.passes.readout import readout
 from ..ops import attention
 from ..ops.loss import NO_TARGET
 
@@ -90,7 +91,8 @@ def attribute(
             raise HandgradError(f"{name} must be a number of at least 0, not {shown(count)}")
     objective, sign = _objective(model, tokens, positions, against)
     n = positions[-1]  # tokens from the last target on have no influence
-    (piece,) = model.pieces(tokens[:n], _wanted(tokens, positions), [n], n)
+    batch, whole = model.pack(tokens[:n], [n]), PassOptions(tokens_at_once=n)
+    (piece,) = model.prepare(batch, _wanted(tokens, positions), options=whole, dropout=False).pieces
     with _frozen(model):
         value, a_1, delta_1 = _input_signal(model, piece, objective)
         integrated, gap = None, None
@@ -184,15 +186,16 @@ def _input_signal(
     recompute = len(piece.ids) > TOKENS_AT_ONCE  # a long text's activations would need gigabytes
     saved: list[Saved | Tensor] = []
     for block, its_run in zip(model.blocks, runs, strict=True):
-        with model.unpacked(block):
-            out, kept = block.forward(a, its_run)
+        with model.weights(block) as weights:
+            out, kept = block.forward(a, its_run._replace(weights=weights))
         saved.append(a if recompute else kept)
         a = out
         del kept
-    with model.unpacked(model.head):
-        loss, delta = readout(model.final_norm, model.head, a, piece, 1.0, model.check_finite, objective=objective)
+    with model.weights(model.head) as weights:
+        loss, delta = readout(model.ending(), a, piece, objective, 1.0, Pass(weights=weights))
     for block, its_run in reversed(list(zip(model.blocks, runs, strict=True))):
-        with model.unpacked(block):
+        with model.weights(block) as weights:
+            its_run = its_run._replace(weights=weights)
             state = saved.pop()
             if isinstance(state, Tensor):
                 state = block.forward(state, its_run)[1]

@@ -7,10 +7,11 @@
             event.sequence, event.id, event.finish
     engine.cancel(sequence)             # at any time between two steps
 
-A step is one pass through the network's blocks, the same that training runs. It has about 1,024 tokens at most: one of each
-running sequence, then prompts, of which a long one takes several steps. A prompt that begins like one in the cache copies
-that part, and waits for it if it is being computed. If its log-probabilities are wanted, it copies from prompts whose are.
-If a weight has changed since, by an optimizer's step or an adapter, nothing in the cache is used: all is computed again.
+A step is one pass through the network's blocks: those that training runs, or for single tokens a kernel that computes the
+same (`token_block.py`). It has about 1,024 tokens at most: one of each running sequence, then prompts, of which a long one
+takes several steps. A prompt that begins like one in the cache copies that part, and waits for it if it is being computed.
+If its log-probabilities are wanted, it copies from prompts whose are. If a weight has changed since, by an optimizer's step
+or an adapter, nothing in the cache is used: all is computed again.
 
 The engine works on ids and is not thread-safe: call it from one thread.
 """
@@ -20,18 +21,19 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from ..adapters.named import check_finite_adapter, groups, weights_of
 from ..errors import HandgradError
+from ..lora.named import check_finite_adapter, groups, weights_of
 from ..model.gpt import GPT
-from ..model.passes import Pass
-from ..model.readout import row_groups
-from ..model.token_block import TokenBlocks, describe
+from ..model.passes.arguments import Pass
+from ..model.passes.readout import row_groups
+from ..model.storage import weights as storage
 from ..ops import attention
 from ..ops.linear import FEW_ROWS
 from .kv_cache import Cache, copy
 from .processors import changes_logits, process
 from .sampling import Sampling, choose
 from .sequences import Event, Finish, Options, Sequence, TokenLogprob, check_prompt, logprobs_of
+from .token_block import TokenBlocks, describe
 
 __all__ = ["Engine", "Event", "Finish", "Options", "Sampling", "Sequence", "TokenLogprob"]
 
@@ -137,15 +139,15 @@ class Engine:
         else:
             a, last = self._forward_uncached(work)
         model = self.model
-        with model.unpacked(model.head, generating=True):
-            events = self._prompt_logprobs(work, a)
+        with model.weights(model.head, few_rows=True) as weights:
+            events = self._prompt_logprobs(work, a, weights)
             ready = [i for i, (x, _) in enumerate(work) if x.finish is None and x.pending == 0]
             wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
             rows = [last[i] for i in ready if work[i][0].options.max_new_tokens]
             logits = None
             if rows:
                 some = a if len(rows) == len(a) else a[rows]
-                run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]))
+                run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]), weights=weights)
                 logits = model.head.forward(model.final_norm.forward(some)[0], run)
         events += [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
         return events if logits is None else events + self._choose(wanted, logits)
@@ -229,8 +231,8 @@ class Engine:
             self._blocks.forward(a, step.places, rotation)
         else:
             for i, block in enumerate(model.blocks):
-                with model.unpacked(block, generating=True):
-                    a, _ = block.forward(a, run._replace(cache=step.block(i)))
+                with model.weights(block, few_rows=True) as weights:
+                    a, _ = block.forward(a, run._replace(cache=step.block(i), weights=weights))
         step.finish()
         return a, _last_rows([count for _, count in work])
 
@@ -245,13 +247,13 @@ class Engine:
             adapters=groups([(x.options.adapter, count) for x, count in work]),
         )  # fmt: skip
         for block in model.blocks:
-            with model.unpacked(block, generating=True):
-                a, _ = block.forward(a, run)
+            with model.weights(block, few_rows=True) as weights:
+                a, _ = block.forward(a, run._replace(weights=weights))
         for sequence, count in work:
             sequence.slot.length = count
         return a, _last_rows(lengths)
 
-    def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor) -> list[Event]:
+    def _prompt_logprobs(self, work: list[tuple[Sequence, int]], a: Tensor, weights: storage.Weights) -> list[Event]:
         """Add the log-probabilities of the prompt's tokens that this pass has computed; events of sequences that fail."""
         model, start, failed = self.model, 0, list[Event]()
         for sequence, count in work:
@@ -261,7 +263,7 @@ class Engine:
                 targets = sequence.prompt[first + 1 : first + count + 1]
                 rows = a[start : start + len(targets)]
                 for part in row_groups(len(rows), model.head) if len(rows) else ():
-                    run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]))
+                    run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]), weights=weights)
                     logits = model.head.forward(model.final_norm.forward(rows[part])[0], run)
                     if not torch.isfinite(logits.sum()):
                         failed.append(self._fail(sequence, self._non_finite(sequence, logits)))

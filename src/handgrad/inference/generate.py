@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ..checks import check_integer
 from ..errors import HandgradError, shown
-from ..model.batch import check_ids
 from ..model.gpt import GPT
+from ..model.passes.batch import check_ids
 from ..text.format import choose
 from ..text.tokenizer import Tokenizer
-from .batch import Batch
 from .engine import Engine, Options
 from .grammar import Grammar, json_grammar, vocabulary
 from .model_text import ModelText, model_text
 from .sampling import Sampling
+from .text_batch import Batch
 
 NO_BIAS: Mapping[int, float] = MappingProxyType({})
 ENDED = -1  # in a (B, new) result: the row has ended before

@@ -8,9 +8,9 @@
     step.finish()                       the new tokens count from now on
     cache.free(slot)
 
-Slots of equal capacity (256, 512, 1024 … tokens) are neighbours in one tensor, a pool. A sequence that outgrows its slot
+Slots of equal capacity (256, 512, 1024 … tokens) are neighbors in one tensor, a pool. A sequence that outgrows its slot
 moves to the next pool. Kernels read keys and values where they are, of single new tokens of all sequences in one call.
-Without kernels torch reads those of neighbours in one call.
+Without kernels torch reads those of neighbors in one call.
 """
 
 from collections.abc import Sequence
@@ -161,7 +161,7 @@ class Cache:
         self.pools[capacity].slots[slot.row] = slot
 
     def order(self, slots: Sequence[Slot]) -> list[int]:
-        """The order in which `step` should get sequences with one new token each: neighbours attend together."""
+        """The order in which `step` should get sequences with one new token each: neighbors attend together."""
         return sorted(range(len(slots)), key=lambda i: (slots[i].capacity, slots[i].row))
 
     def step(self, new: Sequence[tuple[Slot, int]]) -> "Step":
@@ -198,9 +198,9 @@ class Step:
                     stop += 1
                 part = _Tokens([slot for slot, _ in new[i:stop]], starts[i])
             elif count == 1:
-                while stop < len(new) and _neighbours(new[i : stop + 1]):
+                while stop < len(new) and _neighbors(new[i : stop + 1]):
                     stop += 1
-                part = _Neighbours([slot for slot, _ in new[i:stop]], starts[i], device)
+                part = _Neighbors([slot for slot, _ in new[i:stop]], starts[i], device)
             else:
                 part = _Continued(slot, count, starts[i])
             self.parts.append(part)
@@ -238,7 +238,7 @@ class BlockCache:
         return Saved(q, k, v, a, a)  # without a backward pass there is no log-sum-exp
 
 
-def _neighbours(new: Sequence[tuple[Slot, int]]) -> bool:
+def _neighbors(new: Sequence[tuple[Slot, int]]) -> bool:
     """Whether the last sequence can attend in one call with those before it: one new token each, next to each other in a
     pool, and of similar length."""
     (before, _), (slot, count) = new[-2:]
@@ -342,8 +342,8 @@ def _place(slot: Slot) -> list[int]:
     return [*addresses, k.stride(0), v.stride(0), slot.pool.capacity, slot.length]
 
 
-class _Neighbours:
-    """The same by torch, of neighbours in a pool. Queries that share a key are rows of one product."""
+class _Neighbors:
+    """The same by torch, of neighbors in a pool. Queries that share a key are rows of one product."""
 
     def __init__(self, slots: Sequence[Slot], start: int, device: torch.device):
         assert slots[0].pool is not None
@@ -379,4 +379,4 @@ class _Neighbours:
         return a.reshape(n, heads, -1)
 
 
-_Part = _Prompts | _Continued | _Tokens | _Neighbours
+_Part = _Prompts | _Continued | _Tokens | _Neighbors

@@ -92,14 +92,6 @@ class Sampling:
         return self.temperature == 0
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(B, V) logits, penalties included → the exact probabilities (B, V), float64, with which each id is chosen."""
-    candidates, p = _candidates(logits, sampling)
-    if candidates is None:
-        return p
-    return p.new_zeros(logits.shape, dtype=torch.float64).scatter_(1, candidates, p)
-
-
 def choose(
     logits: Tensor,
     samplings: Sequence[Sampling],
@@ -112,7 +104,7 @@ def choose(
     chosen = [0] * len(logits)
     for sampling, rows in groups.items():
         some = logits if len(rows) == len(logits) else logits[rows]
-        candidates, p = _candidates(some, sampling)
+        candidates, p = candidates_of(some, sampling)
         if sampling.greedy and candidates is not None:
             picked = candidates[:, 0]
         else:
@@ -154,7 +146,7 @@ def _shifted(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << 64 - n) - 1)
 
 
-def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
+def candidates_of(logits: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids that can be chosen, (B, k), or None for all, and their probabilities in float64."""
     if sampling.greedy:
         best = logits.argmax(1, keepdim=True)

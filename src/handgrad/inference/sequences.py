@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapters.named import check_named
-from ..errors import HandgradError
-from ..model.batch import check_ids
+from ..errors import HandgradError, option
+from ..lora.named import check_named
 from ..model.gpt import GPT
+from ..model.passes.batch import check_ids
 from .grammar import Grammar, Matcher
 from .kv_cache import Slot
 from .sampling import Sampling
@@ -38,7 +38,7 @@ class Options:
     logprobs          None, or the number of most probable tokens to return with the log-probability of each token
     prompt_logprobs   also of the prompt's tokens
     context_full      "stop" ends the sequence when the context is full; "slide" continues from its second half
-    adapter           name of one of several adapters (`adapters.named`); None: the model as it is
+    adapter           name of one of several adapters (`lora.named`); None: the model as it is
     grammar           what the text may be (`grammar.py`); when nothing can follow, the sequence ends
     """
 
@@ -127,8 +127,8 @@ def check_prompt(model: GPT, prompt: SequenceOf[int] | Tensor, options: Options)
         raise HandgradError(f"context_full must be 'stop' or 'slide', not {options.context_full!r}")
     if len(ids) > c.n_context and options.context_full == "stop":
         raise HandgradError(
-            f"the prompt has {len(ids):,} tokens, and the context {c.n_context:,}: shorten it, or give context_full="
-            '"slide" (--context-full slide) to use its end'
+            f"the prompt has {len(ids):,} tokens, and the context {c.n_context:,}: shorten it, or give"
+            f" {option('context_full', 'slide')} to use its end"
         )
     model.pack(ids[-c.n_context :])
     check_named(model, options.adapter)

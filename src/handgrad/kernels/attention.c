@@ -8,9 +8,9 @@
  * every product consists of full vectors. Whatever the number of threads, a result is summed in one order.
  * library.py compiles all C files of this folder. */
 
-#include <stdlib.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "tiles.h"
 
 #define BLOCK 64
@@ -209,7 +209,7 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
 /* The most keys or queries of a sequence, rounded up to blocks; −1 if a sequence has rows outside of the tensors or before the
  * end of the one before it, or a query at a position without a key, or before the query above it. A wrong table would be read
  * as addresses, so every call looks at it: a few instructions for a row of queries. */
-static size longest_of(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, long causal) {
+static size longest_of(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size causal) {
     size longest = 0, key = 0, query = 0;
     for (const int64_t *row = table; row < table + 4 * sequences; row += 4) {
         size keys = row[1] - row[0], queries = row[3] - row[2], before = 0, ordered = 1;
@@ -236,8 +236,8 @@ static size longest_of(size sequences, const int64_t *table, const int32_t *at, 
     size rounded = longest_of(sequences, table, at, n_keys, n_queries, causal), pq = padded(wq), pv = padded(wv);        \
     if (rounded < 0) return WRONG_TABLE;                                                                                 \
     _Pragma("omp parallel") {                                                                                            \
-        real *space = aligned_alloc(64, ((numbers) * sizeof(real) + 63) / 64 * 64);                                      \
-        if (!space) failed = NO_MEMORY;                                                                                  \
+        real *space = new_buffer(numbers);                                                                               \
+        if (!space) { _Pragma("omp atomic write") failed = NO_MEMORY; }                                                  \
         _Pragma("omp for schedule(dynamic)") for (size item = 0; item < sequences * heads; item++) {                     \
             const int64_t *row = table + item / heads * 4;                                                               \
             size h = item % heads, g = h / repeat, k0 = row[0], q0 = row[2];                                             \
@@ -248,21 +248,22 @@ static size longest_of(size sequences, const int64_t *table, const int32_t *at, 
     }                                                                                                                    \
     return failed
 
-long forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
-                       size repeat, size wq, size wv, double scale, long causal, long window, const real *q, size qs, size qh,
-                       const real *k, size ks, size kh, const real *v, size vs, size vh, real *a, size as, size ah,
-                       real *lse, size ls, size lh) {
+int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
+                         size repeat, size wq, size wv, double scale, size causal, size window, const real *q, size qs,
+                         size qh, const real *k, size ks, size kh, const real *v, size vs, size vh, real *a, size as,
+                         size ah, real *lse, size ls, size lh) {
     EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + BLOCK + pv + 2),
               forward_head(&sight, wq, wv, scale, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
                            vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls, space););
 }
 
 /* dk and dv have a head for each query head */
-long backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
-                        size repeat, size wq, size wv, double scale, long causal, long window, const real *d, size ds, size dh,
-                        const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v, size vs, size vh,
-                        const real *a, size as, size ah, const real *lse, size ls, size lh, real *dq, size dqs, size dqh,
-                        real *dk, size dks, size dkh, real *dv, size dvs, size dvh) {
+int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
+                          size heads, size repeat, size wq, size wv, double scale, size causal, size window,
+                          const real *d, size ds, size dh, const real *q, size qs, size qh, const real *k, size ks,
+                          size kh, const real *v, size vs, size vh, const real *a, size as, size ah, const real *lse,
+                          size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks, size dkh, real *dv,
+                          size dvs, size dvh) {
     EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 2 * BLOCK) + rounded * (2 * pq + pv + 1),
               backward_head(&sight, wq, wv, scale, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
                             ks, v + k0 * vs + g * vh, vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls,

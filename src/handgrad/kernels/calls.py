@@ -3,7 +3,6 @@
 Rows are the first dimension; the last one must be contiguous. (n, w), or (n, h, w) for heads.
 """
 
-import ctypes
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,12 +30,10 @@ _functions: dict[tuple[str, torch.dtype], Any] = {}
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: int | float) -> int:
-    """Call a kernel; at its first call its arguments are declared: a float as double, an address or a size as long."""
+    """Call a kernel of signatures.py."""
     function = _functions.get((name, dtype))
     if function is None:
-        function = getattr(library.load(dtype), name)
-        function.argtypes = [ctypes.c_double if isinstance(x, float) else ctypes.c_ssize_t for x in arguments]
-        _functions[name, dtype] = function
+        function = _functions[name, dtype] = library.function(name, dtype)
     return function(*arguments)  # type: ignore[no-any-return]
 
 
@@ -169,11 +166,11 @@ def rebuild_norm(
     )  # fmt: skip
 
 
-def backward_norm(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor, centred: bool, out: Tensor) -> None:
+def backward_norm(delta: Tensor, a_bar: Tensor, inv: Tensor, w: Tensor, centered: bool, out: Tensor) -> None:
     (n, width), dtype = delta.shape, delta.dtype
     _call(
         "backward_norm", dtype, n, width, *_rows((n, width), dtype, delta, a_bar), *_numbers(n, dtype, inv),
-        *_numbers(width, dtype, w), int(centred), *_rows((n, width), dtype, out),
+        *_numbers(width, dtype, w), int(centered), *_rows((n, width), dtype, out),
     )  # fmt: skip
 
 
@@ -186,13 +183,13 @@ def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
 # ── rotary positions, loss, attention ───────────────────────────────────────────────────────────────────────────────
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
     """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous"""
     (n, heads, width), dtype = x.shape, x.dtype
     half = width // 2
     _call(
         "rotate", dtype, n, heads, half, *_heads((n, heads, 2 * half), dtype, x), *_numbers(n * half, dtype, cos, sin),
-        float(sign), int(interleaved), *_heads((n, heads, width), dtype, out),
+        float(sign), *_heads((n, heads, width), dtype, out),
     )  # fmt: skip
 
 
@@ -254,8 +251,10 @@ def _attention(
     """What both passes have in common: sequences and sizes, then q, k and v."""
     rows, at = sequences
     (m, heads, d_rho), (n, key_heads, _), d_h, dtype = q.shape, k.shape, v.shape[2], q.dtype
-    if not key_heads or heads % key_heads or (window is not None and window < 1):
-        raise HandgradError(f"{heads} query heads on {key_heads} key heads, window={window}")
+    if not key_heads or heads % key_heads or not d_rho or not d_h or (window is not None and window < 1):
+        raise HandgradError(
+            f"{heads} query heads on {key_heads} key heads, of {d_rho} and {d_h} numbers, window={window}"
+        )
     count = rows.shape[0]
     where = count, *_numbers(4 * count, torch.int64, rows), *_numbers(m, torch.int32, at), n, m
     shape = [*where, heads, heads // key_heads, d_rho, d_h, d_rho**-0.5, int(causal), window or 0]

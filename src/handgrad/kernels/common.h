@@ -1,14 +1,36 @@
-/* What all kernels share: the type they are compiled for, rows in parallel, and exp. */
+/* What all kernels share: the type they are compiled for, rows in parallel, memory, and exp. */
+
+#pragma once
 
 #include <math.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 typedef REAL real;
-typedef long size;
+typedef int64_t size;
+
+/* A function that signatures.py lists. All other names stay inside of the library. */
+#define KERNEL __attribute__((visibility("default")))
 
 enum { NO_MEMORY = 1, WRONG_TABLE = 2 }; /* what a kernel returns instead of 0; calls.py has the messages */
+
+/* Declared here because some compilers come without omp.h. clang's library is asked by names that only it has: on Linux that of
+ * gcc is loaded as well, by torch, and would answer for its own threads. */
+#ifdef __clang__
+int __kmpc_bound_num_threads(void *);
+int __kmpc_bound_thread_num(void *);
+#define THREADS __kmpc_bound_num_threads(NULL)
+#define THREAD __kmpc_bound_thread_num(NULL)
+#else
+int omp_get_num_threads(void);
+int omp_get_thread_num(void);
+#define THREADS omp_get_num_threads()
+#define THREAD omp_get_thread_num()
+#endif
+
+/* Uninitialized memory for `count` numbers, or null; to be freed. aligned_alloc requires a multiple of the alignment. */
+static inline real *new_buffer(size count) { return aligned_alloc(64, ((size_t)count * sizeof(real) + 64) / 64 * 64); }
 
 #define PARALLEL_FROM 16384 /* numbers; below this, waking the other threads costs more than they save */
 #define PRAGMA(text) _Pragma(#text)
@@ -17,11 +39,19 @@ enum { NO_MEMORY = 1, WRONG_TABLE = 2 }; /* what a kernel returns instead of 0; 
 /* The part of `count` items that belongs to the calling thread of a parallel region: consecutive ones, in multiples of `unit`,
  * so that an item is computed in the same way for any number of threads */
 static inline void share_of(size count, size unit, size *first, size *end) {
-    size units = (count + unit - 1) / unit, threads = omp_get_num_threads(), me = omp_get_thread_num();
+    size units = (count + unit - 1) / unit, threads = THREADS, me = THREAD;
     *first = units * me / threads * unit;
     *end = units * (me + 1) / threads * unit;
     if (*end > count) *end = count;
 }
+
+/* Sums may be reordered (compiler.py). In a block that begins with this clang leaves the order of explicit vectors as it is, which
+ * gcc does anyway. */
+#ifdef __clang__
+#define IN_ORDER _Pragma("clang fp reassociate(off)")
+#else
+#define IN_ORDER
+#endif
 
 /* exp: for float by 2^k · p(r), |r| ≤ ln 2 / 2, which the compiler turns into vector instructions. Error: 1 unit in the last
  * place. Outside −87 … 88 the result is that of the nearest end; NaN stays NaN. */
@@ -31,7 +61,14 @@ static inline real exp_(real x) {
     t = t > 88.0f ? 88.0f : t;
     t = t < -87.0f ? -87.0f : t;
     float k = rintf(t * 1.44269504f);
-    float r = t - k * 0.693359375f + k * 2.12194440e-4f;
+    union { uint32_t i; float f; } whole = {.f = k + 12582912.0f}, two; /* 1.5 · 2²³: the last bits are k; p is NaN if k is */
+    float r = t - k * 0.693359375f; /* k ln 2 in two parts, the first exact; joined by a compiler, exact in one fused operation */
+#if !defined(__FMA__) && !defined(__aarch64__)
+    union { float f; uint32_t i; } first = {.f = r};
+    first.i += whole.i >> 31; /* 0, which no compiler knows: it must not join the parts, where the product would be rounded */
+    r = first.f;
+#endif
+    r += k * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -39,7 +76,6 @@ static inline real exp_(real x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { uint32_t i; float f; } whole = {.f = k + 12582912.0f}, two; /* 1.5 · 2²³: the last bits are k; p is NaN if k is */
     two.i = (whole.i + 127) << 23;
     return (real)(p * two.f);
 }

@@ -4,13 +4,14 @@
  * rows beside it, nor on the number of threads. */
 
 #include "decode.h"
+#include "kernels.h"
 
-#include <stdlib.h>
-
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #define BYTES 64
-#else
+#elif defined(__AVX__)
 #define BYTES 32
+#else
+#define BYTES 16
 #endif
 #define LANES ((size)(BYTES / sizeof(real)))
 #define TILE 4    /* rows, and outputs or vectors of outputs, that are computed at once */
@@ -20,22 +21,28 @@
 #define KEYS 128  /* keys whose scores are computed at once */
 
 typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
-typedef real half __attribute__((vector_size(BYTES / 2)));
-typedef real quarter __attribute__((vector_size(BYTES / 4)));
 
 /* the sum of the lanes */
 static inline real sum_of(vec x) {
+    IN_ORDER
+    real sum = 0;
+#if BYTES > 16 /* quarters first */
+    typedef real half __attribute__((vector_size(BYTES / 2)));
+    typedef real quarter __attribute__((vector_size(BYTES / 4)));
     union { vec v; half h[2]; } all = {.v = x};
     union { half h; quarter q[2]; } some = {.h = all.h[0] + all.h[1]};
     quarter few = some.q[0] + some.q[1];
-    real sum = 0;
     for (size l = 0; l < LANES / 4; l++) sum += few[l];
+#else
+    for (size l = 0; l < LANES; l++) sum += x[l];
+#endif
     return sum;
 }
 
 /* out[t] = Σ_i a[t][i] w[i] for `rows` rows t, a constant. A sum has one order, whatever the number of rows. */
 static inline __attribute__((always_inline)) void dot(const int rows, size f_in, const real *a, size as, const real *w,
                                                       real *out, size os) {
+    IN_ORDER
     vec sum[TILE];
     for (int t = 0; t < rows; t++) sum[t] = (vec){0};
     size i = 0;
@@ -102,8 +109,8 @@ void few_rows_part(size n, size f_in, size f_out, const real *a, size as, const 
     else many_rows(first, end, n, f_in, turned, w, ws, out, os);
 }
 
-int few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
-    real *turned = 2 * n > MANY ? aligned_alloc(64, f_in * MANY * sizeof(real)) : NULL;
+int hg_few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
+    real *turned = 2 * n > MANY ? new_buffer(f_in * MANY) : NULL;
     if (2 * n > MANY && !turned) return NO_MEMORY;
     PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM)) {
         if (turned) turn_part(n, f_in, a, as, turned);
@@ -157,7 +164,8 @@ void few_rows_in_out_part(size n, size f_in, size f_out, const real *a, size as,
     }
 }
 
-void few_rows_in_out(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out, size os) {
+void hg_few_rows_in_out(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out,
+                        size os) {
     PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM))
     few_rows_in_out_part(n, f_in, f_out, a, as, w, ws, out, os);
 }
@@ -223,9 +231,9 @@ void store_tokens(const heads *x, size n, size block, const int64_t *places, con
     }
 }
 
-long attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
-                   const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v,
-                   size vs, size vh, real *out, size os, size oh) {
+int hg_attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
+                     const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
+                     const real *v, size vs, size vh, real *out, size os, size oh) {
     if (wrong_places(n, places)) return WRONG_TABLE;
     heads x = {count, share, d, dv, window, scale};
     store_tokens(&x, n, block, places, k, ks, kh, v, vs, vh);

@@ -1,6 +1,8 @@
 /* Functions of decode.c and packed.c. One whose name ends in _part is called by all threads of a parallel region, and computes
  * the outputs, or heads, of the calling thread. */
 
+#pragma once
+
 #include "common.h"
 
 #define MANY 16 /* most rows of the next two */

@@ -7,7 +7,7 @@
  *
  * library.py compiles all C files of this folder. */
 
-#include "common.h"
+#include "kernels.h"
 
 /* ── activation and gate ──────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -31,7 +31,7 @@ static inline real gelu_tanh(real x, real *slope) {
 
 #define ACTIVATION(g)                                                                                                    \
     /* a_8 = g(a_7) */                                                                                                   \
-    void forward_##g(size n, size w, const real *x, size xs, real *out, size os) {                                       \
+    void hg_forward_##g(size n, size w, const real *x, size xs, real *out, size os) {                                    \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
             const real *restrict x_t = x + t * xs;                                                                       \
             real *restrict out_t = out + t * os;                                                                         \
@@ -40,8 +40,8 @@ static inline real gelu_tanh(real x, real *slope) {
         }                                                                                                                \
     }                                                                                                                    \
     /* Δ_7 = Δ_8 ∘ g'(a_7), and a_8 */                                                                                   \
-    void backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os, real *a,       \
-                      size as) {                                                                                         \
+    void hg_backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os, real *a,    \
+                         size as) {                                                                                      \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
             const real *d_t = d + t * ds, *x_t = x + t * xs;                                                             \
             real *out_t = out + t * os, *a_t = a + t * as;                                                               \
@@ -53,7 +53,7 @@ static inline real gelu_tanh(real x, real *slope) {
         }                                                                                                                \
     }                                                                                                                    \
     /* a_8 = g(gate) ∘ up */                                                                                             \
-    void forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os) {          \
+    void hg_forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os) {       \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
             const real *x_t = x + t * xs, *u_t = u + t * us;                                                             \
             real *out_t = out + t * os;                                                                                  \
@@ -64,8 +64,8 @@ static inline real gelu_tanh(real x, real *slope) {
         }                                                                                                                \
     }                                                                                                                    \
     /* Δ_gate = Δ_8 ∘ up ∘ g'(gate),  Δ_up = Δ_8 ∘ g(gate),  and a_8; Δ_gate and Δ_up may overwrite gate and up */       \
-    void backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u, size us,       \
-                           real *dx, size dxs, real *du, size dus, real *a, size as) {                                   \
+    void hg_backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u, size us,    \
+                              real *dx, size dxs, real *du, size dus, real *a, size as) {                                \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
             const real *d_t = d + t * ds, *x_t = x + t * xs, *u_t = u + t * us;                                          \
             real *dx_t = dx + t * dxs, *du_t = du + t * dus, *a_t = a + t * as;                                          \
@@ -90,8 +90,8 @@ static inline real inverse_root(real squares, size w, double eps) {
 }
 
 /* LayerNorm: a_i = ā ∘ w + b with ā = (a − μ)/σ, σ = √(var + ε); inv = 1/σ. The variance is that of a − μ. */
-void forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out, size os,
-                   real *mu, real *inv) {
+void hg_forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out,
+                      size os, real *mu, real *inv) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
         real *restrict out_t = out + t * os;
@@ -109,7 +109,7 @@ void forward_layer(size n, size w, double eps, const real *a, size as, const rea
 }
 
 /* RMSNorm: a_i = ā ∘ w with ā = a/rms; inv = 1/rms */
-void forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv) {
+void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
         real *restrict out_t = out + t * os;
@@ -122,8 +122,8 @@ void forward_rms(size n, size w, double eps, const real *a, size as, const real 
 }
 
 /* From the saved statistics: ā = (a − μ)/σ and the output ā ∘ w + b; μ and b are null for RMSNorm */
-void rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain, const real *b,
-                  real *a_bar, size bs, real *out, size os) {
+void hg_rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain,
+                     const real *b, real *a_bar, size bs, real *out, size os) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
         real *restrict bar_t = a_bar + t * bs, *restrict out_t = out + t * os;
@@ -136,9 +136,9 @@ void rebuild_norm(size n, size w, const real *a, size as, const real *mu, const 
     }
 }
 
-/* Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w; without mean(g) unless `centred`, as for RMSNorm */
-void backward_norm(size n, size w, const real *d, size ds, const real *a_bar, size bs, const real *inv, const real *gain,
-                   long centred, real *out, size os) {
+/* Δ_{i−1} = 1/σ [g − mean(g) − ā ∘ mean(g ∘ ā)] with g = Δ_i ∘ w; without mean(g) unless `centered`, as for RMSNorm */
+void hg_backward_norm(size n, size w, const real *d, size ds, const real *a_bar, size bs, const real *inv,
+                      const real *gain, size centered, real *out, size os) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict d_t = d + t * ds, *restrict bar_t = a_bar + t * bs;
         real *restrict out_t = out + t * os;
@@ -148,14 +148,14 @@ void backward_norm(size n, size w, const real *d, size ds, const real *a_bar, si
             sum += g;
             along += g * bar_t[i];
         }
-        sum = centred ? sum / w : 0;
+        sum = centered ? sum / w : 0;
         along /= w;
         for (size i = 0; i < w; i++) out_t[i] = (d_t[i] * gain[i] - sum - bar_t[i] * along) * r;
     }
 }
 
 /* Σ_t Δ ∘ ā, or Σ_t Δ if ā is null: a thread sums some columns over all rows */
-void column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out) {
+void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out) {
     const size columns = 64;
     ROWS((w + columns - 1) / columns, n * columns) for (size first = 0; first < w; first += columns) {
         size count = w - first < columns ? w - first : columns;
@@ -175,27 +175,19 @@ void column_sums(size n, size w, const real *d, size ds, const real *a_bar, size
 /* ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin  in every head of n tokens, `sign` = −1 for the opposite rotation.
- * Planes (i, i + half), or (2i, 2i + 1) if interleaved. y may be x. cos and sin (n, half). */
-void rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine, double sign,
-            long interleaved, real *y, size ys, size yh) {
+ * Planes (i, j = i + half). y may be x. cos and sin (n, half). */
+void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine,
+               double sign, real *y, size ys, size yh) {
     ROWS(n, heads * half) for (size t = 0; t < n; t++) {
         const real *restrict c = cosine + t * half, *restrict s = sine + t * half;
         real turn = (real)sign;
         for (size h = 0; h < heads; h++) {
             const real *x_h = x + t * xs + h * xh;
             real *y_h = y + t * ys + h * yh;
-            if (interleaved) {
-                for (size i = 0; i < half; i++) {
-                    real u = x_h[2 * i], v = x_h[2 * i + 1], s_i = turn * s[i];
-                    y_h[2 * i] = u * c[i] - v * s_i;
-                    y_h[2 * i + 1] = v * c[i] + u * s_i;
-                }
-            } else {
-                _Pragma("omp simd") for (size i = 0; i < half; i++) {
-                    real u = x_h[i], v = x_h[i + half], s_i = turn * s[i];
-                    y_h[i] = u * c[i] - v * s_i;
-                    y_h[i + half] = v * c[i] + u * s_i;
-                }
+            _Pragma("omp simd") for (size i = 0; i < half; i++) {
+                real u = x_h[i], v = x_h[i + half], s_i = turn * s[i];
+                y_h[i] = u * c[i] - v * s_i;
+                y_h[i + half] = v * c[i] + u * s_i;
             }
         }
     }
@@ -205,7 +197,7 @@ void rotate(size n, size heads, size half, const real *x, size xs, size xh, cons
 
 /* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache. Returns 0,
  * or WRONG_TABLE if a target is not one of the w logits. */
-long softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
+int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss) {
     int inside = 1;
     for (size t = 0; t < n; t++) inside &= target[t] >= 0 && target[t] < w;
     if (!inside) return WRONG_TABLE;

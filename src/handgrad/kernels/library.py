@@ -3,7 +3,7 @@
 The result lies in the cache, named by a hash of source, flags, compiler, processor and user: another machine with the same
 home folder makes its own. It ends with a digest of itself and its name, which every load checks. What is damaged or
 exchanged, or belongs to another user or may be written by one, is never loaded but compiled again.
-HANDGRAD_KERNELS=0 switches kernels off; so does a missing compiler, or one without OpenMP.
+HANDGRAD_KERNELS=0 switches kernels off; so does a compiler that is missing or fails, which `prepare` reports.
 """
 
 import contextlib
@@ -11,31 +11,23 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import stat
-import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import HandgradError
 from ..files.atomic import LEFTOVER, new_file, rename_onto
 from ..files.cache import cache_path
+from . import compiler, signatures
 
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 REAL = {torch.float32: "float", torch.float64: "double"}
-# Sums may be reordered, so that they become vector instructions. NaN and infinity keep their meaning. -ffast-math is not
-# among the flags: it would also switch denormal numbers off in the whole process.
-FLAGS = (
-    "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-fassociative-math", "-fno-signed-zeros",
-    "-fno-trapping-math", "-freciprocal-math", "-fno-math-errno",
-)  # fmt: skip
-
 LARGEST = 1 << 26  # bytes of a compiled file
 
 _allowed: ContextVar[bool] = ContextVar("kernels_allowed", default=os.environ.get("HANDGRAD_KERNELS", "1") != "0")
@@ -60,23 +52,23 @@ def prepare(dtype: torch.dtype, say: Callable[[str], None]) -> None:
     if not prepared(dtype):
         say("compiling kernels for this machine (once, a few seconds)")
     if dtype in REAL and allowed() and load(dtype) is None:
-        say(
-            "no compiled kernels: no C compiler with OpenMP (cc, gcc, clang, or what CC names) works here; torch computes"
-            " instead, more slowly"
-        )
+        say(f"no compiled kernels, torch computes instead, more slowly: {_failures[dtype]}")
 
 
 def prepared(dtype: torch.dtype) -> bool:
     """Whether nothing has to be compiled before the kernels for this dtype can run, or they cannot run at all."""
     if dtype not in REAL or not allowed():
         return True
-    path = _path(REAL[dtype])
-    if path is None:
+    try:
+        handle = _open(_path(REAL[dtype]))
+    except compiler.CompilerError:
         return True
-    handle = _open(path)
     if handle is not None:
         os.close(handle)
     return handle is not None
+
+
+_failures: dict[torch.dtype, str] = {}  # why there are no kernels
 
 
 @cache
@@ -85,53 +77,71 @@ def load(dtype: torch.dtype) -> ctypes.CDLL | None:
     has their name and stays there."""
     if dtype not in REAL:
         return None
-    path = _path(REAL[dtype])
-    if path is None:
+    try:
+        return _load(REAL[dtype])
+    except (compiler.CompilerError, OSError) as error:
+        _failures[dtype] = str(error)
         return None
+
+
+def _load(real: str) -> ctypes.CDLL:
+    path = _path(real)
     handle = _open(path)
-    if handle is None and _compile(REAL[dtype], path):
+    if handle is None:
+        try:
+            _compile(real, path)
+        except (compiler.CompilerError, OSError):
+            if not os.path.lexists(path):
+                raise
         handle = _open(path)
     if handle is None:
-        if os.path.lexists(path):
-            raise HandgradError(
-                f"{path} is not what handgrad compiled, and cannot be replaced: delete it, or name another cache folder in"
-                " HANDGRAD_CACHE"
-            )
-        return None
+        raise HandgradError(
+            f"{path} is not what handgrad compiled, and cannot be replaced: delete it, or name another cache folder in"
+            " HANDGRAD_CACHE"
+        )
     # The file that was checked, whatever has its name now. It stays open: the loader knows a library by its path, and would
     # take another one under a number that is free again for this one.
     checked = Path(f"/proc/self/fd/{handle}")
+    if _has_own_threads():
+        os.environ.setdefault("KMP_BLOCKTIME", "0")  # milliseconds for which idle threads keep torch's from their cores
     try:
         return ctypes.CDLL(str(checked if checked.exists() else path))
     except OSError:
         os.close(handle)
-        return None
+        raise
 
 
-def compiler() -> str | None:
-    """The C compiler: $CC, or cc, gcc or clang on the PATH."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
+def function(name: str, dtype: torch.dtype) -> Any:
+    """A kernel of signatures.py, to be called with integers and floats."""
+    library = load(dtype)
+    assert library is not None
+    kernel = signatures.declared(library, name)
+    if not _has_own_threads():
+        return kernel
+
+    def with_torch_threads(*arguments: int | float) -> int:
+        library.omp_set_num_threads(torch.get_num_threads())
+        return kernel(*arguments)  # type: ignore[no-any-return]
+
+    return with_torch_threads
+
+
+def _has_own_threads() -> bool:
+    """Whether the kernels have threads besides those of torch: clang knows its own OpenMP library only, and on Linux torch
+    uses that of gcc."""
+    return sys.platform == "linux" and compiler.is_clang()
 
 
 @cache
-def _path(real: str) -> Path | None:
-    """Where the compiled kernels belong; None without a compiler."""
-    with_ = compiler()
-    if with_ is None:
-        return None
-    try:
-        version = subprocess.run([with_, "--version"], capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _path(real: str) -> Path:
+    """Where the compiled kernels belong. Raises CompilerError without a compiler."""
     key = hashlib.sha256()
-    sources = [path.read_bytes() for path in (*HEADERS, *SOURCES)]
-    user = str(os.geteuid()).encode()  # several users may share a cache, but not kernels
-    for part in (*sources, " ".join((*FLAGS, real)).encode(), version, _processor().encode(), user):
-        key.update(hashlib.sha256(part).digest())
+    sources = [path.read_bytes() for path in (*compiler.HEADERS, *compiler.SOURCES)]
+    user = str(os.geteuid())  # several users may share a cache, but not kernels
+    for part in (compiler.version(), " ".join(compiler.flags(real)), _processor(), user):
+        sources.append(part.encode())
+    for part_bytes in sources:
+        key.update(hashlib.sha256(part_bytes).digest())
     return cache_path("kernels", f"kernels-{real}-{key.hexdigest()[:16]}.so")
 
 
@@ -186,23 +196,17 @@ def _digest(path: Path, compiled: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + compiled).digest()
 
 
-def _compile(real: str, path: Path) -> bool:
+def _compile(real: str, path: Path) -> None:
     """Compile beside `path`, then rename: several processes may do so at the same time."""
-    with_ = compiler()
-    assert with_ is not None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            new_file(path.parent) as file,
-            tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{LEFTOVER}new.{os.getpid()}.") as folder,
-        ):
-            out = Path(folder) / "kernels.so"
-            command = [with_, *FLAGS, f"-DREAL={real}", *map(str, SOURCES), "-o", str(out), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=300)
-            compiled = out.read_bytes()
-            file.write(compiled + _digest(path, compiled))
-            os.chmod(file.name, stat.S_IRUSR | stat.S_IWUSR)
-            rename_onto(file, path)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        new_file(path.parent) as file,
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{LEFTOVER}new.{os.getpid()}.") as folder,
+    ):
+        out, log = Path(folder) / "kernels.so", path.with_suffix(".log")
+        compiler.build(real, out, log)
+        compiled = out.read_bytes()
+        file.write(compiled + _digest(path, compiled))
+        os.chmod(file.name, stat.S_IRUSR | stat.S_IWUSR)
+        rename_onto(file, path)
+        log.unlink(missing_ok=True)  # of an earlier failure

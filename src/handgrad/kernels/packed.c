@@ -9,6 +9,7 @@
  * floats. Always float, whatever REAL is. */
 
 #include "decode.h"
+#include "kernels.h"
 
 #if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -57,7 +58,7 @@ INLINE ints widen(const uint8_t *x) {
 INLINE size block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : 20; }
 
 /* the 32 numbers of a block */
-INLINE void block(int kind, const uint8_t *x, floats w[VECTORS]) {
+INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
     float d = half(x);
     if (kind == 0) {
         for (int v = 0; v < VECTORS; v++) {
@@ -79,10 +80,9 @@ INLINE void block(int kind, const uint8_t *x, floats w[VECTORS]) {
 #else
     for (int v = 0; v < VECTORS / 2; v++) {
         ints q = widen(nibbles + v * LANES);
-        floats low = d * __builtin_convertvector((q & 15) - middle, floats);
-        floats high = d * __builtin_convertvector((q >> 4 & 15) - middle, floats);
-        w[v] = kind == 2 ? low + m : low;
-        w[v + VECTORS / 2] = kind == 2 ? high + m : high;
+        w[v] = d * __builtin_convertvector((q & 15) - middle, floats);
+        w[v + VECTORS / 2] = d * __builtin_convertvector((q >> 4 & 15) - middle, floats);
+        if (kind == 2) w[v] += m, w[v + VECTORS / 2] += m;
     }
 #endif
 }
@@ -99,7 +99,7 @@ INLINE void dots(int kind, int rows, size blocks, const float *a, size as, const
     for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (floats){0};
     for (size b = 0; b < blocks; b++) {
         floats x[VECTORS];
-        block(kind, w + b * block_bytes(kind), x);
+        unpack_block(kind, w + b * block_bytes(kind), x);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++)
                 total[r][v % 2] += x[v] * *(const floats *)(a + r * as + b * PER_BLOCK + v * LANES);
@@ -129,18 +129,19 @@ void packed_product_part(size kind, size n, size f_in, size f_out, const float *
     if (kind == 2) product(2, n, f_in, f_out, a, as, w, out, os);
 }
 
-void packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out, size os) {
+void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out,
+                       size os) {
     PRAGMA(omp parallel if (f_in * f_out >= PARALLEL_FROM))
     packed_product_part(kind, n, f_in, f_out, a, as, w, out, os);
 }
 
 /* out: 32 floats of each block */
-void packed_unpack(size kind, size blocks, const uint8_t *w, float *out) {
+void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out) {
     ROWS(blocks, PER_BLOCK) for (size b = 0; b < blocks; b++) {
         floats *x = (floats *)(out + b * PER_BLOCK), y[VECTORS];
-        if (kind == 0) block(0, w + b * block_bytes(0), y);
-        else if (kind == 1) block(1, w + b * block_bytes(1), y);
-        else block(2, w + b * block_bytes(2), y);
+        if (kind == 0) unpack_block(0, w + b * block_bytes(0), y);
+        else if (kind == 1) unpack_block(1, w + b * block_bytes(1), y);
+        else unpack_block(2, w + b * block_bytes(2), y);
         for (int v = 0; v < VECTORS; v++) x[v] = y[v];
     }
 }

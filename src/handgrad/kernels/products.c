@@ -4,9 +4,9 @@
  * too if a is stored by columns, so that a tile reads contiguous memory. A tile belongs to one thread and is summed in one
  * order, so a result does not depend on the number of threads. */
 
-#include <stdlib.h>
 #include <string.h>
 
+#include "kernels.h"
 #include "tiles.h"
 
 #define PANEL (WIDE * LANES)
@@ -49,21 +49,21 @@ static void tile(size n, size h, size w, const real *a, size ar, size ak, const 
         for (size j = 0; j < w; j++) c[i * cs + j] = (add ? c[i * cs + j] : 0) + whole[i * PANEL + j];
 }
 
-/* bytes of so many numbers, a multiple of the alignment, as aligned_alloc requires */
-static size whole_lines(size count) { return (count * (size)sizeof(real) + 63) / 64 * 64; }
-
 /* c (m, w) (+)= a (m, n) b (n, w); bias (w) or null. Returns 0 or NO_MEMORY. */
-long product(size m, size w, size n, const real *a, size ar, size ak, const real *b, size bk, size bj, const real *bias,
-             real *c, size cs, long add) {
+int hg_product(size m, size w, size n, const real *a, size ar, size ak, const real *b, size bk, size bj, const real *bias,
+               real *c, size cs, size add) {
     int by_columns = ar == 1 && ak != 1, failed = 0;
     size deep = n < DEEP ? n : DEEP, panels = (w + PANEL - 1) / PANEL;
     size part = panels < 8 ? 256 : TALL; /* rows of one item of work: with few panels, several threads share one */
-    real *strips = by_columns ? aligned_alloc(64, whole_lines(TALL * deep)) : NULL;
+    real *strips = by_columns ? new_buffer(TALL * deep) : NULL;
     if (by_columns && !strips) return NO_MEMORY;
 #pragma omp parallel
     {
-        real *panel = aligned_alloc(64, whole_lines(deep * (PANEL + HIGH))), *edge = panel + deep * PANEL;
-        if (!panel) failed = NO_MEMORY;
+        real *panel = new_buffer(deep * (PANEL + HIGH)), *edge = panel ? panel + deep * PANEL : NULL;
+        if (!panel) {
+#pragma omp atomic write
+            failed = NO_MEMORY;
+        }
         for (size k = 0; k < n; k += deep) {
             size depth = n - k < deep ? n - k : deep;
             for (size first = 0; first < m; first += TALL) {

@@ -1,41 +1,53 @@
 /* Products of small tiles in registers, and their transposition: what attention.c and products.c share. */
 
+#pragma once
+
 #include "common.h"
 
-#define LANES ((size)(64 / sizeof(real)))
-#ifdef __AVX512F__
-#define HIGH 8 /* rows of a product that are computed together; with 2 vectors each they fill the registers */
+/* A vector is a register: gcc keeps wider ones in memory. HIGH rows of WIDE vectors are computed together; their sums, and what
+ * they are computed from, fill the registers. */
+#if defined(__AVX512F__)
+#define BYTES 64
+#define HIGH 8
+#define WIDE 2
+#elif defined(__AVX__)
+#define BYTES 32
+#define HIGH 4
 #define WIDE 2
 #else
+#define BYTES 16
 #define HIGH 4
-#define WIDE 1
+#define WIDE 2
+#endif
+#define SIZE_float 4
+#define SIZE_double 8
+#define JOINED(a, b) a##_##b
+#define JOIN(a, b) JOINED(a, b)
+#define LANES (BYTES / JOIN(SIZE, REAL))
+#ifdef __clang__ /* loops whose arrays are registers */
+#define UNROLL PRAGMA(clang loop unroll(full))
+#else
+#define UNROLL PRAGMA(GCC unroll 16)
 #endif
 #define ALWAYS static inline __attribute__((always_inline))
 
-typedef real vec __attribute__((vector_size(64), aligned(sizeof(real)), may_alias));
+typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 
 /* HIGH rows and `wide` vectors of c (+)= a b. a[i, k] stands at a[i·ar + k·ak], rows of b and c are contiguous. */
 ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real *b, size bs, real *c, size cs, int add) {
     vec sum[HIGH][WIDE];
-#pragma GCC unroll 8
-    for (size i = 0; i < HIGH; i++)
-#pragma GCC unroll 4
-        for (size v = 0; v < wide; v++) sum[i][v] = (vec){0};
+    UNROLL for (size i = 0; i < HIGH; i++)
+        UNROLL for (size v = 0; v < wide; v++) sum[i][v] = (vec){0};
     for (size k = 0; k < n; k++) {
         vec row[WIDE];
-#pragma GCC unroll 4
-        for (size v = 0; v < wide; v++) row[v] = *(const vec *)(b + k * bs + v * LANES);
-#pragma GCC unroll 8
-        for (size i = 0; i < HIGH; i++) {
+        UNROLL for (size v = 0; v < wide; v++) row[v] = *(const vec *)(b + k * bs + v * LANES);
+        UNROLL for (size i = 0; i < HIGH; i++) {
             real factor = a[i * ar + k * ak];
-#pragma GCC unroll 4
-            for (size v = 0; v < wide; v++) sum[i][v] += factor * row[v];
+            UNROLL for (size v = 0; v < wide; v++) sum[i][v] += factor * row[v];
         }
     }
-#pragma GCC unroll 8
-    for (size i = 0; i < HIGH; i++)
-#pragma GCC unroll 4
-        for (size v = 0; v < wide; v++) {
+    UNROLL for (size i = 0; i < HIGH; i++)
+        UNROLL for (size v = 0; v < wide; v++) {
             vec *out = (vec *)(c + i * cs + v * LANES);
             if (add) sum[i][v] += *out; /* last, not first: a long sum in parts rounds less */
             *out = sum[i][v];
@@ -49,27 +61,40 @@ ALWAYS void strip(size w, size n, const real *a, size ar, size ak, const real *b
     for (; j < w; j += LANES) micro(1, n, a, ar, ak, b + j, bs, c + j, cs, add);
 }
 
-/* A square of LANES rows, transposed: rows and lanes whose number differs in one bit are exchanged, bit by bit */
+/* A square of LANES rows, transposed. Zipping row i with row i + LANES/2, for all i, moves every number's row and lane as one
+ * number to the left by a bit; after as many rounds as a lane has bits, rows and lanes have changed places. */
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector) /* clang, gcc 12 */
+#define ZIPS
+#endif
+#endif
 ALWAYS void transpose_square(const real *x, size xs, real *out, size os) {
-    typedef __typeof__(((vec){0}) == ((vec){0})) index;
-    vec r[LANES];
-#pragma GCC unroll 16
-    for (size i = 0; i < LANES; i++) r[i] = *(const vec *)(x + i * xs);
-#pragma GCC unroll 4
-    for (size s = 1; s < LANES; s *= 2) {
-        index low, high;
-#pragma GCC unroll 16
-        for (size l = 0; l < LANES; l++) {
-            low[l] = l & s ? LANES + l - s : l;
-            high[l] = l & s ? LANES + l : l + s;
+#ifdef ZIPS
+#if LANES == 16
+#define FRONT 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define BACK 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define FRONT 0, 8, 1, 9, 2, 10, 3, 11
+#define BACK 4, 12, 5, 13, 6, 14, 7, 15
+#elif LANES == 4
+#define FRONT 0, 4, 1, 5
+#define BACK 2, 6, 3, 7
+#else
+#define FRONT 0, 2
+#define BACK 1, 3
+#endif
+    vec rows[2][LANES];
+    int from = 0;
+    UNROLL for (size i = 0; i < LANES; i++) rows[0][i] = *(const vec *)(x + i * xs);
+    UNROLL for (size s = 1; s < LANES; s *= 2, from = !from)
+        UNROLL for (size i = 0; i < LANES / 2; i++) {
+            vec a = rows[from][i], b = rows[from][i + LANES / 2];
+            rows[!from][2 * i] = __builtin_shufflevector(a, b, FRONT);
+            rows[!from][2 * i + 1] = __builtin_shufflevector(a, b, BACK);
         }
-#pragma GCC unroll 16
-        for (size i = 0; i < LANES; i++)
-            if (!(i & s)) {
-                vec a = r[i], b = r[i + s];
-                r[i] = __builtin_shuffle(a, b, low), r[i + s] = __builtin_shuffle(a, b, high);
-            }
-    }
-#pragma GCC unroll 16
-    for (size i = 0; i < LANES; i++) *(vec *)(out + i * os) = r[i];
+    UNROLL for (size i = 0; i < LANES; i++) *(vec *)(out + i * os) = rows[from][i];
+#else
+    for (size i = 0; i < LANES; i++)
+        for (size j = 0; j < LANES; j++) out[i * os + j] = x[j * xs + i];
+#endif
 }

@@ -2,35 +2,13 @@
  * hundred small steps: calling each of them from Python, or waking the threads for it, would take longer than the step. The
  * formulas are those of the functions called here, in the order of model/block.py. */
 
-#include "decode.h"
-
-#include <stdlib.h>
 #include <string.h>
 
-enum { IN_OUT = -2, OUT_IN = -1 }; /* orientation of a matrix; other kinds are packed, see packed.c */
-enum { SILU, GELU_TANH };
-
-/* A matrix with the addresses of its numbers, of its bias and of an adapter's factors; 0: none */
-typedef struct { int64_t kind, f_in, f_out, w, ws, b, rank, down, up; double scale; } matrix;
-typedef struct { int64_t w, b; double eps; } norm; /* b = 0: RMSNorm; w = 0: no norm */
-typedef struct {
-    int64_t index, d, heads, share, d_rho, d_h, hidden, window, rotated, activation, gated, inputs, mlp_inputs;
-    norm norm_1, norm_5, q_norm, k_norm;
-    matrix qkv[3], out, mlp[2], contract;
-} block;
+#include "decode.h"
+#include "kernels.h"
 
 /* Where a token's tensors lie. `widest` is the widest input of a product, `rank` the highest of an adapter. */
 typedef struct { real *a_2, *q, *a_3, *a_7, *a_8, *turned, *low, *up, *statistics, *heads; } buffers;
-
-void forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out, size os,
-                   real *mu, real *inv);
-void forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv);
-void rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine, double sign,
-            long interleaved, real *y, size ys, size yh);
-void forward_silu(size n, size w, const real *x, size xs, real *out, size os);
-void forward_gelu_tanh(size n, size w, const real *x, size xs, real *out, size os);
-void forward_gate_silu(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os);
-void forward_gate_gelu_tanh(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os);
 
 #define BARRIER PRAGMA(omp barrier)
 #define ONE_THREAD PRAGMA(omp single) /* the others wait */
@@ -73,8 +51,8 @@ static void linear_part(const matrix *m, int count, size n, const real *a, size 
 /* rows of w numbers */
 static void normalize(const norm *x, size n, size w, const real *a, size as, real *out, size os, real *statistics) {
     const real *gain = (const real *)x->w, *b = (const real *)x->b;
-    if (b) forward_layer(n, w, x->eps, a, as, gain, b, out, os, statistics, statistics + n);
-    else forward_rms(n, w, x->eps, a, as, gain, out, os, statistics);
+    if (b) hg_forward_layer(n, w, x->eps, a, as, gain, b, out, os, statistics, statistics + n);
+    else hg_forward_rms(n, w, x->eps, a, as, gain, out, os, statistics);
 }
 
 /* a += b */
@@ -101,8 +79,8 @@ static void token_block_part(const block *x, size n, const int64_t *places, cons
             normalize(&x->k_norm, kv, x->d_rho, to->heads + q_width, x->d_rho, k_t, x->d_rho, to->statistics);
         }
         if (x->rotated) {
-            rotate(n, x->heads, x->d_rho / 2, q, width, x->d_rho, cosine, sine, 1, 0, q, width, x->d_rho);
-            rotate(n, kv, x->d_rho / 2, k, width, x->d_rho, cosine, sine, 1, 0, k, width, x->d_rho);
+            hg_rotate(n, x->heads, x->d_rho / 2, q, width, x->d_rho, cosine, sine, 1, q, width, x->d_rho);
+            hg_rotate(n, kv, x->d_rho / 2, k, width, x->d_rho, cosine, sine, 1, k, width, x->d_rho);
         }
         store_tokens(&h, n, x->index, places, k, width, x->d_rho, v, width, x->d_h);
     }
@@ -116,10 +94,10 @@ static void token_block_part(const block *x, size n, const int64_t *places, cons
     linear_part(x->mlp, (int)x->mlp_inputs, n, a_2, d, a_7, a_7_width, to);
     ONE_THREAD {
         if (x->gated && x->activation == SILU)
-            forward_gate_silu(n, hidden, a_7, a_7_width, a_7 + hidden, a_7_width, a_8, hidden);
-        else if (x->gated) forward_gate_gelu_tanh(n, hidden, a_7, a_7_width, a_7 + hidden, a_7_width, a_8, hidden);
-        else if (x->activation == SILU) forward_silu(n, hidden, a_7, a_7_width, a_8, hidden);
-        else forward_gelu_tanh(n, hidden, a_7, a_7_width, a_8, hidden);
+            hg_forward_gate_silu(n, hidden, a_7, a_7_width, a_7 + hidden, a_7_width, a_8, hidden);
+        else if (x->gated) hg_forward_gate_gelu_tanh(n, hidden, a_7, a_7_width, a_7 + hidden, a_7_width, a_8, hidden);
+        else if (x->activation == SILU) hg_forward_silu(n, hidden, a_7, a_7_width, a_8, hidden);
+        else hg_forward_gelu_tanh(n, hidden, a_7, a_7_width, a_8, hidden);
     }
     linear_part(&x->contract, 1, n, a_8, hidden, a_2, d, to);
     ONE_THREAD add(n * d, a, a_2); /* a_10 */
@@ -136,7 +114,8 @@ static real *take(real **memory, size count) {
 
 /* a (n, d) contiguous: a_1 of the first block, which becomes a_10 of the last. places: see decode.h. cos and sin (n, d_rho/2).
  * All blocks have equal widths; the ranks of adapters may differ. Returns 0, NO_MEMORY or WRONG_TABLE. */
-int token_blocks(size count, const block *blocks, size n, const int64_t *places, const real *cosine, const real *sine, real *a) {
+int hg_token_blocks(size count, const block *blocks, size n, const int64_t *places, const real *cosine, const real *sine,
+                    real *a) {
     if (wrong_places(n, places)) return WRONG_TABLE;
     const block *x = blocks;
     size kv = x->heads / x->share, heads = (x->heads + kv) * x->d_rho + kv * x->d_h, rank = 0;
@@ -144,10 +123,11 @@ int token_blocks(size count, const block *blocks, size n, const int64_t *places,
     for (size i = 0; i < count; i++) {
         const matrix *all[] = {x[i].qkv, x[i].qkv + 1, x[i].qkv + 2, &x[i].out, x[i].mlp, x[i].mlp + 1, &x[i].contract};
         for (int j = 0; j < 7; j++) rank = larger(rank, all[j]->rank);
+        if (x[i].activation != SILU && x[i].activation != GELU_TANH) return WRONG_TABLE;
     }
     size numbers = n * (x->d + heads + x->heads * x->d_h + 3 * x->hidden + widest + 3 * rank) + MANY * widest;
     numbers += heads + 2 * larger(n, x->heads) + 10 * 16;
-    real *memory = aligned_alloc(64, (numbers * sizeof(real) + 63) / 64 * 64), *rest = memory;
+    real *memory = new_buffer(numbers), *rest = memory;
     if (!memory) return NO_MEMORY;
     buffers to = {.a_2 = take(&rest, n * x->d)};
     to.q = take(&rest, n * heads);

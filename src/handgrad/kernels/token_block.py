@@ -27,7 +27,7 @@ class Norm(ctypes.Structure):
 
 
 class Block(ctypes.Structure):
-    """A block: sizes, norms and matrices. `keep` holds the tensors whose addresses are in it."""
+    """A block: sizes, norms and matrices. The caller keeps the tensors whose addresses are in it."""
 
     _fields_ = (
         *(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..proof.ledger.check import RandomInputs
+from ..ledger.check import RandomInputs
 
 FUNCTION = "backward"  # the function that the reader writes
 Names = list[Any]  # names of what it returns; a list in it is a tuple: its name, then the names of its fields
@@ -20,7 +20,7 @@ class Case:
 
     f, leaves, upstream   what it must return are the gradients of upstream · f(leaves) (of f, if upstream is None), each
                           under the name of the returned value
-    terms, mistakes, unsummed   by the name of a returned value, for `proof.diagnosis.diagnose`
+    terms, mistakes, unsummed   by the name of a returned value, for `audit.diagnosis.diagnose`
     scales                named numbers that may be a factor too many or too few
     """
 

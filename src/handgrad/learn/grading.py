@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..auditing.diagnosis import Diagnosis, diagnose
 from ..formatting import plural
-from ..proof.diagnosis import Diagnosis, diagnose
-from ..proof.ledger.check import RandomInputs
+from ..ledger.check import RandomInputs
 from ..proof.oracles import differentiate, directional_error
 from ..sandbox.tensor_client import Limits, Output, Problem, Run, run
 from ..tolerances import FINITE_DIFFERENCE_TOLERANCE, NORM_FLOOR, TOLERANCE

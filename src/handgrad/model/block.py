@@ -3,33 +3,91 @@
     a_1 → a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
         → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9
 
-It saves about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
+Twice x + branch(norm(x)). This file is where the order is defined: `steps` lists it, and whatever describes, checks or
+explains a block reads that list. A block saves about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7) and recomputes the
+outputs of norms and activation.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops import attention
-from .attention import Attention
-from .attention import Saved as SavedHeads
 from .config import ModelConfig
-from .layers import Affine
-from .mlp import MLP
-from .norms import NORMS, Norm
-from .parts import Parts, part
-from .passes import Pass
+from .layers.attention import Attention
+from .layers.branches import BranchInput
+from .layers.linear import Affine
+from .layers.mlp import MLP
+from .layers.norms import NORMS, Norm
+from .layers.parts import Parts, part
+from .passes.arguments import Pass
+from .steps import Step, signal
+
+
+class SavedHalf(NamedTuple):
+    """What half a block saves for its backward pass."""
+
+    norm: Any  # holds x
+    branch: Any
+    a: Tensor | None = None  # the norm's output: rebuilt, unless it may have been replaced
+
+
+class Residual(NamedTuple):
+    """y = x + branch(norm(x)), half a block."""
+
+    number: str  # of the half: norm_1 and skip_1, norm_2 and skip_2
+    x: str  # the names of its tensors: a_1 or a_5
+    normed: str
+    branched: str
+    y: str
+    norm: Norm
+    branch: Attention | MLP
+
+    def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, SavedHalf]:
+        """x (n, d) → y (n, d), or (m, d) if the branch computes only the rows that the pass needs"""
+        a, saved = self.norm.forward(x)
+        run.note_statistics(self.norm.statistics, saved, self.norm_number)
+        a = run.at(self.normed, a)
+        out, kept = self.branch.forward(a, run)
+        skipped = run.at(f"skip_{self.y[2:]}", x) if run.edited else x
+        y = out + (skipped if len(out) == len(x) else skipped[run.query_rows])
+        return run.at(self.y, y), SavedHalf(saved, kept, a if run.edited else None)
+
+    def backward(self, delta: Tensor, saved: SavedHalf, run: Pass, needed: bool = True) -> Tensor:
+        """Δ_y → Δ_x. If that is not `needed`, the result has no meaning."""
+        needed = needed or self.norm.trains
+        a = BranchInput(self.norm, saved.norm, saved.a, needed)
+        delta_a = self.branch.backward(run.at(signal(self.branched), delta), saved.branch, a, run)
+        if delta_a is None:
+            return delta
+        delta_x = a.backward(run.at(signal(self.normed), delta_a), run)
+        skipped = run.at(f"delta_skip_{self.y[2:]}", delta) if run.edited else delta
+        if len(skipped) == len(delta_x):
+            delta_x.add_(skipped)
+        else:
+            assert run.query_rows is not None
+            delta_x.index_add_(0, run.query_rows, skipped)
+        return run.at(signal(self.x), delta_x)
+
+    def steps(self) -> list[Step]:
+        """What it computes, in order."""
+        return [
+            Step(f"norm_{self.number}", "norm", (self.x,), (self.normed,), {self.norm_number: self.norm}),
+            *self.branch.steps(),
+            Step(f"skip_{self.number}", "add", (self.x, self.branched), (self.y,)),
+        ]
+
+    @property
+    def norm_number(self) -> str:
+        """The number of the norm's parameters: w_1 or w_5, after its input."""
+        return self.x[2:]
 
 
 class Saved(NamedTuple):
     """What a block saves for its backward pass."""
 
-    norm_1: Any  # holds a_1
-    heads: SavedHeads  # holds q, k, v, a_3
-    norm_5: Any  # holds a_5
-    a_7: list[Tensor]  # a_7, or gate and up
+    first: SavedHalf  # holds a_1, q, k, v, a_3
+    second: SavedHalf  # holds a_5, a_7
 
 
 class Block(Parts):
@@ -48,84 +106,36 @@ class Block(Parts):
         self.add("norm_2", names["norm_2"], norm(config.d_model, config.eps, device))
         self.add("mlp", names["mlp"], MLP(config, device))
 
+    def halves(self) -> tuple[Residual, Residual]:
+        """The order of the block."""
+        return (
+            Residual("1", "a_1", "a_2", "a_4", "a_5", self.norm_1, self.attn),
+            Residual("2", "a_5", "a_6", "a_9", "a_10", self.norm_2, self.mlp),
+        )
+
     def forward(self, a_1: Tensor, run: Pass) -> tuple[Tensor, Saved]:
         """a_1 (n, d) → a_10 (n, d), or (m, d) if the pass needs only some query rows: then everything after the keys and
         values is computed for those rows alone."""
-        attn, mlp = self.attn, self.mlp
-        a_2, norm_1 = self.norm_1.forward(a_1)
-        saved = attn.forward(a_2, run)
-        a_3 = saved.heads.a.flatten(1)
-        a_4 = attn.out.forward(a_3, run)
-        a_5 = a_4 + (a_1 if run.query_rows is None else a_1[run.query_rows])
-        a_6, norm_5 = self.norm_2.forward(a_5)
-        a_7 = mlp.forward(a_6, run)
-        a_8 = mlp.activate(a_7)
-        a_9 = mlp.contract.forward(a_8, run)
-        a_10 = a_5 + a_9
-        if run.recording:
-            inner = dict(zip((f"a_{letter}" for letter in mlp.letters()), a_7, strict=True))
-            named = {"a_1": a_1, "a_2": a_2, "a_3": a_3, "a_4": a_4, "a_5": a_5, "a_6": a_6, **inner}
-            for name, a in {**named, "a_8": a_8, "a_9": a_9, "a_10": a_10}.items():
-                run.record(name, a)
-            for name, x in zip("qkv", saved.heads[:3], strict=True):
-                run.record(name, x.transpose(0, 1))
-            for i, norm, kept in ((1, self.norm_1, norm_1), (5, self.norm_2, norm_5)):
-                for name, x in norm.statistics(kept).items():
-                    run.record(f"{name}_{i}", x)
-        return a_10, Saved(norm_1, saved, norm_5, a_7)
+        first, second = self.halves()
+        a_5, saved_1 = first.forward(run.at("a_1", a_1), run)
+        a_10, saved_5 = second.forward(a_5, run)
+        return a_10, Saved(saved_1, saved_5)
 
     def backward(self, delta_10: Tensor, saved: Saved, run: Pass) -> Tensor:
         """Δ_10 → Δ_1; parameter gradients are added into `.grad`. Without `run.input_signal` Δ_1 is not computed, and the
         result has no meaning."""
-        attn, mlp = self.attn, self.mlp
-        norm_1, heads, norm_5, a_7 = saved
-        run.record("delta_10", delta_10)
-        run.record("delta_9", delta_10)  # Δ_9 = Δ_10
-        shared = mlp.contract.share(delta_10)
-        delta_8 = mlp.contract.backward(delta_10, run, None, shared)
-        run.record("delta_8", delta_8)
-        signals, a_8 = mlp.backward_activation(delta_8, a_7)
-        for letter, delta_7 in zip(mlp.letters(), signals.parts, strict=True):
-            run.record(f"delta_{letter}", delta_7)
-        mlp.contract.accumulate(delta_10, a_8, run, shared)
-        del a_8, delta_8, shared  # the largest tensors here
-        a_bar_5, a_6 = self.norm_2.rebuild_output(norm_5)
-        delta_6 = signals.backward(a_6, run)
-        assert delta_6 is not None
-        del signals, a_6
-        run.record("delta_6", delta_6)
-        delta_5 = self.norm_2.backward(delta_6, a_bar_5, norm_5, run).add_(delta_10)
-        run.record("delta_5", delta_5)
-        run.record("delta_4", delta_5)  # Δ_4 = Δ_5
-        shared = attn.out.share(delta_5)
-        delta_3 = attn.out.backward(delta_5, run, None, shared)
-        run.record("delta_3", delta_3)
-        attn.out.accumulate(delta_5, heads.heads.a.flatten(1), run, shared)
-        if run.recording and run.query_rows is None:
-            self._record_maps(delta_3, heads.heads, run)
-        a_bar_1, a_2 = self.norm_1.rebuild_output(norm_1)
-        needs_input = run.input_signal or self.norm_1.trains()
-        delta_2 = attn.backward(delta_3, heads, a_2, run, needs_input)
-        if delta_2 is None:
-            return delta_5
-        run.record("delta_2", delta_2)
-        delta_1 = self.norm_1.backward(delta_2, a_bar_1, norm_1, run)
-        rows = run.query_rows
-        delta_1 = delta_1.add_(delta_5) if rows is None else delta_1.index_add_(0, rows, delta_5)
-        run.record("delta_1", delta_1)
-        return delta_1
+        first, second = self.halves()
+        delta_5 = second.backward(run.at("delta_10", delta_10), saved.second, run)
+        return first.backward(delta_5, saved.first, run, run.input_signal)
 
-    def _record_maps(self, delta_3: Tensor, heads: attention.Saved, run: Pass) -> None:
-        """Record ρ and its error signals, (h, n, n). Training never forms these matrices."""
-        lengths = tuple(length for span in run.spans for length in (span.length,) * span.sequences)
-        rho, signal = attention.maps(delta_3.view_as(heads.a), heads, lengths, self.attn.causal, self.attn.window)
-        run.record("rho", rho)
-        run.record("delta_causal", signal)
-        run.record("delta_raw", signal / math.sqrt(heads.q.shape[2]))
+    def steps(self) -> list[Step]:
+        """What the block computes, in order."""
+        return [step for half in self.halves() for step in half.steps()]
 
+    @property
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
     def numbered(self) -> dict[str, Affine | Norm]:
         """The layers by the letter or number that the paper gives their parameters."""
-        return {"1": self.norm_1, **self.attn.numbered(), "5": self.norm_2, **self.mlp.numbered()}
+        return {number: layer for step in self.steps() for number, layer in step.layers.items()}

@@ -1,7 +1,7 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ from ..ops import embedding, rotary
 from .block import Block
 from .config import ModelConfig
 from .dtype import DTYPES, as_dtype
-from .hookless import Layers
-from .layers import Affine, Embedding, Linear, freeze
-from .norms import NORMS, Norm
-from .packed import Scratch
-from .parts import Parts, part
+from .layers.hookless import Layers
+from .layers.linear import Affine, Embedding, Linear, freeze
+from .layers.norms import NORMS, Norm
+from .layers.parts import Parts, part
+from .storage.weights import STORED, Scratch, Weights
 
 
 class Network(Parts):
@@ -49,7 +49,7 @@ class Network(Parts):
         check_integer("seed", seed)
         dtype = as_dtype(dtype)
         self.config = config
-        self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.adapters
+        self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.lora
         self.named_adapters: dict[str, list[str]] = {}  # several adapters by name, with the layers they change
         self.source = ""  # the folder or file it was read from
         self.text_source = ""  # the folder or file with its tokenizer
@@ -126,7 +126,13 @@ class Network(Parts):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the parameters and of their gradients."""
         return next(self.parameters()).dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of activations, error signals and products. Today a model computes in the dtype of its parameters."""
+        return self.dtype
 
     def extra_repr(self) -> str:
         return f"{self.size:,} parameters, {str(self.dtype).removeprefix('torch.')}"
@@ -136,9 +142,9 @@ class Network(Parts):
         as_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def check_parameters(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def check_parameters(self) -> None:
         """Raise unless all parameters have one dtype, which a model can have, and values on one device."""
-        kinds = {(p.dtype, p.device) for p in (self.parameters() if parameters is None else parameters)}
+        kinds = {(p.dtype, p.device) for p in self.parameters()}
         dtype, device = next(iter(kinds))
         if len(kinds) == 1 and dtype in DTYPES and device.type != "meta":
             return
@@ -195,26 +201,29 @@ class Network(Parts):
         return self.scratch is not None
 
     @contextmanager
-    def unpacked(self, *modules: nn.Module, generating: bool = False) -> Iterator[None]:
-        """Within the context a packed weight is unpacked once, instead of at every use. Blocks share their buffers, which
-        are freed before the head needs its own. When `generating`, products of a few rows use packed weights directly."""
+    def weights(self, layer: nn.Module, few_rows: bool = False) -> Iterator[Weights]:
+        """The weights of a block or of the head, to use within the context: a packed matrix is unpacked once, instead of at
+        every use. Blocks share their buffers, which are freed before the head needs its own. With `few_rows`, in generation,
+        products of a few rows use packed weights directly."""
         if self.scratch is None:
-            yield
+            yield STORED
             return
-        alone = self.head in modules
+        alone = layer is self.head
         if alone:
             self.scratch.clear()
-        with self.scratch.unpacked(generating):
-            yield
-        if alone:
-            self.scratch.clear()
+        try:
+            with self.scratch.fetch(few_rows) as weights:
+                yield weights
+        finally:
+            if alone:
+                self.scratch.clear()
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of these positions; None without rotary positions."""
         c = self.config
         if c.positions != "rotary":
             return None
-        wide = torch.promote_types(self.dtype, torch.float32)
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
         theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
         return rotary.angles(positions, theta, factor)
 
@@ -222,9 +231,9 @@ class Network(Parts):
         """Make the logits layer the token embedding transposed, and discard the weight it had."""
         head = self.head.plain()
         if self.embed.packed is not None:
-            head.pack(self.embed.packed, self.dtype)
+            head.pack(self.embed.packed, self.compute_dtype)
         else:
-            head.weight = self.embed.weight
+            head.weight, head.packed = self.embed.weight, None
             self.embed.zero_grad()  # it was the gradient of the embedding alone
         self.config = replace(self.config, tied=True)
 

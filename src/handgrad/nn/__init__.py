@@ -5,8 +5,8 @@
     hg.nn.wrap(model)          a handgrad model that trains with loss.backward()
     hg.nn.replace(network)     swap the parts of a transformers model in place; undo() swaps them back
 
-Each function is a `torch.autograd.Function` whose backward is the hand-derived one in `ops`. This is the one room that
-meets autograd: it hands gradients over and never asks for one. It knows nothing of training runs or the command line.
+Each function is a `torch.autograd.Function` whose backward is the hand-derived one in `ops`. This is the one package
+that meets autograd: it hands gradients over and never asks for one. It knows nothing of training runs or the command line.
 """
 
 from importlib import import_module

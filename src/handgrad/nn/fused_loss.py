@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ops.loss import NO_TARGET
 from .functions import opaque
 from .loss import linear_cross_entropy
-from .parts import LinearPart, Part, fell_back, is_observed, is_swapped, one_dtype, why_not_tensors
+from .parts import Linear, Part, fell_back, is_observed, one_dtype, why_not_tensors
 
 
 class CausalLMPart(Part):
@@ -84,7 +84,7 @@ def why_not_loss(model: Any) -> str:
     """Why logits and loss of a model stay separate; "" if they are one function."""
     head: Any = model.lm_head
     loss = model.loss_function
-    if not is_swapped(head) or LinearPart not in type(head).__mro__ or head.in_out:
+    if type(head) is not Linear:
         return f"the logits layer is a {type(head).__name__}"
     if (getattr(loss, "__module__", ""), getattr(loss, "__qualname__", "")) != (
         "transformers.loss.loss_utils",
@@ -95,4 +95,4 @@ def why_not_loss(model: Any) -> str:
         return "a hook, or another forward, on the logits layer"
     if len(head.weight) != model.config.vocab_size:
         return f"{len(head.weight)} logits, and vocab_size is {model.config.vocab_size}"
-    return head.why_not(head.weight, head.bias)  # type: ignore[no-any-return]
+    return head.why_not(head.weight, head.bias)

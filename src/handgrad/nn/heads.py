@@ -132,7 +132,7 @@ def layout_of_mask(mask: Tensor, batch: int, window: int | None) -> Layout | str
     """The layout of a mask (B, 1, T, T), True where a query sees a key: causal, with padding on either side, with a window,
     or with several sequences in a row. A string says why a mask is none of these.
 
-    Every query must see neighbouring keys first … last. The rows of a sequence that begins at s see first = s, or
+    Every query must see neighboring keys first … last. The rows of a sequence that begins at s see first = s, or
     first = last − window + 1, and their last keys never go back."""
     if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return f"a mask of shape {tuple(mask.shape)}"
@@ -172,7 +172,7 @@ def layout_of_mask(mask: Tensor, batch: int, window: int | None) -> Layout | str
 
 def kind_of(layout: Layout, batch: int, length: int) -> tuple[Any, ...]:
     """What two layouts have in common if one being right says that the other is: what padding and how many sequences
-    neighbouring rows of a batch have, and the magnitude of the length."""
+    neighboring rows of a batch have, and the magnitude of the length."""
     rows: dict[int, set[tuple[bool, ...]]] = {}
     for span in layout.spans:
         edges = (span.keys.start, span.keys.stop, span.queries.start, span.queries.stop)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..errors import HandgradError
-from ..model.readout import rows_at_once
+from ..model.passes.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
 from .arguments import check_linear

@@ -1,13 +1,14 @@
 """The parts of a transformers model with hand-derived backward passes.
 
-Each part is a class that stands before the class of the original module: `swap` changes the class of a module, and nothing
-else. Its identity, parameters, names, hooks and settings stay, and `swap_back` restores the class. At every call a part
-checks that it would compute what the original code does, whatever was changed meanwhile; what it would not it leaves to the
-original code, and `fell_back` counts these calls and warns once. Attention has no part: see `attention_function.py`.
+A part is a subclass of the original module's class, under its name, which programs read: a plain one of torch's classes, one
+made by `class_of` of classes that belong to transformers and PEFT. `swap` gives it to a module, as torch's parametrizations
+and `fully_shard` do: identity, parameters, names, hooks and settings stay, and `swap_back` restores the class. At every call
+a part checks that it would compute what the original code does, whatever was changed meanwhile; what it would not it leaves
+to the original code, and `fell_back` counts these calls and warns once. Attention has no part: see `attention_function.py`.
 """
 
 import warnings
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from . import functions, rebuild
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
-_classes: dict[tuple[type, type], Any] = {}
-
 
 class Part(nn.Module):
     """The base of all parts."""
@@ -31,8 +30,8 @@ class Part(nn.Module):
         name: str = self._get_name()  # type: ignore[no-untyped-call]
         return super().__repr__().replace(name, f"{name} [handgrad]", 1)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # its class is made at run time: pickle cannot find it by name
-        return _restore, (*_parents(type(self)),), self.__dict__
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made at run time cannot be found by its name
+        return _restore, (getattr(self, "_handgrad_part", type(self)), self._handgrad_base[0]), self.__dict__
 
     def why_not(self, *tensors: Tensor | None) -> str:
         """Why the original code has to compute this call; "" if it need not."""
@@ -73,18 +72,16 @@ def is_observed(
     )
 
 
-def _parents(cls: type) -> tuple[type, type]:
-    return next(key for key, value in _classes.items() if value is cls)
-
-
-def _class_of(part: type, base: type) -> Any:
-    if (part, base) not in _classes:
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        original = base.forward  # type: ignore[attr-defined]
-        ours = _with_signature(part.forward, original)  # type: ignore[attr-defined]
-        both = {"forward": ours, "_handgrad_base": (base, original)}
-        _classes[part, base] = type(base.__name__, (part, base), {**names, **both})
-    return _classes[part, base]
+@cache
+def class_of(part: Any, base: type) -> Any:
+    """The subclass of `base` with this part's forward: the part itself if it is one."""
+    if issubclass(part, base):
+        return part
+    original = base.forward  # type: ignore[attr-defined]
+    made = {"_handgrad_base": (base, original), "_handgrad_part": part}
+    made |= {"forward": _with_signature(part.forward, original)}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (part, base), {**names, **made})
 
 
 def _with_signature(ours: Any, original: Any) -> Any:
@@ -102,24 +99,24 @@ def _restore(part: type, base: type) -> nn.Module:
         from . import attention_function
 
         attention_function.register()
-    cls = _class_of(part, base)
+    cls = class_of(part, base)
     found: nn.Module = cls.__new__(cls)
     return found
 
 
 def swap(module: nn.Module, part: type[Part]) -> None:
-    """Put a part before the class of a module."""
-    module.__class__ = _class_of(part, type(module))
+    """Give a module the subclass of its class that is this part."""
+    module.__class__ = class_of(part, type(module))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Whether a part still stands before the class of a module."""
-    return type(module) in _classes.values()
+    """Whether the class of a module is one that `swap` gave it."""
+    return "_handgrad_base" in vars(type(module))
 
 
-def swap_back(module: nn.Module) -> None:
+def swap_back(module: Any) -> None:
     """Restore the class that a module had."""
-    module.__class__ = _parents(type(module))[1]
+    module.__class__ = module._handgrad_base[0]
 
 
 def fell_back(module: Any, reason: str) -> None:
@@ -128,7 +125,8 @@ def fell_back(module: Any, reason: str) -> None:
     if counts is None or not torch.is_grad_enabled():
         return
     if not counts.get(reason):
-        library = type(module).__module__.partition(".")[0]
+        original = getattr(module, "_handgrad_base", (type(module),))[0]
+        library = original.__module__.partition(".")[0]
         warnings.warn(
             f"handgrad leaves {type(module).__name__} to {library}: {reason}; the gradient is autograd's",
             stacklevel=3,
@@ -139,18 +137,20 @@ def fell_back(module: Any, reason: str) -> None:
 # ── norms, linear layers, adapters ──────────────────────────────────────────────────────────────────────────────────
 
 
-class LayerNormPart(Part):
+class LayerNorm(Part, nn.LayerNorm):
+    _handgrad_base = nn.LayerNorm, nn.LayerNorm.forward
+
     def forward(self, input: Tensor) -> Tensor:
-        me: Any = self
-        reason = self.why_not(input, me.weight, me.bias)
-        if not reason and (me.weight is None or me.bias is None or me.normalized_shape != me.weight.shape):
+        w, b = self.weight, self.bias
+        reason = self.why_not(input, w, b)
+        if not reason and (w is None or b is None or self.normalized_shape != w.shape):
             reason = "not a norm over one dimension with weight and bias"
-        if not reason and {input.dtype, me.bias.dtype} != {me.weight.dtype}:
-            reason = f"an input in {input.dtype}, weights in {me.weight.dtype}"
+        if not reason and {input.dtype, b.dtype} != {w.dtype}:
+            reason = f"an input in {input.dtype}, weights in {w.dtype}"
         if reason:
             fell_back(self, reason)
-            return super().forward(input)  # type: ignore[no-any-return]
-        return _unless_observed(self, functions.layer_norm(input, me.weight, me.bias, me.eps))
+            return super().forward(input)
+        return _unless_observed(self, functions.layer_norm(input, w, b, self.eps))
 
 
 class RMSNormPart(Part):
@@ -175,21 +175,31 @@ def _unless_observed(module: nn.Module, out: Tensor) -> Tensor:
     return rebuild.forget(out) if any(is_observed(x, _FORWARD) for x in around.modules()) else out
 
 
-class LinearPart(Part):
+class ProductPart(Part):
+    """A linear layer, whichever way it holds its weight."""
+
     in_out = False
+    weight: Any
+    bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        reason = self.why_not(x, weight, bias) or one_dtype(x, weight, bias)  # type: ignore[arg-type]
+        reason = self.why_not(x, self.weight, self.bias) or one_dtype(x, self.weight, self.bias)
         if reason:
             fell_back(self, reason)
             return super().forward(x)  # type: ignore[no-any-return]
         if is_observed(self, _FORWARD):
             rebuild.forget(x)
-        return functions.linear(x, weight, bias, in_out=self.in_out)  # type: ignore[arg-type]
+        return functions.linear(x, self.weight, self.bias, in_out=self.in_out)
 
 
-class Conv1DPart(LinearPart):
+class Linear(ProductPart, nn.Linear):
+    _handgrad_base = nn.Linear, nn.Linear.forward
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Conv1DPart(ProductPart):
     in_out = True
 
     def why_not(self, *tensors: Tensor | None) -> str:
@@ -207,7 +217,7 @@ class AdapterPart(Part):
         base, name = me.base_layer, active[0]
         several = len(active) > 1 or args or kwargs
         reason = "several adapters" if several else self.why_not(x) or why_not_adapter(me, name)
-        if reason or not isinstance(base, LinearPart):
+        if reason or not isinstance(base, ProductPart):
             fell_back(self, reason or f"its layer is a {type(base).__name__}")
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         if is_observed(self, _FORWARD):
@@ -216,7 +226,7 @@ class AdapterPart(Part):
         dropout = drop.p if type(drop) is nn.Dropout and drop.training else 0.0
         magnitude = me.lora_magnitude_vector[name].weight if name in me.lora_variant else None
         return functions.linear(
-            x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,  # type: ignore[arg-type]
+            x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,
             magnitude=magnitude, scale=me.scaling[name], dropout=dropout, in_out=base.in_out,
         )  # fmt: skip
 
@@ -243,12 +253,29 @@ def why_not_adapter(layer: Any, name: str) -> str:
     tensors = layer.base_layer.weight, layer.base_layer.bias, down.weight, up.weight
     if down.weight.dtype != up.weight.dtype:
         return "factors of different dtypes"
-    if isinstance(layer.base_layer, LinearPart):
+    if isinstance(layer.base_layer, ProductPart):
         return layer.base_layer.why_not(*tensors)
     return ""
 
 
 # ── feed-forward layers ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+PLAIN, GATED = ("c_fc", "c_proj"), (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+
+
+def why_not_layers(module: nn.Module, activation: str) -> str:
+    """Why a feed-forward module computes something else than `FeedForwardPart`; "" if it does not."""
+    layers = tuple(name for name in module._modules if name != activation)
+    if layers not in (PLAIN, (*PLAIN, "dropout"), *GATED):
+        return f"no hand-derived feed-forward layer of {', '.join(layers)}"
+    return unapplied_dropout(module)
+
+
+def unapplied_dropout(module: nn.Module) -> str:
+    """A dropout that is a number of a feed-forward module, as in Starcoder2: its part applies those that are modules."""
+    found = {name: p for name, p in vars(module).items() if "drop" in name and type(p) in (int, float) and p > 0}
+    return "".join(f"{name} {p:g}, which has no hand-derived layer: set it to 0" for name, p in [*found.items()][:1])
 
 
 class FeedForwardPart(Part):
@@ -257,7 +284,7 @@ class FeedForwardPart(Part):
     def forward(self, hidden_states: Tensor) -> Tensor:
         me: Any = self
         known: Activation = me._handgrad_activation
-        reason = self.why_not(hidden_states) or known.why_not(me)
+        reason = self.why_not(hidden_states) or known.why_not(me) or (unapplied_dropout(self) if self.training else "")
         if reason:
             fell_back(self, reason)
             return super().forward(hidden_states)  # type: ignore[no-any-return]
@@ -272,7 +299,8 @@ class FeedForwardPart(Part):
             return me.down_proj(functions.gate(gate, up, known.name))  # type: ignore[no-any-return]
         a_7 = me.c_fc(hidden_states)
         a_8 = getattr(me, known.attribute)(a_7) if why_not_tensors(a_7) else functions.activation(a_7, known.name)
-        return me.dropout(me.c_proj(a_8))  # type: ignore[no-any-return]
+        out: Tensor = me.c_proj(a_8)
+        return me.dropout(out) if "dropout" in me._modules else out
 
 
 class Activation:

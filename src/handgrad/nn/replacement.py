@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HandgradError
+from ..families import FAMILIES
 from . import attention_function, parts
 from .fused_loss import CausalLMPart
 from .parts import Part
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+# Where transformers keeps the code of our families.
+MODULES = {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
 KINDS = {
-    parts.LayerNormPart: "norm", parts.RMSNormPart: "norm", parts.LinearPart: "linear", parts.Conv1DPart: "linear",
+    parts.LayerNorm: "norm", parts.RMSNormPart: "norm", parts.Linear: "linear", parts.Conv1DPart: "linear",
     parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
 # What modules hold while replaced.
@@ -82,7 +84,7 @@ def replace(
     """Swap the parts of a transformers causal language model that have hand-derived backward passes, in place: attention,
     feed-forward layers, norms, linear layers and PEFT's LoRA layers.
 
-    Families: GPT-2, Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3. Of any other model the linear layers and LayerNorms.
+    Of the families that `hg.load` reads, all of them; of any other model the linear layers and LayerNorms.
 
     What is changed on the model before or afterwards keeps its effect: a part that would ignore it leaves its calls to the
     original code, which `Replacement.fallbacks` lists.
@@ -188,7 +190,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
     """The part for a module, or None and the reason; "" for a module that owns no parameters."""
     kind, me = type(module).__name__, module
     if type(me) is nn.Linear:
-        return parts.LinearPart, ""
+        return parts.Linear, ""
     if kind == "Conv1D" and type(me).__module__ == "transformers.pytorch_utils":
         return parts.Conv1DPart, ""
     if _is_adapter(me):
@@ -196,7 +198,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
         return (None, f"left to PEFT: {reasons[0]}") if reasons else (parts.AdapterPart, "")
     if type(me) is nn.LayerNorm:
         fits = len(me.normalized_shape) == 1 and me.bias is not None
-        return (parts.LayerNormPart, "") if fits else (None, "not a norm over one dimension with weight and bias")
+        return (parts.LayerNorm, "") if fits else (None, "not a norm over one dimension with weight and bias")
     if _of_a_family(me):
         if kind.endswith("RMSNorm"):
             return parts.RMSNormPart, ""
@@ -210,7 +212,7 @@ def _part_for(module: nn.Module, loss: bool) -> tuple[type[Part] | None, str]:
 
 
 def _of_a_family(module: nn.Module) -> bool:
-    return type(module).__module__ in [f"transformers.models.{name}.modeling_{name}" for name in MODEL_TYPES]
+    return type(module).__module__ in MODULES
 
 
 def _is_adapter(module: nn.Module) -> bool:
@@ -219,9 +221,10 @@ def _is_adapter(module: nn.Module) -> bool:
 
 def _feed_forward(module: nn.Module) -> tuple[type[Part] | None, str]:
     found = parts.Activation(module)
-    if found.name:
-        return parts.FeedForwardPart, ""
-    return None, f"no hand-derived activation {type(found.act).__name__}"
+    if not found.name:
+        return None, f"no hand-derived activation {type(found.act).__name__}"
+    reason = parts.why_not_layers(module, found.attribute)
+    return (None, reason) if reason else (parts.FeedForwardPart, "")
 
 
 def _language_model(model: Any, loss: bool) -> tuple[type[Part] | None, str]:

@@ -5,18 +5,19 @@ with the error signal that autograd hands over, Δ_12 of the logits or Δ_11 of 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ..errors import HandgradError
-from ..model.batch import Piece, check_targets, count_targets, split
-from ..model.gpt import GPT, ForwardState
-from ..model.objective import Objective
-from ..model.passes import PLAIN
-from ..model.readout import row_groups
+from ..model.gpt import GPT, ForwardState, Work
+from ..model.inspect.trace import own_gradients
+from ..model.passes.arguments import PLAIN
+from ..model.passes.objective import Objective, TargetRows
+from ..model.passes.options import DEFAULTS, PassOptions
+from ..model.passes.readout import row_groups
 from .functions import first_derivative
 
 
@@ -29,48 +30,40 @@ class Packed(NamedTuple):
     positions: Tensor | None  # (n)   None: from 0 in each sequence
 
 
-def pieces_of(model: GPT, packed: Packed, targets: Tensor) -> list[Piece]:
-    """The batch in pieces of complete sequences."""
+def prepare(
+    model: GPT, packed: Packed, targets: Tensor, n_targets: int | None = None, options: PassOptions = DEFAULTS
+) -> Work:
+    """`GPT.prepare`, for positions that do not begin at 0 as well."""
     batch = model.pack(packed.tokens, packed.lengths)
     if packed.positions is not None:
         batch = batch._replace(positions=packed.positions.to(batch.positions))
-    return split(batch, targets, model.tokens_at_once(), model.dropout_seed(None))
+    return model.prepare(batch, targets, n_targets=n_targets, options=options)
 
 
 def loss_and_grads(
     model: GPT, packed: Packed, targets: Tensor, *, n_targets: int | None = None, recompute: bool = False
 ) -> float:
     """`GPT.loss_and_grads`, for positions that do not begin at 0 as well."""
-    if packed.positions is None:
-        how = "blocks" if recompute else "none"
-        return model.loss_and_grads(packed.tokens, targets, packed.lengths, n_targets=n_targets, recompute=how)
-    pieces = pieces_of(model, packed, check_targets(packed.tokens, targets, model.config, model.device))
-    n_targets = count_targets(pieces, n_targets)
-    windows = [pieces] if recompute or model.packed else [[piece] for piece in pieces]
-    return sum(model.backward_pass(model.forward_pass(window, recompute=recompute), n_targets) for window in windows)
+    options = PassOptions(recompute="blocks" if recompute else "none")
+    return model.differentiate(prepare(model, packed, targets, n_targets, options), options)
 
 
 def gradients_of(parameters: Sequence[Tensor], compute: Callable[[], float]) -> tuple[float, list[Tensor]]:
     """What `compute` returns, and the gradients that it adds into `.grad`, which afterwards is what it was."""
-    before = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
+    with own_gradients(parameters):
         value = compute()
         return value, [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    finally:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
 
 
 @dataclass(frozen=True)
 class GivenSignal(Objective):
-    """Δ_12 comes from elsewhere. The targets are numbers of its rows."""
+    """Δ_12 comes from elsewhere, and so does the value."""
 
-    delta: Tensor
+    needs_logits: ClassVar[bool] = False
+    delta: Tensor  # (n, V)
 
-    def forward_and_delta(self, logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        return logits.new_zeros(()), self.delta[targets]  # the value is elsewhere too
+    def forward_and_delta(self, logits: Tensor, at: TargetRows, weight: float) -> tuple[Tensor, Tensor]:
+        return logits.new_zeros(()), self.delta[at.rows]
 
 
 class LogitsFunction(Function):
@@ -85,7 +78,8 @@ class LogitsFunction(Function):
     @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         state, once = _state_of(ctx)
-        compute = partial(ctx.model.backward_pass, state, 1, once=once, objective=GivenSignal(delta))
+        given = state._replace(work=state.work._replace(objective=GivenSignal(delta)))
+        compute = partial(ctx.model.backward_pass, given, once=once)
         return None, None, None, *gradients_of(ctx.parameters, compute)[1]
 
 
@@ -109,17 +103,22 @@ class HiddenFunction(Function):
                 saved = model.final_norm.forward(a_10)[1]
                 a_bar = model.final_norm.rebuild_output(saved)[0]
                 deltas.append(model.final_norm.backward(delta_11, a_bar, saved, PLAIN))
-            return model.backward_pass(state, 1, once=once, delta_10=deltas)  # type: ignore[no-any-return]
+            return model.backward_pass(state, once=once, delta_10=deltas)  # type: ignore[no-any-return]
 
         return None, None, None, *gradients_of(ctx.parameters, compute)[1]
 
 
 def _run(ctx: Any, model: GPT, packed: Packed, recompute: bool, parameters: tuple[Any, ...]) -> None:
     """Compute a_10 of every row, and save what the backward pass needs."""
-    pieces = pieces_of(model, packed, torch.arange(len(packed.tokens), device=packed.tokens.device))
+    options = PassOptions(recompute="blocks" if recompute else "none")
     ctx.model, ctx.parameters = model, parameters
-    ctx.state = model.forward_pass(pieces, recompute=recompute)
+    ctx.state = model.forward_pass(every_row(model, packed), options)
     ctx.save_for_backward(*parameters)  # torch then refuses a backward pass after the weights have changed
+
+
+def every_row(model: GPT, packed: Packed) -> Work:
+    """The batch with a target in every row, which nothing reads; its value is not divided."""
+    return prepare(model, packed, torch.zeros_like(packed.tokens), 1)
 
 
 def _state_of(ctx: Any) -> tuple[ForwardState, bool]:
@@ -148,8 +147,7 @@ def hidden(model: GPT, state: ForwardState) -> Tensor:
 
 def state_without_gradients(model: GPT, packed: Packed) -> ForwardState:
     """a_10 of every row, and nothing for a backward pass."""
-    pieces = pieces_of(model, packed, torch.arange(len(packed.tokens), device=packed.tokens.device))
-    return model.forward_pass(pieces, lowest=len(model.blocks))
+    return model.forward_pass(every_row(model, packed), lowest=len(model.blocks))
 
 
 def logits_without_gradients(model: GPT, packed: Packed) -> Tensor:
@@ -162,10 +160,12 @@ def logits_without_gradients(model: GPT, packed: Packed) -> Tensor:
 def _logits(model: GPT, state: ForwardState) -> Tensor:
     """The logits of every row, in the groups of rows, and with the dropout, of the backward pass."""
     found = []
-    with model.unpacked(model.head):
-        for piece, a_10 in zip(state.pieces, state.a_10, strict=True):
+    with model.weights(model.head) as weights:
+        for piece, a_10 in zip(state.work.pieces, state.a_10, strict=True):
             a_11 = model.final_norm.forward(a_10)[0]
             for rows in row_groups(len(a_11), model.head):
-                seed = None if piece.dropout_seed is None else piece.dropout_seed + rows.start
-                found.append(model.head.forward(a_11[rows], PLAIN._replace(dropout_seed=seed)))
+                run = PLAIN._replace(
+                    dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(a_11)), weights=weights
+                )
+                found.append(model.head.forward(a_11[rows], run))
     return model.check_finite(torch.cat(found))

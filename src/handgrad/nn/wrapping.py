@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..adapters import peft
 from ..errors import HandgradError
 from ..formats import huggingface
 from ..formats.config_json import config_json
+from ..lora import peft
 from ..model.gpt import GPT
 from ..ops import loss as softmax_loss
 from .functions import first_derivative, opaque, without_autocast

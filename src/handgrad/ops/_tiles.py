@@ -1,6 +1,6 @@
 """The tiles of attention: which queries see which keys.
 
-Stacked queries (g, T · r, d_ρ) have r neighbouring rows of equal position, one for each query head that shares a key head;
+Stacked queries (g, T · r, d_ρ) have r neighboring rows of equal position, one for each query head that shares a key head;
 keys are (g, n, d_ρ). `positions` of the queries in their sequence are ascending; None: every token is a query. With a
 `window`, query t sees the keys t − window + 1 … t, else 0 … t.
 """
@@ -75,7 +75,7 @@ def of_queries(
 
 
 def _positions(q: Tensor, k: Tensor, positions: list[int] | None) -> tuple[list[int] | range, int]:
-    """The positions of the queries, and how many neighbouring rows of the stacked q each of them has."""
+    """The positions of the queries, and how many neighboring rows of the stacked q each of them has."""
     here = range(k.shape[1]) if positions is None else positions
     return here, q.shape[1] // len(here)
 

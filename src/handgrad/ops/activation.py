@@ -25,6 +25,8 @@ def forward(x: Tensor, name: str) -> Tensor:
         return F.gelu(x)
     if name == "relu2":
         return torch.relu(x).square_()
+    if name != "gelu_tanh":
+        raise ValueError(f"unknown activation {name!r}")
     if x.dtype == torch.bfloat16:
         return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     value = torch.empty_like(x)

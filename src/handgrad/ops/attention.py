@@ -7,7 +7,7 @@ that can see them, from lse, the log-sum-exp of each row of scores; memory is li
 the packed sequences end and which rows have queries: all of them (m = n), or only some.
 
 h_kv = h in the paper. With fewer key heads (grouped queries; h_kv divides h), the r = h/h_kv query heads i with
-i // r = g share key and value head g. The tiles have their queries as r neighbouring rows of equal position, so a product
+i // r = g share key and value head g. The tiles have their queries as r neighboring rows of equal position, so a product
 such as ρᵗ Δ also sums over the group. With a `window`, query t sees the keys t − window + 1 … t only.
 """
 
@@ -26,7 +26,7 @@ FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more
 
 
 class Span(NamedTuple):
-    """Neighbouring sequences of equal length, and their queries."""
+    """Neighboring sequences of equal length, and their queries."""
 
     keys: slice  # their rows of k and v
     queries: slice  # their rows of q

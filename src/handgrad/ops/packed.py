@@ -118,9 +118,9 @@ def _pack_q4_1(x: Tensor) -> Tensor:
         error = (d * q + m - x).square_().sum(1, keepdim=True)
         better = error < best[0]
         best = [torch.where(better, new, old) for new, old in zip((error, d, m, q), best, strict=True)]
-        centred = q - q.mean(1, keepdim=True)
-        variance = centred.square().sum(1, keepdim=True)
-        d = torch.where(variance == 0, d, (centred * x).sum(1, keepdim=True) / variance)
+        centered = q - q.mean(1, keepdim=True)
+        variance = centered.square().sum(1, keepdim=True)
+        d = torch.where(variance == 0, d, (centered * x).sum(1, keepdim=True) / variance)
         m = x.mean(1, keepdim=True) - d * q.mean(1, keepdim=True)
     _, d, m, q = best
     low_half, high_half = q.to(torch.uint8).view(-1, 2, 16).unbind(1)

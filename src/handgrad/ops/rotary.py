@@ -52,19 +52,19 @@ def angles(positions: Tensor, theta: Tensor, attention_factor: float = 1.0) -> t
     return angle.cos().mul_(attention_factor), angle.sin_().mul_(attention_factor)
 
 
-def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
-    """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j of each plane
+def forward(x: Tensor, cos: Tensor, sin: Tensor, into: Tensor | None = None) -> Tensor:
+    """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j = i + d_ρ/2 of each plane
 
     Written `into` this tensor, which may be x itself: less memory and less traffic."""
-    return _rotate(x, cos, sin, 1, interleaved, into)
+    return _rotate(x, cos, sin, 1, into)
 
 
-def backward(delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, into: Tensor | None = None) -> Tensor:
+def backward(delta: Tensor, cos: Tensor, sin: Tensor, into: Tensor | None = None) -> Tensor:
     """Δ_x = m R(t)ᵗ Δ_y = m R(−t) Δ_y"""
-    return _rotate(delta, cos, sin, -1, interleaved, into)
+    return _rotate(delta, cos, sin, -1, into)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, into: Tensor | None) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None) -> Tensor:
     """The rotation by the angles (sign 1) or by the opposite ones (−1)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     if (
@@ -74,11 +74,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, i
         and cos.is_contiguous()
         and sin.is_contiguous()
     ):
-        calls.rotate(x, cos, sin, sign, interleaved, out)
+        calls.rotate(x, cos, sin, sign, out)
         return out
     if sign < 0:
         sin = -sin
-    both = torch.stack((cos, cos), 2 if interleaved else 1).flatten(1)  # (n, d_ρ)
+    both = torch.cat((cos, cos), 1)  # (n, d_ρ)
     rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
     for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, both, sin)), strict=True):
         if part.dtype == torch.bfloat16:
@@ -86,25 +86,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, i
         else:
             wide, rotated = part.clone() if result.data_ptr() == part.data_ptr() else part, result
         torch.mul(wide, c[:, None], out=rotated)  # the same angles for all heads
-        (x_i, x_j), (y_i, y_j) = _planes(wide, interleaved), _planes(rotated, interleaved)
+        (x_i, x_j), (y_i, y_j) = wide.chunk(2, -1), rotated.chunk(2, -1)
         y_i.addcmul_(x_j, s[:, None], value=-1)
         y_j.addcmul_(x_i, s[:, None])
         if rotated is not result:
             result.copy_(rotated)
     return out
-
-
-def half_split_order(d_rho: int, device: torch.device | str = "cpu") -> Tensor:
-    """The features 0, 2, 4, … 1, 3, 5, …: x[..., order] is half-split if x is interleaved; argsort is the way back"""
-    return torch.arange(d_rho, device=device).view(-1, 2).t().flatten()
-
-
-def _planes(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second features of all planes."""
-    if interleaved:
-        return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
 
 
 def _blend(theta: Tensor, factor: float, share: Tensor) -> Tensor:

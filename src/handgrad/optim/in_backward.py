@@ -1,8 +1,8 @@
 """The optimizer inside the backward pass: each layer is updated as soon as its gradients are final, which are then freed.
 
 The optimizers are torch's. The gradients of all layers never exist together, so their memory shrinks from one copy of the
-model to its largest layer. Clipping by the global norm stays exact: a first backward pass measures the norm before
-anything is updated, and a second one updates.
+model to its largest layer, and a tied embedding, whose gradient is final last. Clipping by the global norm stays exact: a
+first backward pass measures the norm before anything is updated, and a second one updates.
 """
 
 import math
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import HandgradError, NonFiniteError
-from ..model.batch import count_targets
-from ..model.example_gradients import ExampleNorms
-from ..model.gpt import GPT, Finished, ForwardState, no_hook
+from ..model.gpt import GPT, ForwardState
+from ..model.passes.example_gradients import ExampleNorms
+from ..model.passes.options import Finished, PassOptions, no_hook
 from .optimizers import clip_factor, length, norm, step
 
 
@@ -38,7 +38,7 @@ class OptimizerInBackward:
         self.model = model
         self.combine = combine  # sums the gradients of several processes before they are used
         self.clip = clip
-        self.recompute = recompute == "blocks"
+        self.recompute = recompute
         self.optimizers: dict[nn.Parameter, Optimizer] = {}  # by each parameter of a layer
         for layer in model.layers():
             trained = [p for p in layer if p.requires_grad]
@@ -64,11 +64,10 @@ class OptimizerInBackward:
                 "examples=ExampleNorms() fills no gradient to update with: give ExampleNorms(grads=True)"
             )
         model = self.model
-        model.check_parameters()
-        pieces = model.pieces(tokens, targets, lengths, dropout_seed=model.dropout_seed(seed))
-        n_targets = count_targets(pieces, n_targets)
+        options = PassOptions(recompute=self.recompute, seed=seed, examples=examples)
+        work = model.prepare(model.pack(tokens, lengths), targets, n_targets=n_targets, options=options)
         _free_gradients(model.parameters())  # drop gradients of an earlier call
-        state = model.forward_pass(pieces, recompute=self.recompute)
+        state = model.forward_pass(work, options)
         factor = 1.0
         if self.clip is not None:
             norms: list[float] = []
@@ -78,7 +77,7 @@ class OptimizerInBackward:
                 norms.extend(norm(p.grad) for p in layer if p.grad is not None)
                 _free_gradients(layer)
 
-            self._backward_pass(state, n_targets, measure, once=False)
+            self._backward_pass(state._replace(examples=None), measure, once=False)
             self.norm = length(norms)
             if not math.isfinite(self.norm):
                 raise NonFiniteError("the gradient is not finite")  # before anything is updated
@@ -90,13 +89,11 @@ class OptimizerInBackward:
                 step(optimizer, factor)
             _free_gradients(layer)
 
-        if examples is not None:
-            model.begin_examples(examples, pieces, n_targets, tokens, lengths)
-        return self._backward_pass(state._replace(examples=examples), n_targets, update)
+        return self._backward_pass(state, update)
 
-    def _backward_pass(self, state: ForwardState, n_targets: int, finished: Finished, once: bool = True) -> float:
+    def _backward_pass(self, state: ForwardState, finished: Finished, once: bool = True) -> float:
         try:
-            return self.model.backward_pass(state, n_targets, finished=finished, once=once)
+            return self.model.backward_pass(state, finished, once=once)
         except NonFiniteError:  # raised in the readout, before any layer is finished
             _free_gradients(self.model.parameters())
             raise

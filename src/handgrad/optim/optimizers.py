@@ -1,9 +1,8 @@
 """torch's optimizers by name, gradient norms and clipping."""
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -54,33 +53,19 @@ def maker(
         options["fused"] = True
     decay = weight_decay if "weight_decay" in takes else 0.0
 
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        with _without_compiler():
-            return kind(groups(parameters, decay), **options)
-
-    return make
+    light: Any = _without_compiler(kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    return lambda parameters: light(groups(parameters, decay), **options)
 
 
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """An optimizer made in this context does not import torch's compiler, which takes two seconds and 50 MB.
+@cache
+def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
+    """A subclass of torch's optimizer that does not import torch's compiler, which takes two seconds and 75 MB.
 
-    torch imports it to exclude `add_param_group` from compilation. Here the function stands in for the excluded one."""
-    inner: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    if inner is None or hasattr(inner, "__dynamo_disable"):  # another torch, or imported already
-        yield
-        return
-    setattr(inner, "__dynamo_disable", inner)
-    try:
-        yield
-    finally:
-        delattr(inner, "__dynamo_disable")
-
-
-def _update(optimizer: Optimizer) -> None:
-    """optimizer.step() without the wrappers for compilation and profiling around it, which import the compiler too."""
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
+    torch imports it to exclude these two methods from compilation. The subclass has them without that; hooks of steps are
+    run by what torch puts around the step of any class."""
+    step, add = inspect.unwrap(kind.step), inspect.unwrap(kind.add_param_group)
+    methods = {"step": torch.no_grad()(step), "add_param_group": add, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), methods)
 
 
 def clip_factor(norm: float, clip: float | None) -> float:
@@ -92,7 +77,7 @@ def step(optimizer: Optimizer, factor: float) -> None:
     """One optimizer step with every gradient multiplied by `factor`. Fused kernels apply it while they read the gradients,
     through the interface meant for loss scaling; for the others the gradients are multiplied first."""
     if factor == 1:
-        _update(optimizer)
+        optimizer.step()
         return
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -101,12 +86,12 @@ def step(optimizer: Optimizer, factor: float) -> None:
         scaling.grad_scale = grads[0].new_tensor(1 / factor, dtype=torch.float32)
         scaling.found_inf = torch.zeros_like(scaling.grad_scale)
         try:
-            _update(optimizer)
+            optimizer.step()
         finally:
             del scaling.grad_scale, scaling.found_inf
     else:
         torch._foreach_mul_(grads, factor)
-        _update(optimizer)
+        optimizer.step()
 
 
 def norm(grad: Tensor) -> float:

@@ -24,7 +24,7 @@ class Forward(NamedTuple):
 
 
 def group(i: int, n_heads: int, n_kv: int) -> int:
-    """g(i) = ⌊i n_kv/n_h⌋: neighbouring query heads share a key head"""
+    """g(i) = ⌊i n_kv/n_h⌋: neighboring query heads share a key head"""
     return i // (n_heads // n_kv)
 
 

@@ -24,9 +24,9 @@ def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> Forward:
     """a_i = ā diag(w) + b~ with ā = diag(1/σ)(a_{i−1} − μ~)"""
     n_tokens, d = a.shape
     mu = a.mean(1)
-    centred = a - tilde_columns(mu, d)
-    sigma = torch.sqrt((centred**2).mean(1) + eps)  # population variance; ε: R8
-    a_bar = torch.diag(1 / sigma) @ centred  # (36)
+    centered = a - tilde_columns(mu, d)
+    sigma = torch.sqrt((centered**2).mean(1) + eps)  # population variance; ε: R8
+    a_bar = torch.diag(1 / sigma) @ centered  # (36)
     return Forward(mu, sigma, a_bar, a_bar @ torch.diag(w) + tilde_rows(b, n_tokens))  # (37), (38)
 
 

@@ -7,12 +7,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import adapters
+from .. import lora
 from ..checks import check_integer
 from ..errors import HandgradError
-from ..model.batch import TOKENS_AT_ONCE
-from ..model.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, ExamplesAgainst, Several
 from ..model.gpt import GPT
+from ..model.passes.batch import TOKENS_AT_ONCE
+from ..model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, ExamplesAgainst, Several
 from ..text.examples import Examples
 from ..text.tokenizer import Tokenizer
 from .inputs import Given, as_examples, groups
@@ -141,7 +141,7 @@ def check_rank(model: GPT, rank: int) -> None:
     """Raise if gradients cannot be projected with this rank."""
     if rank != 0:
         check_integer("rank", rank)
-    if rank and adapters.adapters_of(model):
+    if rank and lora.adapters_of(model):
         raise HandgradError("the model has an adapter, whose gradients are used as they are: leave rank out")
 
 
@@ -155,13 +155,13 @@ def projected(model: GPT, rank: int, seed: int) -> Iterator[None]:
         return
     state = {p: (p.requires_grad, p.grad) for p in model.parameters()}
     try:
-        adapters.inject(model, rank, freeze_down=True, seed=seed)
+        lora.inject(model, rank, freeze_down=True, seed=seed)
         generator = torch.Generator(model.device).manual_seed(seed)
-        for layer in adapters.adapters_of(model).values():
+        for layer in lora.adapters_of(model).values():
             layer.down.data.normal_(0, rank**-0.5, generator=generator)
         yield
     finally:
-        adapters.remove(model)
+        lora.remove(model)
         for p, (trains, grad) in state.items():
             p.requires_grad_(trains)
             p.grad = grad

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import adapters
+from .. import lora
 from ..errors import HandgradError, shown
 from ..formatting import plural
 from ..inference.model_text import model_text
@@ -89,7 +89,7 @@ def influence(
     found.helped(), found.hindered(), found.scores
     """
     if rank is None:
-        rank = 0 if adapters.adapters_of(model) else RANK
+        rank = 0 if lora.adapters_of(model) else RANK
     check_rank(model, rank)
     if model.named_adapters:
         raise HandgradError("the model has several adapters: load one alone")

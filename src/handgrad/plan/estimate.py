@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import adapters
-from ..adapters import peft
-from ..errors import HandgradError
+from .. import lora
+from ..checks import check_stored
+from ..errors import HandgradError, option
 from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
+from ..lora import peft
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
 from .memory import BYTES, largest_layer, saved, temporary, tokens_per_piece, workspace
-from .packing import TWO_BYTES, Kinds, buffers, packed_bytes, packed_count, two_bytes
+from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
 
@@ -97,23 +98,27 @@ def make_plan(
     if dtype not in BYTES:
         raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
     if recompute not in ("none", "blocks"):
-        raise HandgradError(f"--recompute must be none or blocks, not {recompute!r}")
+        raise HandgradError(f"{option('recompute')} must be none or blocks, not {recompute!r}")
     if batch < 1 or tokens < 1 or rank < 0:
         raise HandgradError(
             f"batch and tokens must be at least 1 and rank at least 0, not {batch}, {tokens} and {rank}"
         )
     if tokens > config.n_context:
         raise HandgradError(
-            f"{tokens} tokens do not fit into a context of {config.n_context}: give --tokens of at most that"
+            f"{tokens} tokens do not fit into a context of {config.n_context}: give {option('tokens')} of at most that"
         )
     if targets and not rank:
-        raise HandgradError("--targets selects layers for adapters: give --rank of at least 1 as well")
+        raise HandgradError(
+            f"{option('targets')} selects layers for adapters: give {option('rank')} of at least 1 as well"
+        )
     if ranks is None:
         ranks = target_ranks(config, rank, targets or "all-linear") if rank else {}
 
     kinds = kinds or {}
     if kinds and not ranks:
-        raise HandgradError("packed weights are frozen, and a plan without adapters trains them: give --rank as well")
+        raise HandgradError(
+            f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
+        )
 
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
@@ -161,14 +166,15 @@ def plan_model(
     """Plan a step of the model that a user named: a preset with `changes`, a model directory or file, or an existing
     adapter; its matrices may stay `packed`, or be kept in `base_dtype`. `step` holds the other arguments of `make_plan`."""
     if changes and not found.is_preset:
-        option = "--" + next(iter(changes)).replace("_", "-")
-        raise HandgradError(f"{option} needs a preset, and {found.name} is a folder with a fixed shape: leave it out")
+        shape = option(next(iter(changes)))
+        raise HandgradError(f"{shape} needs a preset, and {found.name} is a folder with a fixed shape: leave it out")
     config = preset(found.name, **changes) if found.is_preset else found.config
     kinds = _kinds(found, config, packed, base_dtype)
-    if found.folder is not None and adapters.is_adapter(found.folder):
+    if found.folder is not None and lora.is_adapter(found.folder):
         if rank or targets:
             raise HandgradError(
-                f"{found.name} is an adapter, and the plan is for training it: leave out --rank and --targets"
+                f"{found.name} is an adapter, and the plan is for training it: leave out {option('rank')} and"
+                f" {option('targets')}"
             )
         ranks, extra = peft.ranks_of(found.folder)
         return make_plan(config, ranks=ranks, extra=extra, kinds=kinds, **step)
@@ -177,14 +183,11 @@ def plan_model(
 
 def _kinds(found: Found, config: ModelConfig, packed: bool, base_dtype: str | None) -> Kinds:
     """The types of the matrices that stay packed."""
-    if base_dtype not in (None, *TWO_BYTES):
-        raise HandgradError(f"--base-dtype must be bfloat16 or float16, not {base_dtype!r}")
-    if packed and base_dtype is not None:
-        raise HandgradError("--packed keeps the types of a GGUF file, --base-dtype is for directories: give one")
+    check_stored(packed, base_dtype)
     if packed and found.folder is None:
-        raise HandgradError(f"{found.name} is a preset, and --packed is for a GGUF file: leave it out")
+        raise HandgradError(f"{found.name} is a preset, and {option('packed', True)} is for a GGUF file: leave it out")
     if found.folder is not None:
-        folder = base_of(found.folder) if adapters.is_adapter(found.folder) else found.folder
+        folder = base_of(found.folder) if lora.is_adapter(found.folder) else found.folder
         check_packing(folder, packed, base_dtype)
         if packed:
             return packed_kinds(folder)

@@ -4,14 +4,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, option
 from ..formatting import size
 from ..machine import available_memory
 from .estimate import Plan
 
 REMEDY = (
-    "--recompute blocks and --update-inside need less, so do adapters instead of all weights, --base-dtype bfloat16 or"
-    " --packed for weights that do not train, and shorter sequences"
+    f"{option('recompute', 'blocks')} and {option('update_inside', True)} need less, so do adapters instead of all"
+    f" weights, {option('base_dtype', 'bfloat16')} or {option('packed', True)} for weights that do not train, and shorter"
+    " sequences"
 )
 
 
@@ -41,5 +42,5 @@ def memory_errors() -> Iterator[None]:
         wanted = f"{size(int(found[1]))} more were needed, and" if found else "only"
         raise OutOfMemoryError(
             f"not enough memory: {wanted} {size(free)} {whose} are free. For training, {REMEDY}. handgrad plan predicts what"
-            " is needed; --bits 8 and a smaller model need less for generation"
+            f" is needed; {option('bits', 8)} and a smaller model need less for generation"
         ) from None

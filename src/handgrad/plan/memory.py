@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import library
-from ..model.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, pieces_of
 from ..model.config import ModelConfig
-from ..model.passes import Pass
-from ..model.readout import rows_at_once
+from ..model.passes.arguments import Pass
+from ..model.passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, pieces_of
+from ..model.passes.readout import rows_at_once
 from ..ops.attention import spans_of
 from .outline import kinds_of_blocks, outline
 from .parameters import parameters

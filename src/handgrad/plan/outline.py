@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import torch
 
-from ..adapters import layers_of
+from ..lora import layers_of
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.layers import Affine
+from ..model.layers.linear import Affine
 from ..model.names import without_block
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
-from ..adapters import layers_of
+from ..lora import layers_of
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.layers import ROWS_OF_PART, Embedding, Linear
+from ..model.layers.linear import ROWS_OF_PART, Embedding, Linear
 from ..model.names import block_of
 from ..ops.packed import bytes_per_row
 

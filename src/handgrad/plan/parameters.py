@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .. import adapters
-from ..adapters.patterns import split_names
+from .. import lora
 from ..errors import HandgradError
+from ..lora.patterns import split_names
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
-from ..model.layers import Affine
+from ..model.layers.linear import Affine
+from ..model.layers.norms import Norm
 from ..model.names import block_of, without_block
-from ..model.norms import Norm
 from .outline import linear_layers, outline
 
 
@@ -72,7 +72,7 @@ def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -
     apart, as Section 7 counts them."""
     patterns = split_names([targets] if isinstance(targets, str) else targets)
     model = GPT(config, device="meta")
-    parts = {path: [f"{path}.{x}" for x in layer.plain().parts] for path, layer in adapters.layers_of(model).items()}
+    parts = {path: [f"{path}.{x}" for x in layer.plain().parts] for path, layer in lora.layers_of(model).items()}
     by_letter: dict[str, list[str]] = {"paper": []}
     for path, own in parts.items():
         by_letter["paper"] += own or [path]
@@ -81,7 +81,7 @@ def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -
     chosen = {name for pattern in patterns for name in by_letter.get(pattern, ())}
     others = [pattern for pattern in patterns if pattern not in by_letter]
     if others or not patterns:
-        chosen |= set(adapters.choose(model, others))
+        chosen |= set(lora.choose(model, others))
     for path, own in parts.items():
         if path in chosen and chosen & set(own):
             whole, *letters, last = (name.rpartition(".")[2] for name in (path, *own))

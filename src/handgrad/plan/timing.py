@@ -12,14 +12,14 @@ from functools import partial
 
 import torch
 
-from .. import adapters, optim
-from ..adapters.config import LoRAConfig
+from .. import lora, optim
 from ..errors import HandgradError
+from ..lora.config import LoRAConfig
 from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import without_block
-from ..model.packed import Packed
-from ..model.readout import rows_at_once
+from ..model.passes.readout import rows_at_once
+from ..model.storage.packed import Packed
 from ..ops.loss import NO_TARGET
 from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
@@ -126,8 +126,8 @@ class _Trial:
             layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
             ranks[layer] = max(rank, ranks.get(layer, 0))
         if ranks:
-            lora = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
-            adapters.apply(self.model, lora, any_rank=True)
+            adapter = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
+            lora.apply(self.model, adapter, any_rank=True)
         self.tokens = torch.randint(n_vocab, (plan.piece // plan.tokens, plan.tokens))
         self.targets = self.tokens.clone()
         self.targets[:, : plan.tokens - plan.rows] = NO_TARGET

@@ -1,8 +1,7 @@
-"""Verification: the oracles (autograd, finite differences, operation counts), a reference model, and the paper's ledger.
+"""Verification: the oracles (autograd, finite differences, operation counts), a reference model, and `verify`.
 
-`verify.verify` checks a model, `ledger.run` checks the paper's formulas, `checker.Checker` gives single results by name,
-and `report.Report` holds and prints results. `audit` compares other people's models with ours, `gradcheck` checks one
-function, and `diagnosis` says how a tensor is wrong. Only the command line, `explain` and the tests import them. Autograd
-appears in `oracles.py`, in `reference.py` and where an audited model or function runs; nothing here knows about training or
-the command line.
+`verify.verify` checks a model; `checker.Checker` compares it with the reference, as a whole in float64 or a block at a time,
+and gives single results by name; `paths` lists the code paths that users take; `check_report.Report` holds and prints
+results. Autograd appears in `oracles.py`, `reference.py`, `reference_model.py` and `rounding.py`; nothing here knows
+about training runs or the command line.
 """

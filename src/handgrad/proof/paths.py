@@ -1,64 +1,252 @@
-"""Every way `GPT` can compute its gradients: with a recorder, and the code paths of training."""
+"""The code paths that users take besides the recorded pass, each with what it must equal: training in pieces, recomputed or
+with the optimizer inside, a trace with edits, generation through the cache and in one call per token, low bits, adapters."""
 
+import copy
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..model.example_gradients import ExampleNorms
+from ..inference.engine import Engine, Options
+from ..lora.injection import adapters_of, inject, layers_of, remove
+from ..lora.layer import LoRA
+from ..lora.merging import merge
+from ..lora.named import name_adapters
 from ..model.gpt import GPT
+from ..model.inspect.trace import trace
+from ..model.layers.linear import Linear
+from ..model.passes.example_gradients import ExampleNorms
+from ..model.passes.objective import MeanLoss, Objective
+from ..model.storage.quantize import BITS, NUMBERS, quantize
 from ..optim import OptimizerInBackward
+from ..tolerances import ENTRY_FLOOR, LOSS_FLOOR, NORM_FLOOR, TOLERANCE
+from .reference_model import ReferenceModel
+from .tensor_errors import TensorErrors
+from .wide_layers import float64_copy
 
-Gradients = tuple[float, dict[str, Tensor]]  # the loss, and the gradients by parameter name
-Run = Callable[[], Gradients]
+MOST_PROBABLE = 1000  # tokens whose log-probabilities are compared, of a larger vocabulary
+ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"rslora": True}, "DoRA": {"dora": True}}
+PASSES = {"prompts at once": 1024, "prompts in parts": 3, "one token at a time": 1}  # tokens of one pass
+
+Gradients = tuple[float, Mapping[str, Tensor]]  # the loss, and the gradients by parameter name
+Outcome = tuple[float, str]  # the largest error, and where it is
 
 
-def gradients_of(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None, **options: Any) -> Gradients:
+class Batch(NamedTuple):
+    """What `verify` was called with besides the model."""
+
+    tokens: Tensor
+    targets: Tensor
+    lengths: list[int] | None
+    objective: Objective
+
+
+class Path(NamedTuple):
+    """A check of one path."""
+
+    section: str
+    id: str
+    statement: str
+    oracle: str
+    limit: float
+    measure: Callable[[], Outcome]
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients_of(model: GPT, batch: Batch, **options: Any) -> Gradients:
     """Loss and hand-derived gradient of every trainable parameter; NaN where none was computed, so that its check fails."""
     model.zero_grad()
-    loss = model.loss_and_grads(tokens, targets, lengths, **options)
+    loss = model.loss_and_grads(batch.tokens, batch.targets, batch.lengths, objective=batch.objective, **options)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = {name: torch.full_like(p, math.nan) if p.grad is None else p.grad for name, p in trained.items()}
     model.zero_grad()  # the caller owns them now
     return loss, grads
 
 
-def training_paths(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> dict[str, Run]:
-    """The code paths of training, by name. Unlike a pass with all signals they skip rows without a target in the last
-    block, split the batch into pieces, recompute blocks, or update a layer as soon as its gradients are final. A
-    recorder must not change what they compute."""
-
-    def path(**options: Any) -> Run:
-        return lambda: gradients_of(model, tokens, targets, lengths, **options)
-
-    paths = {
-        "gradients, one pass": path(),
-        "gradients, with a recorder": path(record=_discard),
-        "gradients, recomputed blocks": path(recompute="blocks"),
-        "gradients, with norms of examples": path(examples=ExampleNorms(grads=True)),
+def training_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -> Iterator[Path]:
+    """The code paths of training. Unlike a recorded pass they skip rows without a target in the last block, split the batch
+    into pieces, recompute blocks, or update a layer as soon as its gradients are final. A recorder must not change what
+    they compute."""
+    runs: dict[str, dict[str, Any]] = {
+        "one pass": {},
+        "with a recorder": {"record": _discard},
+        "recomputed blocks": {"recompute": "blocks"},
     }
-    if len(model.pack(tokens, lengths).lengths) > 1:
-        paths |= {
-            "gradients, in pieces": path(tokens_at_once=1),
-            "gradients, in pieces, recomputed blocks": path(tokens_at_once=1, recompute="blocks"),
-        }
-    inside = lambda: _gradients_for_optimizer(model, tokens, targets, lengths)  # noqa: E731
-    return paths | {"gradients, optimizer in backward": inside}
+    if type(batch.objective) is MeanLoss:
+        runs["with norms of examples"] = {"examples": ExampleNorms(grads=True)}
+    if len(model.pack(batch.tokens, batch.lengths).lengths) > 1:
+        runs["in pieces"] = {"tokens_at_once": 1}
+        runs["in pieces, recomputed blocks"] = {"tokens_at_once": 1, "recompute": "blocks"}
+    found: dict[str, Callable[[], Gradients]] = {
+        name: (lambda options=options: gradients_of(model, batch, **options))  # type: ignore[misc]
+        for name, options in runs.items()
+    }
+    if type(batch.objective) is MeanLoss:
+        found["optimizer in backward"] = lambda: _gradients_for_optimizer(model, batch)
+    about, limit = f"{len(expected[1])} gradients", TOLERANCE[model.dtype]
+    for name, run in found.items():
+        measure = lambda run=run: _worst(run(), expected, norm=model.dtype != torch.float64)  # noqa: E731
+        yield Path("Code paths of training", f"gradients, {name}", about, oracle, limit, measure)
+
+
+def _worst(found: Gradients, expected: Gradients, norm: bool = False, other: float = 0.0) -> Outcome:
+    """The largest error of the loss and of all gradients; in a narrow dtype, of their norms. `other` is the largest entry of
+    other gradients, of which these may be what is left after cancellation."""
+    errors = TensorErrors()
+    for name, grad in expected[1].items():
+        errors.add(name, found[1].get(name, torch.full_like(grad, math.nan)), grad.double(), norm)
+    relative = errors.relative(NORM_FLOOR if norm else ENTRY_FLOOR, other)
+    relative["loss"] = abs(found[0] - expected[0]) / max(abs(expected[0]), LOSS_FLOOR)
+    return _largest(relative)
+
+
+def _largest(errors: dict[str, float]) -> Outcome:
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 def _discard(name: str, value: Tensor) -> None:
-    """A recorder that stores nothing. Unlike `no_record`, the model calls it."""
+    """A recorder that stores nothing."""
 
 
-def _gradients_for_optimizer(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None) -> Gradients:
+def _gradients_for_optimizer(model: GPT, batch: Batch) -> Gradients:
     """The gradients that the optimizer in the backward pass receives."""
     names = {p: name for name, p in model.named_parameters()}
     received: dict[str, Tensor] = {}
 
     def collect(layer: list[nn.Parameter]) -> None:
-        received.update({names[p]: p.grad for p in layer if p.grad is not None})
+        for p in layer:
+            if p.grad is not None:
+                received[names[p]], p.grad = p.grad, None  # so that nothing is updated
 
     optimizer = OptimizerInBackward(model, lambda p: torch.optim.SGD(p, lr=0.0), clip=math.inf, combine=collect)
-    return optimizer.step(tokens, targets, lengths), received
+    return optimizer.step(batch.tokens, batch.targets, batch.lengths), received
+
+
+# ── traces ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def trace_paths(model: GPT, batch: Batch) -> Iterator[Path]:
+    """An edit that changes nothing changes no tensor of a trace."""
+
+    def traced(**options: Any) -> Any:
+        return trace(model, batch.tokens, batch.targets, batch.lengths, objective=batch.objective, **options)
+
+    def measure() -> Outcome:
+        plain, edited = traced(), traced(edit={})
+        kinds = {"a_": TensorErrors(), "delta_": TensorErrors(), "grad_": TensorErrors()}
+        for name, value in plain.items():
+            kind = next((x for x in kinds if name.rpartition(".")[2].startswith(x)), None)
+            if kind is not None and name != "a_0":
+                found = edited[name] if name in edited else torch.full_like(value, math.nan)
+                kinds[kind].add(name, found, value.double())
+        errors = {name: x for kind in kinds.values() for name, x in kind.relative(ENTRY_FLOOR).items()}
+        return _largest(errors | {"loss": abs(plain.loss - edited.loss) / max(abs(plain.loss), LOSS_FLOOR)})
+
+    yield Path("Traces", "trace, an empty edit", "every tensor", "plain trace", TOLERANCE[model.dtype], measure)
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def generation_paths(model: GPT, batch: Batch, expected: Tensor, section: str, suffix: str = "") -> Iterator[Path]:
+    """The log-probabilities of all tokens as generation computes them: prompts at once and in parts through the cache, and
+    one token at a time, for which there is a kernel of all blocks."""
+    for name, at_once in PASSES.items():
+        measure = lambda at_once=at_once: _generation_error(model, batch, [(None, expected)], at_once)  # noqa: E731
+        id = f"log-probabilities, {name}{suffix}"
+        yield Path(section, id, f"{batch.tokens.numel()} tokens", "reference", TOLERANCE[model.dtype], measure)
+
+
+def _generation_error(model: GPT, batch: Batch, expected: Sequence[tuple[str | None, Tensor]], at_once: int) -> Outcome:
+    """The largest error of the log-probabilities that an engine gives the sequences of the batch, all of them with each of
+    these adapters, relative to the largest. `expected` are the logits (n, V)."""
+    c, packed = model.config, model.pack(batch.tokens, batch.lengths)
+    engine = Engine(model, tokens_at_once=at_once)
+    n_top, running = min(c.n_vocab, MOST_PROBABLE), []
+    for adapter, logits in expected:
+        for ids, rows in zip(*(torch.split(x, list(packed.lengths)) for x in (packed.ids, logits)), strict=True):
+            options = Options(int(len(ids) < c.n_context), logprobs=n_top, prompt_logprobs=True, adapter=adapter)
+            running.append((engine.add(ids, options), torch.log_softmax(rows.double(), 1)))
+    while engine.busy:
+        engine.step()
+    worst, size, where = 0.0, 0.0, ""
+    for i, (sequence, rows) in enumerate(running):
+        if sequence.error is not None:
+            raise sequence.error
+        for t, given in enumerate([*sequence.prompt_logprobs, *sequence.logprobs]):
+            ids, values = zip(*given.top, strict=True)
+            right = rows[t, list(ids)]
+            error = (torch.tensor(values, dtype=torch.float64, device=right.device) - right).abs().max().item()
+            size = max(size, right.abs().max().item())
+            if not error <= worst:
+                worst, where = error, f"sequence {i + 1}, token {t + 1}"
+    return worst / (size or 1.0), where
+
+
+def low_bit_paths(model: GPT, batch: Batch) -> Iterator[Path]:
+    """The model in 8 and 4 bits, computed in float32, against the reference of its rounded weights."""
+    matrices = [x for x in model.modules() if isinstance(x, Linear)]
+    if not any(x.w.shape[0] % NUMBERS == 0 for x in matrices):
+        return
+    for bits in sorted(BITS, reverse=True):
+        rounded = quantize(copy.deepcopy(model).float().eval(), bits)
+        logits = ReferenceModel(float64_copy(rounded), batch.tokens, batch.targets, batch.lengths).logits()
+        yield from generation_paths(rounded, batch, logits, "Low bits", f", {bits} bits")
+
+
+# ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def adapter_paths(model: GPT, batch: Batch, gradients: Gradients, seed: int, small: bool) -> Iterator[Path]:
+    """The model's adapter merged, and beside the base under a name. A small model without one gets adapters of every kind,
+    whose gradients are checked as well. The model is a float64 copy, and is changed: measure each path before the next.
+    `gradients` are those of the model itself."""
+    named: dict[str, dict[str, LoRA]] = {}
+    expected: list[tuple[str | None, Tensor]] = []
+    largest = max(x.abs().max().item() for x in gradients[1].values())
+    kinds = {"the adapter": {}} if adapters_of(model) else ADAPTERS if small else {}
+    for kind, options in kinds.items():
+        if kind in ADAPTERS:
+            rank = min(2, *(n for layer in layers_of(model).values() for n in layer.effective_weight().shape))
+            inject(model, rank, 3.0, seed=seed, **options)
+            _fill(model, seed)
+            yield Path("Adapters", f"gradients, {kind}", "every factor", "autograd", TOLERANCE[torch.float64],
+                       lambda: _adapter_error(model, batch, largest))  # fmt: skip
+        logits = ReferenceModel(model, *batch).logits()
+        if model.adapter is not None and not model.packed and model.config.causal:
+            merged = copy.deepcopy(model)
+            merge(merged)
+            yield _adapted(merged, batch, [(None, logits)], f"log-probabilities, {kind} merged")
+        named[kind] = adapters_of(model)
+        expected.append((kind, logits))
+        remove(model)
+    if named and model.config.causal:
+        expected.append((None, ReferenceModel(model, *batch).logits()))
+        name_adapters(model, named)
+        yield _adapted(model, batch, expected, "log-probabilities, adapters by name")
+
+
+def _adapter_error(model: GPT, batch: Batch, largest: float) -> Outcome:
+    right = ReferenceModel(model, *batch).differentiate()
+    return _worst(gradients_of(model, batch), (right.loss, right.grads), other=largest)
+
+
+def _adapted(model: GPT, batch: Batch, expected: Sequence[tuple[str | None, Tensor]], id: str) -> Path:
+    statement = f"{len(expected) * batch.tokens.numel()} tokens"
+    limit = TOLERANCE[model.dtype]
+    return Path("Adapters", id, statement, "reference", limit, lambda: _generation_error(model, batch, expected, 3))
+
+
+@torch.no_grad()
+def _fill(model: GPT, seed: int) -> None:
+    """Random up factors and magnitudes: those of new adapters change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for adapter in adapters_of(model).values():
+        adapter.up.copy_(0.1 * torch.randn(adapter.up.shape, generator=generator))
+        if adapter.magnitude is not None:
+            adapter.magnitude.mul_(1 + 0.1 * torch.randn(adapter.magnitude.shape, generator=generator))

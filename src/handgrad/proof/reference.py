@@ -1,8 +1,11 @@
-"""The reference model: the same network in torch's own functions, differentiated by autograd."""
+"""The reference: the same network in torch's own functions, so that autograd can differentiate it.
 
-import copy
+It is written independently of `model/`, and knows the steps of a block by itself: a block with another list is refused.
+`reference_model.py` runs it on the weights of a model.
+"""
+
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,19 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..adapters.injection import adapters_of
-from ..adapters.lora import LoRA
+from ..errors import HandgradError
 from ..model.block import Block
 from ..model.config import ModelConfig
-from ..model.gpt import GPT
-from ..model.layers import Affine
-from ..model.norms import Norm
-from ..model.objective import MEAN_LOSS, LogitDifference, Objective
+from ..model.layers.linear import Affine
+from ..model.layers.norms import Norm
+from ..model.passes.objective import MEAN_LOSS, LogitDifference, MeanLoss, Objective, PositionLoss
+from ..model.steps import require_order, signal
 from ..ops import rotary
+from ..ops.loss import NO_TARGET
 from ..paper.transformer import Network, Options
 
-Hook = Callable[[str, Tensor], Tensor]
-Inside = Callable[[Tensor], Tensor]
+# What `reference_block` computes, by the names of a block's steps.
+STEPS = ("norm_1", "attention", "projection", "skip_1", "norm_2", "expand", "activation", "contract", "skip_2")
+
+Hook = Callable[[str, Tensor], Tensor]  # the name of an activation, and the activation → the one to go on with
+Change = Callable[[Tensor], Tensor]
 Pair = tuple[Tensor, Tensor | None]  # weight (f_in, f_out) and bias
 Weights = dict[str, Any]  # pairs by the paper's number or letter; for q, k and v a list of pairs, one per head
 
@@ -61,18 +67,12 @@ def choices_of(config: ModelConfig) -> Choices:
     )  # fmt: skip
 
 
-def weights_of(model: GPT) -> tuple[Weights, list[Weights]]:
-    """The model's parameters outside the blocks and of every block: views and sums of the model's tensors."""
-    outside: Weights = {name: (table.w, None) for name, table in model.tables().items()}
-    outside |= {"10": _pair(model.final_norm), "11": _pair(model.head)}
-    return outside, [block_weights(block, model.config) for block in model.blocks]
-
-
 def block_weights(block: Block, config: ModelConfig) -> Weights:
-    """The parameters of one block."""
+    """The parameters of one block; raises if the reference does not know one of its steps."""
+    require_order(block.steps(), STEPS, "the reference")
     pairs: Weights = {}
     for number, layer in block.numbered().items():
-        w, b = _pair(layer)
+        w, b = weight_and_bias(layer)
         parts = layer.plain().parts if isinstance(layer, Affine) else {}
         if parts:
             widths = list(parts.values())
@@ -87,7 +87,8 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     return pairs
 
 
-def _pair(layer: Affine | Norm) -> Pair:
+def weight_and_bias(layer: Affine | Norm) -> Pair:
+    """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
     return layer.weight, getattr(layer, "bias", None)
@@ -108,52 +109,58 @@ def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
 
 
 def reference_loss(
-    weights: tuple[Weights, list[Weights]],
-    c: Choices,
-    ids: Tensor,
-    targets: Tensor,
-    hook: Hook,
-    objective: Objective = MEAN_LOSS,
-    inside: Inside | None = None,
+    weights: tuple[Weights, list[Weights]], c: Choices, ids: Tensor, targets: Tensor, hook: Hook
 ) -> Tensor:
-    """The loss of one sequence, summed over its targets, or another objective, with torch's own functions. Every
-    intermediate is replaced by hook(name of its Δ, intermediate), which may record or change it; `inside` changes the
-    centred input within a norm, queries, keys and values, and the sum within softmax."""
+    """The loss of one sequence, summed over its targets. Every activation is replaced by hook(name, activation), which may
+    record or change it."""
     outside, blocks = weights
-    a = F.embedding(ids, outside["w_tok"][0])
-    if "w_pos" in outside:
-        a = a + outside["w_pos"][0][: len(ids)]
+    a = F.embedding(ids, outside["w_tok"][0]) + outside["w_pos"][0][: len(ids)]
     for i, block in enumerate(blocks):
-        a = reference_block(block, c, i, a, hook, inside)
-    a_11 = hook("delta_11", reference_norm(a, outside["10"], c.norm, c.eps, inside))
-    logits = _affine(a_11, outside["11"])
-    if outside.get("adapter") is not None:
+        a = reference_block(block, c, i, a, hook)
+    a_11 = hook("a_11", reference_norm(a, outside["10"], c.norm, c.eps))
+    logits = affine(a_11, outside["11"])
+    if outside["adapter"] is not None:
         d_11, u_11, scale = outside["adapter"]
         logits = logits + scale * (a_11 @ d_11 @ u_11)
-    return reference_objective(hook("delta_12", logits), targets, objective)
+    return reference_objective(hook("a_12", logits), targets, MEAN_LOSS)
 
 
 def reference_objective(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-    """The loss summed over the targets, or another objective."""
-    if isinstance(objective, LogitDifference):
+    """The loss summed over the targets, or another objective; `targets` are those that it reads."""
+    if type(objective) is LogitDifference:
         chosen = logits[targets >= 0]
         return (chosen[:, objective.token] - chosen[:, objective.against]).sum()
     return F.cross_entropy(logits, targets, reduction="sum")  # torch ignores −100 too
 
 
-def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Inside | None = None) -> Tensor:
-    """a_1 → a_10 of block i for one sequence."""
+def targets_of(objective: Objective, targets: Tensor) -> Tensor:
+    """The targets (n) that an objective reads; no target elsewhere. Raises if the reference does not know it."""
+    if type(objective) is MeanLoss:
+        return targets
+    if not isinstance(objective, PositionLoss | LogitDifference):
+        raise HandgradError(
+            f"the reference does not know the objective {type(objective).__name__}, so it cannot judge its gradients; it"
+            " knows the mean loss, PositionLoss and LogitDifference"
+        )
+    chosen, row = torch.full_like(targets, NO_TARGET), objective.position
+    chosen[row] = targets[row] if isinstance(objective, PositionLoss) else objective.token
+    return chosen
+
+
+def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Change | None = None) -> Tensor:
+    """a_1 → a_10 of block i for one sequence. `inside` changes the centered input within a norm, queries, keys and values,
+    and the sum within softmax."""
     n = len(a)
 
     def at(name: str, x: Tensor) -> Tensor:
-        return hook(f"blocks.{i}.delta_{name}", x)
+        return hook(f"blocks.{i}.a_{name}", x)
 
     def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
         return reference_norm(a, pair, kind, c.eps, inside)
 
     a_1 = at("1", a)
     a_2 = at("2", norm(a_1, block["1"]))
-    q, k, v = ([_affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
+    q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
     if "q_norm" in block:
         q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
     if c.rotated and c.rotated[i]:
@@ -169,28 +176,30 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
     else:  # the sum that its backward pass subtracts cancels where softmax saturates
         rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
     a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
-    a_4 = at("4", _affine(a_3, block["3"]))
+    a_4 = at("4", affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
     a_6 = at("6", norm(a_5, block["5"]))
     if c.gated:
-        gate, up = (at(name, _affine(a_6, block[name])) for name in ("gate", "up"))
+        gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
         a_8 = at("8", GATES[c.g](gate) * up)
     else:
-        a_8 = at("8", ACTIVATIONS[c.g](at("7", _affine(a_6, block["6"]))))
-    a_9 = at("9", _affine(a_8, block["8"]))
+        a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
+    a_9 = at("9", affine(a_8, block["8"]))
     return at("10", a_5 + a_9)
 
 
-def _affine(a: Tensor, pair: Pair) -> Tensor:
+def affine(a: Tensor, pair: Pair) -> Tensor:
+    """a w + b"""
     w, b = pair
     return a @ w if b is None else a @ w + b
 
 
-def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float, inside: Inside | None = None) -> Tensor:
+def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float, inside: Change | None = None) -> Tensor:
+    """LayerNorm ("layer") or RMSNorm of every row"""
     w, b = pair
     if inside is not None:
-        centred = a - a.mean(-1, keepdim=True) if kind == "layer" else a
-        a_bar = inside(centred) * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        centered = a - a.mean(-1, keepdim=True) if kind == "layer" else a
+        a_bar = inside(centered) * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
         return a_bar * w if b is None else a_bar * w + b
     return F.layer_norm(a, w.shape, w, b, eps) if kind == "layer" else F.rms_norm(a, w.shape, w, eps)
 
@@ -215,8 +224,8 @@ class Reference(NamedTuple):
     """What the reference model and autograd compute."""
 
     loss: float
-    values: dict[str, Tensor]  # activations, by the name of their Δ
-    deltas: dict[str, Tensor]
+    values: dict[str, Tensor]  # activations by name
+    deltas: dict[str, Tensor]  # error signals by name
     grads: dict[str, Tensor]  # by parameter name
 
 
@@ -238,153 +247,5 @@ def network_reference(p: Network, o: Options, ids: Tensor, targets: Tensor) -> t
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
     found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
     values = {name: x.detach() for name, x in seen.items()}
-    reference = Reference(loss.item(), values, {name: next(found) for name in seen}, {})
+    reference = Reference(loss.item(), values, {signal(name): next(found) for name in seen}, {})
     return reference, tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], shape)
-
-
-class Part(NamedTuple):
-    """What autograd computes of one part of a network, given the error signal of its output."""
-
-    out: Tensor
-    values: dict[str, Tensor]  # intermediates, by the name of their Δ
-    deltas: dict[str, Tensor]
-    delta: Tensor  # of the input
-    grads: list[Tensor]
-
-
-def differentiate_part(
-    f: Callable[[Tensor, Hook], Tensor],
-    a: Tensor,
-    parameters: Sequence[Tensor] = (),
-    upstream: Tensor | None = None,
-) -> Part:
-    """Autograd through f(a, hook) and its parameters, from the Δ of its output; None for a scalar."""
-    seen: dict[str, Tensor] = {}
-
-    def visit(name: str, x: Tensor) -> Tensor:
-        seen[name] = x
-        return x
-
-    for p in parameters:
-        p.requires_grad_(True)
-    with torch.enable_grad():
-        leaf = a.detach().clone().requires_grad_()
-        out = f(leaf, visit)
-        total = out if upstream is None else (out * upstream).sum()
-        wanted = [*seen.values(), leaf, *parameters]
-        grads = torch.autograd.grad(total, wanted, allow_unused=True)
-    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
-    values = {name: x.detach() for name, x in seen.items()}
-    n = len(seen)
-    return Part(out.detach(), values, dict(zip(seen, found, strict=False)), found[n], found[n + 1 :])
-
-
-class ReferenceModel:
-    """The reference for a model on a packed batch: its loss, and by autograd every Δ and every parameter's gradient."""
-
-    def __init__(
-        self,
-        model: GPT,
-        tokens: Tensor,
-        targets: Tensor,
-        lengths: list[int] | None,
-        objective: Objective = MEAN_LOSS,
-    ):
-        self.model, self.objective = model, objective
-        targets = objective.select(targets, model.config.n_vocab)
-        batch = model.pack(tokens, lengths)
-        self.lengths, self.ids = batch.lengths, batch.ids
-        self.targets = targets.reshape(-1).to(self.ids)
-        self.n_targets = int((self.targets != -100).sum())
-        self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        self.pause: Callable[[], None] = lambda: None
-        self.inside: Inside | None = None  # applied within norms and attention, whose terms may cancel
-
-    def loss(self, visit: Callable[[int, str, Tensor], Tensor]) -> Tensor:
-        """The mean loss, or the objective. `visit(start, name, x)` replaces each intermediate of the sequence that begins
-        in row `start`."""
-        weights, choices = weights_of(self.model), choices_of(self.model.config)
-        total = self.ids.new_zeros((), dtype=torch.float64)
-        for start, n in zip(self.starts, self.lengths, strict=True):
-            rows = slice(start, start + n)
-
-            def hook(name: str, x: Tensor, start: int = start) -> Tensor:
-                self.pause()
-                return visit(start, name, x)
-
-            ids, wanted = self.ids[rows], self.targets[rows]
-            total = total + reference_loss(weights, choices, ids, wanted, hook, self.objective, self.inside)
-        return total / self.n_targets
-
-    def differentiate(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> Reference:
-        """Every value, Δ and gradient of the batch. `change` is applied to every intermediate: it may round."""
-        seen: dict[str, list[Tensor]] = {}
-
-        def visit(start: int, name: str, x: Tensor) -> Tensor:
-            x = x if x.requires_grad else x.detach().requires_grad_()  # nothing below it is a parameter: packed weights
-            x = change(x)
-            seen.setdefault(name, []).append(x)
-            return x
-
-        parameters = dict(self.model.named_parameters())
-        frozen = [p for p in parameters.values() if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)  # so that every intermediate is on the graph
-        with torch.enable_grad():
-            loss = self.loss(visit)
-            flat = [x for parts in seen.values() for x in parts]
-            wanted = [*flat, *parameters.values()]
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-        for p in frozen:
-            p.requires_grad_(False)
-        found = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
-        values = {name: self._assemble(parts) for name, parts in seen.items()}
-        deltas = {name: self._assemble([next(found) for _ in parts]) for name, parts in seen.items()}
-        return Reference(loss.item(), values, deltas, {name: next(found) for name in parameters})
-
-    def loss_with(self, name: str, change: Tensor) -> float:
-        """The loss with `change` added to the intermediate of that name; an empty name changes nothing."""
-
-        def visit(start: int, here: str, x: Tensor) -> Tensor:
-            if here != name:
-                return x
-            rows = slice(start, start + x.shape[-2])
-            return x + (change[:, rows, rows] if x.ndim == 3 else change[rows])
-
-        with torch.no_grad():
-            return self.loss(visit).item()
-
-    def plain_loss(self) -> float:
-        return self.loss_with("", self.ids)
-
-    def _assemble(self, parts: list[Tensor]) -> Tensor:
-        """Join the sequences: rows (n, d) are concatenated, maps (h, n, n) are put on the diagonal of one map."""
-        parts = [x.detach() for x in parts]
-        if parts[0].ndim == 2:
-            return torch.cat(parts)
-        n = sum(self.lengths)
-        joined = parts[0].new_zeros(parts[0].shape[0], n, n)
-        for start, x in zip(self.starts, parts, strict=True):
-            rows = slice(start, start + x.shape[-1])
-            joined[:, rows, rows] = x
-        return joined
-
-
-def float64_copy(model: GPT) -> GPT:
-    """A copy of the model in float64, without dropout."""
-    return in_float64(copy.deepcopy(model))
-
-
-def in_float64(model: GPT) -> GPT:
-    """Convert the model itself to float64, switch dropout off, and hold DoRA's column norms constant."""
-    model = model.double().eval()
-    for adapter in adapters_of(model).values():
-        if adapter.magnitude is not None:
-            hold_norms(adapter)
-    return model
-
-
-def hold_norms(layer: LoRA, norms: Tensor | None = None) -> None:
-    """DoRA treats its column norms as constants: keep them fixed while finite differences change a factor."""
-    held = layer.column_norms() if norms is None else norms
-    layer.column_norms = lambda: held  # type: ignore[method-assign]

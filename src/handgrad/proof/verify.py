@@ -1,36 +1,44 @@
-"""`verify`: check every activation, error signal and gradient of a model against the reference and finite differences."""
+"""`verify`: check every activation, error signal and gradient of a model against the reference and finite differences, and
+every code path that users take."""
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from itertools import chain
+from pathlib import Path as FilePath
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..adapters.injection import adapters_of
 from ..checks import check_integer
-from ..errors import HandgradError, NonFiniteError
-from ..model.config import ModelConfig
+from ..errors import HandgradError
+from ..lora.injection import adapters_of
 from ..model.gpt import GPT
 from ..model.names import block_of
-from ..tolerances import (
-    DIFFERENCE_FLOOR,
-    ENTRY_FLOOR,
-    FINITE_DIFFERENCE_TOLERANCE,
-    LOSS_FLOOR,
-    NORM_FLOOR,
-    RELU_DIFFERENCE_TOLERANCE,
-    TOLERANCE,
+from ..model.passes.objective import MEAN_LOSS, Objective
+from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
+from .check_report import Report, Watch, progress_bar, run_check, spinner
+from .checker import Checker, activation_names, check_finite_and_trained, concatenate, loss_of, signal_names
+from .oracles import directional_error
+from .paths import (
+    Batch,
+    Gradients,
+    Path,
+    adapter_paths,
+    generation_paths,
+    gradients_of,
+    low_bit_paths,
+    trace_paths,
+    training_paths,
 )
-from .oracles import directional_error, relative_error
-from .paths import Gradients, gradients_of, training_paths
-from .reference import Reference, ReferenceModel, float64_copy
-from .report import Report, Watch, progress_bar, run_check, spinner
+from .reference_model import Part
+from .tensor_errors import TensorErrors
+from .wide_layers import float64_copy, shared_copy
 
-BYTES_PER_PARAMETER = 8 * 5  # a float64 copy, its gradients twice, autograd's, and one direction for finite differences
+WHOLE = (
+    8 * 5
+)  # bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+BY_BLOCK = 8 * 6  # bytes per parameter of the largest block: the same, and autograd's intermediates
 SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
 
 
@@ -40,241 +48,217 @@ def verify(
     targets: Tensor,
     lengths: list[int] | None = None,
     *,
+    objective: Objective = MEAN_LOSS,
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Report:
     """Check every error signal and every parameter gradient of a model on these tokens against autograd and finite
-    differences in float64; then the gradients of every code path of training, and those computed in the model's own
-    dtype. Dropout is off, except in separate checks by finite differences. A missing signal or gradient fails.
+    differences in float64; then the gradients of every code path of training, those computed in the model's own dtype, the
+    log-probabilities that generation computes, low bits and adapters. A model that is too large for that is in float64 a
+    block at a time, and the code paths are computed in its own dtype. Dropout is off, except in separate checks by finite
+    differences. A missing signal or gradient fails.
 
-    `watch` may wrap the sequence of names that finite differences test (default: a progress bar, on a terminal). The model
-    is not changed.
+    `objective` is what to differentiate instead of the mean loss: hg.PositionLoss(t), hg.LogitDifference(…). `watch` may
+    wrap the sequence of names that finite differences test (default: a progress bar, on a terminal). The model is not
+    changed.
     """
     check_integer("seed", seed)
-    check_verifiable(model)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    ours: dict[str, Tensor] = {}
-    with spinner("gradients by hand and by autograd, in float64"):
-        wide = float64_copy(model)
-        loss, grads = gradients_of(wide, tokens, targets, lengths, record=ours.__setitem__, all_signals=True)
-        reference = ReferenceModel(wide, tokens, targets, lengths)
-        expected = reference.differentiate()
-
-    report = Report(f"{model.size:,} parameters, {tokens.numel()} tokens")
-
-    def add(section: str, id: str, note: str, oracle: str, limit: float, measure: Callable[[], object]) -> None:
-        report.checks.append(run_check(id, section, "", note, oracle, limit, measure))
-
-    limit = TOLERANCE[torch.float64]
-    add("Forward", "loss", "mean", "reference", limit, lambda: loss_error(loss, expected))
-    for name in activation_names(model.config):
-        value = expected.values[name.replace("a_", "delta_")]
-        add("Forward", name, _shape(value), "reference", limit, _error(ours, name, value))
-    floor = entry_floor(expected.deltas)
-    for name in reversed(signal_names(model.config)):
-        signal = expected.deltas[name]
-        add("Error signals", name, _shape(signal), "autograd", limit, _error(ours, name, signal, floor))
-    floor = entry_floor(expected.grads)
-    for name in trained:
-        grad = expected.grads[name]
-        add("Parameter gradients", name, _shape(grad), "autograd", limit, _error(grads, name, grad, floor))
-
-    paths = training_paths(wide, tokens, targets, lengths)
-    for path, run in progress_bar("code paths of training")(list(paths.items())):
-        add("Code paths of training", path, f"{len(trained)} gradients", "autograd", limit,
-            lambda run=run: _worst(run(), trained, expected))  # type: ignore[misc]  # fmt: skip
-
-    generator = torch.Generator(model.device).manual_seed(seed)
-    steps, difference_limit = difference_steps(model.config)
-    probes = _probes(reference, ours, grads)
-    if any(adapter.dropout for adapter in adapters_of(model).values()):
-        wide.train()
-        probes |= _dropout_probes(wide, tokens, targets, lengths, seed)
-    for name in (watch or progress_bar("finite differences"))(list(probes)):
-        probe = probes[name]
-        add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.", difference_limit,
-            lambda probe=probe: directional_error(probe.f, probe.at, probe.grad, generator, probe.floor, steps))  # type: ignore[misc]  # fmt: skip
-        probe.f(probe.at)  # restores the parameters
-
-    kind = str(model.dtype).removeprefix("torch.")
-    if model.dtype != torch.float64:
-        floor = NORM_FLOOR * largest_norm(expected.grads.values())
-        narrow = gradients_of(copy.deepcopy(model).eval(), tokens, targets, lengths)[1]
-        for name in trained:
-            measure = partial(norm_error, narrow[name], expected.grads[name], floor)
-            add(f"Computed in {kind}", f"{name} in {kind}", "", "autograd", TOLERANCE[model.dtype], measure)
-
-    report.expected = ["loss", *activation_names(model.config), *signal_names(model.config), *trained, *paths]
-    report.expected += [f"{name} along u" for name in dict.fromkeys([*_probed_signals(model), *probes])]
-    report.expected += [f"{name} in {kind}" for name in trained if model.dtype != torch.float64]
-    return report
+    if not isinstance(objective, Objective):
+        raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
+    check_finite_and_trained(model)
+    return _Verification(model, Batch(tokens, targets, lengths, objective), seed).run(watch)
 
 
-def signal_names(config: ModelConfig) -> list[str]:
-    """Every error signal of a model of this shape, from the lowest block's Δ_1 to Δ_12."""
-    expanded = ("gate", "up") if config.gated else (7,)
-    parts = (1, 2, "raw", "causal", 3, 4, 5, 6, *expanded, 8, 9, 10)
-    return [*(f"blocks.{i}.delta_{part}" for i in range(config.n_blocks) for part in parts), "delta_11", "delta_12"]
+class _Verification:
+    """One run of `verify`, whose checks it adds to `report`."""
+
+    def __init__(self, model: GPT, batch: Batch, seed: int):
+        self.model, self.batch, self.seed = model, batch, seed
+        self.report = Report(f"{model.size:,} parameters, {batch.tokens.numel()} tokens")
+        self.expected: list[str] = []
+        self.report.expected = self.expected
+        self.kind = str(model.dtype).removeprefix("torch.")
+        self.own = shared_copy(model)  # as it computes itself
+        checked = float64_copy(model) if fits_whole(model) else self.own
+        narrow = gradients_of(self.own, batch) if model.dtype != torch.float64 else None
+        self.rounding = TensorErrors()
+        grads: dict[str, list[Tensor]] = {}
+
+        def collect(part: Part) -> None:
+            for name, grad in part.grads.items():
+                if checked is not self.own or narrow is None:
+                    grads.setdefault(name, []).append(grad)
+                if narrow is not None:
+                    found = narrow[1][name]
+                    self.rounding.add(name, found if part.rows is None else found[part.rows], grad, norm=True)
+
+        with spinner("gradients by hand and by autograd, in float64"):
+            self.checker = Checker(checked, *batch[:2], lengths=batch.lengths, objective=batch.objective, seed=seed,
+                                   dtype=model.dtype, collect=collect)  # fmt: skip
+        self.product = checked  # in which the code paths are computed
+        self.gradients: Gradients = narrow or (0.0, {})
+        if self.checker.whole:
+            self.gradients = (self.checker.expected_loss, {name: torch.cat(x) for name, x in grads.items()})
+
+    def run(self, watch: Watch | None) -> Report:
+        self._tensors()
+        paths = progress_bar("code paths of training")(list(self._training()))
+        self._add_paths(iter(paths))
+        self._differences(watch or progress_bar("finite differences"))
+        self._rounding()
+        with spinner("traces, generation and adapters"):
+            self._add_paths(self._other_paths())
+        return self.report
+
+    def _add(self, section: str, id: str, note: str, oracle: str, limit: float, measure: Callable[[], object]) -> None:
+        self.report.checks.append(run_check(id, section, "", note, oracle, limit, measure))
+        if id not in self.expected:
+            self.expected.append(id)
+
+    def _add_paths(self, paths: Iterator[Path]) -> None:
+        for path in paths:
+            self._add(*path)
+
+    def _tensors(self) -> None:
+        """Activations, error signals and gradients in float64."""
+        c, model = self.checker, self.model
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._add("Forward", "loss", "mean", "reference", c.limit, lambda: c.errors["loss"])
+        for section, oracle, names in (
+            ("Forward", "reference", activation_names(model)),
+            ("Error signals", "autograd", signal_names(model)[::-1]),
+            ("Parameter gradients", "autograd", trained),
+        ):
+            for name in names:
+                shape = " × ".join(f"{n:,}" for n in c.shapes.get(name, ()))
+                self._add(section, name, shape, oracle, c.limit, partial(self._error, name))
+
+    def _error(self, name: str) -> object:
+        c = self.checker
+        return (math.inf, "was not computed") if name in c.absent or name not in c.errors else c.errors[name]
+
+    def _training(self) -> Iterator[Path]:
+        oracle = "autograd" if self.checker.whole else "one pass"
+        return training_paths(self.product, self.batch, self.gradients, oracle)
+
+    def _differences(self, watch: Watch) -> None:
+        c, model = self.checker, self.checker.reference.model
+        probes: dict[str, Callable[[], float]] = {}
+        for name in self._probed_signals():
+            self.expected.append(f"{name} along u")
+            if name in c.ours:
+                probes[name] = partial(c.difference, name)
+        for group, names in self._probed_parameters().items():
+            probes[group] = partial(c.difference_of, names)
+        if c.whole and any(adapter.dropout for adapter in adapters_of(model).values()):
+            probes |= self._dropout_probes(model.train())
+        self.expected += [f"{name} along u" for name in probes if f"{name} along u" not in self.expected]
+        for name in watch(list(probes)):
+            self._add("Finite differences", f"{name} along u", "u is a random direction", "finite diff.",
+                      c.difference_limit, probes[name])  # fmt: skip
+        model.eval()
+
+    def _probed_signals(self) -> list[str]:
+        """Every signal of a small model; of a large one each block's Δ_1 and the signals of the head; a block at a time,
+        Δ_1 of the lowest and the highest block alone."""
+        names, n = signal_names(self.model), self.model.config.n_blocks
+        if self.model.size <= SMALL_MODEL:
+            return names
+        chosen = range(n) if self.checker.whole else (0, n - 1)
+        firsts = dict.fromkeys(f"blocks.{i}.delta_1" for i in chosen)
+        return [*firsts, *(name for name in names if "." not in name)]
+
+    def _probed_parameters(self) -> dict[str, list[str]]:
+        """Every parameter of a small model by itself; of a large one those of each layer together; a block at a time, those
+        of the lowest and the highest block and the final norm."""
+        groups: dict[str, list[str]] = {}
+        for name in self.checker.trained:
+            block = block_of(name)
+            layer = name.rpartition(".")[0] if block is None else name.partition(f".{block}.")[0] + f".{block}"
+            inner = block not in (None, 0, self.model.config.n_blocks - 1)
+            if self.checker.whole or (not inner and self.checker.can_differentiate(name)):
+                groups.setdefault(name if self.model.size <= SMALL_MODEL else layer, []).append(name)
+        return groups
+
+    def _dropout_probes(self, model: GPT) -> dict[str, Callable[[], float]]:
+        """Finite differences of the model's own loss under one seed's dropout masks, which the reference cannot draw: every
+        parameter of a small model separately, of a large one all together."""
+        batch, c = self.batch, self.checker
+        _, grads = gradients_of(model, batch, seed=self.seed)
+        small = model.size <= SMALL_MODEL
+        groups = {f"{x} with dropout": [x] for x in grads} if small else {"all with dropout": list(grads)}
+        floor = DIFFERENCE_FLOOR * max(x.norm().item() for x in grads.values())
+        generator = torch.Generator(model.device).manual_seed(self.seed)
+
+        def loss() -> float:
+            return gradients_of(model, batch, seed=self.seed)[0]
+
+        def measure(names: list[str]) -> float:
+            members, claimed = [model.get_parameter(x) for x in names], concatenate([grads[x] for x in names])
+            with loss_of(model, members, loss) as f:
+                return directional_error(f, concatenate(members), claimed, generator, floor, c.steps)
+
+        return {group: partial(measure, names) for group, names in groups.items()}
+
+    def _rounding(self) -> None:
+        """Gradients computed in the model's own dtype."""
+        errors = self.rounding.relative(NORM_FLOOR)
+        for name in self.checker.trained if self.model.dtype != torch.float64 else ():
+            self._add(f"Computed in {self.kind}", f"{name} in {self.kind}", "", "autograd", TOLERANCE[self.model.dtype],
+                      partial(errors.get, name, math.inf))  # fmt: skip
+
+    def _other_paths(self) -> Iterator[Path]:
+        """Traces, generation, low bits and adapters. The last change the copy that was checked."""
+        model, batch, c = self.product, self.batch, self.checker
+        found = [trace_paths(model, batch)]
+        if model.config.causal:
+            logits = c.reference.logits()
+            if c.whole:
+                found.append(generation_paths(model, batch, logits, "Generation"))
+            if self.model.dtype != torch.float64:
+                found.append(generation_paths(self.own, batch, logits, f"Generation in {self.kind}", f", {self.kind}"))
+            if c.whole:
+                found.append(low_bit_paths(self.own, batch))
+        if c.whole:
+            found.append(adapter_paths(model, batch, self.gradients, self.seed, self.model.size <= SMALL_MODEL))
+        return chain.from_iterable(found)
 
 
-def activation_names(config: ModelConfig) -> list[str]:
-    """Every activation that has an error signal, except the scores, which are not stored: ρ is rebuilt from them."""
-    signals = signal_names(config)
-    return [name.replace("delta_", "a_") for name in signals if not name.endswith(("_raw", "_causal"))]
-
-
-def loss_error(loss: float, expected: Reference) -> float:
-    return abs(loss - expected.loss) / max(abs(expected.loss), LOSS_FLOOR)
-
-
-def _worst(found: Gradients, trained: list[str], expected: Reference) -> tuple[float, str]:
-    """The largest error of the loss and of all these gradients, and the name it belongs to."""
-    loss, grads = found
-    floor = entry_floor(expected.grads)
-    errors = {"loss": loss_error(loss, expected)}
-    for name in trained:
-        errors[name] = relative_error(grads[name], expected.grads[name], floor) if name in grads else math.inf
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
-
-
-def check_verifiable(model: GPT) -> None:
-    """Raise if the model is too large for this machine, is all frozen, or holds NaN."""
-    needed, free = BYTES_PER_PARAMETER * model.size, free_memory()
+def fits_whole(model: GPT) -> bool:
+    """Whether a model fits into the memory in float64 as a whole; raises if it does not even a block at a time."""
+    free = free_memory()
+    if WHOLE * model.size <= free:
+        return True
+    largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    needed = BY_BLOCK * largest + 3 * own  # gradients of several paths in its own dtype
+    if model.dtype == torch.float64:
+        needed = WHOLE * model.size
     if needed > free:
         raise HandgradError(
-            f"verifying this model in float64 needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB are free:"
-            " verify a smaller model of the same family"
+            f"verifying this model needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB are free: verify a smaller"
+            " model of the same family, this one in a narrower dtype, or an adapter of it"
         )
-    check_finite_and_trained(model)
+    return False
 
 
-def check_finite_and_trained(model: GPT) -> None:
-    """Raise if the model is all frozen or holds NaN."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise HandgradError(
-            "every parameter is frozen, so there is no gradient to verify: set requires_grad=True on at least one"
-        )
-    broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    if broken:
-        raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}: load an intact checkpoint")
+def verify_on_random_batch(model: GPT, seed: int) -> Report:
+    """`verify` on three random sequences of different lengths, with a fifth of the targets ignored."""
+    check_integer("seed", seed)
+    if model.size < SMALL_MODEL:
+        torch.set_num_threads(1)  # a second thread would only wait
+    lengths = [min(n, model.config.n_context) for n in (9, 1, 6)]
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator) for _ in range(2))
+    targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
+    targets[0] = tokens[-1]
+    return verify(model, tokens, targets, lengths, seed=seed)
 
 
 def free_memory() -> float:
     """Bytes of available memory; infinity if the system does not report it."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = FilePath("/proc/meminfo").read_text().splitlines()
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return math.inf
-
-
-class _Probe(NamedTuple):
-    """A scalar function of a tensor, the point at which to differentiate it, and the gradient claimed there."""
-
-    f: Callable[[Tensor], float]
-    at: Tensor
-    grad: Tensor
-    floor: float
-
-
-def _probes(reference: ReferenceModel, ours: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, _Probe]:
-    """What finite differences test: every signal and parameter of a small model; of a large one each block's Δ_1, the
-    signals of the head, and the parameters of each layer together."""
-    model = reference.model
-    signals = [name for name in _probed_signals(model) if name in ours]
-    probes = {}
-    floor = DIFFERENCE_FLOOR * largest_norm(ours[name] for name in signals)
-    for name in signals:
-        f: Callable[[Tensor], float] = lambda x, name=name: reference.loss_with(name, x)  # type: ignore[misc]  # noqa: E731
-        probes[name] = _Probe(f, torch.zeros_like(ours[name]), ours[name], floor)
-    groups: dict[str, list[str]] = {}
-    for name in grads:
-        block = block_of(name)
-        layer = name.rpartition(".")[0] if block is None else name.partition(f".{block}.")[0] + f".{block}"
-        groups.setdefault(name if _small(model) else layer, []).append(name)
-    return probes | _parameter_probes(model, groups, grads, reference.plain_loss)
-
-
-def _probed_signals(model: GPT) -> list[str]:
-    names = signal_names(model.config)
-    return names if _small(model) else [name for name in names if name.endswith("delta_1") or "." not in name]
-
-
-def _dropout_probes(
-    model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None, seed: int
-) -> dict[str, _Probe]:
-    """Finite differences of the model's own loss under one seed's dropout masks, which the reference model cannot draw:
-    every parameter of a small model separately, of a large one all together."""
-
-    def loss() -> float:
-        return model.loss_and_grads(tokens, targets, lengths, seed=seed)
-
-    _, grads = gradients_of(model, tokens, targets, lengths, seed=seed)
-    groups = {f"{name} with dropout": [name] for name in grads} if _small(model) else {"all with dropout": list(grads)}
-    return _parameter_probes(model, groups, grads, loss)
-
-
-def _parameter_probes(
-    model: GPT, groups: dict[str, list[str]], grads: dict[str, Tensor], loss: Callable[[], float]
-) -> dict[str, _Probe]:
-    parameters = dict(model.named_parameters())
-    floor = DIFFERENCE_FLOOR * largest_norm(grads.values())
-    probes = {}
-    for group, names in groups.items():
-        members = [parameters[name] for name in names]
-        grad = concatenate([grads[name] for name in names])
-        probes[group] = _Probe(loss_of(members, loss), concatenate(members), grad, floor)
-    return probes
-
-
-def _small(model: GPT) -> bool:
-    return model.size <= SMALL_MODEL
-
-
-def concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries in one vector."""
-    return torch.cat([x.detach().reshape(-1) for x in tensors])
-
-
-def loss_of(members: list[nn.Parameter], loss: Callable[[], float]) -> Callable[[Tensor], float]:
-    """The loss as a function of these parameters, concatenated."""
-
-    def f(values: Tensor) -> float:
-        for p, part in zip(members, torch.split(values, [p.numel() for p in members]), strict=True):
-            p.data.copy_(part.view_as(p))
-        return loss()
-
-    return f
-
-
-def difference_steps(config: ModelConfig) -> tuple[tuple[float, ...], float]:
-    """Step sizes for finite differences, and their tolerance."""
-    if config.activation == "relu":  # a large step would cross the kinks
-        return (1e-6,), RELU_DIFFERENCE_TOLERANCE
-    return (1e-3, 1e-4, 1e-5, 1e-6), FINITE_DIFFERENCE_TOLERANCE
-
-
-def entry_floor(tensors: dict[str, Tensor]) -> float:
-    """The least size that errors of these tensors are relative to."""
-    return ENTRY_FLOOR * float(max(x.abs().max().item() for x in tensors.values()))
-
-
-def largest_norm(tensors: Iterable[Tensor]) -> float:
-    return float(max(x.norm().item() for x in tensors))
-
-
-def _error(ours: dict[str, Tensor], name: str, expected: Tensor, floor: float = 0.0) -> Callable[[], object]:
-    def measure() -> object:
-        return relative_error(ours[name], expected, floor) if name in ours else (math.inf, "was not computed")
-
-    return measure
-
-
-def norm_error(ours: Tensor, expected: Tensor, floor: float) -> float:
-    """‖ours − expected‖ / max(‖expected‖, floor): rounding over the whole tensor, not in its worst entry"""
-    return float((ours.double() - expected).norm().item()) / (max(expected.norm().item(), floor) or 1.0)
-
-
-def _shape(x: Tensor) -> str:
-    return " × ".join(f"{n:,}" for n in x.shape)

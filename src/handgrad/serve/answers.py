@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..inference.batch import Piece
 from ..inference.engine import TokenLogprob
+from ..inference.text_batch import Piece
 from ..text.token_text import Offsets, TokenText
 from .runner import Update
 from .tools import CallReader

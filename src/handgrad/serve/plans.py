@@ -8,8 +8,8 @@ from ..errors import HandgradError
 from ..inference.sampling import Sampling
 from ..inference.sequences import Options, check_prompt
 from .answers import ChatForm, Choice, CompletionForm, Form
-from .errors import ApiError, invalid
-from .models import Models, Served
+from .api_errors import ApiError, invalid
+from .served_models import Models, Served
 from .tools import Tools, grammar_of, tools_of
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's

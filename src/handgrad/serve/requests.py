@@ -11,7 +11,7 @@ from typing import Any
 from ..checks import is_number
 from ..errors import HandgradError, shown
 from ..files.reading import parse_json
-from .errors import ApiError, invalid
+from .api_errors import ApiError, invalid
 
 Check = Callable[[str, Any], Any]
 MAX_STOPS = 16

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import HandgradError
-from ..inference.batch import Piece, Writer
 from ..inference.engine import Engine, Options
 from ..inference.engine import Sequence as EngineSequence
 from ..inference.model_text import ModelText
+from ..inference.text_batch import Piece, Writer
 from ..model.gpt import GPT
-from .errors import ApiError
+from .api_errors import ApiError
 
 log = logging.getLogger("uvicorn.error")
 MAX_UNREAD = 1024  # tokens of a sequence that its client has not taken

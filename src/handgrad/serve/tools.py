@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from ..errors import HandgradError
 from ..files.reading import parse_next
 from ..inference.grammar import Grammar, json_grammar, json_rule, lark_grammar, literal, vocabulary
-from ..text.chat import ChatTemplate
+from ..text.chat_template import ChatTemplate
 from ..text.streaming import overlap
-from .errors import ApiError, invalid
-from .models import Models, Served
+from .api_errors import ApiError, invalid
+from .served_models import Models, Served
 
 
 class Notation(NamedTuple):

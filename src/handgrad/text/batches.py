@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..formatting import plural
 from .corpus import Tokens
 
@@ -93,13 +93,14 @@ def split(tokens: Tokens, context: int, share: float, seed: int) -> tuple[Window
     n = len(tokens)
     if n <= context:
         raise HandgradError(
-            f"the data has {n:,} tokens, too few for a context of {context}: give more data, or a smaller --n-context"
+            f"the data has {n:,} tokens, too few for a context of {context}: give more data, or a smaller"
+            f" {option('n_context')}"
         )
     held = round(n * share)
     if share and (held <= context or n - held <= context):
         raise HandgradError(
             f"{n:,} tokens are too few to hold out {share:g} of them for validation with a context of {context}: give"
-            " more data, or --val-share 0"
+            f" more data, or {option('val_share', 0)}"
         )
     training = Windows(tokens, 0, n - held, context, seed)
     return training, Windows(tokens, n - held, n, context, seed, random_offset=False) if held else None

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import HandgradError, shown
+from ..errors import HandgradError, option, shown
 from ..files.atomic import new_file, rename_onto
 from ..files.cache import cache_path
 from ..files.reading import MB, check_regular, check_unicode, open_regular, parse_json
@@ -34,7 +34,7 @@ TOO_LONG = f"is longer than {MAX_LINE // MB} MB, the maximum for a line: split i
 HEADER = 4096  # bytes; the last 32 are the SHA-256 of the others
 DIGEST = hashlib.sha256().digest_size
 MAGIC = "handgrad tokens 2"
-EXCLUDE = "exclude it by naming files or a pattern, as in --data 'folder/*.txt'"
+EXCLUDE = f"exclude it by naming files or a pattern, as in {option('data', 'folder/*.txt')}"
 
 T = TypeVar("T")
 
@@ -92,7 +92,8 @@ def from_stdin() -> Path:
             file.write(piece)
             if file.tell() > MAX_STDIN:
                 raise HandgradError(
-                    f"standard input has more than {MAX_STDIN // MB:,} MB: write it to a file, and name that with --data"
+                    f"standard input has more than {MAX_STDIN // MB:,} MB: write it to a file, and name that with"
+                    f" {option('data')}"
                 )
         if not file.tell():
             raise HandgradError("standard input is empty")
@@ -142,7 +143,7 @@ def _lines(file: Path, field: str) -> Iterator[TextPiece]:
             found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
             if isinstance(record, dict) and field in record:
                 found = f"the value is {shown(record[field])}"
-            raise HandgradError(f"{where}: no text in the field {field!r} (--text-field): {found}")
+            raise HandgradError(f"{where}: no text in the field {field!r} ({option('text_field')}): {found}")
         yield TextPiece(record[field], True)
 
 

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files import cache
 from ..files.atomic import write_folder
 
@@ -119,7 +119,9 @@ def fetch(name: str, *, check_contents: bool = False) -> list[Path]:
     try:
         _fill_cache(name)
     except HandgradError as reason:
-        raise HandgradError(f"{damage}, and fetching {name} again failed: {reason}" if damage else reason) from None
+        raise HandgradError(
+            f"{damage}, and fetching {name} again failed: {reason.message}" if damage else reason.message
+        ) from None
     return _files(name)
 
 
@@ -214,4 +216,6 @@ def default_corpus() -> tuple[list[Path], str]:
     try:
         return fetch("shakespeare"), "tiny Shakespeare"
     except HandgradError as reason:
-        raise HandgradError(f"the default corpus is not available: {reason}. Give your own texts with --data") from None
+        raise HandgradError(
+            f"the default corpus is not available: {reason.message}. Give your own texts with {option('data')}"
+        ) from None

@@ -12,10 +12,10 @@ or one that `records.convert` turns into these. With a chat template, prompt and
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from ..errors import HandgradError, LimitError, shown
+from ..errors import HandgradError, LimitError, option, shown
 from ..files.reading import check_unicode
-from . import chat
-from .chat import ChatTemplate
+from . import chat_template
+from .chat_template import ChatTemplate
 from .format import turns
 from .records import Location, convert, system_message
 
@@ -59,7 +59,10 @@ def draft(location: Location, record: Any, template: ChatTemplate | None, loss_o
         return Draft(location, "text", [(None, False), (text, True), (None, True)] if text else [])
     found = ", ".join(name if name in has else f"{name} (null)" for name in record) or "no fields"
     names = [name for name in record if name in has and " " not in name]
-    renamed = f". Name its fields, as in --field prompt={names[0]} --field completion={names[1]}" if names[1:] else ""
+    given = " ".join(
+        option("field", f"{field}={name}") for field, name in zip(("prompt", "completion"), names, strict=False)
+    )
+    renamed = f". Name its fields, as in {given}" if names[1:] else ""
     raise location.error(f"the record has {found}; {EXPECTED}{renamed}")
 
 
@@ -68,15 +71,15 @@ def _conversation(
 ) -> Iterator[tuple[str | None, bool]]:
     if template is None:
         raise location.error(
-            f"the record has messages, and no chat template is used: {chat.REMEDY}, or choose --format chat if the model has"
-            " one"
+            f"the record has messages, and no chat template is used: {chat_template.REMEDY}, or choose"
+            f" {option('format', 'chat')} if the model has one"
         )
     try:
         segments = template.segments(messages)
     except LimitError:
         raise  # every other record would exceed the limit too
     except HandgradError as reason:
-        raise location.error(reason) from None
+        raise location.error(reason.message) from None
     if not everything and not any(is_target for _, is_target in segments):
         raise location.error("the messages have no assistant text: there is nothing to learn")
     for text, is_target in segments:
@@ -96,4 +99,4 @@ def _check_unicode(location: Location, text: str) -> None:
     try:
         check_unicode(text, "the text")
     except HandgradError as reason:
-        raise location.error(reason) from None
+        raise location.error(reason.message) from None

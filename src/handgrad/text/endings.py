@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingError
-from ..files.gguf import is_gguf, open_gguf
 from ..files.reading import read_json
+from ..gguf.file import is_gguf, open_gguf
 from .tokenizer import Tokenizer
 
 

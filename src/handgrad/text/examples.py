@@ -7,6 +7,7 @@ its number alone, as in `batches`.
 
 import hashlib
 import re
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import HandgradError, LimitError, printable
+from ..errors import HandgradError, LimitError, option, printable
 from ..formatting import plural
 from . import corpus
 from .batches import shuffled_index
-from .chat import ChatTemplate
+from .chat_template import ChatTemplate
 from .drafts import KINDS, Draft, LossOn, draft
 from .records import Entry, Location, field_names, find, records, rename_fields
 from .tokenizer import Tokenizer
@@ -199,7 +200,7 @@ def read(
     summary = Summary(n_context, dict.fromkeys(KINDS, 0))
 
     def report_bad(error: HandgradError) -> None:
-        summary.add_bad(str(error))
+        summary.add_bad(error.message)
 
     drafts = _drafts(records(files, progress) if entries is None else entries, names, template, loss_on, report_bad)
     for drafted, ids, is_target in _encode(drafts, tokenizer, report_bad):
@@ -235,11 +236,17 @@ def read(
 class BadLinesError(HandgradError):
     """Lists the first records that cannot be used, each with its reason, and their number."""
 
+    limit = sys.maxsize  # its lines are shortened, one by one
+
     def __init__(self, summary: Summary):
         lines = summary.mistakes
         if summary.bad > 1:
-            lines = ["\n  ".join([f"{summary.bad:,} lines cannot be used (--skip-bad leaves them out):", *lines])]
-        ValueError.__init__(self, lines[0])  # not shortened: its lines are, one by one
+            lines = [
+                "\n  ".join(
+                    [f"{summary.bad:,} lines cannot be used ({option('skip_bad', True)} leaves them out):", *lines]
+                )
+            ]
+        super().__init__(lines[0])
 
 
 def _drafts(
@@ -288,7 +295,7 @@ def _can_be_encoded(drafted: Draft, tokenizer: Tokenizer, report_bad: Callable[[
     try:
         tokenizer.encode_batch(_texts(drafted))
     except HandgradError as reason:
-        report_bad(drafted.location.error(reason))
+        report_bad(drafted.location.error(reason.message))
         return False
     return True
 

@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError, HandgradWarning, shown
+from ..errors import HandgradError, HandgradWarning, option, shown
 from ..files.reading import parse_json
-from . import chat
-from .chat import ChatTemplate
+from . import chat_template
+from .chat_template import ChatTemplate
 from .tokenizer import FORMAT, Tokenizer
 
 FORMATS = ("chat", "raw")
@@ -38,7 +38,9 @@ class TextFormat:
         if self.template is None:
             return text
         if not text.strip():
-            raise HandgradError("the prompt is empty: give a message to answer, or continue raw text with --format raw")
+            raise HandgradError(
+                f"the prompt is empty: give a message to answer, or continue raw text with {option('format', 'raw')}"
+            )
         return self.template.render(turns(text), add_generation_prompt=True)
 
     def disagreement(self, model: str | Path, command: str) -> str:
@@ -46,8 +48,8 @@ class TextFormat:
         if self.recorded in (None, self.name):
             return ""
         return (
-            f"{model} was fine-tuned with --format {self.recorded}, and {command} uses --format {self.name}: it gets prompts"
-            " in a form that it has not learned"
+            f"{model} was fine-tuned with {option('format', self.recorded)}, and {command} uses"
+            f" {option('format', self.name)}: it gets prompts in a form that it has not learned"
         )
 
     def warn(self, model: str | Path, command: str) -> None:
@@ -67,16 +69,19 @@ def choose(
     """
     check(given)
     if file is not None and given == "raw":
-        raise HandgradError("--format raw uses no chat template: leave out --chat-template, or choose --format chat")
+        raise HandgradError(
+            f"{option('format', 'raw')} uses no chat template: leave out {option('chat_template')}, or choose"
+            f" {option('format', 'chat')}"
+        )
     noted = recorded(tokenizer)
-    has_template = chat.has_template(tokenizer.extra_files)
+    has_template = chat_template.has_template(tokenizer.extra_files)
     name = given or ("chat" if file is not None else noted) or ("chat" if has_template else "raw")
     if name == "chat" and not has_template:
         raise HandgradError(
-            f"{tokenizer.source} has no chat template, which --format chat needs: choose --format raw (finetune also takes"
-            " --chat-template FILE)"
+            f"{tokenizer.source} has no chat template, which {option('format', 'chat')} needs: choose"
+            f" {option('format', 'raw')} (finetune also takes {option('chat_template', 'FILE')})"
         )
-    template = chat.of_files(tokenizer.extra_files, tokenizer.source, file, now) if name == "chat" else None
+    template = chat_template.of_files(tokenizer.extra_files, tokenizer.source, file, now) if name == "chat" else None
     return TextFormat(name, template, noted)
 
 

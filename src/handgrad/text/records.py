@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import HandgradError, printable, shown
+from ..errors import HandgradError, option, printable, shown
 from ..files.reading import MB, WHITESPACE, check_regular, open_regular, parse_json, parse_next, read_at_most
 from ..formatting import plural
 from ..sandbox import client, worker
@@ -41,7 +41,7 @@ class Location(NamedTuple):
     file: Path
     line: int
 
-    def error(self, message: object) -> HandgradError:
+    def error(self, message: str) -> HandgradError:
         return HandgradError(f"{self.file}, line {self.line}: {message}")
 
 
@@ -100,7 +100,9 @@ def _parse(line: str, location: Location) -> Any:
     except HandgradError as error:
         if location.file.suffix in (".jsonl", ".json"):
             raise
-        raise HandgradError(f"{error}; exclude other files by a pattern, as in --data 'folder/*.jsonl'") from None
+        raise HandgradError(
+            f"{error.message}; exclude other files by a pattern, as in {option('data', 'folder/*.jsonl')}"
+        ) from None
 
 
 def _read_all(file: Path, progress: Callable[[int], None]) -> str:
@@ -228,11 +230,11 @@ def field_names(given: Iterable[str]) -> dict[str, str]:
         field, equals, column = pair.partition("=")
         if not equals or not column or field not in FIELDS:
             raise HandgradError(
-                f"--field {pair}: give a known field and its name in the data, as prompt=question; known are"
+                f"{option('field', pair)}: give a known field and its name in the data, as prompt=question; known are"
                 f" {', '.join(FIELDS)}"
             )
         if field in names:
-            raise HandgradError(f"--field {pair}: {field} is already mapped to {names[field]}")
+            raise HandgradError(f"{option('field', pair)}: {field} is already mapped to {names[field]}")
         names[field] = column
     return names
 
@@ -244,7 +246,8 @@ def rename_fields(location: Location, record: Any, names: dict[str, str]) -> Any
     missing = [column for column in names.values() if column not in record]
     if missing:
         raise location.error(
-            f"the field {missing[0]!r} (--field) is missing; the record has {', '.join(record) or 'no fields'}"
+            f"the field {missing[0]!r} ({option('field')}) is missing; the record has"
+            f" {', '.join(record) or 'no fields'}"
         )
     return {field: record[column] for field, column in names.items()}
 

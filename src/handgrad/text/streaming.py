@@ -1,6 +1,6 @@
 """Decode ids to text while they are being generated: never half a character, and only up to a stop string."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from .tokenizer import Tokenizer
 
@@ -73,22 +73,3 @@ class TextStream:
 def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def decode_stream(
-    tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = (), ends: Collection[int] | None = None
-) -> Iterator[str]:
-    """Yield the text of ids as it becomes certain; end at a stop string, or at one of the `ends`, the ids of the end of text
-    (default: the tokenizer's)."""
-    if ends is None:
-        ends = () if tokenizer.end is None else (tokenizer.end,)
-    stream = TextStream(tokenizer, stop)
-    for i in ids:
-        if i in ends:
-            break
-        if piece := stream.add(i):
-            yield piece
-        if stream.stopped:
-            break
-    if piece := stream.end():
-        yield piece

@@ -19,13 +19,14 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from ..errors import HandgradError, printable, shown
-from ..files.gguf import is_gguf, open_gguf
+from ..checks import check_added_tokens
+from ..errors import HandgradError, library_errors, option, printable, shown, without_panic_report
 from ..files.reading import MB, check_unicode, parse_json, read_json, read_text
-from .chat import Message, of_files
+from ..gguf.file import is_gguf, open_gguf
+from ..gguf.tokenizer import read_tokenizer
+from .chat_template import Message, of_files
 from .downloads import fetch
-from .library_errors import library_errors, without_panic_report
-from .tokenizer_check import check, check_added
+from .tokenizer_check import check
 
 KINDS = "bytes, chars, gpt2, bpe:N or a tokenizer.json"
 END = "<|endoftext|>"
@@ -148,7 +149,7 @@ class Tokenizer:
         if unknown.any():
             raise HandgradError(
                 f"the tokenizer knows {len(table.code_points)} characters, and {chr(code_points[unknown][0])!r} is not one"
-                " of them: use other text, or train with --tokenizer bytes"
+                f" of them: use other text, or train with {option('tokenizer', 'bytes')}"
             )
         return table.ids[rows]
 
@@ -236,13 +237,11 @@ def read(path: Path) -> Tokenizer:
     """Read tokenizer.json, a folder that contains it, a folder with GPT-2's vocab.json and merges.txt, or the metadata of a
     GGUF file."""
     if is_gguf(path):
-        from .gguf_tokenizer import read_tokenizer
-
-        return read_tokenizer(open_gguf(path))
+        return Tokenizer(*read_tokenizer(open_gguf(path)), path)
     extra_files: dict[str, str] = {}
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        extra_files = {n: read_text(path / n) for n in EXTRA_FILES if (path / n).exists()}
+        extra_files = read_extra_files(path)
         if (path / "tokenizer.json").exists():
             path = path / "tokenizer.json"
         elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
@@ -253,6 +252,11 @@ def read(path: Path) -> Tokenizer:
     check(parse_json(text, path), path, len(text))
     with library_errors(f"{path} is not a tokenizer.json"):
         return Tokenizer(tokenizers.Tokenizer.from_str(text), extra_files, folder)
+
+
+def read_extra_files(folder: Path) -> dict[str, str]:
+    """The files next to tokenizer.json: their texts by name."""
+    return {name: read_text(folder / name) for name in EXTRA_FILES if (folder / name).exists()}
 
 
 def from_json(text: str) -> Tokenizer:
@@ -282,12 +286,12 @@ def _add_tokens(inner: tokenizers.Tokenizer, extra_files: dict[str, str], folder
     added: dict[int, AddedToken] = {}
     try:
         words = parse_json(extra_files.get("added_tokens.json", "{}"), "added_tokens.json")
-        check_added(list(words), folder)
+        check_added_tokens(list(words), folder)
         for word, i in words.items():
             added[int(i)] = AddedToken(word, special=True)
         settings = parse_json(extra_files.get("tokenizer_config.json", "{}"), "tokenizer_config.json")
         described = settings.get("added_tokens_decoder") or {}
-        check_added(described, folder)
+        check_added_tokens(described, folder)
         for i, entry in described.items():
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
             added[int(i)] = AddedToken(entry["content"], **{f: entry.get(f) or False for f in flags})
@@ -315,9 +319,11 @@ def _train_chars(texts: Iterable[str]) -> Tokenizer:
     for text in texts:
         seen |= set(text)
     if not seen:
-        raise HandgradError("--tokenizer chars needs text, and the data has none")
+        raise HandgradError(f"{option('tokenizer', 'chars')} needs text, and the data has none")
     if len(seen) > 65_535:
-        raise HandgradError(f"the data has {len(seen):,} different characters: use --tokenizer bytes or bpe:N")
+        raise HandgradError(
+            f"the data has {len(seen):,} different characters: use {option('tokenizer', 'bytes')} or bpe:N"
+        )
     check_unicode("".join(seen), "the text")
     return Tokenizer(_character_tokenizer({c: i for i, c in enumerate(sorted(seen))}))
 
@@ -333,7 +339,7 @@ def _train_bpe(kind: str, texts: Iterable[str]) -> Tokenizer:
     size = kind.removeprefix("bpe:")
     if not (size.isascii() and size.isdigit()) or not 257 <= int(size[:20]) <= MAX_IDS:
         raise HandgradError(
-            f"--tokenizer {printable(kind)}: give bpe:N with N of at least 257 (256 bytes and the end-of-text"
+            f"{option('tokenizer', printable(kind))}: give bpe:N with N of at least 257 (256 bytes and the end-of-text"
             f" token) and at most {MAX_IDS:,}"
         )
     inner = byte_level(models.BPE())

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..checks import check_added_tokens
 from ..errors import HandgradError, LimitError, printable, shown
 from ..sandbox import client
 
@@ -22,8 +23,6 @@ MAX_GROWTH = 32  # factor by which all parts together may lengthen a text
 MAX_WORD = 10_000  # characters that WordPiece compares with every entry
 MAX_ENTRY = 1_000  # characters of a token of Unigram, which are compared at every position of a text
 MAX_PATTERN = 10_000  # characters
-# Added tokens, which the library searches for in every text; the largest vocabularies in use have 7,000.
-MAX_ADDED, MAX_ADDED_CHARACTERS = 1 << 14, 1 << 22
 HARMLESS = ("Sequence", "ByteLevel", "Digits", "Split", "Fuse", "NFC")
 KNOWN_SAFE = ("[\\s\\S]",)
 RUN_LENGTH = 4_000  # characters of each trial text
@@ -40,7 +39,7 @@ def check(content: Any, name: str | Path, size: int) -> None:
     for messages."""
     if not isinstance(content, dict):
         raise HandgradError(f"{name} is not a tokenizer.json: it contains {shown(content)}, not an object")
-    check_added(content.get("added_tokens"), name)
+    check_added_tokens(content.get("added_tokens"), name)
     parts = {key: content.get(key) for key in _KEYS}
     nested = [inner for part in parts.values() for inner in _flatten(part)]
     if len(nested) > MAX_PARTS:
@@ -61,20 +60,6 @@ def check(content: Any, name: str | Path, size: int) -> None:
     bytes_twice = [part["type"] for key in _KEYS[:2] for part in _flatten(parts[key])].count("ByteLevel") > 1
     if bytes_twice or not all(kind in HARMLESS for kind in kinds) or any(p not in KNOWN_SAFE for p in patterns):
         _try(parts, patterns, [json.dumps(content)] if size <= SMALL else [], name)
-
-
-def check_added(tokens: Any, name: str | Path) -> None:
-    """Raise if there are too many added tokens, or too long ones."""
-    found = tokens if isinstance(tokens, list | dict) else ()
-    texts = (
-        x.get("content") if isinstance(x, dict) else x for x in (found.values() if isinstance(found, dict) else found)
-    )
-    characters = sum(len(text) for text in texts if isinstance(text, str))
-    if len(found) > MAX_ADDED or characters > MAX_ADDED_CHARACTERS:
-        raise HandgradError(
-            f"{name}: {len(found):,} tokens are special or added, with {characters:,} characters; the maximum is"
-            f" {MAX_ADDED:,}, with {MAX_ADDED_CHARACTERS:,}"
-        )
 
 
 def _flatten(part: Any) -> Iterator[dict[str, Any]]:

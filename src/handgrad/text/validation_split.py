@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from .batches import shuffled_index
 from .examples import Examples
 
@@ -14,12 +14,16 @@ def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Exampl
     the seed. If there are too few records for that, the last examples are held out. Validation is None if `share` is 0 or
     all records form a single group."""
     if not 0 <= share < 1:
-        raise HandgradError(f"cannot hold out a share of {share:g} for validation: give --val-share from 0 to below 1")
+        raise HandgradError(
+            f"cannot hold out a share of {share:g} for validation: give {option('val_share')} from 0 to below 1"
+        )
     n = examples.per_epoch
     if not share:
         return examples, None
     if n < 2:
-        raise HandgradError(f"{n} example cannot be split into training and validation: give more, or --val-share 0")
+        raise HandgradError(
+            f"{n} example cannot be split into training and validation: give more, or {option('val_share', 0)}"
+        )
     distinct, record_of = np.unique(examples.record_numbers, return_inverse=True)
     n_records = len(distinct)
     if n_records * share < 1 and n > n_records:

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..adapters import peft
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import remove_folder, write_folder
 from ..files.manifest import DamagedError
 from ..formats.huggingface import write_model
 from ..formats.run_folder import OPTIMIZER, PREFIX, RunFolder
+from ..lora import peft
 from ..model.gpt import GPT
 from ..text.tokenizer import Tokenizer
 
@@ -50,7 +50,8 @@ def save(
         write_folder(folder, fill)
     except (OSError, SafetensorError) as reason:
         raise HandgradError(
-            f"step {step} could not be saved: {reason}. Earlier checkpoints are intact: free disk space, then --resume"
+            f"step {step} could not be saved: {reason}. Earlier checkpoints are intact: free disk space, then"
+            f" {option('resume', True)}"
         ) from None
     return folder
 

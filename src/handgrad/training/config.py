@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_origin, get_type_hints
 
-from ..adapters.config import LoRAConfig
-from ..adapters.patterns import split_names
-from ..checks import LIMITS, check_integer, check_number, check_threads, check_type, flag
-from ..errors import HandgradError
+from ..checks import LIMITS, check_integer, check_number, check_stored, check_threads, check_type
+from ..errors import HandgradError, option
+from ..lora.config import LoRAConfig
+from ..lora.patterns import split_names
 
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
+
+
+LENGTH_OPTIONS = f"{option('steps')}, {option('epochs')} or {option('minutes')}"
+VALIDATION = f"needs examples to validate on: give {option('val_share')} or {option('val_data')}"
 
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -61,7 +65,8 @@ class TrainOptions:
     recompute: str = "none"
     dtype: str = "float32"
     seed: int = 0
-    threads: int | None = None  # default: measured
+    threads: int | None = None  # default: measured once, and recorded
+    follow_load: bool = False  # measure again while training
     # logging and checkpoints
     log_every: int | None = None  # default: 10
     eval_every: int | None = None  # default: 250
@@ -78,24 +83,26 @@ class TrainOptions:
             check_type(f.name, _name(f.type), getattr(self, f.name))
         for name in ("data", "val_data"):
             if "" in getattr(self, name, ()):
-                raise HandgradError(f"{flag(name)} is empty: give a file, a folder or a pattern")
+                raise HandgradError(f"{option(name)} is empty: give a file, a folder or a pattern")
         if self.schedule not in SCHEDULES:
             *most, last = SCHEDULES
-            raise HandgradError(f"--schedule must be {', '.join(most)} or {last}, not {self.schedule!r}")
+            raise HandgradError(f"{option('schedule')} must be {', '.join(most)} or {last}, not {self.schedule!r}")
         if self.recompute not in ("none", "blocks"):
-            raise HandgradError(f"--recompute must be none or blocks, not {self.recompute!r}")
+            raise HandgradError(f"{option('recompute')} must be none or blocks, not {self.recompute!r}")
         if self.dtype not in ("float32", "float64", "bfloat16"):
-            raise HandgradError(f"--dtype must be float32, float64 or bfloat16, not {self.dtype!r}")
+            raise HandgradError(f"{option('dtype')} must be float32, float64 or bfloat16, not {self.dtype!r}")
         if not 0 <= self.val_share < 1:
-            raise HandgradError(f"--val-share must be at least 0 and below 1, not {self.val_share}")
+            raise HandgradError(f"{option('val_share')} must be at least 0 and below 1, not {self.val_share}")
         if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:
-            raise HandgradError("give one of --steps, --epochs and --minutes, not several")
+            raise HandgradError(f"give one of {LENGTH_OPTIONS}, not several")
         for f in fields(self):
             _check_limits(f.name, f.type, getattr(self, f.name))
         check_threads(self.threads)
+        if self.follow_load and self.threads is not None:
+            raise HandgradError(f"{option('follow_load', True)} chooses what {option('threads')} decides: give one")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise HandgradError(f"{flag(name)} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise HandgradError(f"{option(name)} must be at least 0 and below 1, not {getattr(self, name)}")
 
     @classmethod
     def types(cls) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def is_list(hint: object) -> bool:
 def _check_limits(name: str, kind: Any, value: Any) -> None:
     if name in LIMITS and value is not None:
         check = check_number if "float" in _name(kind) else check_integer
-        check(name, value, flag(name))
+        check(name, value, option(name))
 
 
 def _name(kind: Any) -> str:
@@ -167,18 +174,16 @@ class FinetuneOptions(TrainOptions):
         super().__post_init__()
         for name, choices in (("loss_on", LOSS_ON), ("too_long", TOO_LONG)):
             if getattr(self, name) not in choices:
-                raise HandgradError(f"{flag(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
+                raise HandgradError(f"{option(name)} must be {' or '.join(choices)}, not {getattr(self, name)!r}")
         if self.format not in (None, *FORMATS):
-            raise HandgradError(f"--format must be {' or '.join(FORMATS)}, not {self.format!r}")
-        if self.base_dtype not in (None, "bfloat16", "float16"):
-            raise HandgradError(f"--base-dtype must be bfloat16 or float16, not {self.base_dtype!r}")
-        if self.packed and self.base_dtype is not None:
-            raise HandgradError("--packed keeps the types of a GGUF file, --base-dtype is for directories: give one")
+            raise HandgradError(f"{option('format')} must be {' or '.join(FORMATS)}, not {self.format!r}")
+        check_stored(self.packed, self.base_dtype)
         for name in ("packed", "base_dtype", "gguf"):
             if getattr(self, name) and self.adapter is None:
-                why = "freezes the weights, and --full trains them"
-                why = "writes an adapter, and --full trains all weights instead" if name == "gguf" else why
-                raise HandgradError(f"{flag(name)} {why}: leave one of the two out")
+                does = "writes an adapter" if name == "gguf" else "freezes the weights"
+                raise HandgradError(
+                    f"{option(name)} {does}, and {option('full', True)} trains all weights: leave one of the two out"
+                )
 
     @classmethod
     def types(cls) -> dict[str, Any]:
@@ -197,7 +202,7 @@ class FinetuneOptions(TrainOptions):
                 own[name] = split_names(own[name])
         adapter = replace(DEFAULT_ADAPTER, **own)
         if full and adapter != DEFAULT_ADAPTER:
-            raise HandgradError("--full trains all weights: options of the adapter do not go with it")
+            raise HandgradError(f"{option('full', True)} trains all weights: options of the adapter do not go with it")
         others = {name: value for name, value in given.items() if name not in ADAPTER_TYPES}
         return super().parse(others | {"adapter": None if full else adapter})
 

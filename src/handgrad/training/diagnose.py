@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..errors import NonFiniteError
 from ..model.gpt import GPT
-from ..model.trace_html import depth
+from ..model.inspect.trace import record_pass
+from ..model.inspect.trace_html import depth
 
 
 def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> str:
@@ -19,7 +20,7 @@ def diagnose(model: GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | N
                 bad.append(name)
 
         try:
-            model.loss_and_grads(ids[None], wanted[None], record=look, all_signals=True)
+            record_pass(model, ids[None], wanted[None], record=look)
         except NonFiniteError:
             pass
         finally:

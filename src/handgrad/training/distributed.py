@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..formatting import plural
 from .config import TrainOptions
 
@@ -113,7 +113,7 @@ class Ranks:
                 with self._working():
                     message = b"+" + make().encode()
             except HandgradError as mistake:
-                message = b"-" + str(mistake).encode()
+                message = b"-" + mistake.message.encode()
         with self._peers():
             size = torch.tensor([len(message)])
             dist.broadcast(size, 0, group=self.group)
@@ -167,7 +167,7 @@ class Ranks:
         """Whether this process should print an error: if several have the same one, only the first prints it."""
         if self.size == 1 or isinstance(error, LostPeerError):  # a lost process may host the store
             return True
-        text = str(error)
+        text = error.message
         with contextlib.suppress(Exception):  # the store ends with the process that hosts it
             end = time.monotonic() + PATIENCE
             if self.first:
@@ -204,6 +204,6 @@ class Ranks:
             if re.search("timed? ?out", why, re.IGNORECASE):
                 raise LostPeerError(
                     f"{who} did not answer within {plural(self.timeout, 'second')}: it is stopped, or much slower than this"
-                    " one. Look at it, or allow more seconds with --peer-timeout"
+                    f" one. Look at it, or allow more seconds with {option('peer_timeout')}"
                 ) from None
             raise LostPeerError(f"process {self.rank} lost contact with {who}, which has ended: {why}") from None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files.atomic import write_text
 from ..files.reading import read_json
 from ..formatting import plural
@@ -14,6 +14,7 @@ from ..per_example import page, ranking
 from ..per_example.inputs import as_text
 from ..per_example.outliers import LISTED, Measurement, Outlier, Outlying, ranked
 from ..text.examples import Examples
+from .config import VALIDATION
 from .job import Job
 from .run import Run
 
@@ -59,7 +60,7 @@ def ranking_of(job: Job, run: Run) -> list[Outlier]:
 def check_influence(job: Job) -> None:
     """Raise before training if there are no answers whose examples could be ranked."""
     if job.options.influence and job.validation is None:
-        raise HandgradError("--influence needs examples to validate on: give --val-share or --val-data")
+        raise HandgradError(f"{option('influence')} {VALIDATION}")
 
 
 def write_influence(job: Job, run: Run, say: Callable[[str], None]) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from .. import adapters
-from ..adapters import gguf_lora
-from ..errors import HandgradError
+from .. import lora
+from ..errors import HandgradError, option
+from ..files.reading import read_text
 from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
+from ..lora import gguf_export
 from ..model.gpt import GPT
 from ..optim import FINETUNE_LR, LORA_LR
 from ..text import examples, validation_split
@@ -30,9 +31,9 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
     """Examples, tokenizer, model, adapters and optimizer of a run, new or from a checkpoint."""
     options = check_options(options)
     if not options.model:
-        raise HandgradError("--model is missing: the directory of the model to fine-tune")
+        raise HandgradError(f"{option('model')} is missing: the directory of the model to fine-tune")
     if not options.data:
-        raise HandgradError("--data is missing: a .jsonl file with prompt and completion, messages, or text")
+        raise HandgradError(f"{option('data')} is missing: a .jsonl file with prompt and completion, messages, or text")
     directory = checkpoint.folder if checkpoint is not None else models.weights_folder(options.model)
     options, clock = _pin_sources(options, directory if checkpoint is None else None, ranks)
     tokenizer = _tokenizer(directory, options)
@@ -50,7 +51,7 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         _choose_weights(model, options)
 
     if options.gguf:
-        gguf_lora.check(model)
+        gguf_export.check(model)
     if model.packed and options.sample_tokens and ranks.first:
         display.say("The weights are packed: no samples while training, because each token would unpack every block.")
     training, validation, summary = _examples(options, how, tokenizer, model, ranks, display)
@@ -73,7 +74,7 @@ def _pin_sources(options: FinetuneOptions, folder: Path | None, ranks: Ranks) ->
     template = options.chat_template
     if template is not None:
         if not Path(template).is_file():
-            raise HandgradError(f"--chat-template: no file {template}")
+            raise HandgradError(f"{option('chat_template')}: no file {template}")
         template = str(Path(template).expanduser().absolute())
     clock = options.clock or ranks.broadcast(lambda: datetime.now().isoformat(timespec="seconds"))
     pinned = replace(
@@ -91,7 +92,7 @@ def _tokenizer(directory: Path, options: FinetuneOptions) -> Tokenizer:
     """The model's tokenizer, with the chat template used for training."""
     tokenizer = models.tokenizer_of(directory)
     if options.chat_template is not None:
-        tokenizer.extra_files["chat_template.jinja"] = Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.extra_files["chat_template.jinja"] = read_text(options.chat_template)
     return tokenizer
 
 
@@ -102,7 +103,8 @@ def _disagreements(model: str, how: TextFormat, summary: Summary) -> Iterator[st
     if how.name != summary.format:
         yield (
             f"warning: the data has texts alone, which are learned as they are, and {model} has a chat template: the result"
-            f" is recorded as --format {summary.format}. To tune answers, write prompt and completion, or messages"
+            f" is recorded as {option('format', summary.format)}. To tune answers, write prompt and completion, or"
+            " messages"
         )
 
 
@@ -140,11 +142,12 @@ def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
     if model.adapter is not None:
         if options.adapter != FinetuneOptions().adapter:
             raise HandgradError(
-                f"{options.model} is an adapter, and training continues with it unchanged: leave out --full and the"
+                f"{options.model} is an adapter, and training continues with it unchanged: leave out"
+                f" {option('full', True)} and the"
                 " adapter's options, or merge it first (handgrad merge)"
             )
     elif options.adapter is not None:
-        adapters.apply(model, options.adapter, options.seed)
+        lora.apply(model, options.adapter, options.seed)
 
 
 def _steps_per_evaluation(training: Examples, validation: Examples | None, batch: int) -> int:

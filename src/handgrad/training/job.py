@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import adapters, optim
+from .. import lora, optim
 from ..errors import HandgradError
 from ..files.tensors import read_tensors
 from ..formats.run_folder import OPTIMIZER, Checkpoint
@@ -95,7 +95,7 @@ class Job:
 
     @cached_property
     def adapter_ranks(self) -> dict[str, int]:
-        return {name: adapter.down.shape[1] for name, adapter in adapters.adapters_of(self.model).items()}
+        return {name: adapter.down.shape[1] for name, adapter in lora.adapters_of(self.model).items()}
 
     def flop(self, targets: Tensor, lengths: list[int] | None) -> int:
         """FLOP of a batch's matrix products, counted from its real tokens and targets."""

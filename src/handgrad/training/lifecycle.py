@@ -16,30 +16,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ..adapters import gguf_lora
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import write_folder, write_text
 from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..kernels import library
+from ..lora import gguf_export
 from ..model.gpt import GPT
 from ..per_example.outliers import Outlying
 from . import checkpoint as checkpoint_files
 from . import example_report, tensorboard
-from .config import TrainOptions
+from .config import LENGTH_OPTIONS, VALIDATION, TrainOptions
 from .distributed import Ranks
 from .job import Display, Job, settings_of
 from .loop import Outcome, Sample, sample, train
-from .report import report
 from .run import LockedError, Run
+from .run_report import report
 from .threads import Threads
 
 C = TypeVar("C", bound=TrainOptions)
 Prepare = Callable[[C, Ranks, Display, Checkpoint | None], Job]
 LENGTHS = ("steps", "epochs", "minutes")
-# options that may change on resume: length and logging, not what is computed
 GGUF_ADAPTER = "adapter.gguf"
+# options that may change on resume, because they do not change what is computed: length, logging, threads, waiting
 FREE = {
     *LENGTHS,
     "log_every",
@@ -50,6 +50,7 @@ FREE = {
     "sample_tokens",
     "tensorboard",
     "threads",
+    "follow_load",
     "peer_timeout",
 }
 PATHS = {"data", "val_data", "model", "chat_template"}
@@ -137,7 +138,7 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         checkpoint = run.checkpoint(Path(start.checkpoint), contents=False) if start.checkpoint else None
         job = request.prepare(options, ranks, display, checkpoint)
         if options.patience is not None and job.validation is None:
-            raise HandgradError("--patience needs examples to validate on: give --val-share or --val-data")
+            raise HandgradError(f"{option('patience')} {VALIDATION}")
         example_report.check_influence(job)
         settings = {**start.settings, **settings_of(job)}
         _check_same_data(start.settings, settings, run.folder)
@@ -150,14 +151,14 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
             ranks.run_on_first(lambda: _begin(run, job, settings))
             new = False
             if job.ended:
-                display.say(f"{run.folder} is complete: extend it with --steps, --epochs or --minutes")
+                display.say(f"{run.folder} is complete: extend it with {LENGTH_OPTIONS}")
                 outcome = Outcome(job.step, True, job.progress < 1, math.nan, None)
             else:
                 if options.tensorboard and ranks.first:
                     display = tensorboard.WithTensorBoard(display, run.folder)
                 display.begin(job)
-                if threads.watcher is not None:
-                    display.say(threads.describe())
+                if how := threads.describe():
+                    display.say(how)
                 outcome = train(job, run, ranks, display, threads)
             if outcome.finished:
                 ranks.run_on_first(lambda: example_report.write_influence(job, run, display.say))
@@ -178,13 +179,13 @@ def _enter(request: Request[C]) -> tuple[Run, _Start]:
     for name, value in {**request.options, "out": str(request.out or "")}.items():
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
-                check_unicode(text, f"--{name.replace('_', '-')}")
+                check_unicode(text, option(name))
     resume = request.resume or _is_restart()
     run = _locked(request, resume)
     new = run.is_empty()
     if not new and not resume:
         run.release()
-        raise HandgradError(f"{run.folder} has just been created by another process: choose another --out")
+        raise HandgradError(f"{run.folder} has just been created by another process: choose another {option('out')}")
     try:
         if new:
             messages = [f"{run.folder} contains no run: starting a new one"] if request.resume and request.out else []
@@ -236,7 +237,7 @@ def _locked(request: Request[C], resume: bool) -> Run:
             run.lock()
             return run
         if request.resume:
-            raise HandgradError(f"no run to resume in {RUNS}/: name its folder with --out")
+            raise HandgradError(f"no run to resume in {RUNS}/: name its folder with {option('out')}")
     name = Path(str(request.options.get("model", request.kind.model))).name or "run"
     for i in range(1, 1 << 30):
         run = Run(RUNS / f"{name}-{i}")
@@ -254,9 +255,11 @@ def _check_free(run: Run, resume: bool) -> None:
         return
     is_run = run.folder.is_dir() and ((run.folder / "run.json").exists() or bool(run.folders()))
     if not is_run:
-        raise HandgradError(f"{run.folder} exists and is not a run folder: choose another --out")
+        raise HandgradError(f"{run.folder} exists and is not a run folder: choose another {option('out')}")
     if not resume:
-        raise HandgradError(f"{run.folder} exists: choose another --out, or continue it with --resume")
+        raise HandgradError(
+            f"{run.folder} exists: choose another {option('out')}, or continue it with {option('resume', True)}"
+        )
 
 
 def _is_restart() -> bool:
@@ -275,6 +278,8 @@ def _options(request: Request[C], start: _Start) -> C:
     changes = {name: value for name, value in request.options.items() if name in FREE}
     if set(changes) & set(LENGTHS):
         recorded |= dict.fromkeys(LENGTHS)
+    if set(changes) & {"threads", "follow_load"}:
+        recorded |= {"threads": None, "follow_load": False}
     try:
         return request.kind.parse({**recorded, **changes})
     except TypeError as reason:
@@ -292,7 +297,7 @@ def _check_fixed(request: Request[C], settings: dict[str, Any]) -> None:
     """Raise if a fixed option differs from the recorded one."""
     for name in request.options:
         if name not in FREE and not _unchanged(request, name, settings):
-            what = f"--{name.replace('_', '-')}" if name != "shape" else "the model's shape"
+            what = option(name) if name != "shape" else "the model's shape"
             raise HandgradError(f"{what} cannot change when a run is resumed: leave it out, or start a new run")
 
 
@@ -325,9 +330,9 @@ def _check_not_shorter(request: Request[C], job: Job, start: _Start) -> None:
     changed = [n for n in (*LENGTHS, "patience") if n in request.options and not _unchanged(request, n, start.settings)]
     planned = (start.settings.get("training") or {}).get("steps")
     if "steps" in changed and planned is not None and request.options["steps"] < planned:
-        raise HandgradError(f"{start.folder} runs until step {planned:,}: --steps can only extend it")
+        raise HandgradError(f"{start.folder} runs until step {planned:,}: {option('steps')} can only extend it")
     if job.ended and changed:
-        remedy = "extend it with --steps, --epochs or --minutes" if job.progress >= 1 else "raise --patience"
+        remedy = f"extend it with {LENGTH_OPTIONS}" if job.progress >= 1 else f"raise {option('patience')}"
         raise HandgradError(f"{start.folder} is at step {job.step:,} and ends there: {remedy}")
 
 
@@ -354,5 +359,5 @@ def conclude(job: Job, run: Run) -> Path:
 
     write_folder(path, fill, follow=False)
     if job.options.gguf:
-        gguf_lora.write(job.model.config, path, run.folder / GGUF_ADAPTER)
+        gguf_export.write(job.model.config, path, run.folder / GGUF_ADAPTER)
     return path

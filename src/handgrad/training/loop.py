@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from .. import optim
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, option
 from ..formatting import number
 from ..inference.generate import generate
 from ..machine import peak_memory
-from ..model.example_gradients import ExampleNorms
 from ..model.names import part_of
+from ..model.passes.example_gradients import ExampleNorms
 from ..optim import OptimizerInBackward
 from ..text.batches import Batches, hash64
 from . import checkpoint, example_report
@@ -69,8 +69,8 @@ class Interval:
 
 
 def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads | None = None) -> Outcome:
-    """Take steps until the run ends or a signal stops it; log, evaluate, sample and save in between. `threads` follows the
-    machine's load."""
+    """Take steps until the run ends or a signal stops it; log, evaluate, sample and save in between. `threads` may follow
+    the machine's load."""
     recipe = job.recipe
     interval = Interval(job)
     resumed_at = job.step if job.resumed else -1
@@ -113,7 +113,7 @@ def train(job: Job, run: Run, ranks: Ranks, display: Display, threads: Threads |
                 if ranks.first:
                     run.log(example_report.record_of(job.step, measured))
             if threads is not None:
-                threads.after_step(seconds, step.flop)
+                threads.after_step()
 
 
 class Step(NamedTuple):
@@ -160,7 +160,7 @@ def take_step(job: Job, ranks: Ranks) -> Step:
         job.model.zero_grad()
         raise NonFiniteError(
             f"step {job.step + 1}: {error}; {diagnose(job.model, tokens, targets, lengths)}; try a smaller learning rate"
-            f" than {number(job.recipe.lr)} (--lr)"
+            f" than {number(job.recipe.lr)} ({option('lr')})"
         ) from None
     optim.step(job.optimizer, optim.clip_factor(norm, job.options.clip))
     return Step(loss, norm, partial(by_layer, job, each), job.flop(targets, lengths), of_examples())

@@ -36,7 +36,7 @@ def read_option_file(file: Path, kind: type[TrainOptions]) -> dict[str, Any]:
     try:
         kind.parse(options)
     except HandgradError as mistake:
-        raise HandgradError(f"{file}: {mistake}") from None
+        raise HandgradError(f"{file}: {mistake.message}") from None
     return {**options, "shape": shape, **({"out": folder} if folder else {})}
 
 

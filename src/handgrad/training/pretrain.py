@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from .. import adapters, optim
-from ..errors import HandgradError
+from .. import lora, optim
+from ..errors import HandgradError, option
 from ..formats.models import config_of, find_model, open_folder
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
@@ -28,10 +28,10 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
     options = replace(options, data=sources_of(options.data, ranks))
     files, source = _files(options)
     directory = checkpoint.folder if checkpoint is not None else _start_from(options.model, ranks, display)
-    if directory is not None and adapters.is_adapter(directory):
+    if directory is not None and lora.is_adapter(directory):
         raise HandgradError(f"{directory} is an adapter: merge it first (handgrad merge), or use handgrad finetune")
     if checkpoint is None and directory is not None and (options.shape or options.tokenizer):
-        fixed = f"--{options.shape[0][0].replace('_', '-')}" if options.shape else "--tokenizer"
+        fixed = option(options.shape[0][0] if options.shape else "tokenizer")
         raise HandgradError(f"{fixed} cannot change an existing model ({directory}): leave it out")
     text_tokenizer = tokenizer.read(directory) if directory is not None else _tokenizer(options, files, ranks)
     shape = config_of(directory) if directory is not None else _shape(options, text_tokenizer)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import sweep, write_text
 from ..formats.run_folder import CONFIG, LOCK, METRICS, RunFolder
@@ -36,12 +36,12 @@ class Run(RunFolder):
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         above = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise HandgradError(f"cannot write to {above}: choose another --out")
+            raise HandgradError(f"cannot write to {above}: choose another {option('out')}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
             raise HandgradError(
-                f"cannot create the folder {self.folder}: {reason.strerror}; choose another --out"
+                f"cannot create the folder {self.folder}: {reason.strerror}; choose another {option('out')}"
             ) from None
         self._made = missing
         try:

@@ -4,14 +4,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from .job import Display
 
 
 def check_installed() -> None:
     """Raise if tensorboard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise HandgradError("--tensorboard needs the package tensorboard: pip install tensorboard")
+        raise HandgradError(f"{option('tensorboard', True)} needs the package tensorboard: pip install tensorboard")
 
 
 class WithTensorBoard:

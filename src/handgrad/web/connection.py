@@ -11,23 +11,28 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 
 MAX_HEADER_BYTES = 16_384
 MAX_CONNECTIONS = 256
 MAX_PER_ADDRESS = 128  # connections of one client's address
 REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive, its headers in half of it, and for a client to read some more
+MAX_DISCARDED_BYTES = 8_000_000  # of a body whose request was answered before it had arrived
 KEEP_ALIVE = 5  # seconds that a connection stays open between requests
 
 
 class BoundedConnection(H11Protocol):
     """A connection that is closed if a request does not arrive in time or the client stops reading the response. If there
     are too many, the one that has waited longest without a complete request gives way to the new one: connections that
-    send nothing keep no other client out."""
+    send nothing keep no other client out.
+
+    A refused request is answered before its body has arrived. The rest of the body is read and discarded: closing a socket
+    with unread data resets the connection, and the client would lose the answer."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread = 0  # bytes of the response that were unread at the last check
     _waits_since = 0.0
+    _discarded = 0  # bytes of a body after the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,7 +51,15 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._discarded = 0
         self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._discarded += len(data)
+            if self._discarded > MAX_DISCARDED_BYTES:
+                self.transport.abort()
 
     @property
     def _address(self) -> str | None:
@@ -152,5 +165,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as reason:
         made.close()
         where = f"port {port}" if host == "127.0.0.1" else f"{host}, port {port}"
-        raise HandgradError(f"cannot listen on {where} ({reason.strerror}): choose another with --port") from None
+        raise HandgradError(
+            f"cannot listen on {where} ({reason.strerror}): choose another with {option('port')}"
+        ) from None
     return made

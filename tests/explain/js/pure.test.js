@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { allStops, formatAddress, parseAddress } from "./address.js";
-import { colour, inkOn } from "./colours.js";
+import { color, inkOn } from "./colors.js";
 import { csvText, pythonOf } from "./csv.js";
 import { cellsOfRow, growth, logarithmic, meanShares, pythonRows, shortLabel, shownRows } from "./flow_rows.js";
 import { chance, count, exact, fit, number, percent, probability, shapeOf, signed, visible, written } from "./format.js";
@@ -41,10 +41,10 @@ test("tokens are visible", () => {
 
 test("a Δ below 0 is blue, above 0 red, in both themes", () => {
   for (const theme of ["light", "dark"]) {
-    const [below, above] = [colour("delta", -0.6, theme), colour("delta", 0.6, theme)];
+    const [below, above] = [color("delta", -0.6, theme), color("delta", 0.6, theme)];
     assert.ok(below[2] > below[0] + 40 && above[0] > above[2] + 40);
-    assert.deepEqual(colour("delta", 0, theme), colour("a", 0, theme));
-    assert.deepEqual(colour("size", 0.6, theme), below);
+    assert.deepEqual(color("delta", 0, theme), color("a", 0, theme));
+    assert.deepEqual(color("size", 0.6, theme), below);
   }
   assert.deepEqual([inkOn([255, 255, 255]), inkOn([0, 0, 60])], ["#000", "#fff"]);
 });
@@ -75,7 +75,7 @@ test("the flow has short labels, and one row for each mode", () => {
   assert.deepEqual(["Δ₁", "Δ₄ = Δ₅ of block 1", "Δ_gate, Δ_up of block 12"].map(shortLabel), ["Δ₁", "1·Δ₄=Δ₅", "12·Δ_gate,up"]);
   const row = { station: "a_1", label: "Δ₁", a: [1, 2], delta: [3, 4], share: [0.36, 0.64] };
   assert.deepEqual(["share", "delta", "product", "a"].map((mode) => cellsOfRow(row, mode)), [[0.36, 0.64], [3, 4], [3, 8], [1, 2]]);
-  const rows = ["a_1", "blocks.0.a_3", "blocks.0.a_10", "blocks.1.a_3", "blocks.1.a_10", "a_11"].map((station) => ({ station }));
+  const rows = [null, 0, null, 1, null, null].map((inside) => ({ inside }));
   assert.deepEqual(["all", "none", "1"].map((unfolded) => shownRows(rows, unfolded)), [[0, 1, 2, 3, 4, 5], [0, 2, 4, 5], [0, 2, 3, 4, 5]]);
   assert.equal(pythonRows("x = 1\n\nx + y", [0, 2]), "x = 1\n\n(x + y)[[0, 2]]");
   const { least, most, shares, clipped } = logarithmic([[1e-9, 1, 100, 0]]);
@@ -100,7 +100,8 @@ test("checks that still run are not called verified", () => {
 });
 
 test("finite differences that are not computed are not claimed", () => {
-  const at = (state) => stopOf(7, { table: { blocks: 2 }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
+  const stations = [{ id: "a_11", kind: "norm", block: null }, { id: "blocks.1.a_6", kind: "norm", block: 1 }];
+  const at = (state) => stopOf(7, { table: { stations }, proofs: { "blocks.1.a_6": { passed: true, state } } }).text;
   assert.deepEqual(["done", "autograd"].map((state) => /finite differences/.test(at(state))), [true, false]);
   assert.match(aboutChecks({ state: "done" }), /autograd and with finite differences of/);
   assert.match(aboutChecks({ state: "autograd" }), /autograd\. Finite differences were not computed\. /);
@@ -108,7 +109,7 @@ test("finite differences that are not computed are not claimed", () => {
 });
 
 test("the tour describes the first error signal of what is explained", () => {
-  const text = (kind) => stopOf(5, { table: { blocks: 2 }, overview: { objective: { kind } } }).text;
+  const text = (kind) => stopOf(5, { table: {}, overview: { objective: { kind } } }).text;
   assert.deepEqual(["sentence", "position", "difference"].map((kind) => /divided by the number of targets/.test(text(kind))), [true, false, false]);
   assert.match(text("position"), /all other rows it is 0/);
   assert.match(text("difference"), /1 for the first .* −1 for the second/);
@@ -173,10 +174,11 @@ test("the map connects its rows, and open blocks have two skip connections on ea
     { y: 60, id: "blocks.0.a_10", block: 0 }, { y: 80, id: "a_11", block: null },
   ];
   const lengths = { a_1: 1, "blocks.0.a_5": 2, "blocks.0.a_10": 4, a_11: 8 };
-  const lines = mapLines(rows, 300, lengths, lengths, "both");
+  const stations = [{ id: "blocks.0.a_5", kind: "add", block: 0, skips_from: null }, { id: "blocks.0.a_10", kind: "add", block: 0, skips_from: "blocks.0.a_5" }];
+  const lines = mapLines(rows, 300, lengths, lengths, "both", stations);
   const number_ = (kind, part) => lines.filter((line) => line.kind === kind && line.part === part).length;
   assert.deepEqual([number_("forward", "skip"), number_("backward", "skip"), number_("forward", "flow"), number_("backward", "tip")], [2, 2, 4, 4]);
-  assert.ok(mapLines(rows, 300, lengths, lengths, "a").every((line) => line.kind === "forward"));
+  assert.ok(mapLines(rows, 300, lengths, lengths, "a", stations).every((line) => line.kind === "forward"));
   assert.equal(joints(rows, 300, "both").length, 10);
   assert.ok(widths([1, 10, null])(10) > widths([1, 10, null])(1) && widths([1])(null) === 0);
 });

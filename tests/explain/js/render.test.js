@@ -43,7 +43,7 @@ beforeEach(() => {
   inserted = 0;
 });
 
-test("an element that stays is the same element, wherever its neighbours go", () => {
+test("an element that stays is the same element, wherever its neighbors go", () => {
   const list = (...keys) => keys.map((key) => h("li", { key }, key));
   render(root, list("a", "b", "c"));
   const [a, b, c] = root.childNodes;

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import activation
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 GELU = "gelu_tanh"

@@ -4,9 +4,9 @@ import math
 
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import attention
 from ...paper.attention import Head
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

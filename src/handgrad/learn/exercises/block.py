@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import transformer
 from ...paper.attention import Head
 from ...paper.transformer import Block, Options
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

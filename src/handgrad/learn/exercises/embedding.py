@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import embedding
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

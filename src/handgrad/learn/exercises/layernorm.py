@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import layernorm
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 EPS = 1e-5

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import lora
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

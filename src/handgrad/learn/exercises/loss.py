@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper import loss
 from ...paper.notation import ohe, softmax
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from ...ledger.check import RandomInputs
 from ...paper.attention import delta_causal
 from ...paper.notation import row_dot, softmax, tilde_columns
-from ...proof.ledger.check import RandomInputs
 from ..exercise import Case, Exercise, Line
 
 

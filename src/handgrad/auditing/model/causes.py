@@ -1,0 +1,385 @@
+"""What may be wrong at a point: the terms that a tensor is the sum of, and what known mistakes would have made of it.
+
+Everything is computed from what the audited model itself gave to the layer, so that the mistake of one layer is not blamed
+on another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...formatting import number as formatted
+from ...lora.injection import adapters_of, layers_of
+from ...model.block import Block
+from ...model.layers.linear import Affine
+from ...model.layers.norms import Norm
+from ...model.steps import Step
+from ...ops.loss import NO_TARGET
+from ..diagnosis import Part
+from . import heads
+from .batch import AuditBatch
+from .expect import Expected, expect
+from .mistakes import (
+    activation_mistakes,
+    adapter_term,
+    backward_terms,
+    delta_of_logits,
+    from_other_rows,
+    into_other_rows,
+    layer_mistakes,
+    norm_mistakes,
+    norm_terms,
+    parts_of_sequences,
+    slope_causes,
+    with_undetached_norms,
+)
+from .observe import Observed
+from .points import BlockSteps
+from .subject import Subject, Tracked
+
+
+@dataclass(frozen=True)
+class Causes:
+    """The arguments of `diagnose` besides the two tensors."""
+
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    mistakes: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    fitted: dict[str, Tensor] = field(default_factory=dict)
+
+
+Read = Callable[..., Tensor]  # reads a tensor of a block by the activation's name
+
+
+class Place(NamedTuple):
+    """A point in a block."""
+
+    i: int
+    block: Block
+    steps: BlockSteps
+    name: str  # of the activation
+
+
+class Suspects:
+    """The possible causes of a wrong tensor in one audit."""
+
+    def __init__(self, subject: Subject, batch: AuditBatch, seen: Observed, right: Expected):
+        self.subject, self.batch, self.seen, self.right = subject, batch, seen, right
+        self.steps = [BlockSteps(block) for block in subject.ours.blocks]
+        self._averages: dict[str, Expected] | None = None
+
+    # ── activations ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_value(self, point: str) -> Causes:
+        """Causes of a wrong activation, by the kind of the step that computes it."""
+        place, a = self._place(point), self._values(point)
+        if place is None:
+            return Causes(mistakes=norm_mistakes(self.subject.ours.final_norm, self._last_output()))
+        i, block, steps, name = place
+        step = steps.makers.get(name)
+        if step is None:
+            return Causes(terms=self._embedding_terms(), mistakes=self._embedding_mistakes())
+        if step.kind == "norm":
+            return Causes(mistakes=norm_mistakes(_norm_of(step), a(step.inputs[0])))
+        if step.kind == "attention":
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.a_3), None, a(name))
+            return Causes(mistakes=mistakes, fitted=fitted)
+        if step.kind == "add":
+            stream, branch = step.inputs
+            return Causes(terms={"the residual connection": a(stream), f"the {steps.branch(branch)} branch": a(branch)})
+        layer = steps.layer_of(name)
+        if layer is None:
+            return Causes(mistakes=activation_mistakes(block.mlp, a))
+        columns, read = _columns(step, name), a(step.inputs[0])
+        terms, scales = adapter_term(layer, read, columns), self._adapter_scale(layer)
+        return Causes(terms, layer_mistakes(layer, read, columns), scales)
+
+    def _embedding_terms(self) -> dict[str, Tensor]:
+        ours = self.subject.ours
+        terms = {"the tokens' embeddings": ours.embed.w.detach()[self.batch.tokens]}
+        if ours.has("positions"):
+            at = torch.cat([torch.arange(n) for n in self.batch.lengths])
+            terms["the positions' embeddings"] = ours.positions.w.detach()[at]
+        return terms
+
+    def _embedding_mistakes(self) -> dict[str, Tensor]:
+        """Learned positions that count the padding before a sequence, or from 1."""
+        ours, n = self.subject.ours, self.batch.shape[1]
+        if not ours.has("positions") or n > len(ours.positions.w):
+            return {}
+        found = {}
+        if self.batch.padded:
+            name = "positions counted the padding before a sequence: give position_ids"
+            found[name] = torch.arange(n).repeat(self.batch.shape[0])
+        if n < len(ours.positions.w):
+            found["positions were counted from 1, not from 0"] = self.batch.positions.flatten() + 1
+        tokens, positions = ours.embed.w.detach()[self.batch.tokens], ours.positions.w.detach()
+        return {name: tokens + positions[self._rows(at)] for name, at in found.items()}
+
+    def of_loss(self) -> Causes:
+        """Causes of a wrong loss with right activations."""
+        mistakes = self._averaged(lambda x: torch.tensor(x.loss, dtype=torch.float64))
+        shifted = self._unshifted()
+        mistakes["the labels were not shifted: every token is its own target"] = torch.tensor(
+            shifted, dtype=torch.float64
+        )
+        return Causes(mistakes=mistakes, scales=self.scales())
+
+    def _unshifted(self) -> float:
+        """The loss if the label of a token were its own target; transformers shifts labels itself."""
+        labels = self.batch.inputs["labels"].cpu().flatten()[self.batch.rows]
+        if not (labels != NO_TARGET).any():
+            return 0.0
+        return expect(self.subject, replace(self.batch, targets=labels)).loss
+
+    # ── error signals ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_signal(self, point: str) -> Causes:
+        """Causes of a wrong error signal, by the kinds of the steps that read the activation."""
+        place, scales = self._place(point), self.scales()
+        if place is None:
+            return Causes(mistakes=self._averaged(lambda x: x.signals[point]), scales=scales)
+        i, block, steps, name = place
+        a, d, readers = self._values(point), self._signals(point), steps.readers(name)
+        if "norm" in readers:
+            return Causes(self._stream_terms(steps, name, a, d), scales=scales)
+        if not readers and i == self.subject.config.n_blocks - 1:
+            terms = norm_terms(self.subject.ours.final_norm, a(name), self._signals("a_11")("a_11"), "readout")
+            return Causes(terms, scales=scales)
+        if "attention" in readers:
+            delta_3 = d(readers["attention"].outputs[0], padded=True)
+            mistakes, fitted = self._heads(i, lambda found: self._rows(found.delta_2), delta_3, d(name))
+            return Causes(mistakes=mistakes, scales=scales, fitted=fitted)
+        if "linear" in readers:
+            step = readers["linear"]
+            if len(step.layers) < len(step.outputs):
+                return Causes(scales=scales)
+            names = [*step.layers] if len(step.layers) > 1 else [""]
+            signals = [d(steps.joined(x)) for x in step.outputs]
+            layers = [steps.layer_of(x) for x in step.outputs]
+            return Causes(
+                backward_terms(dict(zip(names, zip(layers, signals, strict=True), strict=True))), scales=scales
+            )
+        if "activation" in readers or "gated" in readers:
+            (step,) = readers.values()
+            return Causes(*slope_causes(block.mlp, name, a, d(step.outputs[0])), scales)
+        return Causes(scales=scales)
+
+    @staticmethod
+    def _stream_terms(steps: BlockSteps, name: str, a: Read, d: Read) -> dict[str, Tensor]:
+        """Of the error signal of what a norm reads: the norm's terms, and the residual connection's if there is one."""
+        readers = steps.readers(name)
+        norm, joined = readers["norm"], readers.get("add")
+        branch = "norm" if joined is None else steps.branch(joined.inputs[1])
+        terms = norm_terms(_norm_of(norm), a(name), d(norm.outputs[0]), branch)
+        return terms if joined is None else {"the residual connection": d(joined.outputs[0]), **terms}
+
+    # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def of_gradient(self, tracked: Tracked) -> Causes:
+        """Causes of a wrong parameter gradient, in the orientation of the audited parameter."""
+        ours, c = self.subject.ours, self.subject.config
+        name = tracked.ours
+        mistakes, fitted = self.averaged(tracked), dict[str, Tensor]()
+        names = c.table.names
+        sequences = parts_of_sequences(self.subject, self.batch, name)
+        terms = {part: _turned(x, tracked) for part, x in sequences.items()}
+        if len(terms) > 2:
+            mistakes |= {f"only {part.removeprefix('the part of ')} contributed": x for part, x in terms.items()}
+        if c.tied and name == self._embed_name():
+            terms |= self._tied_terms()
+        path = name.rpartition(".")[0].removesuffix(".base")
+        layer = layers_of(ours).get(path)
+        parts = self._parts(layer, tracked) if layer is not None else {}
+        inside = path.removeprefix(f"{names['blocks']}.").partition(".")
+        if inside[2].startswith(f"{names['attn']}.") and not inside[2].endswith(f".{names['attn.out']}"):
+            own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
+            i = int(inside[0])
+            steps = self.steps[i]
+            heads_step = next(step for step in steps.steps if step.kind == "attention")
+            signal = self._signals(f"blocks.{i}.")(heads_step.outputs[0], padded=True)
+            known, fitted = self._heads(
+                i, lambda found: _turned(found.grads[own], tracked), signal, self.seen.grads[tracked.name]
+            )
+            mistakes |= known
+        mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
+        if path in (adapters := adapters_of(ours)):
+            norms = with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
+            mistakes |= {what: _turned(x, tracked) for what, x in norms.items()}
+        if layer is not None and layer.adapted:
+            return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts, fitted)
+        return Causes(terms, mistakes, self.scales(), parts, fitted)
+
+    def _wrong_rows(self, name: str, layer: Affine | None) -> dict[str, Tensor]:
+        """A weight's gradient from rows that do not belong together; those of q, k and v are in `heads.py`."""
+        ours, batch = self.subject.ours, self.batch
+        if name == self._embed_name():
+            signal = self._signals("blocks.0.")(self.steps[0].input, padded=True)
+            found = into_other_rows(ours.embed.w.detach(), batch.inputs["input_ids"], signal)
+            if not self.subject.config.tied:
+                return found
+            of_embed, of_head = self._tied_terms().values()
+            found = {what: x + of_head for what, x in found.items()}
+            return found | {what: x + of_embed for what, x in self._head_from_other_rows().items()}
+        if layer is None or layer.adapted or not name.endswith(".weight"):
+            return {}
+        if layer is ours.head:
+            return self._head_from_other_rows()
+        for i, steps in enumerate(self.steps):
+            for name, step in steps.makers.items():
+                if steps.layer_of(name) is layer and not layer.plain().parts:
+                    a = self._values(f"blocks.{i}.")(step.inputs[0], padded=True)
+                    delta = self._signals(f"blocks.{i}.")(steps.joined(name), padded=True)
+                    return from_other_rows(layer.plain(), a, delta, batch.shape)
+        return {}
+
+    def _head_from_other_rows(self) -> dict[str, Tensor]:
+        a_11, head = self._values("a_11")("a_11", padded=True), self.subject.ours.head
+        delta_12 = delta_of_logits(head, a_11, self.batch)
+        return from_other_rows(head.plain(), a_11, delta_12, self.batch.shape)
+
+    @staticmethod
+    def _adapter_scale(layer: Affine) -> dict[str, float]:
+        scale = getattr(layer, "scale", 1.0)
+        return {f"the adapter's scale {scale:g}": scale} if scale != 1 else {}
+
+    def _parts(self, layer: Affine, tracked: Tracked) -> dict[str, Part]:
+        """Where q, k and v, or gate and up, are in a gradient that holds them side by side."""
+        plain = layer.plain()
+        shape = list(_turned(dict(self.subject.ours.named_parameters())[tracked.ours], tracked).shape)
+        if not plain.parts or tracked.ours.endswith(".down") or sum(plain.widths) not in shape:
+            return {}
+        starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
+        axis = shape.index(sum(plain.widths))
+        return {
+            letter: (axis, start, width) for (letter, width), start in zip(plain.parts.items(), starts, strict=True)
+        }
+
+    def _tied_terms(self) -> dict[str, Tensor]:
+        """The head's and the embedding's part of a tied weight's gradient."""
+        embed = self.subject.ours.embed
+        kept = self.batch.tokens != self.subject.padding_row
+        part = torch.zeros_like(embed.w)
+        part.index_add_(0, self.batch.tokens[kept], self.right.signals[f"blocks.0.{self.steps[0].input}"][kept])
+        return {"the embedding's part": part, "the head's part": self.right.grads[self._embed_name()] - part}
+
+    def _embed_name(self) -> str:
+        return f"{self.subject.config.table.names['embed']}.weight"
+
+    def scales(self) -> dict[str, float]:
+        """Numbers that are easily a factor too many or too few."""
+        c, batch = self.subject.config, self.batch
+        rows, width = batch.shape
+        found = {
+            "√d_head": c.query_width**0.5, "d_head": c.query_width, "the number of sequences": rows,
+            "the number of targets": batch.n_targets, "the number of tokens": rows * width,
+            "tokens per target": (rows * width) / batch.n_targets,
+            "predictions per target": rows * (width - 1) / batch.n_targets, "the number of heads": c.n_heads,
+            "√d_model": c.d_model**0.5, "queries per key": c.n_heads / c.kv_heads,
+        }  # fmt: skip
+        return {name: float(x) for name, x in found.items() if x != 1}
+
+    def averaged(self, tracked: Tracked) -> dict[str, Tensor]:
+        """A gradient with wrong averages over the sequences."""
+        return self._averaged(lambda x: _turned(x.grads[tracked.ours], tracked))
+
+    def _averaged(self, of: Callable[[Expected], Tensor]) -> dict[str, Tensor]:
+        """What wrong averages over the sequences would have given."""
+        each = self.batch.targets_of_each
+        if len(each) < 2:
+            return {}
+        if self._averages is None:
+            self._averages = {
+                "every sequence were averaged by itself, and then all sequences, instead of summed over all targets": expect(
+                    self.subject, self.batch, [n * len(each) for n in each]
+                ),
+                "the averages of the sequences were added, instead of all targets averaged": expect(
+                    self.subject, self.batch, each
+                ),
+            }
+        return {name: of(found) for name, found in self._averages.items()}
+
+    # ── what the audited model computed ─────────────────────────────────────────────────────────────────────────────
+
+    def _heads(
+        self, i: int, of: Callable[[heads.Result], Tensor], delta_3: Tensor | None, seen: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What every known mistake of attention would have given, and the scale that explains best what was seen."""
+        block, c = self.subject.ours.blocks[i], self.subject.config
+        step = next(step for step in self.steps[i].steps if step.kind == "attention")
+        a_2 = self._values(f"blocks.{i}.")(step.inputs[0], padded=True)
+
+        def made(choices: heads.Heads) -> Tensor:
+            return of(heads.compute(block, c, self.batch, a_2, choices, delta_3))
+
+        known = heads.known_mistakes(c, i, block, self.batch.padded)
+        found = {name: made(x) for name, x in known.items()}
+        right = heads.right_choices(c, i)
+        if seen is None or not torch.isfinite(seen).all():
+            return found, {}
+        scale = heads.fitted_scale(lambda x: made(replace(right, scale=x)) - seen, right.scale)
+        if scale is None:
+            return found, {}
+        text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
+        return found, {text: made(replace(right, scale=scale))}
+
+    def _place(self, point: str) -> Place | None:
+        """Where a point is; None outside the blocks."""
+        if not point.startswith("blocks."):
+            return None
+        _, number, name = point.split(".")
+        return Place(int(number), self.subject.ours.blocks[int(number)], self.steps[int(number)], name)
+
+    def _last_output(self) -> Tensor:
+        """The input of the final norm."""
+        i = self.subject.config.n_blocks - 1
+        return self._values(f"blocks.{i}.")(self.steps[i].output)
+
+    def _values(self, point: str) -> Read:
+        return self._reader(point, self.seen.values, self.right.values)
+
+    def _signals(self, point: str) -> Read:
+        return self._reader(point, self.seen.signals, self.right.signals)
+
+    def _reader(self, point: str, seen: dict[str, Tensor], right: dict[str, Tensor]) -> Read:
+        """Tensors of the same block: as the audited model computed them, or ours where it showed none."""
+        prefix = point[: point.rfind(".") + 1]
+
+        def read(name: str, *, padded: bool = False) -> Tensor:
+            name = prefix + name
+            if name in seen:
+                return seen[name] if padded else self._rows(seen[name])
+            if not padded:
+                return right[name]
+            whole = right[name].new_zeros(len(self.batch.rows), right[name].shape[1])
+            whole[self.batch.rows] = right[name]
+            return whole
+
+        return read
+
+    def _rows(self, x: Tensor | None) -> Tensor:
+        assert x is not None
+        return x[self.batch.rows]
+
+
+def _turned(x: Tensor, tracked: Tracked) -> Tensor:
+    return x.detach().t() if tracked.transposed else x.detach()
+
+
+def _norm_of(step: Step) -> Norm:
+    (layer,) = step.layers.values()
+    assert not isinstance(layer, Affine)
+    return layer
+
+
+def _columns(step: Step, name: str) -> slice:
+    """The columns of a layer that computes several outputs at once."""
+    (layer, *_), n, j = step.layers.values(), len(step.outputs), step.outputs.index(name)
+    if len(step.layers) == n or not isinstance(layer, Affine):
+        return slice(None)
+    width = sum(layer.plain().widths) // n
+    return slice(j * width, (j + 1) * width)

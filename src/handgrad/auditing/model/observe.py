@@ -1,0 +1,217 @@
+"""Run the audited model's own forward and backward pass, and write down what it computes.
+
+The model is left as it was: gradients, dropout and modes are restored. Autograd here is the audited model's.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import HandgradError
+from .batch import AuditBatch
+from .points import Point, points_of
+from .subject import Subject
+
+Loss = Callable[[Any, dict[str, Tensor]], Any]
+_DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout_p", "dropout")
+
+
+@dataclass
+class Observed:
+    """What one pass of the audited model computed, in float64 on the CPU."""
+
+    loss: float | None  # None: the function that computes it did not return it
+    values: dict[str, Tensor] = field(default_factory=dict)  # activations (B · T, d) by the point's name
+    signals: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)  # by the audited parameter's name
+    stale: dict[str, Tensor] = field(default_factory=dict)  # gradients that frozen parameters had before
+    dtype: torch.dtype = torch.float32  # the narrowest in which an activation was computed
+
+
+def plain_loss(model: Any, inputs: dict[str, Tensor]) -> Any:
+    """The loss that a model of transformers computes itself."""
+    out = model(**inputs, use_cache=False)
+    loss = out.get("loss") if hasattr(out, "get") else None
+    if loss is None:
+        raise HandgradError("the model returns no loss: give loss=, a function of the model and the batch")
+    return loss
+
+
+def shared_loss(n_targets: int) -> Loss:
+    """A part's share of the loss of a batch with this many targets, as transformers' Trainer asks for it."""
+
+    def loss(model: Any, inputs: dict[str, Tensor]) -> Any:
+        return model(**inputs, use_cache=False, num_items_in_batch=n_targets).loss
+
+    return loss
+
+
+def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, points: bool = True) -> Observed:
+    """One forward and backward pass of the audited model."""
+    device = next(subject.base.parameters()).device
+    inputs = {name: x.to(device) for name, x in batch.inputs.items()}
+    parameters = {t.name: t.parameter for t in subject.tracked}
+    with _quiet(subject.model), _without_gradients(parameters) as before:
+        tape = _Tape(subject) if points else None
+        try:
+            with torch.enable_grad():
+                result = loss(subject.model, inputs)
+                if all(p.grad is None for p in parameters.values()):
+                    _differentiate(result)
+                value = None if result is None else float(result.detach() if isinstance(result, Tensor) else result)
+        finally:
+            if tape is not None:
+                tape.close()
+        frozen = {n: g for n, g in before.items() if g is not None and not parameters[n].requires_grad}
+        seen = Observed(value, stale=frozen, dtype=subject.dtype)
+        seen.grads = {n: None if p.grad is None else _wide(p.grad) for n, p in parameters.items()}
+        if tape is not None:
+            seen.values, seen.signals, narrowest = tape.read(batch)
+            seen.dtype = max((subject.dtype, *narrowest), key=lambda d: torch.finfo(d).eps)
+    return seen
+
+
+def _differentiate(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        raise HandgradError(
+            "no parameter received a gradient: the loss must be a tensor that depends on the parameters, or the"
+            " function must call backward() itself"
+        )
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def take_step(model: nn.Module, inputs: dict[str, Tensor], optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+    """One step of training without dropout."""
+    optimizer.zero_grad()
+    with _quiet(model), torch.enable_grad():
+        result = loss(model, inputs)
+        if all(p.grad is None for p in model.parameters()):
+            _differentiate(result)
+    optimizer.step()
+
+
+def logits_of(model: nn.Module, batch: AuditBatch) -> Tensor:
+    """The audited model's logits of the tokens that are no padding (n, V)."""
+    device = next(model.parameters()).device
+    inputs = {name: x.to(device) for name, x in batch.inputs.items() if name != "labels"}
+    with _quiet(model), torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    return _wide(logits.flatten(0, 1)[batch.rows.to(device)])
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Training mode, with every dropout at 0."""
+    modes = {m: m.training for m in model.modules()}
+    changed: list[tuple[Any, str, float]] = []
+    for module in modes:
+        names = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT
+        for name in names:
+            value = module.__dict__.get(name)
+            if isinstance(value, float) and value:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor | None]]:
+    """Take the gradients away, and put them back in the end."""
+    before = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = None
+    try:
+        yield before
+    finally:
+        for name, p in parameters.items():
+            p.grad = before[name]
+
+
+def kept_gradients(subject: Subject) -> contextlib.AbstractContextManager[Any]:
+    """Whatever happens, the audited parameters keep the gradients they have."""
+    return _without_gradients({t.name: t.parameter for t in subject.tracked})
+
+
+class _Tape:
+    """What passes the points of a model: a value each time its module runs, and the signal that comes back for it."""
+
+    def __init__(self, subject: Subject):
+        self.points = points_of(subject.ours)
+        self.values: dict[str, list[Tensor]] = {}
+        self.signals: dict[str, list[Tensor | None]] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self._hooks: list[Any] = []
+        for point in self.points:
+            module = subject.module(point.module)
+            if module is not None:
+                hook = self._input(point) if point.side == "in" else self._output(point)
+                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _input(self, point: Point) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self._store(point, args[0] if args else kwargs.get("hidden_states", kwargs.get("input")))
+
+        return hook
+
+    def _output(self, point: Point) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self._store(point, out[0] if isinstance(out, tuple) and out else out)
+
+        return hook
+
+    def _store(self, point: Point, x: Any) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return
+        self.dtypes.add(x.dtype)
+        width = x.shape[-1] // point.parts
+        here = slice(point.part * width, (point.part + 1) * width)
+        self.values.setdefault(point.name, []).append(_wide(x[..., here]).reshape(-1, width))
+        arrived = self.signals.setdefault(point.name, [])
+        arrived.append(None)
+        if x.requires_grad:
+            index = len(arrived) - 1
+
+            def receive(grad: Tensor) -> None:
+                arrived[index] = _wide(grad[..., here]).reshape(-1, width)
+
+            x.register_hook(receive)  # type: ignore[no-untyped-call]
+
+    def read(self, batch: AuditBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
+        """Values and signals of every row of the batch, padding included, where the calls add up to the batch."""
+        n = batch.rows.numel()
+        values, signals = {}, {}
+        for name, calls in self.values.items():
+            if (whole := _last_rows(calls, n)) is not None:
+                values[name] = whole
+            with_signal = [x for x in self.signals[name] if x is not None]
+            if (whole := _last_rows(with_signal, n)) is not None:
+                signals[name] = whole
+        return values, signals, self.dtypes
+
+
+def _last_rows(calls: list[Tensor], n: int) -> Tensor | None:
+    """The last calls, if they have n rows together; earlier ones were recomputed."""
+    taken: list[Tensor] = []
+    while calls and sum(len(x) for x in taken) < n:
+        taken.insert(0, calls[-1])
+        calls = calls[:-1]
+    return torch.cat(taken) if sum(len(x) for x in taken) == n else None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64, copy=True)

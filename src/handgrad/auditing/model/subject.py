@@ -1,0 +1,299 @@
+"""The audited model as we see it: its configuration, its weights in a model of ours in float64, and who is who.
+
+The model may be of transformers, with or without adapters of PEFT, or any module whose parameters have, or are given,
+Hugging Face's names. Nothing here runs it or changes it.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import HandgradError
+from ...families import full_name
+from ...formats.config_json import read_config
+from ...formats.huggingface import build
+from ...lora.config import LoRAConfig
+from ...lora.injection import adapters_of, layers_of, put
+from ...lora.layer import LoRA
+from ...lora.patterns import prepare_matches
+from ...lora.peft import config_of
+from ...model.config import ModelConfig
+from ...model.gpt import GPT
+from ...proof.verify import free_memory
+
+BYTES_PER_PARAMETER = 8 * 5  # float64: weights, hand-derived and perturbed gradients, and the signals beside them
+_WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
+FACTORS = {"lora_A": "down", "lora_B": "up", "lora_magnitude_vector": "magnitude"}
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A parameter of the audited model, and ours that it equals."""
+
+    name: str  # in the audited model
+    parameter: nn.Parameter
+    ours: str  # the name of our parameter
+    transposed: bool  # ours is its transpose
+    adapter: bool  # belongs to an adapter
+    trains: bool  # should receive a gradient
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An audited model, beside our model with the same weights in float64."""
+
+    model: nn.Module  # as it was given: this is what runs
+    base: nn.Module  # the network itself, without wrappers and PEFT
+    ours: GPT
+    tracked: list[Tracked]
+    modules: dict[str, str]  # our name of a module → its name in `base`
+    adapter: str | None  # name of the active adapter
+    title: str
+
+    @property
+    def padding_row(self) -> int:
+        """The padding_idx of the embedding, whose row nn.Embedding gives no gradient; −1 if it has none"""
+        row = getattr(self.module(self.config.table.names["embed"]), "padding_idx", None)
+        return -1 if row is None else int(row)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.ours.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first weight of the network."""
+        return next(t.parameter.dtype for t in self.tracked if not t.adapter)
+
+    def module(self, ours: str) -> nn.Module | None:
+        """The audited module that has our name `ours`; None if it was replaced by something without it."""
+        try:
+            return self.base.get_submodule(self.modules.get(ours, ours))
+        except AttributeError:
+            return None
+
+
+Names = Callable[[str], str]
+
+
+def make_subject(
+    model: Any, config: ModelConfig | dict[str, Any] | None, names: Names | None, transposed: tuple[str, ...]
+) -> Subject:
+    """Read a model's configuration and weights, and build ours."""
+    if isinstance(model, GPT):
+        raise HandgradError("this is a handgrad model, which has no autograd to audit: use hg.verify")
+    if not isinstance(model, nn.Module):
+        raise HandgradError(f"the model must be a torch module, not a {type(model).__name__}")
+    inner = _unwrapped(model)
+    adapter = _active_adapter(inner)
+    lora = None if adapter is None else _adapter_config(inner, adapter)
+    base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
+    found = _parameters(base, adapter, names)
+    ours = _build(_config(base, config), found, transposed)
+    if adapter is not None and lora is not None:
+        _add_adapters(ours, base, adapter, lora, found)
+    ours.double().eval()
+    tracked = list(_pairs(ours, base, found, adapter, names, transposed))
+    broken = [t.name for t in tracked if not torch.isfinite(t.parameter).all()]
+    if broken:
+        raise HandgradError(f"{broken[0]} holds NaN or infinity ({len(broken)} such), so no gradient can be right")
+    own = {t.ours: t for t in tracked}
+    for name, p in ours.named_parameters():
+        p.requires_grad_(own[name].trains)
+    if not any(t.trains for t in tracked):
+        raise HandgradError(
+            "every parameter is frozen, so there is no gradient to audit: set requires_grad=True, or load the adapter"
+            " with is_trainable=True"
+        )
+    modules = {t.ours.rpartition(".")[0].removesuffix(".base"): _module_of(t.name) for t in tracked if not t.adapter}
+    return Subject(model, base, ours, tracked, _with_parents(modules), adapter, type(base).__name__)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    for attribute in _WRAPPERS:
+        inner = model._modules.get(attribute)
+        if isinstance(inner, nn.Module):
+            return _unwrapped(inner)
+    return model
+
+
+def _config(base: nn.Module, given: ModelConfig | dict[str, Any] | None) -> ModelConfig:
+    if isinstance(given, ModelConfig):
+        return given
+    raw = given
+    if raw is None and hasattr(getattr(base, "config", None), "to_json_string"):
+        raw = json.loads(base.config.to_json_string())  # type: ignore[union-attr,operator]
+    if not isinstance(raw, dict):
+        raise HandgradError(
+            f"{type(base).__name__} has no configuration of transformers: give config=hg.ModelConfig(…), or the"
+            " fields of a config.json"
+        )
+    return read_config(raw, Path("the model's configuration"))
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _active_adapter(model: Any) -> str | None:
+    """The name of the adapter that PEFT computes with; None if there is none."""
+    if hasattr(model, "get_base_model"):
+        active = model.active_adapters
+    else:  # a transformers model has adapters in its layers after add_adapter
+        layer = next((m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")), None)
+        active = [None] if layer is None else layer.active_adapters
+    if len(active) != 1:
+        raise HandgradError(f"{len(active)} adapters are active: activate one with model.set_adapter(name)")
+    name: str | None = active[0]
+    return name
+
+
+def _adapter_config(model: Any, adapter: str) -> LoRAConfig:
+    raw = {k: sorted(v) if isinstance(v, set) else v for k, v in model.peft_config[adapter].to_dict().items()}
+    return config_of(raw, Path("the adapter's configuration"))
+
+
+def _parameters(base: nn.Module, adapter: str | None, names: Names | None) -> dict[str, tuple[str, nn.Parameter]]:
+    """The network's own parameters by Hugging Face's names, each with its name in the audited model."""
+    found: dict[str, tuple[str, nn.Parameter]] = {}
+    for name, p in base.named_parameters(remove_duplicate=False):
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        if ".modules_to_save." in name and f".modules_to_save.{adapter}." not in name:
+            continue
+        if not p.is_floating_point():
+            raise HandgradError(f"{name} holds {p.dtype}, not floating-point numbers: load the model unquantized")
+        plain = name.replace(".base_layer.", ".").replace(f".modules_to_save.{adapter}.", ".")
+        found[full_name(plain) if names is None else names(plain)] = (name, p)
+    return found
+
+
+def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], transposed: tuple[str, ...]) -> GPT:
+    """Our model with these weights; whether the head is tied is decided by the tensors, not by the configuration."""
+    layers = config.table.names
+    head, embed = (found.get(f"{layers[part]}.weight") for part in ("head", "embed"))
+    if embed is None:
+        raise HandgradError(
+            f"the model has no parameter {layers['embed']}.weight: give names=, a function from its names to those of"
+            f" {config.table.architecture}"
+        )
+    config = replace(config, tied=head is None or head[1] is embed[1])
+    size = sum(p.numel() for _, p in found.values())
+    if BYTES_PER_PARAMETER * size > free_memory():
+        raise HandgradError(
+            f"auditing {size:,} parameters in float64 needs about {BYTES_PER_PARAMETER * size / 1e9:.0f} GB, but"
+            f" {free_memory() / 1e9:.0f} GB are free: audit a smaller model of the same family, with the same code"
+        )
+    shapes = {name: p.shape for name, p in GPT(config, device="meta").named_parameters()}
+    weights: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if name not in found:
+            raise HandgradError(f"the model has no parameter {name} ({len(shapes)} are needed)")
+        theirs, p = found[name]
+        if p.is_meta:
+            raise HandgradError(f"{theirs} has no values: load the weights first")
+        value = p.detach().cpu().double().clone()
+        value = value.t().contiguous() if theirs.endswith(transposed or ("\0",)) else value
+        if value.shape != shape:
+            raise HandgradError(
+                f"{theirs} has the shape {tuple(value.shape)}; the configuration requires {tuple(shape)}"
+            )
+        weights[name] = value
+    unknown = sorted(set(found) - set(shapes) - ({f"{layers['head']}.weight"} if config.tied else set()))
+    if unknown:
+        raise HandgradError(f"{unknown[0]} is not a parameter of {config.table.architecture} ({len(unknown)} such)")
+    return build(config, weights, torch.float64)
+
+
+@torch.no_grad()
+def _add_adapters(
+    ours: GPT, base: nn.Module, adapter: str, config: LoRAConfig, found: dict[str, tuple[str, nn.Parameter]]
+) -> None:
+    layers = layers_of(ours)
+    modules = {name: m for name, m in base.named_modules() if adapter in getattr(m, "lora_A", {})}
+    if any(adapter in getattr(m, "lora_embedding_A", {}) for m in base.modules()):
+        raise HandgradError("adapters of embeddings are not supported: give adapters to linear layers")
+    names = {full_name(name): m for name, m in modules.items()}
+    if not names:
+        raise HandgradError(f"the adapter {adapter!r} has no low-rank factors")
+    prepare_matches((*config.rank_pattern, *config.alpha_pattern), list(names))
+    for name, module in names.items():
+        if name not in layers:
+            raise HandgradError(f"the adapter changes {name}, which is no linear layer of ours")
+        if getattr(module, "merged", False):
+            raise HandgradError("the adapter is merged into the weights: call model.unmerge_adapter() first")
+        magnitude = adapter in getattr(module, "lora_magnitude_vector", {})
+        rank = module.lora_A[adapter].weight.shape[0]
+        layer = LoRA(layers[name].plain(), rank, config.scale_of(name), magnitude=magnitude)
+        layer.down.copy_(module.lora_A[adapter].weight.t().cpu())
+        layer.up.copy_(module.lora_B[adapter].weight.t().cpu())
+        if layer.magnitude is not None:
+            layer.magnitude.copy_(module.lora_magnitude_vector[adapter].weight.flatten().cpu())
+        put(ours, name, layer)
+    ours.adapter = config
+
+
+def _pairs(
+    ours: GPT,
+    base: nn.Module,
+    found: dict[str, tuple[str, nn.Parameter]],
+    adapter: str | None,
+    names: Names | None,
+    transposed: tuple[str, ...],
+) -> Iterator[Tracked]:
+    """Every parameter of ours with its twin."""
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    layers = adapters_of(ours)
+    original = {
+        full_name(name.partition(".lora_")[0]): name.partition(".lora_")[0] for name in parameters if ".lora_" in name
+    }
+    freeze_down = ours.adapter is not None and _all_frozen(parameters, "lora_A", adapter)
+    for name, _ in ours.named_parameters():
+        path, _, kind = name.rpartition(".")
+        if path in layers:
+            factor = next(theirs for theirs, mine in FACTORS.items() if mine == kind)
+            theirs = f"{original[path]}.{factor}.{adapter}.weight"
+            trains = not (freeze_down and kind == "down")
+            yield Tracked(theirs, parameters[theirs], name, kind != "magnitude", True, trains)
+        else:
+            theirs, p = found[name.replace(".base.", ".")]
+            saved = f".modules_to_save.{adapter}." in theirs
+            turned = theirs.endswith(transposed or ("\0",))
+            yield Tracked(theirs, p, name, turned, saved, saved or p.requires_grad)
+
+
+def _all_frozen(parameters: dict[str, nn.Parameter], factor: str, adapter: str | None) -> bool:
+    """Whether no layer trains this factor while others train: LoRA-FA."""
+    chosen = [p for name, p in parameters.items() if f".{factor}.{adapter}." in name]
+    others = [p for name, p in parameters.items() if f".lora_B.{adapter}." in name]
+    return not any(p.requires_grad for p in chosen) and any(p.requires_grad for p in others)
+
+
+def _module_of(parameter: str) -> str:
+    """The module that computes with a parameter: an adapted layer rather than the layer inside it."""
+    path = parameter.rpartition(".")[0].removesuffix(".base_layer")
+    return path.partition(".modules_to_save.")[0]
+
+
+def _with_parents(modules: dict[str, str]) -> dict[str, str]:
+    """The modules' parents too, where our path and theirs have the same number of parts."""
+    found = dict(modules)
+    for ours, theirs in modules.items():
+        mine, other = ours.split("."), theirs.split(".")
+        shift = len(mine) - len(other)  # the prefix that a bare network omits
+        for i in range(1, len(mine)):
+            if i > shift >= 0:
+                found.setdefault(".".join(mine[:i]), ".".join(other[: i - shift]))
+    return found
+
+
+def gradient_of_ours(subject: Subject, tracked: Tracked, grads: dict[str, Tensor]) -> Tensor | None:
+    """Our gradient in the orientation of the audited parameter; None where there should be none."""
+    grad = grads.get(tracked.ours)
+    if grad is None:
+        return None
+    return grad.t() if tracked.transposed else grad

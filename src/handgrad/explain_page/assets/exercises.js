@@ -1,0 +1,286 @@
+// @ts-check
+// The view “Exercises”: the reader writes a backward function; the prover grades it on this sentence.
+
+import { has, post } from "./api.js";
+import { judgment } from "./exercise_result.js";
+import { chips, table, viewHead } from "./parts.js";
+import { h } from "./render.js";
+
+let chosen = ""; // name of the exercise
+/**
+ * @typedef {object} Work  what the reader has done with an exercise since the page was opened
+ * @property {string} [code]
+ * @property {string} [before]    the answer that “start again” has replaced
+ * @property {string} [station]   whose numbers judge it
+ * @property {number} [hints]     how many are shown
+ * @property {boolean} [solution] whether it is shown
+ * @property {any} [result]
+ * @property {boolean} [exactly]  whether the reader asked which term is missing
+ * @property {any} [progress]
+ * @property {boolean} [busy]
+ * @property {string} [problem]
+ */
+
+/** @type {Record<string, Work>} */
+const work = {};
+
+const workOf = (/** @type {any} */ exercise) => (work[exercise.name] ??= {});
+const progressOf = (/** @type {any} */ exercise) => workOf(exercise).progress ?? exercise.progress;
+
+/** The exercises of a station, as buttons that open them there. @param {any} station @param {any} actions */
+export function exerciseButtons({ id, exercises }, actions) {
+  if (!exercises.length || !has("learn")) return null;
+  const open = (/** @type {string} */ name) => {
+    chosen = name;
+    Object.assign((work[name] ??= {}), { station: id });
+    actions.open("exercises");
+  };
+  const button = (/** @type {string} */ name) =>
+    h("button", { type: "button", class: "small", "data-open": name, key: name, onclick: () => open(name) }, name);
+  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(button));
+}
+
+export const exercisesView = {
+  id: "exercises",
+  title: "Exercises",
+  available: () => has("learn"),
+  needs: () => ({ course: ["learn", {}] }),
+
+  /** @param {any} state @param {any} data @param {any} actions */
+  draw(state, { course }, actions) {
+    const open = course.exercises.findIndex((e) => e.name === chosen);
+    const next = course.exercises.findIndex((e) => !progressOf(e)?.solved);
+    const exercise = course.exercises[open >= 0 ? open : Math.max(0, next)];
+    chosen = exercise.name; // it stays open when it is solved
+    const solved = course.exercises.filter((e) => progressOf(e)?.solved).length;
+    return [
+      viewHead(
+        course.grading
+          ? `${solved} of ${course.exercises.length} solved`
+          : "to read; run handgrad explain to have answers judged",
+        "Write the backward pass yourself",
+      ),
+      picker(course, exercise, actions),
+      task(exercise),
+      course.grading ? editor(course, exercise, state, actions) : null,
+      help(course, exercise, actions),
+    ];
+  },
+};
+
+function picker(course, exercise, actions) {
+  const items = course.exercises.map((e) => ({
+    content: [
+      h("small", {}, String(e.number)),
+      h("b", {}, e.title),
+      progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null,
+    ],
+    label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
+    data: { "data-exercise": e.name },
+  }));
+  const choose = (/** @type {number} */ i) => {
+    chosen = course.exercises[i].name;
+    actions.redraw();
+  };
+  return chips({
+    label: "Exercises",
+    items,
+    chosen: course.exercises.indexOf(exercise),
+    choose,
+    class: "strip course",
+  });
+}
+
+/** Paragraphs, and formulas where the text is indented. @param {string} text */
+export const paragraphs = (text) =>
+  text
+    .split("\n\n")
+    .map((part, i) =>
+      part.startsWith("    ")
+        ? h("pre", { key: i, tabindex: "0" }, part.replace(/^ {4}/gm, ""))
+        : h("p", { key: i }, part),
+    );
+
+function task(exercise) {
+  const rows = (list, role) =>
+    list.map((x) =>
+      h(
+        "tr",
+        { key: x.name },
+        h("td", {}, role),
+        h("td", {}, h("code", {}, x.name)),
+        h("td", {}, x.shape),
+        h("td", {}, x.meaning),
+      ),
+    );
+  return h(
+    "section",
+    { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
+    h("h3", {}, `${exercise.number}. ${exercise.title}`),
+    paragraphs(exercise.text),
+    table(
+      "Arguments and results",
+      ["", "name", "shape", "meaning"],
+      [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")],
+    ),
+    h("p", { class: "soft" }, `Derived in ${exercise.page}.`),
+  );
+}
+
+function editor(course, exercise, state, actions) {
+  const mine = workOf(exercise);
+  mine.code ??= exercise.progress?.code || exercise.starter;
+  const grade = async () => {
+    if (mine.busy) return;
+    Object.assign(mine, { busy: true, problem: "", exactly: false });
+    actions.redraw();
+    try {
+      const body = { id: state.overview.id, exercise: exercise.name, code: mine.code, station: mine.station ?? "" };
+      mine.result = await actions.busy(post("learn/grade", body));
+      mine.progress = mine.result.progress;
+    } catch (reason) {
+      mine.problem = /** @type {Error} */ (reason).message;
+    }
+    mine.busy = false;
+    actions.redraw();
+  };
+  const replace = (/** @type {string | undefined} */ code, /** @type {string | undefined} */ before) => {
+    actions.redraw(); // the renderer sees what was typed, or it would not see that it changes
+    Object.assign(mine, { code, before, result: null });
+    actions.redraw();
+  };
+  const reveal = () => {
+    mine.exactly = true;
+    actions.redraw();
+  };
+  const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
+  return h(
+    "section",
+    { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
+    exercise.stations.length > 1 ? stationChoice(exercise, state, mine) : null,
+    h("textarea", {
+      class: "editor",
+      id: "code",
+      "aria-label": "Your backward function",
+      spellcheck: "false",
+      maxlength: course.max_code,
+      rows: String(Math.min(28, Math.max(10, mine.code.split("\n").length + 1))),
+      value: mine.code,
+      oninput: (event) => (mine.code = event.target.value),
+      onkeydown: indent,
+      "aria-describedby": "editor-keys",
+    }),
+    h(
+      "div",
+      { class: "walk" },
+      h(
+        "button",
+        { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade },
+        mine.busy ? "judging…" : "Check my answer",
+      ),
+      h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
+      mine.before && mine.code === exercise.starter
+        ? h("button", { type: "button", id: "undo", onclick: () => replace(mine.before) }, "bring my answer back")
+        : null,
+    ),
+    h("p", { class: "soft", id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
+    h(
+      "p",
+      { class: "soft" },
+      `Your code runs on this machine only, when you press the button. ${course.confinement}`,
+    ),
+    mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
+    mine.result
+      ? judgment(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
+      : null,
+  );
+}
+
+/** What to do after a right answer. */
+function following(course, exercise, actions) {
+  const open = course.exercises.filter((e) => !progressOf(e)?.solved);
+  const next = open.find((e) => e.number > exercise.number) ?? open[0];
+  if (!next) return h("p", { key: "next" }, "That was the last one: you have written every backward pass of a transformer.");
+  const go = () => {
+    chosen = next.name;
+    actions.redraw();
+  };
+  return h("p", { key: "next" }, h("button", { type: "button", id: "next", onclick: go }, `next: ${next.title}`));
+}
+
+function stationChoice(exercise, state, mine) {
+  const name = (id) => {
+    const station = state.table.stations.find((s) => s.id === id);
+    return station ? `${station.title}${station.block === null ? "" : ` of block ${station.block + 1}`}` : id;
+  };
+  return h(
+    "label",
+    { class: "field" },
+    "judged with the numbers of this sentence at",
+    h(
+      "select",
+      {
+        id: "exercise-station",
+        value: mine.station ?? exercise.stations[0],
+        onchange: (event) => (mine.station = event.target.value),
+      },
+      exercise.stations.map((id) => h("option", { value: id, key: id }, name(id))),
+    ),
+  );
+}
+
+/** Tab indents; Escape, then Tab, leaves the editor. @param {any} event */
+function indent(event) {
+  const box = event.target;
+  if (event.key === "Escape") box.dataset.leave = "yes";
+  else if (event.key === "Tab" && !event.shiftKey && !box.dataset.leave) {
+    event.preventDefault();
+    box.setRangeText("    ", box.selectionStart, box.selectionEnd, "end");
+    box.dispatchEvent(new Event("input"));
+  } else delete box.dataset.leave;
+}
+
+function help(course, exercise, actions) {
+  const mine = workOf(exercise);
+  const shown = Math.min(exercise.hints.length, mine.hints ?? exercise.progress?.hints ?? 0);
+  const solution = mine.solution ?? false;
+  const tell = async (what) => {
+    if (!course.grading) return;
+    try {
+      mine.progress = await post("learn/shown", { exercise: exercise.name, what });
+      actions.redraw();
+    } catch {
+      // only the count of hints is lost
+    }
+  };
+  const hint = () => {
+    mine.hints = shown + 1;
+    actions.redraw();
+    tell("hint");
+  };
+  const reveal = () => {
+    mine.solution = true;
+    actions.redraw();
+    tell("solution");
+  };
+  return h(
+    "section",
+    { class: "card", "aria-label": "Help", key: `help ${exercise.name}` },
+    shown
+      ? h(
+          "ol",
+          { class: "hints" },
+          exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)),
+        )
+      : null,
+    h(
+      "div",
+      { class: "walk" },
+      shown < exercise.hints.length
+        ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`)
+        : null,
+      solution ? null : h("button", { type: "button", id: "solution", onclick: reveal }, "show the solution"),
+    ),
+    solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,
+  );
+}

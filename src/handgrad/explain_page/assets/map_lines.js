@@ -1,0 +1,96 @@
+// @ts-check
+// The lines of the map: which arrows and arcs connect its rows, and how wide they are.
+
+const LINE = 26; // distance of the main line from the edge, in pixels
+const BEND = 9; // distance of a skip connection from the edge
+
+/**
+ * @typedef {{ y: number, id: string, block: number | null, top?: boolean }} Row  a row of the map; `top` is the
+ * heading of an open block
+ * @typedef {{ d: string, kind: "forward" | "backward", width: number, part: "flow" | "skip" | "tip" }} Line
+ */
+
+/** Returns a function from length to stroke width, logarithmic between the smallest and the largest length.
+ * @param {(number | null)[]} lengths */
+export function widths(lengths) {
+  const logs = lengths.filter((x) => x !== null && x > 0).map((x) => Math.log(/** @type {number} */ (x)));
+  const least = Math.min(...logs),
+    most = Math.max(...logs);
+  return (/** @type {number | null} */ x) =>
+    x && x > 0 ? 1.5 + (most > least ? (8 * (Math.log(x) - least)) / (most - least) : 4) : 0;
+}
+
+/** @param {Row[]} rows @param {number} wide @param {Record<string, number | null>} a @param {Record<string, number | null>} delta
+ * @param {string} shown  "a", "delta" or "both"
+ * @param {{ id: string, kind: string, block: number | null, skips_from: string | null }[]} stations @returns {Line[]} */
+export function mapLines(rows, wide, a, delta, shown, stations) {
+  const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
+  /** @type {Line[]} */
+  const lines = [];
+  const arrow = (
+    /** @type {any} */ kind,
+    /** @type {number} */ x,
+    /** @type {number} */ from,
+    /** @type {number} */ to,
+    /** @type {number} */ width,
+  ) => {
+    if (!width) return;
+    const way = Math.sign(to - from),
+      half = width / 2 + 2.5,
+      end = to - way * (5 + width / 3);
+    lines.push({ kind, part: "flow", width, d: `M${x} ${from}V${end}` });
+    lines.push({ kind, part: "tip", width: 0, d: `M${x - half} ${end}H${x + half}L${x} ${to}Z` });
+  };
+  const forward = shown !== "delta",
+    backward = shown !== "a";
+  rows.forEach((row, i) => {
+    const before = rows[i - 1];
+    if (!before) return;
+    if (forward) arrow("forward", LINE, before.y + 5, row.y - 6, before.id === "a_0" ? 1.5 : widthOf.a(a[before.id]));
+    if (backward && delta[before.id] !== null)
+      arrow("backward", wide - LINE, row.y - 5, before.y + 6, widthOf.delta(delta[before.id]));
+  });
+  for (const top of rows.filter((row) => row.top)) {
+    const find = (/** @type {string | null} */ id) => rows.find((row) => row.id === id && !row.top);
+    for (const addition of stations.filter((s) => s.block === top.block && s.kind === "add")) {
+      const from = addition.skips_from === null ? top : find(addition.skips_from),
+        to = find(addition.id);
+      if (!from || !to) continue;
+      if (forward)
+        lines.push({
+          kind: "forward",
+          part: "skip",
+          width: Math.min(5, widthOf.a(a[from.id])),
+          d: arc(BEND, LINE, from.y, to.y),
+        });
+      if (backward)
+        lines.push({
+          kind: "backward",
+          part: "skip",
+          width: Math.min(5, widthOf.delta(delta[to.id])),
+          d: arc(wide - BEND, wide - LINE, to.y, from.y),
+        });
+    }
+  }
+  return lines.filter((line) => line.part === "tip" || line.width);
+}
+
+/** From (inner, from) out to the edge and back to (inner, to).
+ * @param {number} edge
+ * @param {number} inner
+ * @param {number} from
+ * @param {number} to */
+function arc(edge, inner, from, to) {
+  const way = 16 * Math.sign(to - from);
+  return (
+    `M${inner} ${from}C${edge} ${from} ${edge} ${from} ${edge} ${from + way}V${to - way}C${edge} ` +
+    `${to} ${edge} ${to} ${inner} ${to}`
+  );
+}
+
+/** Where the dots of a row are. @param {Row[]} rows @param {number} wide @param {string} shown */
+export const joints = (rows, wide, shown) =>
+  rows.flatMap((row) => [
+    ...(shown !== "delta" ? [{ x: LINE, y: row.y, kind: "forward" }] : []),
+    ...(shown !== "a" ? [{ x: wide - LINE, y: row.y, kind: "backward" }] : []),
+  ]);

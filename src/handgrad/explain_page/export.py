@@ -1,0 +1,176 @@
+"""The page as one file: the same assets, with the server's answers for one sentence embedded as data. The file opens
+from disk or from an e-mail and makes no requests."""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ..errors import HandgradError
+from ..formatting import size
+from .course import Judge, course_view
+from .json_types.questions import Error, Stepped
+from .page_files import asset, modules
+from .proofs.prover import CheckResults, Prover, report, summary
+from .routes import ROUTES, Served
+from .server import nonfinite_to_null
+from .session.session import Session, TracedSentence
+from .stations.table import Station
+from .views.step import take_step
+
+MAX_BYTES = 8_000_000
+COLUMNS = (128, 64, 32)  # most columns of a picture: the first number with which the file is small enough
+RATES = (0.001, 0.01, 0.1)
+STEPS = 12  # precomputed at each rate; one for a large model
+Watch = Callable[[Sequence[str]], Iterable[str]]
+
+
+class Embedded(dict[str, Any]):
+    """Answers by the request as assets/api.js makes it, from the functions of routes.py."""
+
+    def __init__(self, session: Session, sentence: TracedSentence):
+        super().__init__()
+        self.sentence, self.served = sentence, Served(session, Prover(session), Judge())
+
+    def add(self, name: str, options: dict[str, int] | None = None, **given: object) -> None:
+        route = ROUTES[name]
+        self[route.key(**given)] = route.answer(self.served, {"id": self.sentence, **given}, **(options or {}))
+
+
+def export(session: Session, text: str, watch: Watch = iter) -> str:
+    """Return the page for this sentence as HTML. `watch` may wrap the iteration over stations to show progress."""
+    sentence = session.sentence(text)
+    embedded = answers(session, sentence, watch)
+    for columns in _columns(session, sentence, MAX_BYTES - len(_page(embedded).encode())):
+        page = _page({**embedded, **_pictures(session, sentence, columns)})
+        if len(page.encode()) <= MAX_BYTES:
+            return page
+    raise HandgradError(
+        f"the file would have {size(len(page.encode()))}, above the limit of {size(MAX_BYTES)}: use a shorter sentence"
+        " or a smaller model"
+    )
+
+
+def _page(embedded: dict[str, Any]) -> str:
+    """The HTML of the page with these answers."""
+    data = _json(embedded).replace("<", "\\u003c")
+    style, script = asset("style.css") + asset("views.css"), bundle()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}';"
+        " base-uri 'none'; form-action 'none'"
+    )
+    page = asset("page.html")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    page = re.sub(r"<link[^>]*style\.css[^>]*>\n<link[^>]*views\.css[^>]*>", lambda _: head, page)
+    body = f'<script type="application/json" id="embedded-answers">{data}</script>\n<script type="module">{script}</script>'
+    return re.sub(r"<script[^>]*page\.js[^>]*></script>", lambda _: body, page)
+
+
+def _json(answers: dict[str, Any]) -> str:
+    return json.dumps(_rounded(nonfinite_to_null(answers)), ensure_ascii=False, separators=(",", ":"))
+
+
+def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
+    """Return the answers that the file contains; `_pictures` has the others."""
+    found = Embedded(session, sentence)
+    for name in ("table", "overview", "heads", "attribution"):
+        found.add(name)
+    for station in session.stations:
+        if station.stream:
+            found.add("lens", station=station.id)
+    for block in range(session.model.config.n_blocks):
+        found.add("neurons", block=block)
+    found["learn"] = course_view(session, {}, grading=False)
+    found |= _proofs(session, sentence, watch)
+    found["steps"] = _steps(session, sentence)
+    return found
+
+
+def _columns(session: Session, sentence: TracedSentence, room: int) -> Iterator[int]:
+    """Return the numbers of columns to try: those with which the pictures of all blocks would fit if each had the size of
+    the first one's, and at least the last number."""
+    for columns in COLUMNS:
+        block = [s for s in session.stations if s.block == 0]
+        size = len(_json(_pictures(session, sentence, columns, block, range(1))).encode())
+        if size * session.model.config.n_blocks <= room or columns == COLUMNS[-1]:
+            yield columns
+
+
+def _pictures(
+    session: Session,
+    sentence: TracedSentence,
+    columns: int,
+    stations: Sequence[Station] | None = None,
+    blocks: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """Return the answers that consist of pictures, at most `columns` wide, of all stations and blocks, or of some."""
+    config, found = session.model.config, Embedded(session, sentence)
+    for station in session.stations if stations is None else stations:
+        found.add("station", {"limit": columns}, station=station.id)
+    for block in range(config.n_blocks) if blocks is None else blocks:
+        for head in range(config.n_heads):
+            found.add("head", {"limit": columns}, block=block, head=head)
+    return found
+
+
+def _proofs(session: Session, sentence: TracedSentence, watch: Watch) -> dict[str, Any]:
+    """Check every station against autograd and, if the model is small, against finite differences."""
+    prover, results = Prover(session), CheckResults()
+    ids = [station.id for station in session.stations]
+    for id in watch(ids):
+        prover.check_now(sentence, results, session.by_id[id], differences=not session.large)
+    found: dict[str, Any] = {ROUTES["proof"].key(station=id): report(results, id) for id in ids}
+    return {**found, ROUTES["proofs"].key(): {id: summary(results, id) for id in ids}}
+
+
+def _steps(session: Session, sentence: TracedSentence) -> dict[str, list[Stepped | Error]]:
+    """Take the steps that the file shows, at each learning rate."""
+    found: dict[str, list[Stepped | Error]] = {}
+    for rate in RATES:
+        here = sentence
+        taken: list[Stepped | Error] = []
+        for _ in range(1 if session.large else STEPS):
+            try:
+                made = take_step(session, here, rate, "SGD", undo=session.large)
+            except HandgradError as reason:
+                taken.append({"error": str(reason)})
+                break
+            taken.append(made)
+            if not session.large:
+                here = session.find(made["id"])
+        found[f"{rate:g}"] = taken  # the key that assets/step.js looks up
+    return found
+
+
+def bundle() -> str:
+    """Join the JavaScript modules into one script: each becomes a function that returns its exports."""
+    parts = []
+    for name in modules():
+        code = asset(name)
+        exports = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.M)
+        code = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";', _destructured, code, flags=re.M)
+        code = re.sub(r"^export ", "", code, flags=re.M)
+        parts.append(f"const {name[:-3]}Module = (() => {{\n{code}\nreturn {{ {', '.join(exports)} }};\n}})();")
+    return "\n".join(parts).replace("</script", "<\\/script")
+
+
+def _destructured(found: re.Match[str]) -> str:
+    """import { a, b as c } from "./x.js"; → const { a, b: c } = xModule;"""
+    return f"const {found[1].replace(' as ', ': ')} = {found[2]}Module;"
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _rounded(x: Any) -> Any:
+    """Round floats to six significant digits, which keeps the file small."""
+    if isinstance(x, float):
+        return float(f"{x:.6g}")
+    if isinstance(x, dict):
+        return {key: _rounded(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_rounded(value) for value in x]
+    return x

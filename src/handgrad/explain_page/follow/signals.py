@@ -1,0 +1,299 @@
+"""How a cell of an error signal or of a gradient was computed: the sums that `follow.py` shows. The error signal of an
+activation is the sum of what the steps that read it send back: a rule per kind of step."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...model.layers.norms import Norm
+from ...model.passes.objective import LogitDifference
+from ...model.steps import signal
+from ..presentation.notation import symbol
+from ..session.session import TracedSentence
+from ..stations.network import NetworkStep
+from .forward import Answer, masked
+from .tensors import Cell, Tensors, delta_of, split, wide
+from .terms import Factor, Sum, column, number, one, row
+
+PASSED = "Δ of the skip connection"  # beside what comes through the branch
+
+
+def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
+    """The sums that make a cell of an error signal or of a gradient."""
+    here, last = split(cell.name)
+    if last.startswith("grad_"):
+        return _gradient(t, sentence, cell, here, last.removeprefix("grad_"))
+    if last.startswith("g_"):
+        return _adapter_signal(t, here, last.removeprefix("g_"), cell.row, cell.column)
+    readers = t.network.readers(f"{here}a_{last.removeprefix('delta_')}")
+    if not readers:
+        return _scores(t, cell, here) if last in ("delta_causal", "delta_raw") else _queries(t, cell, here)
+    sent = [RULES[step.kind](t, sentence, step, cell) for step in readers]
+    if len(sent) == 1:
+        return sent[0]
+    texts = [PASSED if step.kind == "add" else text for step, (text, _) in zip(readers, sent, strict=True)]
+    return ", plus ".join(texts), [one for _, sums in sent for one in sums]
+
+
+# ── the kinds of steps ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _embedding(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    """Δ_0, of tokens relaxed to vectors"""
+    return "Δ₁ · row of the token table", [Sum((row(t, step.signals[0], cell.row), row(t, "w_tok", cell.column)))]
+
+
+def _next(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    return "Δ of the next block's input", [Sum((one(t, step.signals[0], cell.row, cell.column),))]
+
+
+def _norm(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    """Δ of a norm's output · column j of its derivative at row i"""
+    i, j = cell.row, cell.column
+    derivative = _derivative(step.norm()[1], t[step.inputs[0]][i].double())[:, j]
+    which = "last " if step.block is None else ""
+    return f"Δ through the {which}norm", [Sum((row(t, step.signals[0], i), number(derivative, "norm′")))]
+
+
+def _attention(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    """Of q, k and v, all heads"""
+    here, i, j, sums = step.here, cell.row, cell.column, []
+    for letter in "qkv":
+        name = delta_of(t.projected(here, letter))
+        x, w = t[name], t[f"{here}w_{letter}"][j].double()
+        for h in range(len(x)):
+            sums.append(Sum((row(t, name, i, h), _of_head(f"{here}w_{letter}", w, j, h, x.shape[2]))))
+    return "Δ of queries, keys and values · rows of their weights", sums
+
+
+def _linear(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    letters = [letter for _, _, held in step.products() for letter in held]
+    parts = [
+        Sum((row(t, name, cell.row), row(t, f"{step.here}w_{letter}", cell.column)))
+        for name, letter in zip(step.signals, letters, strict=True)
+    ]
+    return "Δ of the output · row of the weight" + (
+        "" if len(parts) == 1 else f", of {' and of '.join(letters)}"
+    ), parts
+
+
+def _add(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    return "the skip connection passes Δ on unchanged", [Sum((one(t, step.signals[0], cell.row, cell.column),))]
+
+
+def _activation(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    i, j = cell.row, cell.column
+    inputs = [t[name][i : i + 1, j : j + 1].double() for name in step.inputs]
+    slopes = t.block(step.here).mlp.backward_activation(torch.ones_like(inputs[0]), inputs)[0]
+    which = [signal(name) for name in step.inputs].index(cell.name)
+    gate = symbol(step.inputs[0])
+    if step.kind == "activation":
+        source, shown = step.inputs[0], f"g′({gate})"
+    elif which == 0:
+        source, shown = step.inputs[1], f"{symbol(step.inputs[1])} · g′({gate})"
+    else:
+        source, shown = step.inputs[0], f"g({gate})"
+    slope = number(slopes[which], shown, lambda k: Cell(source, i, j))
+    return f"{symbol(step.signals[0])} · {shown}", [Sum((one(t, step.signals[0], i, j), slope))]
+
+
+def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -> Answer:
+    """Where the backward pass starts"""
+    o, i, j = sentence.objective, cell.row, cell.column
+    if isinstance(o, LogitDifference):
+        sign = {o.token: 1.0, o.against: -1.0}.get(j, 0.0) if i == o.position else 0.0
+        return "±1 for the two logits that are compared, else 0", [Sum((number(sign, "∂(difference)"),))]
+    targets = o.select(sentence.targets, t.model.config.n_vocab)[0]
+    count, target = int((targets >= 0).sum()), int(targets[i])
+    if target < 0:
+        read = int(sentence.targets[0, i]) >= 0
+        why = "what is explained does not depend on this row" if read else "this row has no target"
+        return why, [Sum((number(0.0, "not read" if read else "no target"),))]
+    expected = number(1.0 if j == target else 0.0, "y_gt")
+    each = f", divided by the number of targets, {count}" if count > 1 else ""
+    return f"y_pred − y_gt{each}", [Sum((one(t, "y_pred", i, j),), 1 / count), Sum((expected,), -1 / count)]
+
+
+RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
+    "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
+    "activation": _activation, "gated": _activation, "loss": _loss,
+}  # fmt: skip
+
+
+# ── inside a step ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _derivative(norm: Norm, a: Tensor) -> Tensor:
+    """(d, d): entry k, j is ∂ output_k / ∂ input_j of a norm at the row a: its backward pass of every unit vector"""
+    d, layer = len(a), wide(norm)
+    saved = layer.forward(a.expand(d, d).contiguous())[1]
+    return layer.backward(torch.eye(d, dtype=torch.float64), layer.rebuild_output(saved)[0], saved)
+
+
+def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:
+    """The columns of head h in row j of a weight"""
+    return Factor(w[h * width : (h + 1) * width], lambda k: Cell(name, j, h * width + k))
+
+
+def _scores(t: Tensors, cell: Cell, here: str) -> Answer:
+    h, i, j = cell.head or 0, cell.row, cell.column
+    if cell.name.endswith("delta_raw"):
+        scale = 1 / math.sqrt(t[here + "q"].shape[2])
+        return "Δ_causal / √d_ρ", [Sum((one(t, here + "delta_causal", i, j, h),), scale)]
+    g, width = h // t.group(here), t[here + "v"].shape[2]
+    (out,), (delta,) = t.attention(here).outputs, t.attention(here).signals
+    sent = Factor(t.by_head(here, delta)[h, i], lambda k: Cell(delta, i, h * width + k))
+    difference = t[here + "v"][g, j].double() - t.by_head(here, out)[h, i]
+    beside = number(difference, f"v − {symbol(out)}", lambda k: Cell(here + "v", j, k, g))
+    sums = [Sum((sent, beside, one(t, here + "rho", i, j, h)))]
+    return f"{symbol(delta)} · (value − output of the head), times ρ", sums
+
+
+def _queries(t: Tensors, cell: Cell, here: str) -> Answer:
+    """The error signal of a query, key or value, or of what comes before its rotation or norm"""
+    i, j, h = cell.row, cell.column, cell.head or 0
+    letter = split(cell.name)[1].removeprefix("delta_")
+    step = next((s for s in t.steps(here, letter[-1]) if s.before == here + letter), None)
+    if step is not None:
+        return _before(t, step.norm, step.before, delta_of(step.after), cell)
+    r = t.group(here)
+    if letter == "q":
+        seen = t.seen(here, i)
+        every = Sum((row(t, here + "delta_raw", i, h), column(t, here + "k", j, h // r)))
+        return f"Δ_raw · keys{masked(t, seen)}", [every.only(seen)]
+    seeing = t.seeing(here, i)
+    shared = range(h * r, (h + 1) * r)
+    also = (", of every head that shares it" if r > 1 else "") + masked(t, seeing)
+    if letter == "k":
+        sums = [Sum((column(t, here + "delta_raw", i, x), column(t, here + "q", j, x))).only(seeing) for x in shared]
+        return f"Δ_rawᵗ · queries{also}", sums
+    width, (delta,) = t[here + "v"].shape[2], t.attention(here).signals
+    sums = [Sum((column(t, here + "rho", i, x), column(t, delta, x * width + j))).only(seeing) for x in shared]
+    return f"ρᵗ · {symbol(delta)}{also}", sums
+
+
+def _before(t: Tensors, norm: Norm | None, before: str, after: str, cell: Cell) -> Answer:
+    i, j, h = cell.row, cell.column, cell.head or 0
+    if norm is not None:
+        through = number(_derivative(norm, t[before][h, i].double())[:, j], "norm′")
+        return "Δ through the norm", [Sum((row(t, after, i, h), through))]
+    width = t[after].shape[2]
+    turned = t.rotate(torch.eye(width, dtype=torch.float64)[None], slice(i, i + 1), back=True)[0, :, j]
+    used = turned.nonzero().flatten()
+    sent = number(t[after][h, i, used], "", lambda k: Cell(after, i, int(used[k]), h))
+    return "Δ rotated back by the angle of its position", [Sum((sent, number(turned[used], "cos, sin")))]
+
+
+# ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbol: str) -> Answer:
+    i, j = cell.row, cell.column
+    letter, _, n = symbol.partition("_")
+    if n in ("tok", "pos"):
+        return _table(t, sentence, n, i, j)
+    found = t.network.holder(here, n)
+    assert found is not None  # the gradient is in the trace
+    step, number_of_layer = found
+    if isinstance(step.layers[number_of_layer], Norm):
+        return _gain(t, step, letter, n, j)
+    layer, source, signals = t.layer(here, n)
+    delta = _output_column(t, signals, n, j)
+    if letter == "b":
+        return "Δ, summed over the tokens", [Sum((delta,))]
+    if letter == "w":
+        ratio = _magnitude_ratio(t, here, n, j)
+        return "input · Δ, over the tokens", [Sum((column(t, source, i), delta), ratio)]
+    if letter == "d":
+        return "input · scale Δ uᵗ, over the tokens", [Sum((column(t, source, i), column(t, f"{here}g_{n}", j)))]
+    if letter == "u":
+        passed = layer.upstream(t.flat(signals.values()).to(t.model.dtype)).z[:, j]
+        scale = getattr(layer, "scale", 1.0)
+        parts = (column(t, f"{here}h_{n}", i), number(passed, "Δ", delta.cell))
+        return "scale · input through d · Δ, over the tokens", [Sum(parts, scale)]
+    b, m = layer.plain().added_bias(), layer.named_symbols()["m"]
+    assert m is not None
+    out = layer.forward(t[source].to(t.model.dtype))[:, j] - (0 if b is None else b[j])
+    return "Δ · output / magnitude, over the tokens", [Sum((delta, number(out / m[j], "z/c")))]
+
+
+def _gain(t: Tensors, step: NetworkStep, letter: str, n: str, j: int) -> Answer:
+    """The gain or the bias of a norm; that of queries or keys is inside attention"""
+    if step.kind == "attention":
+        return _query_norm(t, step.here, n[0], j)
+    delta = column(t, step.signals[0], j)
+    if letter == "b":
+        return "Δ, summed over the tokens", [Sum((delta,))]
+    return "normalized input · Δ, over the tokens", [Sum((column(t, f"{step.here}a_bar_{n}", j), delta))]
+
+
+def _output_column(t: Tensors, signals: dict[str, str], n: str, j: int) -> Factor:
+    """Column j of the error signals of a layer's outputs, or of its part n"""
+    first = _cell_of(t, [signals[n]] if n in signals else [*signals.values()], 0, j)
+    return column(t, first.name, first.column, first.head)
+
+
+def _cell_of(t: Tensors, names: list[str], i: int, j: int) -> Cell:
+    """The cell in column j of signals that stand side by side, heads included"""
+    for name in names:
+        x = t[name]
+        width = x.shape[-1] * (len(x) if x.ndim == 3 else 1)
+        if j < width:
+            return Cell(name, i, j % x.shape[-1], j // x.shape[-1] if x.ndim == 3 else None)
+        j -= width
+    raise AssertionError(f"{names} have no column {j}")
+
+
+def _adapter_signal(t: Tensors, here: str, n: str, i: int, j: int) -> Answer:
+    """g = scale · Δ uᵗ"""
+    layer, _, signals = t.layer(here, n)
+    u, names = layer.named_symbols()["u"], [*signals.values()]
+    assert u is not None
+    sent = layer.upstream(t.flat(names)[i : i + 1].to(t.model.dtype)).z[0]
+    parts = (number(sent, "Δ", lambda k: _cell_of(t, names, i, k)), number(u[j].detach(), f"u_{n}"))
+    return "scale · Δ · row of the adapter's u", [Sum(parts, getattr(layer, "scale", 1.0))]
+
+
+def _magnitude_ratio(t: Tensors, here: str, n: str, j: int) -> float:
+    """m/c of an adapter with a magnitude; 1 without one"""
+    layer, _, signals = t.layer(here, n)
+    if layer.named_symbols().get("m") is None:
+        return 1.0
+    ones = torch.ones_like(t.flat(signals.values())[:1], dtype=t.model.dtype)
+    ratio: float = layer.upstream(ones).z[0, j].item()
+    return ratio
+
+
+def _table(t: Tensors, sentence: TracedSentence, which: str, i: int, j: int) -> Answer:
+    first = signal(t.network.start)
+    delta = t[first][:, j]
+    if which == "pos":
+        used = [i] if i < len(delta) else []
+        text = "Δ₁ of the token at this position"
+    else:
+        used = [k for k, id in enumerate(sentence.ids) if id == i]
+        text = "Δ₁ of the tokens with this id"
+    sums = [Sum((number(delta[used], "Δ₁", lambda k: Cell(first, used[k], j)),))] if used else []
+    if which == "tok" and t.model.config.tied:
+        sums.append(Sum((column(t, "delta_12", i), column(t, "a_11", j))))
+        text += ", plus Δ₁₂ · a₁₁: the head has the same weight"
+    return text, sums or [Sum((number(0.0, "not used"),))]
+
+
+def _query_norm(t: Tensors, here: str, letter: str, j: int) -> Answer:
+    """The gain of the norm of queries or keys: over tokens and heads"""
+    step = next(s for s in t.steps(here, letter) if s.norm is not None)
+    assert step.norm is not None
+    norm, sums = wide(step.norm), []
+    for h, x in enumerate(t.wide(step.before)):
+        a_bar = norm.statistics(norm.forward(x.contiguous())[1])["a_bar"][:, j]
+        beside = number(a_bar, "ā", partial(_in_column, step.before, j, h))
+        sums.append(Sum((beside, column(t, delta_of(step.after), j, h))))
+    return "normalized input · Δ, over the tokens and the heads", sums
+
+
+def _in_column(name: str, j: int, h: int, k: int) -> Cell:
+    return Cell(name, k, j, h)

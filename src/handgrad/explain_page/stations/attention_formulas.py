@@ -1,0 +1,299 @@
+"""The formulas of attention: those of the paper, and what a model adds to them.
+
+    a_2 → x_q, x_k, v → norms of queries and keys → rotation → q, k → heads
+
+Without norms and rotation x_q is q and x_k is k; if besides every head has its own keys, the formulas are the paper's. They
+are written with the paper's names of the input and the output, a_2 and a_3, for which `attention` puts the step's own.
+"""
+
+import re
+from collections.abc import Iterator
+
+from ...model.config import ModelConfig
+from ...model.layers.attention import Attention
+from ...model.layers.linear import Affine
+from ...model.steps import signal
+from ...ops import rotary
+from .formulas import About, Formula, has_magnitude, written
+
+RAW, CAUSAL = r"\Delta_{\mathrm{raw}}", r"\Delta_{\mathrm{causal}}"
+Sources = tuple[tuple[str, str], ...]
+
+
+def attention(attn: Attention, config: ModelConfig, name: str, output: str) -> About:
+    """The attention of one block, which reads one activation and computes another."""
+    adapted = any(layer.adapted for layer in attn.projections())
+    grouped, fused = attn.n_kv_heads < attn.n_heads, attn.has("qkv")
+    changed = attn.normed or attn.rotated
+    as_in_paper = not changed and not grouped and (fused or not adapted)
+    no_effect = "k" in _biases(attn) and not changed  # b_k adds the same to all scores of a row
+    forward = (_projections(attn, adapted), *_norms(attn), *_rotation(attn, config), *_heads(attn, grouped))
+    backward = _errors_as_in_paper(attn, adapted) if as_in_paper else _errors(attn, config, adapted, grouped)
+    return About(
+        title="Attention",
+        summary=_summary(attn, config),
+        forward=tuple(_renamed(formula, name, output) for formula in forward),
+        backward=tuple(_renamed(formula, name, output) for formula in backward),
+        errata=(
+            *(["R1"] if attn.causal else []),
+            *(["R32"] if fused and (no_effect or not config.key_bias) else []),
+            *(["R3", "R11"] if adapted else []),
+        ),
+        sources=_sources(attn, as_in_paper),
+        derived_in=(
+            *(["grouped_query"] if grouped or attn.window is not None else []),
+            *(["rotary"] if attn.rotated else []),
+            *(["rmsnorm"] if attn.normed else []),
+        ),
+    )
+
+
+def _renamed(formula: Formula, name: str, output: str) -> Formula:
+    names = {"a_2": name, r"\Delta_2": signal(name), "a_3": output, r"\Delta_3": signal(output)}
+    return formula._replace(latex=re.sub(r"(a|\\Delta)_[23](?!\w)", lambda m: written(names[m[0]]), formula.latex))
+
+
+def _summary(attn: Attention, config: ModelConfig) -> str:
+    seen = "all tokens"
+    if attn.causal:
+        before = "all earlier ones" if attn.window is None else f"the {attn.window - 1} before it"
+        seen = f"that token and {before}"
+    scaling = config.rope_scaling.rope_type
+    extra = {
+        "Each head's queries and keys are first normalized to root mean square 1.": attn.normed,
+        "Queries and keys are rotated by angles proportional to their positions, so a score depends on the distance of"
+        " two tokens; errors are rotated back.": attn.rotated,
+        f"The angles are scaled for a longer context ({scaling}).": attn.rotated and scaling != "default",
+        "This block does not rotate queries and keys.": config.positions == "rotary" and not attn.rotated,
+        f"{attn.n_heads} heads of queries share {attn.n_kv_heads} of keys and values, in groups of"
+        f" {attn.n_heads // attn.n_kv_heads}; the errors of a shared head add up.": attn.n_kv_heads < attn.n_heads,
+    }
+    return " ".join(
+        [
+            "The only layer in which tokens exchange information. The query of each token is compared with the keys"
+            f" of {seen}; the better a key matches, the more of its token's value is taken. In the backward pass, the error"
+            " splits into two branches: one through the values, one through the weights ρ to the queries and keys that"
+            " produced them.",
+            *(sentence for sentence, applies in extra.items() if applies),
+        ]
+    )
+
+
+# ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _projections(attn: Attention, adapted: bool) -> Formula:
+    biases = _biases(attn)
+    made = r" \qquad ".join(
+        rf"{_projected(attn, letter)} = a_2 {_weight(attn, letter)}"
+        + (rf" + \tilde b_{letter}" if letter in biases else "")
+        for letter in "qkv"
+    )
+    if attn.has("qkv") and adapted:  # w is everything that multiplies a_2: the frozen weight and the adapter
+        made += rf" \qquad [w_q \; w_k \; w_v] = (w_2 + s \, d_2 u_2){_magnitudes(attn.qkv, '2')}"
+    return Formula(made, "9, 4, 43" if adapted else "9, 4")
+
+
+def _norms(attn: Attention) -> Iterator[Formula]:
+    for letter in "qk" if attn.normed else "":
+        x, y = _projected(attn, letter), rf"\hat {letter}" if attn.rotated else letter
+        yield Formula(
+            rf"\bar {x} = \frac{{{x}}}{{\mathrm{{rms}}({x})}} \qquad {y} = \bar {x} \, \mathrm{{diag}}({_gain(letter)})",
+            "L-qknorm-fwd",
+        )
+
+
+def _rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
+    if not attn.rotated:
+        return
+    m = _attention_factor(config)
+    rotated = [rf"{letter}_t = {m}R(t) \, {_rotation_input(attn, letter, 't')}" for letter in "qk"]
+    yield Formula(r" \qquad ".join(rotated), "L-rope-fwd")
+    base = rf"{config.rope_base:.0f}" if config.rope_base == int(config.rope_base) else rf"{config.rope_base:g}"
+    scaled = config.rope_scaling.rope_type != "default"
+    share = rf"\left( \frac{{1 - s_i}}{{{config.rope_scaling.factor:g}}} + s_i \right) " if scaled else ""
+    theta = rf"\theta_i = {share}{base}^{{-2i / d_\rho}}"
+    rotates = r"R(t) \text{ rotates plane } i \text{ by } \theta_i t"
+    yield Formula(rf"{rotates} \qquad {theta}", "L-rope-scaling" if scaled else "L-rope-fwd")
+
+
+def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
+    mask = r"\mathrm{mask}" if attn.causal else ""
+    q, k, v, rho = ("q^h", "(k^g)", "v^g", r"\rho^h") if grouped else ("q", "k", "v", r"\rho")
+    yield Formula(
+        rf"{rho} = \mathrm{{softmax}}\left({mask}\left(\frac{{{q} {k}^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
+        rf" a_3^h = {rho} \, {v}",
+        "L-gqa-fwd" if grouped else "18, 34",
+    )
+    if grouped:
+        yield Formula(
+            rf"g = \lfloor h / r \rfloor \text{{, from }} 0 \qquad r = \frac{{n_h}}{{n_{{kv}}}} ="
+            rf" \frac{{{attn.n_heads}}}{{{attn.n_kv_heads}}}",
+            "L-gqa-fwd",
+        )
+    if attn.window is not None:
+        yield Formula(rf"\rho_{{t\beta}} = 0 \; \text{{ unless }} \; t - {attn.window} \lt \beta \le t", "L-window-fwd")
+
+
+# ── backward ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _errors_of_scores(grouped: bool) -> tuple[Formula, Formula]:
+    h, v, rho = ("^h", "(v^g)", r"\rho^h") if grouped else ("", "v", r"\rho")
+    causal, raw = f"{CAUSAL}{h}", f"{RAW}{h}"
+    return (
+        Formula(rf"{causal} = [\Delta_3^h {v}^t - ((\Delta_3^h {v}^t) \ominus {rho})^{{\sim}}] \circ {rho}", "25"),
+        Formula(rf"{raw} = \frac{{{causal}}}{{\sqrt{{d_\rho}}}}", "28"),
+    )
+
+
+def _errors_as_in_paper(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
+    grads = (
+        rf"\partial w_v = (\rho a_2)^t \Delta_3^h \qquad \partial w_q = a_2^t {RAW} k \qquad"
+        rf" \partial w_k = ({RAW} a_2)^t q" + (r" \qquad \partial b_k = 0" if "k" in _biases(attn) else "")
+    )
+    if adapted:
+        signals = rf"\Delta_{{qkv}} = [{RAW} k \;\; {RAW}^t q \;\; \rho^t \Delta_3^h]"
+        gradients = _adapter_gradients(attn.qkv, "2", r"\Delta_{qkv}")
+        grads = rf"{signals} \qquad {gradients}"
+    return (
+        *_errors_of_scores(False),
+        Formula(
+            rf"\Delta_2 = \sum_h \left( \rho^t \Delta_3^h w_v^t + {RAW} k \, w_q^t + {RAW}^t q \, w_k^t \right)",
+            "33, 35",
+        ),
+        Formula(grads, "45, 46" if adapted else "23, 31, 32"),
+    )
+
+
+def _errors(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool) -> tuple[Formula, ...]:
+    """δ is the error signal of q, k or v, as in docs/layers/attention.md; all heads stand side by side in Δ_2."""
+    signals = {"q": rf"{RAW} k", "k": rf"{RAW}^t q", "v": r"\rho^t \Delta_3^h"}
+    if grouped:
+        over = r"\sum_{\lfloor h / r \rfloor = g}"
+        signals = {"q": rf"{RAW}^h k^g", "k": rf"{over} ({RAW}^h)^t q^h", "v": rf"{over} (\rho^h)^t \Delta_3^h"}
+    up = {"q": "^h", "k": "^g", "v": "^g"} if grouped else dict.fromkeys("qkv", "")
+    made = [rf"\delta_{letter}{up[letter]} = {signals[letter]}" for letter in "qkv"]
+    terms = [rf"\delta_{{{_projected(attn, x)}}} \, {_weight(attn, x)}^t" for x in "qkv"]
+    plus = r" \qquad + " if adapted else " + "  # a narrow page can break at \qquad
+    return (
+        *_errors_of_scores(grouped),
+        Formula(r" \qquad ".join(made), "L-gqa-sum" if grouped else "22, 30"),
+        *_errors_of_rotation(attn, config),
+        *_errors_of_norms(attn),
+        Formula(rf"\Delta_2 = {plus.join(terms)}", "33, 35"),
+        *_projection_gradients(attn),
+    )
+
+
+def _errors_of_rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
+    if attn.rotated:
+        m = _attention_factor(config)
+        back = [
+            rf"\delta_{{{_rotation_input(attn, letter, '')},t}} = {m}R(-t) \, \delta_{{{letter},t}}" for letter in "qk"
+        ]
+        yield Formula(r" \qquad ".join(back), "L-rope-bwd")
+
+
+def _errors_of_norms(attn: Attention) -> Iterator[Formula]:
+    for letter in "qk" if attn.normed else "":
+        x, y = _projected(attn, letter), rf"\hat {letter}" if attn.rotated else letter
+        g = f"G_{letter}"
+        yield Formula(
+            rf"{g} = \delta_{{{y}}} \, \mathrm{{diag}}({_gain(letter)}) \qquad \delta_{{{x}}} ="
+            rf" \frac{{1}}{{\mathrm{{rms}}({x})}} \left[ {g} - \bar {x} \circ \mathrm{{mean}}({g} \circ \bar {x}) \right]",
+            "L-qknorm-bwd",
+        )
+        yield Formula(
+            rf"\partial {_gain(letter)} = \sum_h \sum_{{\mathrm{{tok}}}} \bar {x} \circ \delta_{{{y}}}", "L-qknorm-grad"
+        )
+
+
+def _projection_gradients(attn: Attention) -> Iterator[Formula]:
+    if attn.has("qkv") and attn.qkv.adapted:
+        signals = r" \;\; ".join(rf"\delta_{{{_projected(attn, x)}}}" for x in "qkv")
+        grads = _adapter_gradients(attn.qkv, "2", r"\Delta_{qkv}")
+        yield Formula(rf"\Delta_{{qkv}} = [{signals}] \qquad {grads}", "45, 46")
+        return
+    biases = _biases(attn)
+    for letter in "qkv":
+        signal = rf"\delta_{{{_projected(attn, letter)}}}"
+        layer = attn.qkv if attn.has("qkv") else getattr(attn, letter)
+        if layer.adapted:
+            yield Formula(_adapter_gradients(layer, letter, signal), "45, 46")
+            continue
+        grad = rf"\partial w_{letter} = a_2^t {signal}"
+        if letter in biases:
+            grad += rf" \qquad \partial b_{letter} = \sum_{{\mathrm{{tok}}}} {signal}"
+        yield Formula(grad, "Table 3")
+
+
+def _adapter_gradients(layer: Affine, number: str, delta: str) -> str:
+    signal, d, u = f"{delta}{_magnitudes(layer, number)}", f"d_{number}", f"u_{number}"
+    return rf"\partial {d} = s \, a_2^t {signal} {u}^t \qquad \partial {u} = s \, (a_2 {d})^t {signal}"
+
+
+# ── symbols ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _projected(attn: Attention, letter: str) -> str:
+    """The output of a projection: x_q if something follows before it is a query."""
+    return f"x_{letter}" if letter in "qk" and (attn.normed or attn.rotated) else letter
+
+
+def _rotation_input(attn: Attention, letter: str, row: str) -> str:
+    if attn.normed:
+        return rf"\hat {letter}_{row}" if row else rf"\hat {letter}"
+    return f"x_{{{letter},{row}}}" if row else f"x_{letter}"
+
+
+def _weight(attn: Attention, letter: str) -> str:
+    """Everything that multiplies a_2."""
+    if attn.has("qkv") or not getattr(attn, letter).adapted:
+        return f"w_{letter}"
+    return rf"(w_{letter} + s \, d_{letter} u_{letter}){_magnitudes(getattr(attn, letter), letter)}"
+
+
+def _magnitudes(layer: Affine, number: str) -> str:
+    return rf" \, \mathrm{{diag}}(m_{number} / c)" if has_magnitude(layer) else ""
+
+
+def _gain(letter: str) -> str:
+    return rf"w_{{{letter} \, \mathrm{{norm}}}}"
+
+
+def _attention_factor(config: ModelConfig) -> str:
+    m = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling)[1]
+    return "" if m == 1 else rf"{m:.4g} \, "
+
+
+def _biases(attn: Attention) -> set[str]:
+    """The letters of the projections that have a bias."""
+    found: set[str] = set()
+    for name, layer in zip(attn.inputs, attn.projections(), strict=True):
+        plain = layer.plain()
+        if plain.bias is not None:
+            found |= set(plain.parts_of("b", plain.bias)) if plain.parts else {name}
+    return found
+
+
+def _sources(attn: Attention, as_in_paper: bool) -> Sources:
+    tiles = ("rho_tile", "causal_signal_tile", "_backward_in_tiles")
+    forward = ["ops/linear.py forward"]
+    backward = [f"ops/attention.py {name}" for name in tiles]
+    if attn.normed:
+        forward += ["paper/rmsnorm.py forward_heads", "ops/rmsnorm.py forward"]
+        backward += ["paper/rmsnorm.py delta_prev_heads", "ops/rmsnorm.py backward", "ops/rmsnorm.py grad_w"]
+    if attn.rotated:
+        forward += ["paper/rotary.py forward", "ops/rotary.py forward"]
+        backward += ["paper/rotary.py delta_prev", "ops/rotary.py backward"]
+    forward.append("ops/attention.py forward")
+    if attn.n_kv_heads < attn.n_heads or attn.window is not None:
+        forward.append("paper/grouped_query.py forward")
+        backward.append("paper/grouped_query.py sum_over_group")
+    if not as_in_paper:
+        forward.append("model/layers/attention.py Attention.project")
+        backward.append("model/layers/attention.py Attention.backward_projections")
+    if attn.has("qkv"):
+        backward.append("model/layers/linear.py QueryKeyValue.accumulate_bias")
+    return (*(("forward", name) for name in forward), *(("backward", name) for name in backward))

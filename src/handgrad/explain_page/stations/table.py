@@ -1,0 +1,242 @@
+"""The list of stations: every step of a model in the order of the forward pass, as in Table 2 of the paper.
+
+A station is one step. Forward, it computes a_i, or several outputs from the same input (gate and up). Backward, it receives
+Δ_i and computes the error signal of its input and the gradients of its parameters. What a station shows follows from its
+step: the kind, the inputs and outputs, and the layers with their `named_symbols()` and `parts_of`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...formatting import subscript
+from ...model.gpt import GPT
+from ...model.layers.linear import Affine
+from ...model.layers.norms import Norm
+from ...model.steps import signal
+from . import end_formulas, formulas
+from .attention_formulas import attention
+from .formulas import About, Branch, Formula, subscripted, written
+from .network import HEAD, Network, NetworkStep, letter_of
+
+
+class Parameter(NamedTuple):
+    symbol: str  # w_6
+    name: str  # of the model's parameter that contains it
+    view: Callable[[Tensor], Tensor]  # the parameter, or its gradient → this part of it, oriented as in the paper
+    gradient: str  # its gradient's name in the trace
+
+    @property
+    def shared(self) -> bool:
+        """Whether this is the weight of another station: a tied head."""
+        return " = " in self.symbol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Station(About):
+    id: str  # a_1, blocks.0.a_6, loss
+    kind: str  # of its step; "tokens"
+    block: int | None
+    inputs: tuple[str, ...] = ()  # by their names in the trace
+    a: tuple[str, ...] = ()  # the outputs, by their names in the trace
+    incoming: tuple[str, ...] = ()  # the error signals at the outputs, by their names in the trace
+    outgoing: tuple[str, ...] = ()  # the error signals it computes, by their names in the trace
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def stream(self) -> bool:
+        """Whether its output is the residual stream: the logit lens applies."""
+        return self.kind in ("embedding", "add")
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether its output has a column for every token of the vocabulary."""
+        return self.id in ("a_12", "loss")
+
+
+Names = dict[nn.Parameter, str]  # the name of each parameter in the model
+
+
+def stations_of(model: GPT, network: Network) -> list[Station]:
+    """Return the stations of a model in the order of the forward pass."""
+    names = {p: name for name, p in model.named_parameters()}
+    found = [Station(**vars(end_formulas.tokens()), id="a_0", kind="tokens", block=None)]
+    for step in network.steps:
+        if step.kind == "next":
+            continue
+        found.append(
+            Station(
+                **vars(_ABOUT[step.kind](step, network, model)),
+                id=_id(step),
+                kind=step.kind,
+                block=step.block,
+                inputs=step.inputs,
+                a=step.outputs,
+                incoming=() if step.kind == "loss" else step.signals,
+                outgoing=_outgoing(step, network),
+                parameters=_parameters_of(step, model, names),
+            )
+        )
+    return found
+
+
+def _id(step: NetworkStep) -> str:
+    """The name of its output. Several outputs stand at the number after that of the input: gate and up at a_7."""
+    if step.kind in ("embedding", "loss"):
+        return {"embedding": "a_1", "loss": "loss"}[step.kind]
+    if len(step.outputs) == 1:
+        return step.outputs[0]
+    return f"{step.here}a_{int(letter_of(step.inputs[0])) + 1}"
+
+
+def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
+    """The error signals that are complete after this step, then those inside it in the order of the backward pass."""
+    if step.kind == "embedding":
+        return ()
+    return (*map(signal, network.first_read(step)), *reversed(step.inside))
+
+
+# ── what is told about a kind of step ───────────────────────────────────────────────────────────────────────────────
+
+
+TITLES = {"norm_1": "First norm", "norm_2": "Second norm", "last_norm": "Last norm", "head": "Logits"}
+SUMMARIES = {
+    "projection": "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width.",
+    "contract": "Maps back to the stream's width: each hidden value adds its row of {w}, scaled by that value.",
+    "expand": "Maps each token separately to a wider hidden vector; each hidden value responds to one pattern.",
+    "head": "Scores every token of the vocabulary by how well it matches the final vector at each position.",
+}
+MATRIX = "Multiplies each token by the matrix {w}."
+BRANCHES = (
+    "Maps each token separately to two wider hidden vectors: up, whose values respond to patterns, and gate, which decides"
+    " how much of each passes. In the backward pass, the errors of both add up."
+)
+
+
+def _title(step: NetworkStep) -> str:
+    return TITLES.get(step.name) or step.name.replace("_", " ").capitalize()
+
+
+def _embedding(step: NetworkStep, network: Network, model: GPT) -> About:
+    return end_formulas.embedding(model.config.tied, positions="w_pos" in model.tables())
+
+
+def _norm(step: NetworkStep, network: Network, model: GPT) -> About:
+    (name,), (output,) = step.inputs, step.outputs
+    number, layer = step.norm()
+    beside = [x for other in network.readers(name) if other.kind == "add" for x in other.signals]
+    return replace(formulas.norm(layer, number, (name, output), beside), title=_title(step))
+
+
+def _attention(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    return attention(model.blocks[step.block].attn, model.config, step.inputs[0], step.outputs[0])
+
+
+def _linear(step: NetworkStep, network: Network, model: GPT) -> About:
+    """The layers that read one activation. A layer that holds several matrices has their outputs side by side."""
+    branches: list[Branch] = []
+    joined: list[Formula] = []
+    outputs = iter(step.outputs)
+    for number, layer, letters in step.products():
+        each = [next(outputs) for _ in letters]
+        output, delta = (_beside(map(written, names)) for names in (each, map(signal, each)))
+        if len(letters) > 1:
+            w = _beside(subscripted("w", letter) for letter in letters)
+            joined.append(Formula(f"{subscripted('w', number)} = {w}", "L-gate-branches"))
+        branches.append(Branch(number, output, delta, layer))
+    several = len(step.outputs) > 1
+    w = "w" + (subscript(int(number)) if number.isdigit() else f"_{number}")
+    summary = BRANCHES if several else SUMMARIES.get(step.name, MATRIX).format(w=w)
+    made = formulas.linear(step.inputs[0], branches, _title(step), summary, "L-gate-branches" if several else "")
+    if several:
+        sources = (*made.sources, ("backward", "paper/gated.py delta_prev"))
+        made = replace(made, forward=(*made.forward, *joined), sources=sources, derived_in=("gated",))
+    return _tied(made, model) if number == HEAD and model.config.tied else made
+
+
+def _beside(symbols: Iterable[str]) -> str:
+    first, *rest = symbols
+    return "[" + r" \; ".join([first, *rest]) + "]" if rest else first
+
+
+def _tied(made: About, model: GPT) -> About:
+    """The head with the weight of the embedding."""
+    backward = made.backward
+    if not model.head.adapted:  # one gradient for both uses
+        both = r"\partial w_{\mathrm{tok}} = \Delta_{12}^t a_{11} + \mathrm{ohe}(a_0)^t \Delta_1"
+        backward = (*backward[:-1], Formula(both, "Table 3, R9"))
+    sources = (*made.sources, ("backward", "model/layers/linear.py Linear.accumulate_weight"))
+    return replace(made, backward=backward, errata=(*made.errata, "R9"), sources=sources)
+
+
+def _add(step: NetworkStep, network: Network, model: GPT) -> About:
+    stream, branch = step.inputs
+    return formulas.skip((stream, branch), step.outputs[0])
+
+
+def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    g, output = model.blocks[step.block].mlp.g, step.outputs[0]
+    if step.kind == "activation":
+        return formulas.activation(g, step.inputs[0], output)
+    gate, up = step.inputs
+    return formulas.gated_activation(g, (gate, up), output)
+
+
+def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
+    return end_formulas.loss()
+
+
+_ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {
+    "embedding": _embedding, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
+    "activation": _activation, "gated": _activation, "loss": _loss,
+}  # fmt: skip
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _parameters_of(step: NetworkStep, model: GPT, names: Names) -> tuple[Parameter, ...]:
+    if step.kind == "embedding":  # a packed table is no parameter
+        return tuple(
+            Parameter(name, names[table.weight], _unchanged, f"grad_{name}")
+            for name, table in model.tables().items()
+            if table.weight is not None
+        )
+    found = [p for number, layer in step.layers.items() for p in _parameters(layer, number, names, step.here)]
+    if model.config.tied:
+        found = [
+            Parameter("w_11 = w_tokᵗ", p.name, _unchanged, "grad_w_tok") if p.gradient == f"grad_w_{HEAD}" else p
+            for p in found
+        ]
+    return tuple(found)
+
+
+def _parameters(layer: Affine | Norm, number: str, names: Names, here: str) -> tuple[Parameter, ...]:
+    """Return the parameters of a layer, those of its adapter first, under the trace's names."""
+    found = []
+    plain = layer.plain() if isinstance(layer, Affine) else None
+    for letter, p in layer.named_symbols().items():
+        if p is None:
+            continue
+        views: dict[str, Callable[[Tensor], Tensor]] = {number: _unchanged}
+        if plain is not None and plain.parts and letter in "wb":
+            parts = plain.parts_of(letter, p.detach())
+            views = {part: partial(_part, plain.parts_of, letter, part) for part in parts}
+        elif plain is not None and letter == "w" and not plain.in_out:
+            views = {number: Tensor.t}
+        for part, view in views.items():
+            found.append(Parameter(f"{letter}_{part}", names[p], view, f"{here}grad_{letter}_{part}"))
+    return tuple(found)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _part(parts_of: Callable[[str, Tensor], dict[str, Tensor]], letter: str, part: str, x: Tensor) -> Tensor:
+    return parts_of(letter, x)[part]

@@ -1,0 +1,328 @@
+"""Models in GGUF files: their config.json and tensors as Hugging Face's directories have them.
+
+llama (Llama, Mistral, SmolLM2, TinyLlama), smollm3, qwen2, qwen3, gpt2. Matrices stay packed. In llama and smollm3 the rows
+of q and k are stored for interleaved rotation; they are moved to Hugging Face's half-split order, whole rows at a time.
+GPT-2's matrices are stored the other way round than in its Hugging Face files, so they are unpacked. Metadata that would
+change the computation and cannot be expressed in config.json are refused by name.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import check_integer
+from ..errors import HandgradError, shown
+from .architectures import ARCHITECTURES, Architecture, half_split_order
+from .file import GGUFFile, Stored, can_dequantize, dequantize, open_gguf
+
+# Metadata under the architecture's name that are read, or that change nothing.
+_READ = {
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon", "attention.sliding_window", "attention.causal", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
+    "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
+    "rope.scaling.finetuned", "tensor_data_layout",
+}  # fmt: skip
+
+# Those that every file has.
+_NEEDED = ("embedding_length", "attention.head_count", "block_count", "context_length")
+
+_TABLES = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")  # not parameters
+
+
+class GGUFModel(NamedTuple):
+    config: dict[str, Any]  # what config.json would hold
+    tensors: dict[str, Stored]  # by Hugging Face's names
+    file: GGUFFile
+
+
+def read_model(path: str | Path) -> GGUFModel:
+    """Read the configuration and the tensors of a GGUF file, without unpacking matrices."""
+    file = open_gguf(path)
+    if (kind := file.text("general.type", "model")) != "model":
+        raise HandgradError(f"{file.path} is of the type {shown(kind)}, not a model")
+    name = file.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise HandgradError(
+            f"{file.path}: the architecture {shown(name)} is not supported; {', '.join(ARCHITECTURES)} are"
+        )
+    architecture = ARCHITECTURES[name]
+    _refuse_unknown_metadata(file, name)
+    config, sizes = (_gpt2_config if name == "gpt2" else _config)(_Metadata(file, name), architecture)
+    return GGUFModel(config, _tensors(file, architecture, config, sizes), file)
+
+
+class _Metadata:
+    """The metadata under the architecture's name."""
+
+    def __init__(self, file: GGUFFile, architecture: str):
+        self.file = file
+        self.architecture = architecture
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def integer(self, key: str, limit: str, default: int | None = None) -> int:
+        """An integer within the limits of the setting `limit`."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.integer(name, default)
+        check_integer(limit, value, f"{self.file.path}: {name}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.file.number(f"{self.architecture}.{key}", default)
+        return value if value > 0 else self.refuse(key, "must be above 0")
+
+    def factor(self, key: str) -> float:
+        """A number above 0; 1 if it is missing or 0, as llama.cpp reads it."""
+        return self.number(key) if self.file.metadata.get(f"{self.architecture}.{key}") else 1.0
+
+    def text(self, key: str, default: str) -> str:
+        return self.file.text(f"{self.architecture}.{key}", default)
+
+    def refuse(self, key: str, why: str) -> Any:
+        name = f"{self.architecture}.{key}"
+        raise HandgradError(f"{self.file.path}: {name} is {shown(self.file.metadata.get(name))}, {why}")
+
+
+def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
+    """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
+    missing = [key for name in _NEEDED if (key := f"{architecture}.{name}") not in file.metadata]
+    for key, value in file.metadata.items():
+        owner, _, name = key.partition(".")
+        if owner == architecture and name not in _READ and value:
+            without = f" has no {missing[0]} in its metadata, and" if missing else ":"
+            raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
+    if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
+        raise HandgradError(
+            f"{file.path}: {architecture}.attention.causal is not true; only causal models are supported"
+        )
+
+
+def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+    """The config.json of the Llama-like architectures, and the sizes of their layers."""
+    file = given.file
+    d = given.integer("embedding_length", "d_model")
+    heads = given.integer("attention.head_count", "n_heads")
+    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
+    if not given.has("attention.key_length") and d % heads:
+        given.refuse("attention.head_count", f"which does not divide the width {d}")
+    if heads % kv_heads:
+        given.refuse("attention.head_count_kv", f"which does not divide the {heads} heads")
+    if given.integer("attention.value_length", "d_head", d_head) != d_head:
+        given.refuse("attention.value_length", f"and keys have {d_head}; only equal widths are supported")
+    if given.integer("rope.dimension_count", "d_head", d_head) != d_head:
+        given.refuse("rope.dimension_count", f"and heads have {d_head}; only a rotation of whole heads is supported")
+    if d_head % 2:
+        given.refuse("attention.key_length", f"and heads have {d_head}; rotation needs an even width")
+    blocks = given.integer("block_count", "n_blocks")
+    config = {
+        **_common(file, architecture, given.architecture),
+        "vocab_size": _vocabulary_size(file, given.architecture),
+        "max_position_embeddings": given.integer("context_length", "n_context"),
+        "hidden_size": d,
+        "intermediate_size": given.integer("feed_forward_length", "d_hidden"),
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": d_head,
+        "hidden_act": "silu",
+        "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(given, d_head),
+    }
+    for choice, layers in architecture.choices.items():
+        config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
+    if given.architecture == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
+        config |= {"no_rope_layer_interval": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(blocks)]}
+    if given.file.metadata.get(f"{given.architecture}.attention.sliding_window"):
+        if given.architecture != "llama":
+            given.refuse("attention.sliding_window", "which is not supported")
+        window = given.integer("attention.sliding_window", "n_context")
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    sizes = {
+        "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
+        "queries": heads * d_head, "keys": kv_heads * d_head,
+    }  # fmt: skip
+    return config, sizes
+
+
+def _gpt2_config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+    d = given.integer("embedding_length", "d_model")
+    config = {
+        **_common(given.file, architecture, given.architecture),
+        "vocab_size": _vocabulary_size(given.file, given.architecture),
+        "n_positions": given.integer("context_length", "n_context"),
+        "n_embd": d,
+        "n_inner": given.integer("feed_forward_length", "d_hidden", 4 * d),
+        "n_layer": given.integer("block_count", "n_blocks"),
+        "n_head": given.integer("attention.head_count", "n_heads"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": given.number("attention.layer_norm_epsilon"),
+    }
+    sizes = {"vocab": config["vocab_size"], "d": d, "qkv": 3 * d, "hidden": config["n_inner"]}
+    return config, sizes | {"context": config["n_positions"]}
+
+
+def _common(file: GGUFFile, architecture: Architecture, model_type: str) -> dict[str, Any]:
+    return {
+        "architectures": [architecture.model_class],
+        "model_type": model_type,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": "float32",
+        # null where the file has none: the defaults of transformers belong to other vocabularies
+        **{
+            f"{name}_token_id": file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        },
+    }
+
+
+def _vocabulary_size(file: GGUFFile, architecture: str) -> int:
+    """The number of rows of the token embedding; it may exceed the number of tokens."""
+    if "token_embd.weight" not in file.tensors:
+        raise HandgradError(f"{file.path} has no tensor token_embd.weight: convert the model again")
+    n = file.tensors["token_embd.weight"].shape[0]
+    for key, claimed in (
+        (f"{architecture}.vocab_size", file.integer(f"{architecture}.vocab_size", n)),
+        ("tokenizer.ggml.tokens", len(file.array("tokenizer.ggml.tokens", str, []))),
+    ):
+        if claimed > n:
+            raise HandgradError(f"{file.path}: {key} has {claimed:,} tokens, token_embd.weight has {n:,}")
+    check_integer("n_vocab", n, f"{file.path}: the number of rows of token_embd.weight")
+    return n
+
+
+# ── rotary frequencies ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
+    """Hugging Face's `rope_parameters`."""
+    base = given.number("rope.freq_base", 10_000.0)
+    kind = given.text("rope.scaling.type", "none")
+    factor = given.factor("rope.scaling.factor") * given.factor("rope.scale_linear")
+    only_yarn = ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor") if kind == "yarn" else ()
+    for key in ("rope.scaling.attn_factor", *only_yarn):
+        if given.factor(key) != 1:
+            given.refuse(key, "only 1 is supported")
+    table = given.file.tensors.get("rope_freqs.weight")
+    if table is not None:
+        if kind != "none":
+            given.refuse("rope.scaling.type", "and there is a rope_freqs.weight too; only one of them is supported")
+        return _llama3(given.file, dequantize(table).double().flatten(), d_head, base)
+    unscaled = {"rope_type": "default", "rope_theta": base}
+    if kind in ("none", "linear"):
+        return unscaled if factor == 1 else {"rope_type": "linear", "rope_theta": base, "factor": factor}
+    if kind != "yarn":
+        given.refuse("rope.scaling.type", "only none, linear and yarn are supported")
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": factor,
+        "original_max_position_embeddings": given.integer("rope.scaling.original_context_length", "n_context"),
+        "beta_fast": given.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": given.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def _llama3(file: GGUFFile, divisors: Tensor, d_head: int, base: float) -> dict[str, Any]:
+    """The llama3 scaling that divides the frequencies θ_i by these numbers.
+
+    With s_i = (n θ_i/2π − 1)/(4 − 1) clamped to [0, 1], the divisors are 1/((1 − s_i)/f + s_i): f is the largest, and each
+    one between 1 and f gives n, the context trained on. The factors 1 and 4 are those of every published model."""
+    low, high = 1.0, 4.0
+    theta = base ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    if len(divisors) == len(theta) and divisors.isfinite().all() and divisors.min() >= 1:
+        f = float(divisors.max())
+        between = (divisors > 1) & (divisors < f)
+        share = (1 / divisors[between] - 1 / f) / (1 - 1 / f)
+        estimates = 2 * math.pi * (share * (high - low) + low) / theta[between]
+        n = round(float(estimates.median())) if len(estimates) else 8192
+        s = ((n * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        if torch.allclose(divisors, 1 / ((1 - s) / f + s), rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "rope_theta": base,
+                "factor": f,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": n,
+            }
+    raise HandgradError(
+        f"{file.path}: rope_freqs.weight is not that of Llama 3's scaling, which is the only one supported"
+    )
+
+
+# ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tensors(
+    file: GGUFFile, architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
+) -> dict[str, Stored]:
+    """The tensors by Hugging Face's names. Every one that the configuration implies, and no other."""
+    n_blocks = config.get("num_hidden_layers") or config["n_layer"]
+    tensors = {}
+    used = set()
+    for name, hf_name, shape in _expected(architecture, config, sizes, n_blocks):
+        stored = file.tensors.get(name)
+        if stored is None:
+            raise HandgradError(f"{file.path} has no tensor {name}: convert the model again")
+        if stored.shape != shape:
+            raise HandgradError(f"{file.path}: {name} has the shape {stored.shape}, expected {shape}")
+        if not can_dequantize(stored.kind):
+            raise HandgradError(f"{file.path}: {name} is stored as {stored.kind}, which cannot be unpacked")
+        used.add(name)
+        layer = name.split(".")[-2]
+        if architecture.permuted and layer in ("attn_q", "attn_k"):
+            stored = _half_split(stored, sizes["head"], f"{file.path}: {name}")
+        if layer in architecture.transposed and len(shape) == 2:
+            stored = _transposed(stored)
+        tensors[hf_name] = stored
+    for name in file.tensors:
+        if name not in used and not _TABLES.fullmatch(name):
+            raise HandgradError(f"{file.path}: the tensor {shown(name)} is not part of this architecture")
+    return tensors
+
+
+def _expected(
+    architecture: Architecture, config: dict[str, Any], sizes: dict[str, int], n_blocks: int
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """GGUF's name, Hugging Face's name and the stored shape of every tensor."""
+    with_bias = {*architecture.biases}
+    for choice, layers in architecture.choices.items():
+        with_bias |= {*layers} if config[choice] else set()
+    groups = [("", "", architecture.outer)]
+    groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
+    for prefix, hf_prefix, layers_of_group in groups:
+        for name, layer in layers_of_group.items():
+            if name == "output" and config["tie_word_embeddings"]:
+                continue
+            shape = tuple(sizes[size] for size in layer.sizes)
+            yield f"{prefix}{name}.weight", f"{hf_prefix}{layer.name}.weight", shape
+            if name in with_bias:
+                yield f"{prefix}{name}.bias", f"{hf_prefix}{layer.name}.bias", shape[:1]
+
+
+def _half_split(stored: Stored, d_head: int, name: str) -> Stored:
+    """Move the rows of each head from the interleaved order to the half-split one."""
+    n = stored.shape[0]
+    order = half_split_order(n, d_head)
+    if len(stored.shape) == 2:
+        return Stored(stored.kind, stored.shape, stored.data[order])
+    if stored.kind not in ("F32", "F16", "BF16"):
+        raise HandgradError(f"{name} is stored as {stored.kind}; the entries of a bias must be whole numbers of bytes")
+    entries = stored.data.view(n, -1)
+    return Stored(stored.kind, stored.shape, entries[order].view(1, -1))
+
+
+def _transposed(stored: Stored) -> Stored:
+    w = dequantize(stored).t().contiguous()
+    return Stored("F32", tuple(w.shape), w.view(torch.uint8))

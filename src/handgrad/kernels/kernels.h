@@ -1,0 +1,81 @@
+/* The functions of this library. signatures.py declares the same to Python. n rows of w numbers; a tensor is an address with its
+ * strides, counted in numbers. Those that return a number return 0, NO_MEMORY or WRONG_TABLE. */
+
+#pragma once
+
+#include "common.h"
+
+/* ── elementwise.c ─────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+#define OF_ACTIVATION(g)                                                                                                 \
+    KERNEL void hg_forward_##g(size n, size w, const real *x, size xs, real *out, size os);                              \
+    KERNEL void hg_backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os,      \
+                                real *a, size as);                                                                       \
+    KERNEL void hg_forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os); \
+    KERNEL void hg_backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u,      \
+                                     size us, real *dx, size dxs, real *du, size dus, real *a, size as);
+OF_ACTIVATION(silu)
+OF_ACTIVATION(gelu_tanh)
+KERNEL void hg_forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b,
+                             real *out, size os, real *mu, real *inv);
+KERNEL void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os,
+                           real *inv);
+KERNEL void hg_rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain,
+                            const real *b, real *a_bar, size bs, real *out, size os);
+KERNEL void hg_backward_norm(size n, size w, const real *d, size ds, const real *a_bar, size bs, const real *inv,
+                             const real *gain, size centered, real *out, size os);
+KERNEL void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out);
+KERNEL void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine,
+                      const real *sine, double sign, real *y, size ys, size yh);
+KERNEL int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss);
+
+/* ── attention.c ───────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+KERNEL int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
+                                size heads, size repeat, size wq, size wv, double scale, size causal, size window,
+                                const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v, size vs,
+                                size vh, real *a, size as, size ah, real *lse, size ls, size lh);
+KERNEL int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
+                                 size heads, size repeat, size wq, size wv, double scale, size causal, size window,
+                                 const real *d, size ds, size dh, const real *q, size qs, size qh, const real *k, size ks,
+                                 size kh, const real *v, size vs, size vh, const real *a, size as, size ah,
+                                 const real *lse, size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks,
+                                 size dkh, real *dv, size dvs, size dvh);
+
+/* ── products.c ────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+KERNEL int hg_product(size m, size w, size n, const real *a, size ar, size ak, const real *b, size bk, size bj,
+                      const real *bias, real *c, size cs, size add);
+
+/* ── packed.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+KERNEL void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w,
+                              float *out, size os);
+KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out);
+
+/* ── decode.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+KERNEL int hg_few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out,
+                       size os);
+KERNEL void hg_few_rows_in_out(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out,
+                               size os);
+KERNEL int hg_attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
+                            const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
+                            const real *v, size vs, size vh, real *out, size os, size oh);
+
+/* ── token_block.c ─────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+enum { IN_OUT = -2, OUT_IN = -1 }; /* orientation of a matrix; other kinds are packed, see packed.c */
+enum { SILU, GELU_TANH };
+
+/* A matrix with the addresses of its numbers, of its bias and of an adapter's factors; 0: none */
+typedef struct { int64_t kind, f_in, f_out, w, ws, b, rank, down, up; double scale; } matrix;
+typedef struct { int64_t w, b; double eps; } norm; /* b = 0: RMSNorm; w = 0: no norm */
+typedef struct {
+    int64_t index, d, heads, share, d_rho, d_h, hidden, window, rotated, activation, gated, inputs, mlp_inputs;
+    norm norm_1, norm_5, q_norm, k_norm;
+    matrix qkv[3], out, mlp[2], contract;
+} block;
+
+KERNEL int hg_token_blocks(size count, const block *blocks, size n, const int64_t *places, const real *cosine,
+                           const real *sine, real *a);

@@ -1,0 +1,111 @@
+"""Objectives: the number that the backward pass differentiates. Each says which rows it reads, and its Δ_12.
+
+    MeanLoss()                               the mean loss over the targets: −log y_pred[target]
+    PositionLoss(t)                          the loss of the target at row t alone
+    LogitDifference(t, token, against)       a_12[t, token] − a_12[t, against]
+
+Everything below Δ_12 follows by the same formulas. Rows are counted over all sequences, end to end.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import HandgradError, shown
+from ...ops import loss
+from ...ops.loss import NO_TARGET
+from .batch import check_ids
+
+
+class TargetRows(NamedTuple):
+    """Rows of the logits, all of which have a target."""
+
+    targets: Tensor  # (m)
+    rows: Tensor  # (m)   their numbers in the batch, all sequences end to end
+
+
+class Objective(ABC):
+    """The interface: what is divided by the number of targets and differentiated."""
+
+    needs_logits: ClassVar[bool] = True  # False: Δ_12 does not depend on them, so they are not computed
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        """The targets of the rows that this objective reads; no target elsewhere."""
+        return targets
+
+    def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
+        """The value of these rows (m, V), summed"""
+        return self.forward_and_delta(logits.clone(), at, 1.0)[0]
+
+    @abstractmethod
+    def forward_and_delta(self, logits: Tensor, at: TargetRows, weight: float) -> tuple[Tensor, Tensor]:
+        """The summed value, and Δ_12 (m, V) multiplied by `weight`; the logits may be overwritten"""
+
+
+@dataclass(frozen=True)
+class MeanLoss(Objective):
+    """The mean loss over all targets."""
+
+    def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
+        return loss.forward(logits, at.targets)
+
+    def forward_and_delta(self, logits: Tensor, at: TargetRows, weight: float) -> tuple[Tensor, Tensor]:
+        return loss.forward_and_delta(logits, at.targets, weight)
+
+
+@dataclass(frozen=True)
+class PositionLoss(MeanLoss):
+    """The loss of one target: position is its row."""
+
+    position: int
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        chosen = _only(targets, self.position)
+        target = targets.reshape(-1)[self.position]
+        if target == NO_TARGET:
+            raise HandgradError(f"position {self.position} has no target, so there is no loss: choose another position")
+        chosen.view(-1)[self.position] = target
+        return chosen
+
+
+@dataclass(frozen=True)
+class LogitDifference(Objective):
+    """a_12[position, token] − a_12[position, against]: by how much the model prefers one token to another."""
+
+    position: int
+    token: int
+    against: int
+
+    def select(self, targets: Tensor, n_vocab: int) -> Tensor:
+        chosen = _only(targets, self.position)
+        for name, id in (("token", self.token), ("against", self.against)):
+            if type(id) is not int or not 0 <= id < n_vocab:
+                raise HandgradError(f"{name} must be a token id from 0 to {n_vocab - 1}, not {shown(id)}")
+        if self.token == self.against:
+            raise HandgradError(f"token and against are both {self.token}: the difference is 0; choose two tokens")
+        chosen.view(-1)[self.position] = self.token
+        return chosen
+
+    def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
+        return (logits[:, self.token] - logits[:, self.against]).sum()
+
+    def forward_and_delta(self, logits: Tensor, at: TargetRows, weight: float) -> tuple[Tensor, Tensor]:
+        value = self.forward(logits, at)
+        delta = torch.zeros_like(logits)
+        delta[:, self.token], delta[:, self.against] = weight, -weight
+        return value, delta
+
+
+MEAN_LOSS = MeanLoss()
+
+
+def _only(targets: Tensor, position: int) -> Tensor:
+    """Targets of this shape, none of which is set; raises if the position is not one of its rows."""
+    check_ids("targets", targets)
+    n = targets.numel()
+    if type(position) is not int or not 0 <= position < n:
+        raise HandgradError(f"position must be a row from 0 to {n - 1}, not {shown(position)}")
+    return torch.full_like(targets, NO_TARGET, memory_format=torch.contiguous_format)

@@ -1,0 +1,68 @@
+"""`PassOptions`: how the passes over a batch are computed, and who is told. What is computed, the objective and its
+gradients, does not depend on it, except for the masks of dropout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...errors import HandgradError, shown
+from .arguments import Observer, Record, Recorder
+from .example_gradients import ExampleGradients
+
+Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
+
+
+def no_hook(parameters: list[nn.Parameter]) -> None:
+    """Default hook: do nothing."""
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """The options of `GPT.loss_and_grads`.
+
+    recompute   "blocks" saves only each block's input and recomputes the block in the backward pass: less memory, about a
+                third more time.
+    seed        Seed of the adapters' dropout, if they have any (default: drawn from torch's random numbers). No dropout
+                after model.eval().
+    tokens_at_once   A larger batch is processed in pieces of complete sequences of about this size (default 1024, or 512 if
+                only adapters train).
+    finished    Called with the parameters of a layer as soon as their gradients are final, from the head to the embeddings,
+                during the backward pass.
+    record      Called with every intermediate under the paper's name, once per piece. It observes what this call computes
+                and changes nothing. An `Observer` may be given as well.
+    examples    Measures the gradient of each sequence (see `example_gradients`). Only ExampleNorms(grads=True) fills `.grad`
+                as well.
+    """
+
+    recompute: str = "none"
+    seed: int | None = None
+    tokens_at_once: int | None = None
+    finished: Finished = no_hook
+    record: Record | Observer | None = None
+    examples: ExampleGradients | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("none", "blocks"):
+            raise HandgradError(f"recompute must be 'none' or 'blocks', not {self.recompute!r}")
+        told = self.record is None or isinstance(self.record, Observer) or callable(self.record)
+        if not told or not callable(self.finished):
+            raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
+        at_once = self.tokens_at_once
+        if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
+            raise HandgradError(f"tokens_at_once must be an integer of at least 1, not {shown(at_once)}")
+
+    @property
+    def recomputes(self) -> bool:
+        return self.recompute == "blocks"
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who sees the tensors of the pass."""
+        if self.record is None or isinstance(self.record, Observer):
+            return self.record
+        return Recorder(self.record)
+
+
+DEFAULTS = PassOptions()

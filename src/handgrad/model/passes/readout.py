@@ -1,0 +1,145 @@
+"""The readout: final norm, logits layer and loss, forward and backward at once.
+
+    a_10 → a_11 norm → a_12 logits → loss;   Δ_12 = y_pred − y_gt → Δ_11 → Δ_10
+
+The rows are processed in groups, so that the logits of all rows never exist together.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops import per_example
+from ..layers.linear import Affine
+from ..layers.norms import Norm
+from .arguments import PLAIN, Pass
+from .batch import Piece
+from .example_gradients import PieceExamples
+from .objective import Objective, TargetRows
+
+LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
+
+
+def rows_at_once(n_vocab: int, head_trains: bool) -> int:
+    """Rows of a group. A trained head reads and writes its gradient once per group; a frozen one has no such cost, so its
+    groups are smaller."""
+    return max(1, LOGITS_AT_ONCE // (n_vocab * (1 if head_trains else 4)))
+
+
+def row_groups(n: int, head: Affine) -> list[slice]:
+    """n rows in groups of equal size, at most `rows_at_once` each."""
+    n_vocab = sum(head.plain().widths)
+    most = rows_at_once(n_vocab, _trains(head))
+    size = math.ceil(n / math.ceil(n / most))
+    return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def _trains(head: Affine) -> bool:
+    return any(p.requires_grad for p in head.parameters())
+
+
+class Ending(NamedTuple):
+    """The end of a network: what follows the last block."""
+
+    norm: Norm
+    head: Affine
+    check_finite: Callable[[Tensor], Tensor]
+
+
+def readout(
+    end: Ending, a_10: Tensor, piece: Piece, objective: Objective, weight: float, run: Pass
+) -> tuple[float, Tensor]:
+    """a_10 → the summed objective of the piece and Δ_10; gradients are added into `.grad`. Δ_12 is multiplied by `weight`,
+    1/(number of targets)."""
+    if run.edited:
+        value, delta_12, saved = forward_at_once(end, a_10, piece, objective, weight, run)
+        return value, _backward_at_once(end, delta_12, saved, run)
+    a_11, norm_10 = end.norm.forward(a_10)
+    run.note_statistics(end.norm.statistics, norm_10, "10")
+    total, delta_11 = _in_groups(end, a_11, piece, objective, weight, run)
+    delta_11 = run.at("delta_11", delta_11)
+    a_bar_10, _ = end.norm.rebuild_output(norm_10)
+    return total, end.norm.backward(delta_11, a_bar_10, norm_10, PLAIN._replace(examples=run.examples))
+
+
+def _in_groups(
+    end: Ending, a_11: Tensor, piece: Piece, objective: Objective, weight: float, run: Pass
+) -> tuple[float, Tensor]:
+    """a_11 → the summed objective, and Δ_11 of every row. If examples are measured, the groups of rows are complete ones."""
+    head, examples = end.head, run.examples
+    every_row = len(a_11) == len(piece.rows)  # rows without a target come here only if all signals are wanted
+    with_target = a_11 if every_row else a_11[piece.rows]
+    delta_11 = torch.empty_like(with_target)
+    total = 0.0
+    logits, deltas, losses = [], [], []
+    groups: list[tuple[slice, PieceExamples | None]]
+    if examples is not None and _trains(head):
+        groups = [*examples.groups(rows_at_once(sum(head.plain().widths), True))]
+    else:
+        groups = [(rows, None) for rows in row_groups(len(piece.targets), head)]
+    # one buffer for all groups: freed and allocated for each, it would fragment memory
+    largest = max(rows.stop - rows.start for rows, _ in groups)
+    buffer = a_11.new_empty(largest, sum(head.plain().widths))
+    for rows, its_examples in groups:
+        a = with_target[rows]
+        # one mask for all rows: it must not depend on the groups, which differ if examples are measured
+        its_run = PLAIN._replace(
+            dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(piece.targets)), examples=its_examples,
+            weights=run.weights,
+        )  # fmt: skip
+        a_12 = head.forward(a, its_run, buffer[: len(a)]) if objective.needs_logits else buffer[: len(a)]
+        if run.observer is not None:
+            logits.append(a_12.clone())
+        if examples is not None:
+            losses.append(per_example.row_losses(a_12, piece.targets[rows]))
+        summed, delta_12 = objective.forward_and_delta(a_12, target_rows(piece, rows), weight)
+        total += end.check_finite(summed).item()
+        upstream = head.upstream(delta_12, its_run)
+        delta_11[rows] = head.backward(delta_12, its_run, None, upstream)
+        head.accumulate(delta_12, a, its_run, upstream)
+        if run.observer is not None:
+            deltas.append(delta_12.clone())
+    if examples is not None:
+        examples.losses(torch.cat(losses))
+    if run.observer is not None:
+        a_12 = torch.cat(logits) if every_row else head.forward(a_11, PLAIN._replace(weights=run.weights))
+        delta_12 = torch.cat(deltas)
+        if not every_row:
+            delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
+        for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": torch.softmax(a_12, 1), "delta_12": delta_12}.items():
+            run.observer.note(name, x)
+    return total, delta_11 if every_row else torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
+
+
+def forward_at_once(
+    end: Ending, a_10: Tensor, piece: Piece, objective: Objective, weight: float, run: Pass
+) -> tuple[float, Tensor, tuple[Any, Tensor]]:
+    """a_10 → the summed objective, Δ_12 and what `_backward_at_once` needs, with the logits of all rows as one matrix."""
+    a_11, norm_10 = end.norm.forward(a_10)
+    run.note_statistics(end.norm.statistics, norm_10, "10")
+    a_11 = run.at("a_11", a_11)
+    a_12 = run.at("a_12", end.head.forward(a_11, run))
+    if run.observer is not None:
+        run.observer.note("y_pred", torch.softmax(a_12, 1))
+    at = target_rows(piece, slice(None))
+    value, delta = objective.forward_and_delta(a_12[piece.rows].clone(), at, weight)
+    delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta)
+    return end.check_finite(value).item(), delta_12, (norm_10, a_11)
+
+
+def _backward_at_once(end: Ending, delta_12: Tensor, saved: tuple[Any, Tensor], run: Pass) -> Tensor:
+    """Δ_12 → Δ_11 → Δ_10"""
+    norm_10, a_11 = saved
+    delta_12 = run.at("delta_12", delta_12)
+    delta_11 = run.at("delta_11", end.head.backward(delta_12, run))
+    end.head.accumulate(delta_12, a_11, run)
+    a_bar_10, _ = end.norm.rebuild_output(norm_10)
+    return end.norm.backward(delta_11, a_bar_10, norm_10)
+
+
+def target_rows(piece: Piece, rows: slice) -> TargetRows:
+    """Some of a piece's rows with a target, numbered in the batch."""
+    return TargetRows(piece.targets[rows], piece.rows[rows] + piece.start)

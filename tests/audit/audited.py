@@ -1,0 +1,144 @@
+"""Small models of transformers and PEFT for audits, and random ones: `random_model` draws family, shape, dtype and adapter.
+
+    python tests/audit/audited.py --models 200
+
+audits so many sound random models and fails if one of them is accused.
+"""
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import handgrad as hg
+from handgrad.families import FAMILIES
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this runs as a script
+from families.members import LLAMA_LIKE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+SIZES = {
+    "n_vocab": 31, "n_context": 32, "d_model": 16, "d_hidden": 64, "n_blocks": 2, "n_heads": 4, "n_kv_heads": 2, "d_rho": 4,
+}  # fmt: skip
+
+
+def model_of(family: str, *, seed: int = 0, attention: str = "eager", spread: float = 0.1, **changes: Any) -> Any:
+    """A model of two blocks with norms not 1 and biases not 0: errors would be invisible in a new one."""
+    others = {"sliding_window": None, "tie_word_embeddings": False} if family in LLAMA_LIKE else {}
+    config = AutoConfig.for_model(family, **fields_of(family, SIZES) | NO_TOKEN_IDS | others | changes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += spread * torch.randn(p.shape)
+    return model
+
+
+def adapted(model: Any, family: str, filled: bool = True, **options: Any) -> Any:
+    """The model with an adapter of PEFT on every linear layer, its up factors not 0."""
+    config = LoraConfig(
+        **{"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", "target_modules": linear_layers(family), **options}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the orientation of GPT-2's weights
+        model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_B." in name and filled:
+                p += 0.3 * torch.randn(p.shape).to(p.dtype)
+    return model
+
+
+def batch(
+    n_vocab: int = 31, sequences: int = 3, tokens: int = 10, seed: int = 1, left: bool = False
+) -> dict[str, Tensor]:
+    """Sequences of different lengths with padding, and a fifth of the labels masked."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(n_vocab, (sequences, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for i in range(1, sequences):
+        mask[i, : 2 * i] = 0
+    mask = mask if left else mask.flip(1)
+    labels = ids.masked_fill((mask == 0) | (torch.rand(ids.shape, generator=generator) < 0.2), -100)
+    labels[0, 1:3] = ids[0, 1:3]
+    if left:
+        labels[torch.arange(sequences), mask.argmax(1)] = -100  # padding must not predict
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
+    """A description, a sound model and a batch."""
+    draw = random.Random(seed)
+    family = draw.choice(list(FAMILIES))
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    heads = draw.choice([1, 2, 4, 6])
+    width = draw.choice([2, 4, 8, 16])
+    blocks, vocabulary, tied = draw.choice([1, 2, 3, 5]), draw.choice([17, 64, 257]), draw.random() < 0.5
+    spread = draw.choice([0.02, 0.1, 0.3])
+    table = FAMILIES[family]
+    sizes = {
+        "n_vocab": vocabulary, "n_blocks": blocks, "n_heads": heads, "d_rho": width, "d_hidden": draw.choice([5, 32, 96]),
+        "d_model": draw.choice([12, 24, 48]) if "head_dim" in table.fields else heads * width, "tied": tied,
+        "n_kv_heads": draw.choice([h for h in (1, 2, 3, heads) if heads % h == 0]), "qkv_bias": draw.random() < 0.5,
+    }  # fmt: skip
+    if not table.fixed.get("gated"):
+        sizes["activation"] = draw.choice(["gelu_new", "gelu", "relu"])
+    shape = fields_of(family, sizes)
+    if table.windows and draw.random() < 0.5:
+        shape |= window_of(family)
+    attention = draw.choice(["eager", "sdpa"])
+    model = model_of(family, seed=seed, attention=attention, spread=spread, **shape).to(dtype)
+    kind = draw.choice(["full", "full", "lora", "dora", "new adapter", "head frozen"])
+    if kind == "head frozen":
+        model.get_output_embeddings().weight.requires_grad_(False)
+    elif kind != "full":
+        model = adapted(model, family, filled=kind != "new adapter", use_dora=kind == "dora")
+    if draw.random() < 0.3:
+        model.activation_checkpointing_enable()
+        if kind not in ("full", "head frozen"):
+            model.enable_input_require_grads()
+    made = batch(vocabulary, draw.choice([1, 2, 4]), draw.choice([4, 10, 24]), seed, left=draw.random() < 0.3)
+    if draw.random() < 0.3:
+        made = {"input_ids": made["input_ids"]}
+    return f"{seed}: {family}, {kind}, {str(dtype).removeprefix('torch.')}, {attention}, {shape}", model, made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Audit sound random models; none may be accused.")
+    parser.add_argument("--models", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--no-setup", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    accused, largest, tensors, start = 0, 0.0, 0, time.perf_counter()
+    for seed in range(options.first, options.first + options.models):
+        name, model, made = random_model(seed)
+        report = hg.audit(model, made, setup=not options.no_setup)
+        largest, tensors = max(largest, report.worst), tensors + len(report.compared)
+        if not report.passed:
+            accused += 1
+            print(f"ACCUSED {name}\n{report}", flush=True)
+    seconds = time.perf_counter() - start
+    print(
+        f"{options.models} sound models, {tensors:,} tensors: {accused} accused; the largest error is"
+        f" {largest:.2f} of what rounding allows ({seconds:.0f} s)"
+    )
+    sys.exit(1 if accused else 0)
+
+
+if __name__ == "__main__":
+    main()

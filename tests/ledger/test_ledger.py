@@ -1,0 +1,379 @@
+"""The ledger is complete, passes for new seeds, and detects mistakes: a broken formula fails exactly its own checks."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.errors import HandgradError
+from handgrad.ledger import CHECKS, run, select
+from handgrad.ledger.check import BEYOND, SECTIONS
+from handgrad.paper import (
+    activation,
+    attention,
+    embedding,
+    gated,
+    grouped_query,
+    kv_cache,
+    layernorm,
+    linear,
+    lora,
+    loss,
+    per_example,
+    rmsnorm,
+    rotary,
+    transformer,
+)
+
+IDS = (Path(__file__).parent.parent / "data" / "ledger-ids.txt").read_text().split()
+ERRATA = [f"R{i}" for i in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 36)]
+
+
+LARGEST_TOLERANCE = {"exact": 0.0, "op count": 0.0, "identity": 1e-12, "autograd": 1e-10, "Monte Carlo": 0.05}
+
+
+def test_every_line_of_the_paper_has_exactly_one_check() -> None:
+    assert len(IDS) == len(set(IDS)) == 205
+    report = json.loads(run(0).to_json())
+    of_the_paper = [c["id"] for c in report["checks"] if c["section"] != SECTIONS[BEYOND]]
+    assert sorted(of_the_paper) == sorted([*IDS, *ERRATA])
+    assert report["passed"] == len(report["checks"]) and report["failed"] == 0
+
+
+def test_checks_beyond_the_paper_have_ids_of_their_own() -> None:
+    """L-<layer>-<what>, at least forward and backward of each layer, counted apart from the paper's"""
+    beyond = {c.id for c in CHECKS.values() if c.section == BEYOND}
+    assert beyond == {id for id in CHECKS if id.startswith("L-")}
+    assert not any(CHECKS[id].equation for id in beyond), "a check with an equation number is the paper's"
+    for layer in {id.split("-")[1] for id in beyond}:
+        assert {f"L-{layer}-fwd", f"L-{layer}-bwd"} <= beyond
+    assert f": 1 of the paper, {len(beyond)} beyond it" in run(5, "E-act,L-*").title
+    assert "beyond" not in run(5, "E-act").title
+
+
+def test_an_activation_without_a_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "NAMES", (*activation.NAMES, "new"))
+    assert [c.id for c in run(0, "E-act").failed] == ["E-act"]
+
+
+def test_a_gate_without_a_check_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated, "NAMES", (*gated.NAMES, "new"))
+    assert [c.id for c in run(0, "L-gate-*").failed] == ["L-gate-fwd"]
+
+
+def test_every_check_has_a_statement_and_a_tolerance_of_its_oracle() -> None:
+    for c in CHECKS.values():
+        assert len(c.statement) >= 10, c.id
+        assert 0 <= c.tolerance <= LARGEST_TOLERANCE[c.oracle], c.id
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 12345, 999_999])
+def test_all_pass_for_new_seeds(seed: int) -> None:
+    report = run(seed)
+    assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
+
+
+def test_the_same_seed_gives_the_same_errors() -> None:
+    first, second, other = (run(seed, "E-*") for seed in (7, 7, 8))
+    assert [c.error for c in first] == [c.error for c in second]
+    assert [c.error for c in first] != [c.error for c in other]
+
+
+def test_a_check_does_not_depend_on_other_checks() -> None:
+    assert run(3, "E-ln-dx")["E-ln-dx"].error == run(3)["E-ln-dx"].error
+
+
+def test_selection() -> None:
+    assert {c.id for c in select("T2-D*")} == {f"T2-D{i}" for i in range(1, 13)}
+    assert {c.id for c in select("r1, e-ln-dx")} == {"R1", "E-ln-dx"}
+    with pytest.raises(HandgradError, match="no check matches 'nonsense'"):
+        select("nonsense")
+
+
+# ── broken formulas ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+# An error propagates through the tables: every check after it in the order of computation fails, and none before it.
+FORWARD = {f"T2-a{i}" for i in range(1, 13)} | {"T2-soft"}
+BLOCK = "w1 b1 wq bq wk wv bv w3 b3 w5 b5 w6 b6 w8 b8"
+BLOCK_GRADIENTS = {f"T3-{x}" for x in ("wtok", "wpos", *BLOCK.split())}
+FROM_10 = {f"T2-D{i}" for i in range(1, 11)} | BLOCK_GRADIENTS  # Δ_10 and everything computed from it
+FROM_11 = FROM_10 | {"T2-D11", "T3-w10", "T3-b10"}
+FROM_12 = FROM_11 | {"T2-D12", "T3-w11", "T3-b11", "T3-d11", "T3-u11"}
+RMS, QK = ({f"L-{layer}-{what}" for what in ("fwd", "bwd", "grad")} for layer in ("rms", "qknorm"))
+SCORES = {"E-draw", "E-dq", "E-dk", "E-dwq", "E-dwk", "E-dbq", "E-head-dx", "E-mha-dx", "P-mha-compose", "D-table1"}
+
+
+def printed_mask(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled * torch.ones_like(scaled).tril()
+
+
+def without_the_correction(delta_rho: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
+    return delta_rho * rho
+
+
+def with_a_wrong_sign(delta: torch.Tensor, a_bar: torch.Tensor, sigma: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    g = delta * w
+    return (g - g.mean(1, keepdim=True) + a_bar * (g * a_bar).mean(1, keepdim=True)) / sigma[:, None]
+
+
+def with_the_last_row(y_pred: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return y_pred - loss.y_gt(targets, y_pred.shape[1], y_pred.dtype)
+
+
+def embedding_part_only(
+    delta_1: torch.Tensor, delta_12: torch.Tensor, f: transformer.Forward, p: transformer.Network
+) -> torch.Tensor:
+    return embedding.grad_w(delta_1, f.a_0, len(p.w_tok))
+
+
+def adapter_path_only(delta_12: torch.Tensor, p: transformer.Network) -> torch.Tensor:
+    return (
+        linear.delta_prev(delta_12, transformer.head_weight(p))
+        if p.adapter is None
+        else lora.delta_prev(delta_12, *p.adapter)
+    )
+
+
+def without_the_smooth_part(x: torch.Tensor, name: str) -> torch.Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def with_relu2(
+    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """`right`, but for relu2."""
+    return lambda x, name: wrong(x) if name == "relu2" else right(x, name)
+
+
+def with_eps_outside(a: torch.Tensor, w: torch.Tensor, eps: float) -> rmsnorm.Forward:
+    rms = (a * a).mean(1).sqrt() + eps
+    a_bar = a / rms[:, None]
+    return rmsnorm.Forward(rms, a_bar, a_bar * w)
+
+
+def without_the_gain(right: Callable[..., rmsnorm.Forward]) -> Callable[..., rmsnorm.Forward]:
+    return lambda a, w, eps: right(a, torch.ones_like(w), eps)
+
+
+def from_the_first_head(
+    deltas: Sequence[torch.Tensor], heads: Sequence[rmsnorm.Forward], w: torch.Tensor
+) -> list[torch.Tensor]:
+    return [rmsnorm.delta_prev(delta, heads[0].a_bar, heads[0].rms, w) for delta in deltas]
+
+
+def over_all_heads(q: Sequence[torch.Tensor], w: torch.Tensor, eps: float) -> list[rmsnorm.Forward]:
+    f = rmsnorm.forward(torch.cat(tuple(q), 1), w.repeat(len(q)), eps)
+    return [rmsnorm.Forward(f.rms, *x) for x in zip(f.a_bar.chunk(len(q), 1), f.a.chunk(len(q), 1), strict=True)]
+
+
+def reflection(angle: float) -> torch.Tensor:
+    c, s = math.cos(angle), math.sin(angle)
+    return torch.tensor([[c, s], [s, -c]], dtype=torch.float64)
+
+
+def other_planes(d_rho: int, interleaved: bool) -> list[tuple[int, int]]:
+    """The planes of the other form."""
+    half = d_rho // 2
+    return [(i, i + half) if interleaved else (2 * i, 2 * i + 1) for i in range(half)]
+
+
+def with_a_power_of_the_position(
+    x: torch.Tensor, positions: torch.Tensor, theta: torch.Tensor, interleaved: bool, factor: float = 1.0
+) -> torch.Tensor:
+    return torch.stack(
+        [rotary.rotation(t**2, theta, interleaved) @ row for t, row in zip(positions.tolist(), x, strict=True)]
+    )
+
+
+def with_silu(
+    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """`right`, but for silu."""
+    return lambda x, name: wrong(x) if name == "silu" else right(x, name)
+
+
+def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
+    return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
+
+
+def with_key_heads_in_turn(i: int, n_heads: int, n_kv: int) -> int:
+    return i % n_kv
+
+
+def with_one_key_more(scaled: torch.Tensor, window: int | None) -> torch.Tensor:
+    return WINDOW(scaled, None if window is None else window + 1)
+
+
+def of_the_last_head(x: Sequence[torch.Tensor], n_kv: int) -> list[torch.Tensor]:
+    repeat = len(x) // n_kv
+    return list(x[repeat - 1 :: repeat])
+
+
+ROTATE, PERMUTATION, YARN_SHARE = (
+    rotary.forward,
+    rotary.permutation,
+    rotary.yarn_share,
+)  # a broken one is made from the right one
+
+WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
+PRODUCT_M, PRODUCT_U = per_example.product_m, per_example.product_u
+
+BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
+    "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
+        "E-mask", "E-out-tri", "E-rho", "E-attn-fwd", "E-compose", "E-weighted-1", "E-weighted-2", "E-weighted-3",
+        "E-dbk-zero", "E-dscaled", "E-mha-fwd", "P-bk-impotent", "P-swap-bq", "P-drho-free", "P-linmix-causal",
+        "P-kv-lastcol", "P-kv-oldrows", "P-mha-compose", "D-gen-loop", "D-table1",
+        "X-first-row", "X-last-dead", "X-renorm", "X-stack", "R1", "R2", "R16", "R17", "L-gqa-heads",
+    }),
+    "a missing 1/√d_ρ": (attention, "scale", lambda raw, d_rho: raw, FORWARD | FROM_12 | SCORES | {
+        "E-scaled", "E-attn-fwd", "E-compose", "E-mha-fwd", "P-var-drho", "P-drho-free", "D-gen-loop", "X-stack",
+        "L-gqa-heads",
+    }),
+    "a missing 1/√d_ρ in the cache": (kv_cache, "scale", lambda raw, d_rho: raw, {
+        "E-kv-rho", "E-kv-out", "P-qv-cache", "D-gen-loop", "R4",
+    }),
+    "a dropped softmax correction": (attention, "delta_causal", without_the_correction, FROM_10 | SCORES | {
+        "E-attn-dcausal", "P-dcausal-rowsum", "E-softmax-diff", "E-dbk-zero", "P-drho-free", "P-identity",
+        "X-first-row", "X-stack", "R2", "R18", "L-gqa-heads",
+    }),
+    "a wrong sign in LayerNorm": (layernorm, "delta_prev", with_a_wrong_sign, FROM_10 | {
+        "E-ln-dx", "X-ln-rowsum", "X-stack", "R8", "R19",
+    }),
+    "a loss on the last row": (loss, "delta_logits", with_the_last_row, FROM_12 | {
+        "E-dlogits", "X-last-dead", "X-logit-rowsum", "X-stack", "R5",
+    }),
+    "a missing tied contribution": (transformer, "grad_w_tok", embedding_part_only, {"T3-wtok", "R9"}),
+    "a blocked frozen path": (transformer, "delta_before_logits", adapter_path_only, FROM_11 | {
+        "E-lora-logits-fwd", "R3",
+    }),
+    "a dropped scale": (lora, "grad_u", lambda delta, a, d, scale: (a @ d).t() @ delta, {"E-lora-du", "T3-u11"}),
+    "a wrong activation slope": (activation, "g_prime", without_the_smooth_part, FROM_10 | {
+        "E-act", "X-stack", "L-relu2-bwd", "L-gate-bwd", "L-gate-branches",
+    }),
+    "a squared ReLU without its 2": (activation, "g_prime", with_relu2(activation.g_prime, torch.relu), {"L-relu2-bwd"}),
+    "a squared ReLU without its square": (activation, "g", with_relu2(activation.g, torch.relu), {"L-relu2-fwd"}),
+    "an RMSNorm with ε outside the root": (rmsnorm, "forward", with_eps_outside, RMS | QK),
+    "an RMSNorm without its gain": (rmsnorm, "forward", without_the_gain(rmsnorm.forward), QK | {"L-rms-fwd"}),
+    "an RMSNorm with LayerNorm's backward pass": (rmsnorm, "delta_prev", layernorm.delta_prev, {
+        "L-rms-bwd", "L-qknorm-bwd",
+    }),
+    "a mean instead of a sum in RMSNorm": (rmsnorm, "grad_w", lambda delta, a_bar: (a_bar * delta).mean(0), {
+        "L-rms-grad", "L-qknorm-grad",
+    }),
+    "a q/k norm over all heads together": (rmsnorm, "forward_heads", over_all_heads, QK),
+    "a q/k norm with the statistics of one head": (rmsnorm, "delta_prev_heads", from_the_first_head, {"L-qknorm-bwd"}),
+    "a q/k gradient of one head": (
+        rmsnorm, "grad_w_heads", lambda deltas, heads: rmsnorm.grad_w(deltas[0], heads[0].a_bar), {"L-qknorm-grad"},
+    ),
+    "a mean instead of a sum": (linear, "grad_b", lambda delta: delta.mean(0), {
+        "E-fc-bwd", "E-val-branch", "T3-b3", "T3-b6", "T3-b8", "T3-b11", "X-bv-b3",
+    }),
+    "a rotation forward in the backward pass": (rotary, "delta_prev", rotary.forward, {"L-rope-bwd"}),
+    "a reflection instead of a rotation": (rotary, "plane_rotation", reflection, {
+        "L-rope-fwd", "L-rope-bwd", "L-rope-orthogonal", "L-rope-relative", "L-rope-scaling",
+    }),
+    "the planes of the other form": (rotary, "planes", other_planes, {
+        "L-rope-fwd", "L-rope-bwd", "L-rope-forms", "L-rope-scaling",
+    }),
+    "the square of the position": (rotary, "forward", with_a_power_of_the_position, {
+        "L-rope-fwd", "L-rope-relative", "L-rope-scaling",
+    }),
+    "a rotation without its attention factor": (
+        rotary, "forward", lambda x, positions, theta, form, m=1.0: ROTATE(x, positions, theta, form), {"L-rope-fwd"},
+    ),
+    "frequencies without the 2": (rotary, "frequencies", lambda d_rho, base: torch.tensor(
+        [base ** (-i / d_rho) for i in range(d_rho // 2)], dtype=torch.float64,
+    ), {"L-rope-fwd", "L-rope-scaling"}),
+    "the permutation in the other direction": (
+        rotary, "permutation", lambda d_rho: PERMUTATION(d_rho).t(), {"L-rope-forms"},
+    ),
+    "a factor that multiplies": (rotary, "linear", lambda theta, factor: theta * factor, {"L-rope-scaling"}),
+    "llama3 without its ramp": (rotary, "llama3_share", lambda theta, low, high, n: [
+        float(n * t / (2 * math.pi) > high) for t in theta.tolist()
+    ], {"L-rope-scaling"}),
+    "yarn with its ramp reversed": (
+        rotary, "yarn_share", lambda *arguments, **options: YARN_SHARE(*arguments, **options)[::-1], {"L-rope-scaling"},
+    ),
+    "yarn without its attention factor": (rotary, "yarn_attention_factor", lambda f, *scales: 1.0, {"L-rope-scaling"}),
+    "a SiLU slope without its second term": (gated, "g_prime", with_silu(gated.g_prime, torch.sigmoid), {
+        "L-silu-bwd", "L-gate-bwd", "L-gate-branches",
+    }),
+    "a SiLU without its x": (gated, "g", with_silu(gated.g, torch.sigmoid), {
+        "L-silu-fwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches",
+    }),
+    "a gate on the wrong branch": (gated, "forward", lambda gate, up, name: gated.g(up, name) * gate, {"L-gate-fwd"}),
+    "a gate that forgets up": (gated, "delta_gate", lambda delta, gate, up, name: delta * gated.g_prime(gate, name), {
+        "L-gate-bwd", "L-gate-branches",
+    }),
+    "a gate that passes Δ_8 to up": (gated, "delta_up", lambda delta, gate, name: delta, {
+        "L-gate-bwd", "L-gate-branches",
+    }),
+    "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
+    "key heads assigned in turn": (grouped_query, "group", with_key_heads_in_turn, {
+        "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum",
+    }),
+    "the keys of the first group for all": (
+        grouped_query, "delta_q", lambda deltas, k: [delta @ k[0] for delta in deltas], {"L-gqa-bwd", "L-gqa-heads"},
+    ),
+    "a shared key with the error signal of one head": (grouped_query, "sum_over_group", of_the_last_head, {"L-gqa-sum"}),
+    "a mean over the group": (grouped_query, "sum_over_group", lambda x, n_kv: [
+        total / (len(x) // n_kv) for total in SUM_OVER_GROUP(x, n_kv)
+    ], {"L-gqa-sum"}),
+    "a missing 1/√d_ρ in a group": (grouped_query, "scale", lambda raw, d_rho: raw, {
+        "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd",
+    }),
+    "a window with one key more": (grouped_query, "mask", with_one_key_more, {"L-window-fwd", "L-window-bwd"}),
+    "a batch that averages examples": (
+        per_example, "batch_loss", lambda losses, counts: sum(losses) / len(losses), {"L-example-fwd"},
+    ),
+    "an example with the batch's number of targets": (
+        per_example, "grad_w", lambda a, delta, count, total: a.t() @ delta, {"L-example-bwd"},
+    ),
+    "products of examples without Δ": (
+        per_example, "product_w", lambda a_i, delta_i, a_j, delta_j: (a_i @ a_j.t()).sum(),
+        {"L-example-linear", "L-example-table", "L-example-tied", "L-example-lora"},
+    ),
+    "a bias of the mean over tokens": (
+        per_example, "product_b", lambda d_i, d_j: d_i.mean(0) @ d_j.mean(0), {"L-example-bias"},
+    ),
+    "a gain without ā": (per_example, "product_gain", lambda d_i, bar_i, d_j, bar_j: d_i.sum(0) @ d_j.sum(0), {
+        "L-example-gain",
+    }),
+    "a tied matrix without its cross terms": (per_example, "product_table_head", lambda *given: torch.zeros(()), {
+        "L-example-tied",
+    }),
+    "a magnitude without 1/c": (
+        per_example, "product_m", lambda delta, z, c: PRODUCT_M(delta, z, torch.ones_like(c)), {"L-example-magnitude"},
+    ),
+    "adapter products with one scale": (
+        per_example, "product_u", lambda a, delta, d, scale: PRODUCT_U(a, delta, d, 1.0) * scale, {"L-example-lora"},
+    ),
+    "a given gradient transposed": (
+        per_example, "product_with", lambda a, delta, q: (a @ q).sum(), {"L-example-with"},
+    ),
+    "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9"}),
+}  # fmt: skip
+
+
+def test_every_check_beyond_the_paper_is_broken_on_purpose() -> None:
+    """A check that no mistake makes fail may be one that cannot fail."""
+    broken = set().union(*(expected for *_, expected in BREAKS.values()))
+    never = {id for id in CHECKS if id.startswith("L-")} - broken
+    assert not never, f"add to BREAKS a wrong formula that fails {', '.join(sorted(never))}"
+    assert not broken - set(CHECKS), (
+        f"BREAKS expects checks that do not exist: {', '.join(sorted(broken - set(CHECKS)))}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HANDGRAD_SEEDS", "1"))))  # make long: 3
+@pytest.mark.parametrize("name", BREAKS)
+def test_exactly_the_affected_checks_fail(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, attribute, broken, expected = BREAKS[name]
+    monkeypatch.setattr(module, attribute, broken)
+    report = run(seed)
+    assert not report.passed
+    assert {c.id for c in report.failed} == expected

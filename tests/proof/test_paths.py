@@ -1,0 +1,211 @@
+"""Every code path that `hg.verify` checks can fail: a mistake in one is found by its own check, and by no other."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import handgrad as hg
+from conftest import make_batch, make_model
+from handgrad.inference import kv_cache, token_block
+from handgrad.kernels import library
+from handgrad.lora import merging
+from handgrad.lora.layer import LoRA
+from handgrad.model.block import Block
+from handgrad.model.inspect.trace import Trace
+from handgrad.model.passes.objective import MeanLoss, Objective, PositionLoss, TargetRows
+from handgrad.model.steps import Step
+from handgrad.model.storage.packed import Packed
+from handgrad.ops import lora, packed
+from handgrad.proof import paths
+from handgrad.proof.reference_model import ReferenceModel
+
+LENGTHS = [9, 4]
+needs_kernels = pytest.mark.skipif(library.load(torch.float32) is None, reason="no C compiler: there are no kernels")
+
+
+def failures(model: hg.GPT, **options: Any) -> set[str]:
+    return {c.id for c in hg.verify(model, *make_batch(model, LENGTHS), LENGTHS, **options).failed}
+
+
+def wide_enough(dtype: torch.dtype = torch.float32, **shape: object) -> hg.GPT:
+    """A model whose matrices can be rounded to 8 and 4 bits."""
+    return make_model(d_model=32, n_heads=2, dtype=dtype, **shape)
+
+
+def test_every_path_of_a_right_model_passes() -> None:
+    model = wide_enough()
+    report = hg.verify(model, *make_batch(model, LENGTHS), LENGTHS)
+    assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
+    ids = {c.id for c in report}
+    for way in ("prompts at once", "prompts in parts", "one token at a time"):
+        assert {f"log-probabilities, {way}{x}" for x in ("", ", float32", ", 8 bits", ", 4 bits")} <= ids
+    assert {f"gradients, {x}" for x in paths.ADAPTERS} <= ids
+    assert {f"log-probabilities, {x} merged" for x in paths.ADAPTERS} <= ids
+    assert {"trace, an empty edit", "log-probabilities, adapters by name"} <= ids
+
+
+# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_kernels
+def test_a_token_block_that_ignores_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = token_block._norm
+
+    def without_gain(norm: Any, width: int, tensors: list[Tensor]) -> Any:
+        plain = copy.deepcopy(norm)
+        plain.weight.data.fill_(1)
+        return right(plain, width, tensors)
+
+    monkeypatch.setattr(token_block, "_norm", without_gain)
+    found = failures(wide_enough())
+    assert found >= {f"log-probabilities, one token at a time{x}" for x in ("", ", float32", ", 8 bits", ", 4 bits")}
+    assert not any("at once" in name or not name.startswith("log-probabilities") for name in found)
+
+
+def test_a_cache_that_stores_keys_for_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kv_cache._store
+    monkeypatch.setattr(kv_cache, "_store", lambda slot, i, start, k, v: right(slot, i, start, k, k))
+    found = failures(make_model(d_model=12, n_heads=3))
+    assert "log-probabilities, prompts in parts" in found and "log-probabilities, prompts at once" not in found
+    assert all(name.startswith("log-probabilities") for name in found)
+
+
+@needs_kernels
+def test_products_with_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = packed.product
+    monkeypatch.setattr(packed, "product", lambda *given: right(*given).mul_(1.01))
+    found = failures(wide_enough())
+    assert found and all(name.endswith((", 8 bits", ", 4 bits")) for name in found)
+
+
+def test_weights_that_are_not_those_of_the_rounded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Packed.unpack
+
+    def wrong(self: Packed, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        found = right(self, out, dtype)
+        return found.mul_(1.01) if dtype is torch.float32 else found
+
+    monkeypatch.setattr(Packed, "unpack", wrong)
+    found = failures(wide_enough())
+    assert found and all(name.endswith((", 8 bits", ", 4 bits")) for name in found)
+
+
+# ── traces and objectives ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["blocks.0.a_5", "blocks.0.delta_4", "blocks.0.grad_w_3"])
+def test_an_edited_pass_that_computes_something_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = paths.trace
+
+    def wrong(*given: Any, edit: Any = None, **options: Any) -> Trace:
+        found = right(*given, edit=edit, **options)
+        if edit is not None:
+            found._values[name] = found[name] * (1 + 1e-6)
+        return found
+
+    monkeypatch.setattr(paths, "trace", wrong)
+    model = make_model()
+    report = hg.verify(model, *make_batch(model, LENGTHS), LENGTHS)
+    assert [(c.id, c.note) for c in report.failed] == [("trace, an empty edit", name)]
+
+
+@pytest.mark.parametrize("objective", [hg.PositionLoss(2), hg.LogitDifference(8, 3, 7)])
+def test_each_objective(objective: Objective) -> None:
+    model = make_model(n_blocks=2)
+    report = hg.verify(model, *make_batch(model, LENGTHS, ignored=0.0), LENGTHS, objective=objective)
+    assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
+
+
+def test_an_objective_that_reads_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PositionLoss.select
+    monkeypatch.setattr(PositionLoss, "select", lambda self, *given: right(PositionLoss(self.position + 1), *given))
+    model = make_model()
+    report = hg.verify(model, *make_batch(model, LENGTHS, ignored=0.0), LENGTHS, objective=hg.PositionLoss(2))
+    assert {"loss", "delta_12", "gradients, one pass"} <= {c.id for c in report.failed}
+
+
+def test_an_unknown_objective_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Doubled(MeanLoss):
+        def forward(self, logits: Tensor, at: TargetRows) -> Tensor:
+            return 2 * super().forward(logits, at)
+
+    model = make_model()
+    with pytest.raises(hg.HandgradError, match="does not know the objective Doubled"):
+        hg.verify(model, *make_batch(model, LENGTHS), LENGTHS, objective=Doubled())
+    with pytest.raises(hg.HandgradError, match=r"hg\.PositionLoss"):
+        hg.verify(model, *make_batch(model, LENGTHS), LENGTHS, objective="loss")  # type: ignore[arg-type]
+
+
+# ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wrong_scale(right: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: LoRA, *given: Any, **options: Any) -> Any:
+        before, self.scale = self.scale, 1.01 * self.scale
+        try:
+            return right(self, *given, **options)
+        finally:
+            self.scale = before
+
+    return wrong
+
+
+MERGED = {f"log-probabilities, {kind} merged" for kind in paths.ADAPTERS}
+NAMED = "log-probabilities, adapters by name"
+
+
+def test_a_merge_with_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "_sum", wrong_scale(merging._sum))
+    assert failures(make_model()) == MERGED
+
+
+def test_named_adapters_with_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoRA, "add_branch", wrong_scale(LoRA.add_branch))
+    assert failures(make_model()) == {NAMED}
+
+
+def test_a_magnitude_without_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lora.grad_m
+    monkeypatch.setattr(lora, "grad_m", lambda *given: 1.001 * right(*given))
+    assert failures(make_model()) == {"gradients, DoRA"}
+
+
+@pytest.mark.parametrize("options", [{}, {"rslora": True, "rank_pattern": {"c_attn": 3}}, {"dora": True}])
+def test_a_model_with_an_adapter(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(n_blocks=2)
+    hg.lora.inject(model, 2, 5.0, **options)
+    paths._fill(model, 1)
+    ids = {c.id for c in hg.verify(model, *make_batch(model, LENGTHS), LENGTHS)}
+    assert {"log-probabilities, the adapter merged", NAMED} <= ids and not ids & MERGED
+    assert failures(model) == set()
+    monkeypatch.setattr(merging, "_sum", wrong_scale(merging._sum))
+    assert failures(model) == {"log-probabilities, the adapter merged"}
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_that_the_reference_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Block.steps
+    monkeypatch.setattr(
+        Block, "steps", lambda self: [*right(self), Step("norm_3", "norm", ("a_10",), ("a_10b",), {"9": self.norm_2})]
+    )
+    model = make_model()
+    batch = make_batch(model, LENGTHS)
+    with pytest.raises(hg.HandgradError, match="does not know the step 'norm_3'"):
+        hg.verify(model, *batch, LENGTHS)
+    with pytest.raises(hg.HandgradError, match="does not know the step 'norm_3'"):
+        ReferenceModel(model, *batch, LENGTHS)
+
+
+def test_steps_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Block.steps
+    monkeypatch.setattr(Block, "steps", lambda self: right(self)[::-1])
+    with pytest.raises(hg.HandgradError, match="the reference does not know the step 'skip_2'"):
+        hg.verify(make_model(), *make_batch(make_model(), LENGTHS), LENGTHS)
