@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from handgrad.files import manifest
 from handgrad.files.cache import cache_path
 from handgrad.kernels import library
 from handgrad.model.config import ACTIVATIONS
+from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
@@ -88,19 +89,6 @@ def perturb(network: torch.nn.Module, seed: int = 1, scale: float = 0.3) -> None
                 p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-class SilentDisplay:
-    """A training display that shows nothing."""
-
-    def say(self, text: str) -> None: ...
-    def examples(self, *arguments: object) -> None: ...
-    def reading(self, total: int) -> Callable[[int], None]:
-        return lambda n: None
-
-    def begin(self, job: object) -> None: ...
-    def show(self, record: dict[str, object]) -> None: ...
-    def end(self) -> None: ...
-
-
 def link_kernels(cache: Path) -> None:
     """Let a new cache folder have the kernels of this machine, so that processes that use it need not compile them again."""
     cache.mkdir(parents=True, exist_ok=True)
@@ -117,6 +105,12 @@ def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
     """Save a model without handgrad's manifest, as other tools do, so that a test may edit its files."""
     hg.save(model, folder, **options)  # type: ignore[arg-type]
     (folder / manifest.FILE).unlink()
+
+
+def save_with_bytes(model: hg.GPT, folder: Path) -> None:
+    """Save a model whose tokens are bytes, with its tokenizer."""
+    hg.save(model, folder)
+    tokenizer.make("bytes", []).write(folder)
 
 
 def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -31,9 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import forked
 import handgrad as hg
-from conftest import need_chromium, run_processes
+from conftest import need_chromium, run_processes, save_with_bytes
 from handgrad.cli.bench import bench as bench_command
-from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
@@ -224,8 +223,7 @@ def test_explain_page_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_chromium()
-    hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
-    tokenizer.make("bytes", []).write(tmp_path)
+    save_with_bytes(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
     monkeypatch.setitem(SIZES, "tiny", replace(TINY, explain=(str(tmp_path), 2)))
     rows = bench(capsys, monkeypatch, "explain")[0]["rows"]
     assert {"start to the first view", "another sentence", "more until a station was proven"} <= {

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import handgrad as hg
-from conftest import handgrad, run_processes
-from handgrad.text import tokenizer
+from conftest import handgrad, run_processes, save_with_bytes
 from handgrad.training.run import Run
 
 BASE = [
@@ -37,9 +36,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     right = [{"prompt": f"{i} and 1 is ", "completion": f"{i + 1} green bottles"} for i in range(10, 34)]
     Path("right.jsonl").write_text("".join(json.dumps(r) + "\n" for r in right))
-    model = hg.GPT(hg.preset("nano", n_context=48, d_model=16, n_heads=2, n_blocks=1), seed=0)
-    hg.save(model, tmp_path / "new")
-    tokenizer.make("bytes", []).write(tmp_path / "new")
+    save_with_bytes(hg.GPT(hg.preset("nano", n_context=48, d_model=16, n_heads=2, n_blocks=1)), tmp_path / "new")
     result = hg.finetune(
         "new",
         "right.jsonl",

@@ -279,8 +279,10 @@ def test_file_modes_follow_the_umask(workdir: Path) -> None:
 
 def test_resume_cannot_shorten_a_run(workdir: Path) -> None:
     shutil.rmtree(workdir / "train" / "checkpoints" / "step-00000006")
+    before = (workdir / "train" / "run.json").read_text()
     done = handgrad("train", "--resume", "--out", "train", "--steps", 5)
     assert done.returncode == 1 and "runs until step 6: --steps can only extend it" in done.stderr
+    assert (workdir / "train" / "run.json").read_text() == before
 
 
 def test_run_created_concurrently_is_not_overwritten(

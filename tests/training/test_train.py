@@ -15,17 +15,15 @@ from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import SilentDisplay, handgrad, run_processes, use_empty_cache
+from conftest import handgrad, run_processes, use_empty_cache
 from handgrad import optim
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
 from handgrad.training.distributed import Ranks
-from handgrad.training.job import Job
 from handgrad.training.loop import evaluate, take_step
 from handgrad.training.option_file import read_option_file
-from handgrad.training.pretrain import prepare
 from handgrad.training.run import Run
-from runs import TEXT, same_weights, weights
+from runs import TEXT, same_weights, small_job, weights
 
 SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
 SMALL += ["--eval-every", "10", "--eval-batches", "2", "--save-every", "5", "--sample-tokens", "8", "--log-every", "5"]
@@ -45,12 +43,6 @@ def train_command(*arguments: object) -> list[str]:
 
 def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
     return handgrad("train", *arguments)
-
-
-def small_job(text: Path, **options: object) -> Job:
-    shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
-    config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
-    return prepare(config, Ranks(), SilentDisplay())
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,6 +128,7 @@ def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
     done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging)
     assert done.returncode == 1
     assert "first to become NaN or infinite" in done.stderr
+    assert "try a smaller learning rate than 1e18 (--lr)" in done.stderr
     for checkpoint in Run(tmp_path / "r").usable():
         assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
 
@@ -235,12 +228,8 @@ def test_invalid_config_files_are_rejected(tmp_path: Path, text: str, message: s
         read_config(tmp_path, "c.toml", text)
 
 
-def test_existing_model_keeps_its_shape_and_run_cannot_be_shortened(text: Path, tmp_path: Path) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 6, *SMALL).returncode == 0
-    before = (tmp_path / "a" / "run.json").read_text()
-    done = handgrad_train("--resume", "--out", tmp_path / "a", "--steps", 3)
-    assert done.returncode == 1 and "--steps can only extend it" in done.stderr
-    assert (tmp_path / "a" / "run.json").read_text() == before
+def test_existing_model_keeps_its_shape(text: Path, tmp_path: Path) -> None:
+    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 1, *SMALL).returncode == 0
     done = handgrad_train("--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
     assert done.returncode == 1 and "--d-model cannot change an existing model" in done.stderr
     done = handgrad_train("--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
@@ -299,11 +288,6 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def torchrun(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "--standalone", "-m", "handgrad", "train"]
-    return subprocess.run([sys.executable, *launch, *map(str, arguments)], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
@@ -322,7 +306,9 @@ def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n:
 def test_run_of_two_processes_resumes_with_one(text: Path, tmp_path: Path) -> None:
     base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
     assert handgrad_train(*base, "--steps", 10, "--out", tmp_path / "a").returncode == 0
-    done = torchrun(2, *base, "--steps", 5, "--out", tmp_path / "b")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*launch, "-m", "handgrad", "train", *map(str, base), "--steps", "5", "--out", tmp_path / "b"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     done = handgrad_train("--resume", "--out", tmp_path / "b", "--steps", 10)
     assert done.returncode == 0, done.stderr
