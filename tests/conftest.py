@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,13 @@ def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
     (folder / manifest.FILE).unlink()
 
 
+def save_adapter(model: hg.GPT, folder: Path, seed: int = 1, scale: float = 0.3, **options: Any) -> None:
+    """Inject an adapter of rank 2 unless the options say otherwise, move it away from its initial values, and save it."""
+    hg.lora.inject(model, **{"rank": 2, **options})
+    perturb(model, seed, scale)
+    hg.lora.save(model, folder)
+
+
 def save_with_bytes(model: hg.GPT, folder: Path) -> None:
     """Save a model whose tokens are bytes, with its tokenizer."""
     hg.save(model, folder)
@@ -126,6 +134,14 @@ def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
     finally:
         sys.argv = before
     return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
+
+
+def plan_of(*arguments: object) -> dict[str, Any]:
+    """What `handgrad plan ARGUMENTS` writes as JSON."""
+    run = handgrad("plan", *arguments, "--json", "-")
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
 
 
 @cache

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from conftest import perturb
 from handgrad.errors import HandgradError
 from handgrad.gguf.architectures import ARCHITECTURES
 from handgrad.gguf.file import dequantize
@@ -73,9 +74,7 @@ def make(name: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{k: v for k, v in choices.items() if v is not None})
     )
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.3 * torch.randn(p.shape)  # biases and gains too
+    perturb(model)  # biases and gains too
     return model.double().eval()
 
 

@@ -49,8 +49,7 @@ def assert_same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[s
 
 def adapted(model: hg.GPT, **options: Any) -> hg.GPT:
     hg.lora.inject(model, 3, seed=4, **options)
-    for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
-        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.dtype)
+    perturb(model, scale=0.1)
     return model
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import make_model, perturb
+from conftest import make_model, perturb, save_adapter
 from families.members import TYPICAL, family_of, transformers_model
 from handgrad import optim
 from handgrad.inference import kv_cache
@@ -291,9 +291,7 @@ def test_keys_of_other_weights_are_not_used(change: Callable[[GPT], None]) -> No
 
 
 def test_factors_of_a_named_adapter_count_as_weights(tmp_path: Path) -> None:
-    model = make_model(n_vocab=29, n_context=64)
-    _adapter(model)
-    hg.lora.save(model, tmp_path / "a")
+    save_adapter(make_model(n_vocab=29, n_context=64), tmp_path / "a")
     model = make_model(n_vocab=29, n_context=64)
     load_named(model, {"a": tmp_path / "a"})
     engine = Engine(model)

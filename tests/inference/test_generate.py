@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import make_model, save_with_bytes
+from conftest import make_model, perturb, save_with_bytes
 from handgrad.inference.engine import Engine, Options
 from handgrad.text import tokenizer
 
@@ -113,9 +113,7 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(family: str, dtype: torch.dt
     torch.manual_seed(1)
     shape = {"n_vocab": 97, "n_context": 64, "d_model": 24, "n_heads": 4, "n_blocks": 2}
     model = hg.GPT(hg.preset(family, **shape), dtype=dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
+    perturb(model, scale=0.1)
     prompts = [torch.randint(97, (n,)).tolist() for n in (3, 17, 1, 9, 17)]
     seeds = [7, 1, 5, 5, 0]
     options = {"temperature": 0.9, **options}

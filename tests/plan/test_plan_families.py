@@ -1,6 +1,5 @@
 """Plans of every family: parameters and bytes against real models, FLOP against torch's counter."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import handgrad
+from conftest import handgrad, plan_of
 from handgrad.families import FAMILIES
 from handgrad.inference.kv_cache import Cache
 from handgrad.kernels import library
@@ -255,27 +254,20 @@ def test_parts_and_the_papers_targets() -> None:
         make_plan(LLAMA, rank=2, targets="q")
 
 
-def planned(*arguments: object) -> dict[str, Any]:
-    run = handgrad("plan", *arguments, "--json", "-")
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
 def test_command(tmp_path: Path) -> None:
     """Presets, folders and adapters of a Llama."""
-    assert planned("--model", "smollm2-shape")["total"] == 134_515_008
+    assert plan_of("--model", "smollm2-shape")["total"] == 134_515_008
     model = hg.GPT(LLAMA)
     hg.save(model, tmp_path / "llama")
-    whole = planned("--model", tmp_path / "llama")
+    whole = plan_of("--model", tmp_path / "llama")
     assert whole["total"] == sum(p.numel() for p in model.parameters())
     assert whole["config"]["rope_scaling"]["rope_type"] == "default"
-    some = planned("--model", tmp_path / "llama", "--rank", "2", "--targets", "q_proj,gate_proj")
+    some = plan_of("--model", tmp_path / "llama", "--rank", "2", "--targets", "q_proj,gate_proj")
     assert some["trainable"] == 3 * 2 * (12 + 12 + 12 + 7)
     model = hg.load(tmp_path / "llama")
     hg.lora.inject(model, 2, targets=("q_proj", "gate_proj"))
     hg.lora.save(model, tmp_path / "adapter")
-    assert planned("--model", tmp_path / "adapter")["backward_flop"] == some["backward_flop"]
+    assert plan_of("--model", tmp_path / "adapter")["backward_flop"] == some["backward_flop"]
     shown = handgrad("plan", "--model", tmp_path / "llama", "--rank", "1")
     assert shown.returncode == 0 and "3 blocks" in shown.stdout
     assert "trainable parameters" in shown.stdout

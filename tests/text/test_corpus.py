@@ -54,9 +54,6 @@ def test_jsonl_lines_are_documents_that_end(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": 1}\n', "no text in the field 'text'"),
         ("y.jsonl", b"{]\n", "line 1 is not valid JSON"),
         ("z.jsonl", b'{"body": "a"}\n', "its fields are body"),
-        ("d.jsonl", b"[" * 100_000, "line 1 is not usable JSON: nested too deeply"),
-        ("i.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1 .*5,000 digits"),
-        ("s.jsonl", b'{"text": "\\ud83d"}', "half of a character"),
         ("u.jsonl", b'{"text": "a"}\n\xff', "line 2 is not UTF-8"),
     ],
 )

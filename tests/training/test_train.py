@@ -181,10 +181,8 @@ def test_invalid_arguments_are_rejected_and_write_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_existing_and_locked_run_folders_are_rejected(text: Path, tmp_path: Path) -> None:
+def test_a_locked_run_folder_is_rejected(text: Path, tmp_path: Path) -> None:
     assert handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL).returncode == 0
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
-    assert done.returncode == 1 and "exists: choose another --out" in done.stderr
     run = Run(tmp_path / "r")
     run.lock()
     done = handgrad_train("--resume", "--out", tmp_path / "r", "--steps", 9)
