@@ -147,7 +147,7 @@ def plan_of(*arguments: object) -> dict[str, Any]:
 @cache
 def fork_server() -> subprocess.Popen[str]:
     """A process that has imported what commands need, and forks: a new interpreter takes seconds to import it."""
-    script = [sys.executable, str(Path(__file__).parent / "forked.py"), "serve"]
+    script = [sys.executable, str(Path(__file__).parent / "forked.py")]
     return subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
 

@@ -20,6 +20,7 @@ from handgrad import formatting, machine
 from handgrad.cli import console, explain
 from handgrad.files.reading import read_text
 from handgrad.formats.run_folder import RunFolder
+from handgrad.paper import layernorm
 from handgrad.plan import timing
 from handgrad.text import tokenizer
 
@@ -32,15 +33,9 @@ def test_verify_writes_json_to_stdout() -> None:
     assert sum(c["section"] != "Beyond the paper" for c in report["checks"]) == 226
 
 
-def test_verify_exits_with_1_if_anything_fails(tmp_path: Path) -> None:
-    code = (
-        "from handgrad.paper import layernorm; import sys; from handgrad.cli.app import main\n"
-        "layernorm.grad_b = lambda delta: -delta.sum(0)\n"
-        "sys.argv = ['handgrad', 'verify', '--only', 'E-ln-*', '--json', sys.argv[1]]; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "r.json")], capture_output=True, text=True, check=False
-    )
+def test_verify_exits_with_1_if_anything_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layernorm, "grad_b", lambda delta: -delta.sum(0))
+    done = handgrad("verify", "--only", "E-ln-*", "--json", tmp_path / "r.json")
     assert done.returncode == 1
     assert "1 of 7 checks FAILED" in done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
@@ -463,7 +458,7 @@ def test_a_tiny_temperature_and_a_huge_plan_work(folder: Path) -> None:
     ],
 )
 def test_a_wrong_call_has_one_line_like_every_other_mistake(words: list[str], message: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "handgrad", *words], capture_output=True, text=True, check=False)
+    done = handgrad(*words)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"handgrad: {message}") and done.stderr.count("\n") == 1
 

@@ -28,9 +28,12 @@ TOKENS = 16
 SHAPE = {"n_vocab": 11, "n_context": TOKENS, "d_model": 12, "n_heads": 6, "n_kv_heads": 3, "n_blocks": 3, "d_hidden": 7}
 LLAMA = hg.preset("nano-llama", **SHAPE)
 FUSED = "fused"  # a family that stores q, k and v in one matrix, and gate and up in another
+GPT2: dict[str, Any] = {"family": "gpt2", **{x: getattr(hg.preset("gpt2"), x) for x in (
+    "norm", "positions", "gated", "activation", "qkv_bias", "out_bias", "mlp_bias")}, "n_kv_heads": None}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"family": "gpt2", **{x: getattr(hg.preset("gpt2"), x) for x in (
-        "norm", "positions", "gated", "activation", "qkv_bias", "out_bias", "mlp_bias")}, "n_kv_heads": None},
+    "gpt2": GPT2,
+    "gpt2, untied, with a bias of the logits": {**GPT2, "tied": False, "logits_bias": True},
+    "gpt2 without biases of keys": {**GPT2, "key_bias": False, "d_rho": 3, "d_head": 5},
     "llama": {},
     "llama with biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False},
     "one key head": {"n_kv_heads": 1},

@@ -85,10 +85,7 @@ def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
     ours = hg.load(folder)
     assert torch.allclose(ours.logits(ids), theirs(ids).logits, atol=1e-5)
     assert theirs.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == ids.shape[1] + 3
-    shown = subprocess.run(
-        [sys.executable, "-m", "handgrad", "generate", "--model", str(tmp_path / "r"), "--prompt", "green", "--seed", "1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    shown = handgrad("generate", "--model", tmp_path / "r", "--prompt", "green", "--seed", 1)
     assert shown.returncode == 0 and shown.stdout.startswith("green"), shown.stderr
 
 
