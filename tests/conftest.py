@@ -136,11 +136,23 @@ def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
 
 
+def succeed(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `handgrad ARGUMENTS`, which must not fail."""
+    done = handgrad(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def error_of(*arguments: object) -> str:
+    """The line with which `handgrad ARGUMENTS` fails."""
+    done = handgrad(*arguments)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, (done.stdout, done.stderr)
+    return done.stderr
+
+
 def plan_of(*arguments: object) -> dict[str, Any]:
     """What `handgrad plan ARGUMENTS` writes as JSON."""
-    run = handgrad("plan", *arguments, "--json", "-")
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
+    found: dict[str, Any] = json.loads(succeed("plan", *arguments, "--json", "-").stdout)
     return found
 
 

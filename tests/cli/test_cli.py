@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import handgrad as hg
-from conftest import handgrad, make_model, plan_of, run_processes, save_with_bytes, use_empty_cache
+from conftest import error_of, handgrad, make_model, plan_of, run_processes, save_with_bytes, succeed, use_empty_cache
 from handgrad import formatting, machine
 from handgrad.cli import console, explain
 from handgrad.files.reading import read_text
@@ -44,8 +44,7 @@ def test_verify_exits_with_1_if_anything_fails(tmp_path: Path, monkeypatch: pyte
 
 def test_verify_a_model_directory(tmp_path: Path) -> None:
     hg.save(make_model(dtype=torch.float32), tmp_path / "m")
-    done = handgrad("verify", "--model", str(tmp_path / "m"), "--json", "-")
-    assert done.returncode == 0, done.stderr
+    done = succeed("verify", "--model", str(tmp_path / "m"), "--json", "-")
     assert {"blocks.0.delta_raw", "transformer.wte.weight"} <= {c["id"] for c in json.loads(done.stdout)["checks"]}
 
 
@@ -229,8 +228,8 @@ def test_preset_takes_precedence_over_a_folder(folder: Path, no_timing: None) ->
     ):
         done = handgrad(*command)
         assert done.returncode == 1 and "write ./nano" in done.stderr, command
-    assert handgrad("generate", "--model", "./nano", "--max-new-tokens", 2).returncode == 0
-    assert handgrad("convert", "./nano", "--out", "c").returncode == 0
+    succeed("generate", "--model", "./nano", "--max-new-tokens", 2)
+    succeed("convert", "./nano", "--out", "c")
     network, _, name, note, _ = explain.choose("./nano")
     assert (name, note, network.config.d_model) == ("nano", "from ./nano", 8)
     assert "write ./nano" in explain.choose("nano")[3]
@@ -268,7 +267,7 @@ def test_plan_and_verify_a_run_of_finetune(folder: Path, no_timing: None) -> Non
         plan = plan_of("--model", given)
         assert (plan["total"], plan["trainable"], plan["rank"]) == (ONE_BLOCK, adapters, 2)
         assert plan["targets"] == ["c_attn", "lm_head"]
-    assert handgrad("verify", "--model", "runs/ft").returncode == 0
+    succeed("verify", "--model", "runs/ft")
     done = handgrad("plan", "--model", "runs/ft", "--rank", 4)
     assert "is an adapter, and the plan is for training it" in done.stderr
     assert "--n-blocks needs a preset" in handgrad("plan", "--model", "runs/ft", "--n-blocks", 4).stderr
@@ -278,13 +277,12 @@ def test_plan_and_verify_a_run_of_finetune(folder: Path, no_timing: None) -> Non
 
 
 def test_generate_uses_the_newest_run(folder: Path) -> None:
-    done = handgrad("generate", "--max-new-tokens", 2)
-    assert "no run with a checkpoint in runs/" in done.stderr
-    assert handgrad("train", *TINY, "--model", "./nano", "--out", "runs/one").returncode == 0
+    assert "no run with a checkpoint in runs/" in error_of("generate", "--max-new-tokens", 2)
+    succeed("train", *TINY, "--model", "./nano", "--out", "runs/one")
     done = handgrad("generate", "--max-new-tokens", 2, "--prompt", "a\\n", "--seed", 1)
     assert done.returncode == 0 and "from runs/one/checkpoints/step-00000002" in done.stderr
     assert done.stdout.startswith("a\\n"), "the prompt is used as given"
-    assert handgrad("train", *TINY, "--model", "./nano", "--out", "runs/two").returncode == 0
+    succeed("train", *TINY, "--model", "./nano", "--out", "runs/two")
     os.utime("runs/one/run.json", (1, 1))
     assert "from runs/two" in handgrad("generate", "--max-new-tokens", 2).stderr
 
@@ -302,8 +300,7 @@ def test_generate_answers_a_message_through_the_chat_template(folder: Path) -> N
     assert handgrad(*asked, "--prompt", message).stdout == done.stdout  # the model has a template
     raw = handgrad(*asked, "--prompt", f"<user>{message}<answer>", "--format", "raw")
     assert raw.stdout == f"<user>{message}<answer>{done.stdout}"
-    both = handgrad(*asked, "--chat", "a", "--prompt", "b")
-    assert "--prompt, a text to continue, or --chat" in both.stderr
+    assert "--prompt, a text to continue, or --chat" in error_of(*asked, "--chat", "a", "--prompt", "b")
     (folder / "nano" / "chat_template.jinja").unlink()
     assert "nano has no chat template, which --format chat needs" in handgrad(*asked, "--chat", "a").stderr
 
@@ -437,8 +434,8 @@ def test_errors_are_one_line(arguments: list[str], message: str, folder: Path) -
 
 
 def test_a_tiny_temperature_and_a_huge_plan_work(folder: Path) -> None:
-    assert handgrad("generate", "--model", "./nano", "--max-new-tokens", 2, "--temperature", 1e-40).returncode == 0
-    assert handgrad("plan", "--model", "nano", "--batch", 10**12, "--json", "-").returncode == 0
+    succeed("generate", "--model", "./nano", "--max-new-tokens", 2, "--temperature", 1e-40)
+    succeed("plan", "--model", "nano", "--batch", 10**12, "--json", "-")
 
 
 @pytest.mark.parametrize(

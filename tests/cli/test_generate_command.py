@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import handgrad as hg
-from conftest import handgrad, make_model, save_with_bytes
+from conftest import error_of, handgrad, make_model, save_with_bytes, succeed
 from handgrad.cli import generate as generate_command
 from handgrad.text import tokenizer
 
@@ -24,8 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: object) -> str:
-    done = handgrad("generate", "--model", "./m", "--temperature", 0.8, "--top-k", 200, "--seed", 2, *arguments)
-    assert done.returncode == 0, done.stderr
+    done = succeed("generate", "--model", "./m", "--temperature", 0.8, "--top-k", 200, "--seed", 2, *arguments)
     return done.stdout
 
 
@@ -43,16 +42,14 @@ def test_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"first\nb\n")))
     assert run("--prompts-file", "-", "--max-new-tokens", 4) == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
-    done = handgrad("generate", "--model", "./m", "--prompts-file", "-")
-    assert done.returncode == 1 and "standard input is not UTF-8" in done.stderr
+    assert "standard input is not UTF-8" in error_of("generate", "--model", "./m", "--prompts-file", "-")
 
 
 def test_a_dash_is_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run("--prompt", "two\nlines", "--prompt", "b", "--max-new-tokens", 4)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
     assert run("--prompt", "-", "--prompt", "b", "--max-new-tokens", 4) == expected
-    done = handgrad("generate", "--model", "./m", "--prompt", "-", "--prompt", "-")
-    assert done.returncode == 1 and "--prompts-file -" in done.stderr
+    assert "--prompts-file -" in error_of("generate", "--model", "./m", "--prompt", "-", "--prompt", "-")
 
 
 def test_command_and_python_have_the_same_names_and_defaults() -> None:

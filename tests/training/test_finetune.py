@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import handgrad, perturb, run_processes, save_with_bytes, use_empty_cache
+from conftest import error_of, handgrad, perturb, run_processes, save_with_bytes, succeed, use_empty_cache
 from handgrad import lora
 from handgrad.display.run_progress import Silent
 from handgrad.files.manifest import FILE
@@ -65,8 +65,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    done = handgrad(*FINETUNE, "--out", "run", "--lr", 0.05, *QUICK)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*FINETUNE, "--out", "run", "--lr", 0.05, *QUICK)
     for text in ("examples", "targets", "0+0=«0 bo»", "adapter run/adapter", "report  run/report.html"):
         assert text in done.stdout, text
     run = Run(workdir / "run")
@@ -106,8 +105,7 @@ def test_finetune_writes_an_adapter_that_peft_loads(workdir: Path) -> None:
 def test_resume_is_bit_identical(workdir: Path, options: list[object]) -> None:
     quick = ["--batch-examples", 5, "--sample-tokens", 0, "--steps", 9, "--save-every", 4, *options]
     for name in "ab":
-        done = handgrad(*FINETUNE, "--out", name, *quick)
-        assert done.returncode == 0, done.stderr
+        succeed(*FINETUNE, "--out", name, *quick)
     (workdir / "b" / "checkpoints" / "step-00000009" / FILE).write_text("{")
     resumed = handgrad("finetune", "--resume", "--out", "b")
     assert resumed.returncode == 0 and "from step 8" in resumed.stdout, resumed.stderr
@@ -147,9 +145,8 @@ def test_early_stopping_keeps_the_best_step(workdir: Path) -> None:
 
 
 def test_finetune_continues_from_an_adapter(workdir: Path) -> None:
-    assert handgrad(*FINETUNE, "--out", "one", *QUICK).returncode == 0
-    continued = handgrad("finetune", "--model", "one", "--data", "data.jsonl", "--out", "two", "--epochs", 1)
-    assert continued.returncode == 0, continued.stderr
+    succeed(*FINETUNE, "--out", "one", *QUICK)
+    succeed("finetune", "--model", "one", "--data", "data.jsonl", "--out", "two", "--epochs", 1)
     one, two = adapter_weights(workdir / "one" / "adapter"), adapter_weights(workdir / "two" / "adapter")
     assert {n: t.shape for n, t in one.items()} == {n: t.shape for n, t in two.items()}
     assert any(not torch.equal(one[n], two[n]) for n in one)
@@ -167,15 +164,13 @@ def test_chat_template_is_used_and_saved_with_the_adapter(workdir: Path) -> None
     without = handgrad(*arguments, "--out", "no")
     assert "chats.jsonl, line 1" in without.stderr and "--chat-template" in without.stderr
     Path("bytes.jinja").write_bytes(b"\xff\xfe{{ messages }}")
-    unreadable = handgrad(*arguments, "--out", "no", "--chat-template", "bytes.jinja")
-    assert "bytes.jinja is not UTF-8" in unreadable.stderr
+    assert "bytes.jinja is not UTF-8" in error_of(*arguments, "--out", "no", "--chat-template", "bytes.jinja")
     assert not (workdir / "no").exists()
     done = handgrad(*arguments, "--out", "run", "--chat-template", "chat.jinja")
     assert done.returncode == 0 and "<user>hi<assistant>«hello⏎" in done.stdout, done.stdout
     assert (workdir / "run" / "adapter" / "chat_template.jinja").read_text() == TEMPLATE
     # continuing from the run needs no --chat-template: it is saved there
-    again = handgrad("finetune", "--model", "run", "--data", "chats.jsonl", "--steps", 1, "--out", "continued")
-    assert again.returncode == 0, again.stderr
+    succeed("finetune", "--model", "run", "--data", "chats.jsonl", "--steps", 1, "--out", "continued")
 
 
 def test_broken_data_line_is_named_and_nothing_is_written(workdir: Path) -> None:
@@ -204,14 +199,13 @@ def test_broken_data_line_is_named_and_nothing_is_written(workdir: Path) -> None
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_rejected(workdir: Path, arguments: list[str], message: str) -> None:
-    done = handgrad("finetune", *arguments)
-    assert done.returncode == 1 and message in done.stderr
+    assert message in error_of("finetune", *arguments)
     assert not (workdir / "runs").exists()
 
 
 def test_an_adapter_is_not_merged_twice(workdir: Path) -> None:
-    assert handgrad(*FINETUNE, "--out", "run", "--steps", 1, *QUICK).returncode == 0
-    assert handgrad("merge", "run", "--out", "merged").returncode == 0
+    succeed(*FINETUNE, "--out", "run", "--steps", 1, *QUICK)
+    succeed("merge", "run", "--out", "merged")
     done = handgrad("merge", "run", "--model", "merged", "--out", "twice")
     assert "already contains" in done.stderr and not (workdir / "twice").exists()
 
@@ -222,8 +216,7 @@ def test_options_of_pretraining_are_unknown_to_finetune(workdir: Path) -> None:
             hg.finetune("base", "data.jsonl", **{name: value})
         assert name not in str(error.value).partition("available")[2]
         Path("c.toml").write_text(f"{name} = {json.dumps(value)}\n")
-        done = handgrad(*FINETUNE, "--config", "c.toml")
-        assert f"unknown option '{name}'" in done.stderr
+        assert f"unknown option '{name}'" in error_of(*FINETUNE, "--config", "c.toml")
     with pytest.raises(hg.HandgradError, match=r"^steps must be an integer of at least 1"):
         hg.finetune("base", "data.jsonl", steps=0)
     with pytest.raises(hg.HandgradError, match="give paths of files, not 3"):
@@ -242,8 +235,7 @@ def test_config_file_sets_adapter_options(workdir: Path) -> None:
     Path("c.toml").write_text(
         'model = "base"\ndata = "data.jsonl"\ntargets = ["c_attn", "lm_head"]\nrank = 3\nsteps = 2\n'
     )
-    done = handgrad("finetune", "--config", "c.toml", "--out", "run", "--rank", 1)
-    assert done.returncode == 0, done.stderr
+    succeed("finetune", "--config", "c.toml", "--out", "run", "--rank", 1)
     written = json.loads((workdir / "run" / "adapter" / "adapter_config.json").read_text())
     assert written["r"] == 1 and written["target_modules"] == ["c_attn", "lm_head"]
 
@@ -290,7 +282,7 @@ def test_loss_curve_matches_peft(workdir: Path, monkeypatch: pytest.MonkeyPatch)
 def test_two_processes_train_the_same_weights(workdir: Path) -> None:
     arguments = [*FINETUNE, "--steps", "4", "--dtype", "float64"]
     arguments += ["--batch-examples", "5", "--sample-tokens", "0"]
-    assert handgrad(*arguments, "--out", "one").returncode == 0
+    succeed(*arguments, "--out", "one")
     two = run_processes(2, *arguments, "--out", "two")
     assert two.returncode == 0, two.stderr
     a, b = adapter_weights(workdir / "one" / "adapter"), adapter_weights(workdir / "two" / "adapter")
@@ -310,22 +302,19 @@ def test_merge_and_undo(workdir: Path, options: dict[str, Any], dtype: str) -> N
     lora.inject(model, 2, **options)
     perturb(model, scale=0.1)
     lora.save(model, "adapter")
-    done = handgrad("merge", "adapter", "--out", "merged")
-    assert done.returncode == 0, done.stderr
+    succeed("merge", "adapter", "--out", "merged")
     merged, tokens = hg.load("merged"), torch.randint(256, (2, 9))
     assert merged.transformer.wte.weight.dtype == getattr(torch, dtype)
     assert torch.equal(merged.transformer.wte.weight, hg.load("stored").transformer.wte.weight)
     assert merged.config.tied == ("targets" not in options)
     if dtype == "float32":
         assert relative_error(merged.logits(tokens), model.logits(tokens)) < 1e-5
-        undone = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "back")
-        assert undone.returncode == 0, undone.stderr
+        succeed("merge", "adapter", "--model", "merged", "--undo", "--out", "back")
         assert relative_error(hg.load("back").logits(tokens), base.logits(tokens)) < 1e-4
         assert hg.load("back").config.tied
     if options.get("dora"):
         (workdir / "merged" / merge_record.FILE).unlink()
-        lost = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "lost")
-        assert merge_record.FILE in lost.stderr
+        assert merge_record.FILE in error_of("merge", "adapter", "--model", "merged", "--undo", "--out", "lost")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -338,36 +327,32 @@ def test_merged_peft_head_adapter_can_be_undone(workdir: Path) -> None:
     with torch.no_grad():
         theirs.base_model.model.lm_head.lora_B["default"].weight.normal_()
     theirs.save_pretrained("adapter")
-    assert handgrad("merge", "adapter", "--model", "base", "--out", "merged").returncode == 0
-    undone = handgrad("merge", "adapter", "--model", "merged", "--undo", "--out", "back")
-    assert undone.returncode == 0, undone.stderr
+    succeed("merge", "adapter", "--model", "base", "--out", "merged")
+    succeed("merge", "adapter", "--model", "merged", "--undo", "--out", "back")
     tokens = torch.randint(256, (2, 9))
     assert relative_error(hg.load("back").logits(tokens), hg.load("base").logits(tokens)) < 1e-5
     not_merged = handgrad("merge", "adapter", "--model", "base", "--undo", "--out", "never")
     assert "no adapter was merged into it" in not_merged.stderr
-    assert handgrad(*FINETUNE, "--out", "run", "--steps", 1).returncode == 0
+    succeed(*FINETUNE, "--out", "run", "--steps", 1)
     other = handgrad("merge", "run", "--model", "merged", "--undo", "--out", "never")
     assert "is not the adapter that was merged into" in other.stderr and not (workdir / "never").exists()
 
 
 def test_resume_rejects_changed_validation_data(workdir: Path) -> None:
     write_lines("val.jsonl", {"prompt": "1+1=", "completion": "2"})
-    done = handgrad(*FINETUNE, "--val-data", "val.jsonl", "--out", "run", "--steps", 2)
-    assert done.returncode == 0, done.stderr
+    succeed(*FINETUNE, "--val-data", "val.jsonl", "--out", "run", "--steps", 2)
     write_lines("val.jsonl", {"prompt": "1+1=", "completion": "3"})
-    resumed = handgrad("finetune", "--resume", "--out", "run", "--steps", 4)
-    assert "validation data differs from what" in resumed.stderr
+    assert "validation data differs from what" in error_of("finetune", "--resume", "--out", "run", "--steps", 4)
 
 
 def test_merge_that_changes_the_logits_writes_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert handgrad(*FINETUNE, "--out", "run", *QUICK).returncode == 0
+    succeed(*FINETUNE, "--out", "run", *QUICK)
     monkeypatch.setattr("handgrad.lora.merging._sum", lambda adapter: 1.01 * adapter.base.effective_weight().double())
-    done = handgrad("merge", "run", "--out", "merged")
-    assert "the logits differ by" in done.stderr and not (workdir / "merged").exists()
+    assert "the logits differ by" in error_of("merge", "run", "--out", "merged") and not (workdir / "merged").exists()
 
 
 def test_invalid_merge_and_convert_arguments_are_rejected(workdir: Path) -> None:
-    assert handgrad(*FINETUNE, "--out", "run", "--steps", 1).returncode == 0
+    succeed(*FINETUNE, "--out", "run", "--steps", 1)
     for arguments, message in (
         (["merge", "base", "--out", "x"], "not an adapter"),
         (["merge", "run", "--out", "base"], "exists already"),
@@ -377,8 +362,7 @@ def test_invalid_merge_and_convert_arguments_are_rejected(workdir: Path) -> None
         (["convert", "base", "--out", "run"], "exists already"),
         (["convert", "base", "--out", "x", "--shard-size", "big"], "--shard-size"),
     ):
-        done = handgrad(*arguments)
-        assert done.returncode == 1 and message in done.stderr
+        assert message in error_of(*arguments)
         assert not (workdir / "x").exists()
     hg.save(hg.GPT(hg.preset("nano", d_model=24, n_heads=2, n_blocks=2)), "other")
     wrong = handgrad("merge", "run", "--model", "other", "--out", "x")
@@ -403,7 +387,7 @@ def test_convert_keeps_extra_config_fields(workdir: Path) -> None:
     file = workdir / "base" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 7, "resid_pdrop": 0.3}))
     (workdir / "base" / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert handgrad("convert", "base", "--out", "new", "--dtype", "float16").returncode == 0
+    succeed("convert", "base", "--out", "new", "--dtype", "float16")
     config = json.loads((workdir / "new" / "config.json").read_text())
     assert config["eos_token_id"] == 7 and config["resid_pdrop"] == 0.3 and config["dtype"] == "float16"
     assert json.loads((workdir / "new" / "generation_config.json").read_text()) == {"eos_token_id": 7}

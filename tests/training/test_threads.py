@@ -15,7 +15,7 @@ import torch
 from bench.process import busy_cores
 
 import handgrad as hg
-from conftest import handgrad, use_empty_cache
+from conftest import handgrad, succeed, use_empty_cache
 from handgrad import checks, lora, machine, optim
 from handgrad.errors import HandgradError
 from handgrad.files import manifest
@@ -173,8 +173,7 @@ def metrics(run: Path) -> dict[int, int]:
 
 
 def train(text: Path, out: str, *more: object, steps: int = 6) -> str:
-    done = handgrad("train", "--data", text, "--out", out, "--steps", steps, *SMALL, *OFTEN, "--keep", 9, *more)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--data", text, "--out", out, "--steps", steps, *SMALL, *OFTEN, "--keep", 9, *more)
     return done.stdout
 
 
@@ -294,7 +293,7 @@ def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     assert done.returncode == 0 and "resuming run from step" in done.stdout, done.stderr
     for n in (number, 3 - number) if number in (1, 2) else (number,):
         with mock.patch.object(checks, "available_cores", lambda: 2):
-            assert handgrad("train", *options, "--threads", n, "--out", f"with-{n}").returncode == 0
+            succeed("train", *options, "--threads", n, "--out", f"with-{n}")
         assert same_weights(weights(Path("run"), 10), weights(Path(f"with-{n}"), 10)) == (n == number)
 
 

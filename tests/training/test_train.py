@@ -15,7 +15,7 @@ from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import handgrad, run_processes, use_empty_cache
+from conftest import handgrad, run_processes, succeed, use_empty_cache
 from handgrad import optim
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
@@ -41,16 +41,11 @@ def train_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "handgrad", "train", *map(str, arguments)]
 
 
-def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return handgrad("train", *arguments)
-
-
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Path) -> None:
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
     assert "finished after 20 steps, validation loss" in done.stdout
     run = Run(tmp_path / "r")
     records = run.records()
@@ -77,8 +72,7 @@ def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
 def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
     folder = model_folder(tmp_path / "r")
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("green bottles hanging", return_tensors="pt")["input_ids"]
@@ -92,13 +86,11 @@ def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [[], ["--update-inside"], ["--optimizer", "SGD"], ["--dtype", "bfloat16"]])
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
-        done = handgrad_train("--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
-        assert done.returncode == 0, done.stderr
+        succeed("train", "--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
     # make the second run resume from its checkpoint of step 10
     for last in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
         (last / "handgrad-manifest.json").write_text("{")
-    resumed = handgrad_train("--resume", "--out", tmp_path / "b")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = succeed("train", "--resume", "--out", tmp_path / "b")
     assert "skipped: " in resumed.stdout and "from step 10" in resumed.stdout
     assert same_weights(weights(tmp_path / "a", 12), weights(tmp_path / "b", 12))
     steps = [(r["step"], "loss" in r) for r in Run(tmp_path / "b").records()]
@@ -122,7 +114,9 @@ def test_signal_saves_a_checkpoint_and_exits_cleanly(text: Path, tmp_path: Path,
 
 def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
     diverging = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging)
+    done = handgrad(
+        "train", "--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging
+    )
     assert done.returncode == 1
     assert "first to become NaN or infinite" in done.stderr
     assert "try a smaller learning rate than 1e18 (--lr)" in done.stderr
@@ -131,8 +125,7 @@ def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_no_partial_checkpoint(text: Path, tmp_path: Path) -> None:
-    fill_cache = handgrad_train("--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
-    assert fill_cache.returncode == 0, fill_cache.stderr
+    succeed("train", "--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
     arguments = train_command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
     code = (
         "import resource, runpy, signal, sys\n"
@@ -172,25 +165,24 @@ def test_invalid_arguments_are_rejected_and_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = arguments if "--data" in arguments or "--resume" in arguments else ["--data", str(text), *arguments]
-    done = handgrad_train(*given)
+    done = handgrad("train", *given)
     assert done.returncode == 1, done.stdout
     assert message in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_locked_run_folder_is_rejected(text: Path, tmp_path: Path) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL).returncode == 0
+    succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
     run = Run(tmp_path / "r")
     run.lock()
-    done = handgrad_train("--resume", "--out", tmp_path / "r", "--steps", 9)
+    done = handgrad("train", "--resume", "--out", tmp_path / "r", "--steps", 9)
     run.release()
     assert done.returncode == 1 and "another process is training" in done.stderr
 
 
 def test_flags_override_the_config_file(text: Path, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f'data = "{text}"\nsteps = 3\nlr = 0.5\nn-blocks = 1\nd_model = 8\nn_heads = 1\n')
-    done = handgrad_train("--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
     settings = json.loads((tmp_path / "r" / "run.json").read_text())
     assert settings["training"]["lr"] == 0.001 and settings["training"]["steps"] == 3
     assert settings["model"]["d_model"] == 8 and settings["model"]["n_context"] == 16
@@ -224,11 +216,10 @@ def test_invalid_config_files_are_rejected(tmp_path: Path, text: str, message: s
 
 
 def test_existing_model_keeps_its_shape(text: Path, tmp_path: Path) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 1, *SMALL).returncode == 0
-    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
+    succeed("train", "--data", text, "--out", tmp_path / "a", "--steps", 1, *SMALL)
+    done = handgrad("train", "--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
     assert done.returncode == 1 and "--d-model cannot change an existing model" in done.stderr
-    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
     assert json.loads((tmp_path / "b" / "run.json").read_text())["model"]["d_model"] == 16
 
 
@@ -286,7 +277,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
-    assert handgrad_train(*base, "--out", tmp_path / "1").returncode == 0
+    succeed("train", *base, "--out", tmp_path / "1")
     expected = weights(tmp_path / "1", 10)
     done = run_processes(n, "train", *base, "--out", tmp_path / str(n))
     assert done.returncode == 0, done.stderr
@@ -300,13 +291,12 @@ def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n:
 
 def test_run_of_two_processes_resumes_with_one(text: Path, tmp_path: Path) -> None:
     base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
-    assert handgrad_train(*base, "--steps", 10, "--out", tmp_path / "a").returncode == 0
+    succeed("train", *base, "--steps", 10, "--out", tmp_path / "a")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*launch, "-m", "handgrad", "train", *map(str, base), "--steps", "5", "--out", tmp_path / "b"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    done = handgrad_train("--resume", "--out", tmp_path / "b", "--steps", 10)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--resume", "--out", tmp_path / "b", "--steps", 10)
     one, other = weights(tmp_path / "a", 10), weights(tmp_path / "b", 10)
     assert all(torch.allclose(one[name], other[name], atol=1e-9, rtol=0) for name in one)
 
