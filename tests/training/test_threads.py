@@ -72,13 +72,10 @@ def test_candidates_are_halves_of_the_most() -> None:
     assert [candidates(n) for n in (1, 2, 6, 8)] == [[1], [2, 1], [6, 3, 1], [8, 4, 2, 1]]
 
 
-def test_fastest_number_is_chosen() -> None:
+def test_fastest_number_is_chosen_and_the_first_kept_without_a_clear_gain() -> None:
     assert FakeMachine(n4=0.02, n2=0.01, n1=0.015).choose(4, 2, 1) == 2
     assert FakeMachine(n2=1.0, n1=0.01).choose(2, 1) == 1
     assert FakeMachine(n2=0.01, n1=0.02).choose(1, 2) == 2
-
-
-def test_first_candidate_is_kept_without_a_clear_gain() -> None:
     assert FakeMachine(n2=0.012, n1=0.01).choose(2, 1) == 2
     assert FakeMachine(n2=0.01, n1=0.012).choose(1, 2) == 1
 
