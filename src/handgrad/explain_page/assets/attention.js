@@ -5,7 +5,7 @@ import { offline } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
-import { chips } from "./parts.js";
+import { caption, chips, foldable, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { whatIfButton } from "./what_if.js";
@@ -76,11 +76,7 @@ export function attentionCard(head, state, actions, labels) {
     "section",
     { class: "card attention", "aria-label": "Attention", "data-shown-head": head.head, key: "attention" },
     h("h3", {}, `Head ${head.head + 1} of ${head.heads.length}`),
-    h(
-      "p",
-      { class: "soft" },
-      "Choose a head. The bar next to each number shows the size of the error that reaches this head.",
-    ),
+    soft("Choose a head. The bar next to each number shows the size of the error that reaches this head."),
     picker,
     head.group.length > 1
       ? h(
@@ -111,12 +107,7 @@ export function attentionCard(head, state, actions, labels) {
       square("sent", "error sent back between tokens", "size", true, head.sent_caption, " → "),
     ),
     branches(head),
-    h(
-      "details",
-      { key: "vectors" },
-      h("summary", {}, "Queries, keys and values"),
-      h("div", { class: "vectors" }, ["q", "k", "v"].map(vector)),
-    ),
+    foldable("Queries, keys and values", { key: "vectors" }, h("div", { class: "vectors" }, ["q", "k", "v"].map(vector))),
   );
 }
 
@@ -162,10 +153,6 @@ function branches(head) {
   return savedFigure(
     { class: "branches", key: "branches", title, python, values: () => rows, columnLabels: ["branch", "length"] },
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Branches" }, drawing),
-    h(
-      "p",
-      { class: "caption" },
-      `${head.branches_caption} Summed over all heads, Δ₂ has length ${number(head.all_heads)} (35).`,
-    ),
+    caption(`${head.branches_caption} Summed over all heads, Δ₂ has length ${number(head.all_heads)} (35).`),
   );
 }

@@ -4,7 +4,7 @@
 import { has, offline } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, number, probability, quote, signed, visible } from "./format.js";
-import { chips, choice, table, viewHead } from "./parts.js";
+import { button, caption, chips, choice, field, figureCell, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -70,11 +70,10 @@ function explained(found, state, actions) {
     found.against ? "." : `, ${probability(chance(-found.value))}.`,
     whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
     whole && !offline
-      ? h(
-          "button",
-          { type: "button", class: "small", id: "explain-attributed", onclick: () => actions.explainWord(found.position) },
-          `explain this ${unit} everywhere`,
-        )
+      ? button(`explain this ${unit} everywhere`, () => actions.explainWord(found.position), {
+          class: "small",
+          id: "explain-attributed",
+        })
       : null,
   );
 }
@@ -106,12 +105,10 @@ function sentence(found, state, actions) {
       class: "strip story-words",
       id: "attributed",
     }),
-    h(
-      "p",
-      { class: "soft" },
+    soft(
       `Blue: the token raises ${found.against ? "the difference of logits" : "log p"}. Red: it lowers it. In ${unitOf(found)}.`,
     ),
-    h("p", { class: "caption" }, found.caption),
+    caption(found.caption),
   );
 }
 
@@ -119,13 +116,12 @@ const unitOf = (/** @type {any} */ found) => (found.against ? "logits" : "log-pr
 
 function comparison(found) {
   const value = (row, key) =>
-    h("td", { class: "figure", "data-value": row[key] ?? "" }, row[key] === null ? "–" : signed(row[key]));
+    figureCell(row[key] === null ? "–" : signed(row[key]), { "data-value": row[key] ?? "" });
   const rows = found.rows.map((row, t) =>
-    h(
-      "tr",
+    tr(
       { key: t },
-      h("td", { class: "figure" }, t + 1),
-      h("td", {}, h("b", {}, visible(row.label))),
+      figureCell(t + 1),
+      h("b", {}, visible(row.label)),
       Object.keys(METHODS).map((key) => value(row, key)),
     ),
   );
@@ -137,28 +133,16 @@ function comparison(found) {
 }
 
 function gap(found, actions) {
-  const change = (/** @type {any} */ event) => {
-    steps = event.target.value;
+  const choices = ["4", "8", "16", "32", "64", "128"].map((n) => /** @type {[string, string]} */ ([n, n]));
+  const change = (/** @type {string} */ chosen) => {
+    steps = chosen;
     actions.show({ push: false });
   };
   return h(
     "section",
     { class: "card controls", "aria-label": "Completeness", key: "gap" },
-    offline
-      ? null
-      : h(
-          "label",
-          { class: "field" },
-          "steps of the integral",
-          h(
-            "select",
-            { id: "ig-steps", value: steps, onchange: change },
-            ["4", "8", "16", "32", "64", "128"].map((n) => h("option", { value: n, key: n }, n)),
-          ),
-        ),
-    h(
-      "p",
-      { class: "caption" },
+    offline ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
+    caption(
       "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
         "but the first has the mean row of the token table: ",
       h("b", {}, number(found.total - found.gap)),

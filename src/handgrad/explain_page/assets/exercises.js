@@ -3,7 +3,7 @@
 
 import { has, post } from "./api.js";
 import { judgment } from "./exercise_result.js";
-import { chips, table, viewHead } from "./parts.js";
+import { button, chips, field, ofBlock, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 
 let chosen = ""; // name of the exercise
@@ -35,9 +35,9 @@ export function exerciseButtons({ id, exercises }, actions) {
     Object.assign((work[name] ??= {}), { station: id });
     actions.open("exercises");
   };
-  const button = (/** @type {string} */ name) =>
-    h("button", { type: "button", class: "small", "data-open": name, key: name, onclick: () => open(name) }, name);
-  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(button));
+  const opener = (/** @type {string} */ name) =>
+    button(name, () => open(name), { class: "small", "data-open": name, key: name });
+  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(opener));
 }
 
 export const exercisesView = {
@@ -103,16 +103,7 @@ export const paragraphs = (text) =>
 
 function task(exercise) {
   const rows = (list, role) =>
-    list.map((x) =>
-      h(
-        "tr",
-        { key: x.name },
-        h("td", {}, role),
-        h("td", {}, h("code", {}, x.name)),
-        h("td", {}, x.shape),
-        h("td", {}, x.meaning),
-      ),
-    );
+    list.map((x) => tr({ key: x.name }, role, h("code", {}, x.name), x.shape, x.meaning));
   return h(
     "section",
     { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
@@ -123,7 +114,7 @@ function task(exercise) {
       ["", "name", "shape", "meaning"],
       [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")],
     ),
-    h("p", { class: "soft" }, `Derived in ${exercise.page}.`),
+    soft(`Derived in ${exercise.page}.`),
   );
 }
 
@@ -173,22 +164,18 @@ function editor(course, exercise, state, actions) {
     h(
       "div",
       { class: "walk" },
-      h(
-        "button",
-        { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade },
-        mine.busy ? "judging…" : "Check my answer",
-      ),
-      h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
+      button(mine.busy ? "judging…" : "Check my answer", grade, {
+        id: "grade",
+        class: "primary",
+        "aria-disabled": mine.busy ? "true" : null,
+      }),
+      button("start again", restart, { id: "restart" }),
       mine.before && mine.code === exercise.starter
-        ? h("button", { type: "button", id: "undo", onclick: () => replace(mine.before) }, "bring my answer back")
+        ? button("bring my answer back", () => replace(mine.before), { id: "undo" })
         : null,
     ),
     h("p", { class: "soft", id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
-    h(
-      "p",
-      { class: "soft" },
-      `Your code runs on this machine only, when you press the button. ${course.confinement}`,
-    ),
+    soft(`Your code runs on this machine only, when you press the button. ${course.confinement}`),
     mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
     mine.result
       ? judgment(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
@@ -205,27 +192,18 @@ function following(course, exercise, actions) {
     chosen = next.name;
     actions.redraw();
   };
-  return h("p", { key: "next" }, h("button", { type: "button", id: "next", onclick: go }, `next: ${next.title}`));
+  return h("p", { key: "next" }, button(`next: ${next.title}`, go, { id: "next" }));
 }
 
 function stationChoice(exercise, state, mine) {
-  const name = (id) => {
+  const options = exercise.stations.map((id) => {
     const station = state.table.stations.find((s) => s.id === id);
-    return station ? `${station.title}${station.block === null ? "" : ` of block ${station.block + 1}`}` : id;
-  };
-  return h(
-    "label",
-    { class: "field" },
+    return [id, station ? station.title + ofBlock(station.block) : id];
+  });
+  const value = mine.station ?? exercise.stations[0];
+  return field(
     "judged with the numbers of this sentence at",
-    h(
-      "select",
-      {
-        id: "exercise-station",
-        value: mine.station ?? exercise.stations[0],
-        onchange: (event) => (mine.station = event.target.value),
-      },
-      exercise.stations.map((id) => h("option", { value: id, key: id }, name(id))),
-    ),
+    select({ id: "exercise-station", value }, options, (id) => (mine.station = id)),
   );
 }
 
@@ -277,9 +255,9 @@ function help(course, exercise, actions) {
       "div",
       { class: "walk" },
       shown < exercise.hints.length
-        ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`)
+        ? button(`hint ${shown + 1} of ${exercise.hints.length}`, hint, { id: "hint" })
         : null,
-      solution ? null : h("button", { type: "button", id: "solution", onclick: reveal }, "show the solution"),
+      solution ? null : button("show the solution", reveal, { id: "solution" }),
     ),
     solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,
   );

@@ -2,6 +2,7 @@
 // The formulas of a station, with equation numbers, shapes and errata, and the code that computes them.
 
 import { shapeOf } from "./format.js";
+import { foldable } from "./parts.js";
 import { h, math } from "./render.js";
 
 /** @param {any} station @param {any} state @param {any} view */
@@ -21,14 +22,9 @@ export function formulas(station, state, view) {
         )
       : null,
     errata.length
-      ? h(
-          "details",
+      ? foldable(
+          `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`,
           { class: "errata", key: station.errata.join() },
-          h(
-            "summary",
-            {},
-            `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`,
-          ),
           h("ul", {}, errata),
         )
       : null,
@@ -88,10 +84,9 @@ export function code(station, state) {
     names(way, true).length
       ? [side(`${way}, as in the paper`, way, true), side(`${way}, as the model computes it`, way, false)]
       : [side(`${way}, as the model computes it`, way, false)];
-  return h(
-    "details",
+  return foldable(
+    "Source code of this layer: to read, and as it runs",
     { class: "card", key: "code" },
-    h("summary", {}, "Source code of this layer: to read, and as it runs"),
     h("div", { class: "codes" }, pair("forward"), pair("backward")),
   );
 }

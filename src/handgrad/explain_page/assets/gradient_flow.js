@@ -6,7 +6,7 @@ import { cellsOfRow, growth, largestOf, logarithmic, meanShares, pythonRows, sho
 import { count, number, percent, quote } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
-import { choice, table, viewHead } from "./parts.js";
+import { caption, choice, rowHead, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -87,23 +87,17 @@ export const flowView = {
 
 /** Which stations have a row. */
 function rowChoice(state, actions) {
-  const blocks = [...Array(state.table.blocks).keys()];
-  const choices = [["all", "every station"], ["none", "the end of every block"]];
-  const onchange = (event) => {
-    unfolded = event.target.value;
+  const blocks = [...Array(state.table.blocks).keys()].map((b) => [String(b), `block ${b + 1} unfolded`]);
+  const choices = [["all", "every station"], ["none", "the end of every block"], ...blocks];
+  const choose = (value) => {
+    unfolded = value;
     actions.redraw();
   };
   return h(
     "p",
     { class: "field flow-rows", key: "rows" },
     h("label", { for: "flow-rows" }, "rows"),
-    h(
-      "select",
-      { id: "flow-rows", value: unfolded, onchange },
-      [...choices, ...blocks.map((b) => [String(b), `block ${b + 1} unfolded`])].map(([value, text]) =>
-        h("option", { value, key: value }, text),
-      ),
-    ),
+    select({ id: "flow-rows", value: unfolded }, choices, choose),
   );
 }
 
@@ -164,12 +158,7 @@ function groups(overview, actions) {
     );
   };
   const rows = layers.map((layer) =>
-    h(
-      "tr",
-      { key: layer },
-      h("th", { scope: "row" }, layer),
-      symbols.map((symbol) => cell(layer, symbol)),
-    ),
+    tr({ key: layer }, rowHead(layer), symbols.map((symbol) => cell(layer, symbol))),
   );
   return savedFigure(
     {
@@ -181,7 +170,7 @@ function groups(overview, actions) {
       values: () => overview.groups.map((g) => [g.layer, g.symbol, g.norm]),
       columnLabels: ["layer", "parameter", "length of its gradient"],
     },
-    h("p", { class: "caption" }, overview.groups_caption),
+    caption(overview.groups_caption),
     table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups", keys: true }),
   );
 }

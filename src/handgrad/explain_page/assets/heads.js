@@ -4,7 +4,7 @@
 import { has } from "./api.js";
 import { number } from "./format.js";
 import { pixelsOf } from "./heat_paint.js";
-import { choice, chips, viewHead } from "./parts.js";
+import { caption, choice, chips, leftBar, viewHead } from "./parts.js";
 import { h, widget } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -47,7 +47,7 @@ export const headsView = {
           columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
         },
         heads.blocks.map((row, b) => block(row, b, most, state, actions)),
-        h("p", { class: "caption" }, heads.caption),
+        caption(heads.caption),
       ),
     ];
   },
@@ -67,11 +67,7 @@ function block(row, b, most, state, actions) {
         kind: KINDS[shown],
         dark: document.documentElement.dataset.theme,
       }),
-      h(
-        "span",
-        { class: "track" },
-        h("i", { class: "fill size", style: { width: `${(100 * head.incoming) / most}%` } }),
-      ),
+      leftBar(head.incoming / most, "size"),
     ],
   }));
   const { id } = state.table.stations.find((s) => s.block === b && s.kind === "attention");

@@ -4,7 +4,7 @@
 
 import { filled } from "./colors.js";
 import { number, quote, signed, visible } from "./format.js";
-import { chips } from "./parts.js";
+import { caption, chips, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { whatIfButton } from "./what_if.js";
@@ -38,11 +38,9 @@ export function neuronCard(found, state, actions) {
         found.neurons.map((n) => [n.neuron, n.blame, n.cosine, listed(n.writes.more), listed(n.would_write.more)]),
       columnLabels: ["neuron", "blame", "cosine", "writes", "should write"],
     },
-    h("p", { class: "caption" }, found.caption),
+    caption(found.caption),
     chips({ label: "Neurons with the largest blame", items, chosen: found.neurons.indexOf(neuron), choose }),
-    h(
-      "p",
-      { class: "soft" },
+    soft(
       "Blame: Σ Δ₈ a₈, what the neuron adds to the explained number, to first order. Red: it raises it. Blue: it lowers it.",
     ),
     h(
@@ -52,7 +50,7 @@ export function neuronCard(found, state, actions) {
       words("the gradient would have it write", "−∂ of that row", neuron.would_write),
       firing(neuron, found, actions, state),
     ),
-    h("p", { class: "soft" }, `Cosine of what it writes and what it should: ${number(neuron.cosine)}.`),
+    soft(`Cosine of what it writes and what it should: ${number(neuron.cosine)}.`),
     whatIfButton({ kind: "neuron", block: found.block, neuron: neuron.neuron }, `neuron ${neuron.neuron}`, actions),
   );
 }
@@ -64,7 +62,7 @@ function words(title, what, { more, less }) {
     "div",
     {},
     h("h4", {}, title),
-    h("p", { class: "soft" }, what),
+    soft(what),
     h("p", {}, h("span", { class: "soft" }, "more "), more.map(chip("up"))),
     h("p", {}, h("span", { class: "soft" }, "less "), less.map(chip("down"))),
   );
@@ -88,7 +86,7 @@ function firing(neuron, found, actions, state) {
     {},
     h("h4", {}, "when it fires"),
     chips({ label: "How strongly the neuron fires", items, chosen: at, choose: select, class: "chips" }),
-    h("p", { class: "soft" }, `At ${quote(found.tokens[at])}:`),
+    soft(`At ${quote(found.tokens[at])}:`),
     h("ul", { class: "inputs" }, Object.entries(neuron.inputs).map(input)),
   );
 }

@@ -29,6 +29,9 @@ export const widget = (key, make, options) => ({
   options,
 });
 
+/** An element of page.html, or of a view. @param {string} id @returns {any} */
+export const find = (id) => document.getElementById(id);
+
 const described = new WeakMap(); // node → its description
 const widgets = new WeakMap(); // node → its widget
 const textOf = (/** @type {any} */ child) => (typeof child === "object" ? null : String(child));

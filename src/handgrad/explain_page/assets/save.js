@@ -4,6 +4,7 @@
 import { get, offline } from "./api.js";
 import { csvText } from "./csv.js";
 import { elementSvg } from "./element_svg.js";
+import { button } from "./parts.js";
 import { h } from "./render.js";
 
 /** Files of pictures that are drawn on a canvas, by that canvas. @type {WeakMap<Element, { svg: () => string }>} */
@@ -56,8 +57,7 @@ const lines = (python) => [
 ];
 
 /** @param {string} text @param {(figure: Element) => Promise<any>} act */
-const item = (text, act) =>
-  h("button", { type: "button", class: "small", onclick: (event) => run(event, act) }, text);
+const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
 
 /** A picture with its title, a heading if `tag` is one, and its menu.
  * @param {Saved & { class?: string, key?: string, tag?: string, attributes?: any }} about @param {...any} content */

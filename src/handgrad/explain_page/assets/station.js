@@ -12,7 +12,7 @@ import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { lensCard } from "./lens.js";
 import { lossCard } from "./loss.js";
 import { neuronCard } from "./neurons.js";
-import { table } from "./parts.js";
+import { button, caption, figureCell, table, tr } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
 import { swapTable } from "./swaps.js";
@@ -71,12 +71,8 @@ export const stationView = {
     ];
   },
 
-  /** What is shown if a request fails: never the previous station under this one's name. */
-  failed: (state, problem, actions) => [
-    heading(stationOf(state), state, actions),
-    h("p", { class: "problem" }, problem),
-    h("p", {}, h("button", { type: "button", id: "retry", onclick: () => actions.retry() }, "try again")),
-  ],
+  /** What is shown also if a request fails. */
+  heading: (state, actions) => heading(stationOf(state), state, actions),
 };
 
 function heading(station, state, actions) {
@@ -94,13 +90,12 @@ function heading(station, state, actions) {
     h(
       "div",
       { class: "walk", role: "group", "aria-label": "Go to another station" },
-      h("button", { type: "button", id: "walk-back", onclick: () => actions.walk(-1) }, "← back"),
-      h(
-        "button",
-        { type: "button", id: "walk-turn", onclick: () => actions.turn(), "aria-pressed": String(!forward) },
-        forward ? "show backward" : "show forward",
-      ),
-      h("button", { type: "button", id: "walk-on", class: "primary", onclick: () => actions.walk(1) }, "next →"),
+      button("← back", () => actions.walk(-1), { id: "walk-back" }),
+      button(forward ? "show backward" : "show forward", () => actions.turn(), {
+        id: "walk-turn",
+        "aria-pressed": String(!forward),
+      }),
+      button("next →", () => actions.walk(1), { id: "walk-on", class: "primary" }),
     ),
   );
 }
@@ -148,14 +143,13 @@ const STATISTICS = {
 function statistics(view) {
   if (!view.maps.length) return null;
   const cell = (m, k) =>
-    h(
-      "td",
-      { class: "figure", title: m.statistics[k], "data-stat": `${m.kind} ${k}`, "data-value": m.statistics[k] },
-      number(m.statistics[k]),
-    );
+    figureCell(number(m.statistics[k]), {
+      title: m.statistics[k],
+      "data-stat": `${m.kind} ${k}`,
+      "data-value": m.statistics[k],
+    });
   const rows = view.maps.map((m) =>
-    h(
-      "tr",
+    tr(
       { "data-name": m.name, key: m.name },
       h("th", { scope: "row", class: m.kind === "a" ? "forward" : "backward" }, m.symbol),
       Object.keys(STATISTICS).map((k) => cell(m, k)),
@@ -213,7 +207,7 @@ function parameters(view, state, actions) {
     "section",
     { class: "card", "aria-label": "Parameters", key: "parameters" },
     h("h3", {}, "Parameters of this layer and their gradients"),
-    h("p", { class: "caption" }, view.parameters_caption),
+    caption(view.parameters_caption),
     zeroDown
       ? h(
           "p",

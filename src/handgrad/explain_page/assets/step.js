@@ -3,7 +3,7 @@
 
 import { embeddedSteps, offline, post } from "./api.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
-import { table, viewHead } from "./parts.js";
+import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { plotOf, sentenceOf } from "./step_plot.js";
@@ -89,16 +89,12 @@ function controls(state, actions) {
   };
   const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
   const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
-  const choose = (event) => {
-    optimizer = event.target.value;
+  const choose = (name) => {
+    optimizer = name;
     actions.redraw();
   };
-  const button = (id, style, enabled, act, text) =>
-    h(
-      "button",
-      { type: "button", id, class: style, "aria-disabled": enabled ? null : "true", onclick: () => enabled && act() },
-      text,
-    );
+  const control = (id, style, enabled, act, text) =>
+    button(text, () => enabled && act(), { id, class: style, "aria-disabled": enabled ? null : "true" });
   const slider = {
     type: "range",
     id: "rate",
@@ -109,7 +105,6 @@ function controls(state, actions) {
     "aria-valuetext": number(10 ** rate),
     oninput: setRate,
   };
-  const options = Object.entries(state.table.optimizers).map(([key, text]) => h("option", { value: key, key }, text));
   return h(
     "section",
     { class: "card controls", "aria-label": "Step", key: "controls" },
@@ -128,24 +123,20 @@ function controls(state, actions) {
       "div",
       { class: "field" },
       h("label", { for: "optimizer" }, "optimizer"),
-      h(
-        "select",
-        { id: "optimizer", disabled: offline, value: optimizer, onchange: choose },
-        options,
-      ),
+      select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
       "div",
       { class: "walk" },
-      button("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
-      button(
+      control("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
+      control(
         "step-many",
         null,
         can.many,
         () => take(left, prepared, state, actions),
         running === "many" ? "stop" : `run ${left || ""}`.trim(),
       ),
-      button("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
+      control("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
     problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
     work ? h("p", { class: "soft", role: "status", key: "work" }, work) : null,
@@ -220,7 +211,7 @@ function outcome(last, name) {
       fact("loss-predicted", "predicted to first order", last.predicted),
       fact("loss-measured", "measured", last.measured),
     ),
-    h("p", { class: "caption" }, `${change} ${sentenceOf(last, name)}`),
+    caption(`${change} ${sentenceOf(last, name)}`),
   );
 }
 
@@ -282,9 +273,7 @@ function curve(objective) {
       columnLabels: ["step", "before", "predicted", "measured"],
     },
     drawing,
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       `Solid: measured. Dashed: predicted by the gradient.` +
         ` After ${count(steps.length, "step")} the ${name} went from ${number(first, 4)} to ${number(last, 4)}.`,
     ),
@@ -293,11 +282,10 @@ function curve(objective) {
 
 function changes() {
   const rows = moves.map((m, t) =>
-    h(
-      "tr",
+    tr(
       { key: t },
-      h("td", {}, visible(m.token)),
-      h("td", {}, h("b", {}, visible(m.target))),
+      visible(m.token),
+      h("b", {}, visible(m.target)),
       h(
         "td",
         { class: "move" },
@@ -308,8 +296,8 @@ function changes() {
           h("i", { class: "was", style: { left: `${100 * m.before}%` } }),
         ),
       ),
-      h("td", { class: "figure" }, percent(m.before)),
-      h("td", { class: "figure" }, percent(m.after)),
+      figureCell(percent(m.before)),
+      figureCell(percent(m.after)),
     ),
   );
   const most = moves.reduce((best, m) =>
@@ -325,9 +313,7 @@ function changes() {
       values: () => moves.map((m) => [m.token, m.target, m.before, m.after]),
       columnLabels: ["after token", "target", "before", "now"],
     },
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       `The largest change: ${quote(most.target)} after ${quote(most.token)}, from ` +
         `${percent(most.before)} to ${percent(most.after)}.`,
     ),

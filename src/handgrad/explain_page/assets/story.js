@@ -4,8 +4,8 @@
 import { offline } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, count, number, percent, probability, quote, visible } from "./format.js";
-import { bar, chips } from "./parts.js";
-import { h } from "./render.js";
+import { button, caption, chips, leftBar, probabilityBars, soft } from "./parts.js";
+import { find, h } from "./render.js";
 import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in a sentence that is not traced yet
@@ -106,9 +106,7 @@ function words(tokens, losses, position, choose, unit) {
   return h(
     "section",
     { class: "card", "aria-label": "The sentence", key: "words" },
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       `${offline ? "Below" : "Change the sentence above and watch: below"} each ${unit} is the probability that the model gave ` +
         `it, from the ${unit}s before it alone. The stronger the blue, the more it was surprised. Choose a ${unit}.`,
     ),
@@ -117,9 +115,8 @@ function words(tokens, losses, position, choose, unit) {
 }
 
 function guesses(before, row, loss, position, unit) {
-  const target = row.top.some((x) => x.id === row.target_id)
-    ? []
-    : [bar(row.target, row.probability, "a", percent(row.probability), true)];
+  const isTarget = (x) => x.id === row.target_id;
+  const target = { id: row.target_id, word: row.target, p: row.probability };
   return savedFigure(
     {
       class: "card",
@@ -130,17 +127,8 @@ function guesses(before, row, loss, position, unit) {
       values: () => row.top.map((x) => [x.word, x.p]),
       columnLabels: ["token", "probability"],
     },
-    h(
-      "ul",
-      { class: "bars a" },
-      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.id === row.target_id)),
-      target,
-    ),
-    h(
-      "p",
-      { class: "caption" },
-      `${aboutRank(row)} The loss of this ${unit} is −log p = ${number(loss)}: the less probable, the larger.`,
-    ),
+    probabilityBars(row.top.some(isTarget) ? row.top : [...row.top, target], isTarget),
+    caption(`${aboutRank(row)} The loss of this ${unit} is −log p = ${number(loss)}: the less probable, the larger.`),
   );
 }
 
@@ -165,9 +153,7 @@ function blame(position, state, actions) {
     "section",
     { class: "card doors", "aria-label": "Which weights are to blame?", key: "doors" },
     h("h3", {}, "Which weights are to blame?"),
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. " +
         "Every layer on the way shows its formula with your numbers, and checks it.",
     ),
@@ -175,28 +161,12 @@ function blame(position, state, actions) {
     h(
       "div",
       { class: "walk" },
-      h(
-        "button",
-        { type: "button", class: "primary", id: "follow-up", onclick: () => actions.followError(position) },
-        "Follow the error up ↑",
-      ),
+      button("Follow the error up ↑", () => actions.followError(position), { class: "primary", id: "follow-up" }),
       known || offline
         ? null
-        : h(
-            "button",
-            { type: "button", id: "blame", onclick: () => actions.explainWord(position) },
-            "Show their shares",
-          ),
-      h(
-        "button",
-        { type: "button", id: "story-tour", onclick: () => document.getElementById("tour-button")?.click() },
-        "Take the tour",
-      ),
-      h(
-        "button",
-        { type: "button", id: "story-map", onclick: () => actions.go("a_1", "forward") },
-        "Walk forward from the first layer",
-      ),
+        : button("Show their shares", () => actions.explainWord(position), { id: "blame" }),
+      button("Take the tour", () => find("tour-button").click(), { id: "story-tour" }),
+      button("Walk forward from the first layer", () => actions.go("a_1", "forward"), { id: "story-map" }),
     ),
   );
 }
@@ -210,16 +180,8 @@ function shares(groups, actions) {
     h(
       "li",
       { key: `${g.layer} ${g.symbol}` },
-      h(
-        "button",
-        { type: "button", class: "word", onclick: () => actions.go(g.station, "backward") },
-        `${g.symbol} in ${g.where}`,
-      ),
-      h(
-        "span",
-        { class: "track" },
-        h("i", { class: "fill size", style: { width: `${(100 * g.norm ** 2) / total / most}%` } }),
-      ),
+      button(`${g.symbol} in ${g.where}`, () => actions.go(g.station, "backward"), { class: "word" }),
+      leftBar(g.norm ** 2 / total / most, "size"),
       h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
     );
   return savedFigure(
@@ -230,10 +192,6 @@ function shares(groups, actions) {
       columnLabels: ["layer", "parameter", "share"],
     },
     h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
-    h(
-      "p",
-      { class: "soft" },
-      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from.",
-    ),
+    soft("Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from."),
   );
 }

@@ -3,7 +3,7 @@
 
 import { offline } from "./api.js";
 import { chance, count, number, percent, quote, visible } from "./format.js";
-import { choice } from "./parts.js";
+import { choice, select } from "./parts.js";
 import { h } from "./render.js";
 import { pythonMenu } from "./save.js";
 
@@ -61,23 +61,17 @@ function setUp({ table, overview }) {
 
 function positions(objective, state, actions) {
   const { tokens, losses } = state.overview;
-  const options = losses.map((loss, t) =>
-    h(
-      "option",
-      { value: String(t), key: t },
-      `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(chance(loss))}`,
-    ),
-  );
-  const onchange = (event) => {
-    const position = Number(event.target.value);
+  const options = losses.map((loss, t) => [
+    String(t),
+    `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(chance(loss))}`,
+  ]);
+  const choose = (value) => {
+    const position = Number(value);
     const { kind } = objective;
     actions.explain(kind === "position" ? { kind, position } : { kind, position, against: tokens[position + 1].id });
   };
-  return h(
-    "select",
-    { id: "position", "aria-label": "Token to explain", value: String(objective.position), onchange },
-    options,
-  );
+  const about = { id: "position", "aria-label": "Token to explain", value: String(objective.position) };
+  return select(about, options, choose);
 }
 
 function against(objective, actions) {

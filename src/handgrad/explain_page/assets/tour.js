@@ -1,6 +1,7 @@
 // @ts-check
 // The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover it.
 
+import { button } from "./parts.js";
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
 
@@ -161,9 +162,9 @@ async function show(aside, state, visit) {
     h(
       "div",
       { class: "walk" },
-      h("button", { type: "button", id: "tour-end", onclick: () => endTour(aside) }, last ? "done" : "end tour"),
-      h("button", { type: "button", id: "tour-back", disabled: at === 0, onclick: () => move(-1) }, "back"),
-      last ? null : h("button", { type: "button", id: "tour-next", class: "primary", onclick: () => move(1) }, "next"),
+      button(last ? "done" : "end tour", () => endTour(aside), { id: "tour-end" }),
+      button("back", () => move(-1), { id: "tour-back", disabled: at === 0 }),
+      last ? null : button("next", () => move(1), { id: "tour-next", class: "primary" }),
     ),
   ]);
   /** @type {HTMLElement} */ (aside.querySelector("h2")).focus({ preventScroll: true });
