@@ -77,6 +77,12 @@ def can_compile() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
+def _compiled(make: Callable[[], Contender]) -> Contender:
+    if not can_compile():
+        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
+    return make()
+
+
 # ── scenarios ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -118,19 +124,13 @@ def _training(
         EAGER: lambda: Eager(model(), tokens, targets),
     }
     if compiled:
-        make[COMPILED] = lambda: _compiled(model(), tokens, targets)
+        make[COMPILED] = lambda: _compiled(lambda: Eager(model(), tokens, targets, compiled=True))
     if loop:
         make[LOOP] = lambda: Loop(model(), tokens, targets)
     plan = {"config": config, "batch": b, "tokens": t, "dtype": dtype}
     tolerance = TOLERANCE[getattr(torch, dtype)]
     exact = None if dtype == "float32" else lambda: Hand(model().float(), tokens, targets)
     return Case(name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens), plan, tolerance=tolerance, exact=exact)
-
-
-def _compiled(model: hg.GPT, tokens: Tensor, targets: Tensor) -> Eager:
-    if not can_compile():
-        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
-    return Eager(model, tokens, targets, compiled=True)
 
 
 def lora(size: Size) -> list[Case]:
@@ -199,15 +199,9 @@ def _bridged(label: str, config: hg.ModelConfig, adapted: bool, size: Size) -> C
         bridge.WRAPPED: lambda: bridge.Wrapped(model(), tokens),
     }
     if size.bridge_compiled:
-        make[COMPILED] = lambda: _compiled_bridge(model(), tokens)
+        make[COMPILED] = lambda: _compiled(lambda: bridge.Compiled(model(), tokens))
     name = f"{label}, {f'LoRA r={RANK}, ' * adapted}{b}×{t}"
     return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=load_libraries)
-
-
-def _compiled_bridge(model: hg.GPT, tokens: Tensor) -> Contender:
-    if not can_compile():
-        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
-    return bridge.Compiled(model, tokens)
 
 
 CASES: dict[str, Callable[[Size], list[Case]]] = {

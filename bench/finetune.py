@@ -30,11 +30,12 @@ from .attempts import Attempts, WrongError, fill_in
 from .bases import Base, base_of, lengths_of
 from .cases import PEFT
 from .in_transformers import RANK
+from .peers import BATCH
 from .process import run_alone, with_torch
 from .row import Row
 from .sizes import Size
 
-LR, BATCH = 1e-4, 8  # BATCH examples are computed at once by the peer
+LR = 1e-4
 Options = dict[str, Any]  # of handgrad finetune
 PACKED: Options = {"packed": True}
 RECOMPUTE: Options = {"recompute": "blocks"}
