@@ -57,12 +57,8 @@ def measure(direction: str, shape: AttentionShape, size: Size, attempts: Attempt
         error = attempts("handgrad", lambda: max(compare(*pair) for pair in pairs))
     tokens = shape.sequences * shape.tokens
     in_a_row = 10 if tokens <= 1024 and size.rounds > 1 else 1  # so short that one alone is mostly noise
-    timings = take_turns(
-        {name: runs[name] for name in attempts.competing(runs)},
-        size.attention_rounds(tokens > 2048),
-        attempts,
-        in_a_row,
-    )
+    rounds = min(size.rounds, 12 if tokens > 2048 else 40)
+    timings = take_turns(runs, rounds, attempts, in_a_row)
     errors = {"handgrad": error, LIBRARY: 0.0}
     return timed_rows("attention", case_name(direction, shape), tokens, errors, timings, LIBRARY, attempts, errors)
 

@@ -15,7 +15,7 @@ from handgrad.plan.timing import predict
 from .attempts import Attempts, WrongError, fill_in, problem
 from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
 from .measure import Timing, peak_during, resident, take_turns, timed_rows
-from .peers import Contender, Eager, Hand, HandInBackward, Loop
+from .peers import Contender, Eager, Hand, HandInBackward, Loop, step
 from .process import run_alone
 from .row import NAN, Row
 from .sizes import SIZES, Size
@@ -107,13 +107,13 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
 
 
 def _timed_step(contender: Contender, gradients: Timing) -> Callable[[], None]:
-    def step() -> None:
+    def timed() -> None:
         start = time.perf_counter()
         contender.gradients()
         gradients.rounds.append(time.perf_counter() - start)
         contender.update()
 
-    return step
+    return timed
 
 
 # ── peak memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,15 +154,9 @@ def show_peak(scenario: str, case_name: str, contender: str, size: str) -> None:
     recipe = SIZES[size].recipe
     small = batch_of(recipe.n_vocab, 2, 8)
     for warm in (Hand(hg.GPT(recipe), *small), Eager(hg.GPT(recipe), *small)):  # load libraries and their workspaces
-        warm.gradients()
-        warm.update()
+        step(warm)
     case.before()
     baseline = resident()
     competitor = case.make[contender]()
-
-    def step() -> None:
-        competitor.gradients()
-        competitor.update()
-
-    step()  # creates the optimizer state
-    print(json.dumps(peak_during(step) - baseline - competitor.lasting_bytes()))
+    step(competitor)  # creates the optimizer state
+    print(json.dumps(peak_during(partial(step, competitor)) - baseline - competitor.lasting_bytes()))

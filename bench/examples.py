@@ -15,7 +15,7 @@ from .cases import uneven_examples
 from .compete import compare
 from .in_transformers import RANK
 from .measure import take_turns, timed_rows
-from .peers import Hand
+from .peers import Hand, step
 from .row import Row
 from .sizes import Size
 
@@ -56,15 +56,7 @@ def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
     }
     ours, plain = contenders[NORMS], contenders[PLAIN]
     error = attempts(NORMS, lambda: _error(ours, plain, batch))
-
-    def step(contender: Hand) -> Callable[[], None]:
-        def run() -> None:
-            contender.gradients()
-            contender.update()
-
-        return run
-
-    runs = {name: step(contenders[name]) for name in attempts.competing(contenders)}
+    runs = {name: partial(step, contenders[name]) for name in attempts.competing(contenders)}
     timings = take_turns(runs, min(size.rounds, 2 * size.process_rounds), attempts)
     errors = {NORMS: error, PLAIN: 0.0}
     rows = timed_rows("examples", case_name(kind, size), len(batch[0]), errors, timings, PLAIN, attempts, errors)

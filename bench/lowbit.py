@@ -51,7 +51,7 @@ def products(bits: int, rows: int, size: Size, attempts: Attempts) -> list[Row]:
     layers = attempts.collect({name: partial(packed_layers, pack, size) for name, pack in KERNELS[bits].items()})
     for name, made in layers.items():
         attempts(name, partial(check, made, a, size, bits))
-    runs = {name: partial(multiply, layers[name], a) for name in attempts.competing(layers)}
+    runs = {name: partial(multiply, made, a) for name, made in layers.items()}
     timings = take_turns(runs, size.generate_rounds, attempts)
     found = timed_rows("generate", case_name(bits, rows, size), rows, KERNELS[bits], timings, REFERENCE, attempts)
     for row in found:

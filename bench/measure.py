@@ -36,7 +36,7 @@ class Timing:
 
 
 def take_turns(
-    contenders: dict[str, Callable[[], object]], rounds: int, attempts: Attempts, in_a_row: int = 1
+    contenders: Mapping[str, Callable[[], object]], rounds: int, attempts: Attempts, in_a_row: int = 1
 ) -> dict[str, Timing]:
     """Time contenders in turns: one warm-up each, then every contender in every round, `in_a_row` times if it is short.
     Those that fail have no timing."""

@@ -38,6 +38,11 @@ class Contender(Protocol):
         """Bytes of weights and optimizer state."""
 
 
+def step(contender: Contender) -> None:
+    contender.gradients()
+    contender.update()
+
+
 def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     """Bytes of weights and optimizer state."""
     state = [x for o in set(optimizers) for entry in o.state.values() for x in entry.values() if isinstance(x, Tensor)]

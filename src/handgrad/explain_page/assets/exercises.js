@@ -92,7 +92,7 @@ function picker(course, exercise, actions) {
 }
 
 /** Paragraphs, and formulas where the text is indented. @param {string} text */
-export const paragraphs = (text) =>
+const paragraphs = (text) =>
   text
     .split("\n\n")
     .map((part, i) =>

@@ -11,7 +11,7 @@ const FIRST = 200,
 
 
 /** “Forward pass, block 3 of 30” @param {{ busy: boolean, backward: boolean, block: number, blocks: number }} found */
-export const progressText = ({ busy, backward, block, blocks }) =>
+const progressText = ({ busy, backward, block, blocks }) =>
   busy ? `${backward ? "Backward" : "Forward"} pass, block ${block + 1} of ${blocks}` : "Preparing the page…";
 
 /** Show how far the server's trace has come until a request is answered.

@@ -13,7 +13,7 @@ let chosen = { text: "", position: -1 }; // the reader's word, in a sentence tha
 const CONTEXT = 3; // at the beginning everything is improbable: the story starts after so many predictions, if there are enough
 
 /** The position whose next token the model found least probable. @param {number[]} losses */
-export function worst(losses) {
+function worst(losses) {
   const first = losses.length > 2 * CONTEXT ? CONTEXT : 0;
   return first + losses.slice(first).indexOf(Math.max(...losses.slice(first)));
 }
@@ -24,7 +24,7 @@ export const firstToken = ({ objective, losses }) => objective.position ?? worst
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
-export function context(tokens, position) {
+function context(tokens, position) {
   const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
@@ -65,7 +65,7 @@ export const storyView = {
 };
 
 /** Which token the story is about. @param {number[]} losses @param {number} position @param {string} unit */
-export function aboutChoice(losses, position, unit) {
+function aboutChoice(losses, position, unit) {
   const first = worst(losses),
     late = losses.length > 2 * CONTEXT;
   if (losses[position] !== losses[first] || (late && position < CONTEXT)) return `the ${unit} that you chose`;
@@ -133,7 +133,7 @@ function guesses(before, row, loss, position, unit) {
 }
 
 /** The rank of a target; equal logits share it. @param {any} row */
-export const aboutRank = ({ target, rank, ties, probability: p }) =>
+const aboutRank = ({ target, rank, ties, probability: p }) =>
   `${quote(target)} had rank ${rank.toLocaleString("en")}${ties ? `, shared with ${count(ties, "other token")}` : ""}, ` +
   `with ${probability(p)}.`;
 
