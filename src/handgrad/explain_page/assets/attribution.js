@@ -40,8 +40,7 @@ export const attributionView = {
         choice("Method", METHODS, shown, change),
       ),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         `Three answers to the same question: what did each token contribute to this ${unit}? Two come from ` +
           "gradients, and are estimates. The third removes the token and runs the model again.",
       ),
@@ -63,8 +62,8 @@ function explained(found, state, actions) {
     : `Attributed here, in units of log-probability (natural logarithm): log p of ${word}, ${after}: `;
   const whole = state.overview.objective.kind === "sentence";
   return h(
-    "p",
-    { class: "caption", key: "explained", id: "attributed-value" },
+    "p.caption",
+    { key: "explained", id: "attributed-value" },
     what,
     h("b", { "data-value": found.value }, number(found.value)),
     found.against ? "." : `, ${probability(chance(-found.value))}.`,
@@ -82,7 +81,7 @@ function sentence(found, state, actions) {
   const values = found.rows.map((row) => row[shown]);
   const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 1e-300);
   const items = found.rows.map((row) => ({
-    content: [h("b", {}, visible(row.label)), h("small", {}, row[shown] === null ? "–" : signed(row[shown], 2))],
+    content: [h("b", visible(row.label)), h("small", row[shown] === null ? "–" : signed(row[shown], 2))],
     label: `${visible(row.label)}: ${row[shown] === null ? "not measured" : signed(row[shown])}`,
     style: row[shown] === null ? null : filled("delta", (-0.9 * row[shown]) / most),
     data: { "data-value": row[shown] ?? "" },
@@ -118,12 +117,7 @@ function comparison(found) {
   const value = (row, key) =>
     figureCell(row[key] === null ? "–" : signed(row[key]), { "data-value": row[key] ?? "" });
   const rows = found.rows.map((row, t) =>
-    tr(
-      { key: t },
-      figureCell(t + 1),
-      h("b", {}, visible(row.label)),
-      Object.keys(METHODS).map((key) => value(row, key)),
-    ),
+    tr({ key: t }, figureCell(t + 1), h("b", visible(row.label)), Object.keys(METHODS).map((key) => value(row, key))),
   );
   const columns = Object.values(METHODS).map((name) => `${name}, in ${unitOf(found)}`);
   return table("Comparison", ["position", "token", ...columns], rows, {
@@ -139,13 +133,13 @@ function gap(found, actions) {
     actions.show({ push: false });
   };
   return h(
-    "section",
-    { class: "card controls", "aria-label": "Completeness", key: "gap" },
+    "section.card.controls",
+    { "aria-label": "Completeness", key: "gap" },
     offline ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
     caption(
       "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
         "but the first has the mean row of the token table: ",
-      h("b", {}, number(found.total - found.gap)),
+      h("b", number(found.total - found.gap)),
       `. In ${found.steps} steps their sum misses it by `,
       h("b", { id: "gap", "data-value": found.gap }, number(found.gap)),
       ". With more and more steps the gap goes to 0.",

@@ -30,7 +30,7 @@ export function byHand({ symbol, name, by_hand: { row, column, factors, digits }
       },
       caption(`Multiply the two numbers of every token, and add the products up: that is ${entry}.`),
       table(`The factors of ${entry}`, ["token", ...factors.map((f) => f.title)], rows, { class: "digits", tall: true }),
-      foldable("Show the sum", {}, h("p", { class: "sum", "data-value": digits }, typeset(digits))),
+      foldable("Show the sum", {}, h("p.sum", { "data-value": digits }, typeset(digits))),
     ),
   );
 }

@@ -66,8 +66,8 @@ function chooser(state, actions) {
   const base = () =>
     choose(() => post("sentence", { text, version: -1, ...wanted(state) }), "the model without its adapters", actions);
   return h(
-    "form",
-    { class: "card controls", "aria-label": "Compare with", onsubmit: sentence, key: "chooser" },
+    "form.card.controls",
+    { "aria-label": "Compare with", onsubmit: sentence, key: "chooser" },
     field(
       "another sentence",
       h("input", {
@@ -80,8 +80,7 @@ function chooser(state, actions) {
       }),
     ),
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       h("button", { type: "submit", id: "compare-sentence" }, "compare with it"),
       button(
         "with the weights before the steps",
@@ -92,7 +91,7 @@ function chooser(state, actions) {
         ? button("with the model without its adapters", base, { id: "compare-base" })
         : null,
     ),
-    problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
+    problem ? h("p.problem", { role: "alert" }, problem) : null,
   );
 }
 
@@ -118,11 +117,11 @@ function results(all, found, state, actions) {
   const options = known.map((s) => [s.id, `${name(s)} ${s.symbol}`]);
   return [
     h(
-      "section",
-      { class: "card", "aria-label": "Station to compare", key: "station" },
+      "section.card",
+      { "aria-label": "Station to compare", key: "station" },
       caption(`This trace: ${side(found.one)}.`),
       caption(`Compared with ${other.what}: ${side(found.other)}.`),
-      h("p", { class: "caption", id: "compare-caption" }, all.caption),
+      h("p.caption", { id: "compare-caption" }, all.caption),
       field("station", select({ id: "compare-station", value: found.station }, options, open)),
     ),
     ...found.maps.map((map) => trio(map, found, state)),
@@ -158,8 +157,8 @@ function trio(map, found, state) {
   const { one: mine, other: theirs, rows } = found;
   const share = `Altogether the difference is ${percent(map.relative)} of the length of ${map.symbol}.`;
   return h(
-    "section",
-    { class: "trio", "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
+    "section.trio",
+    { "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
     one("one", `${map.symbol} · this trace`, mine.tokens, {
       name: map.name,
       sentence: mine.id,
@@ -174,7 +173,7 @@ function trio(map, found, state) {
       values: () => difference(map, found),
       python: map.python,
     }),
-    h("p", { class: "caption", "data-relative": map.relative }, `${map.caption} ${share}`),
+    h("p.caption", { "data-relative": map.relative }, `${map.caption} ${share}`),
   );
 }
 

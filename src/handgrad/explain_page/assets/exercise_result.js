@@ -17,8 +17,8 @@ export function judgment(result, exactly, reveal, next) {
   const more = !exactly && wrong.some((o) => o.general !== o.sentence);
   const cases = result.cases.length && !problem ? `Judged on: ${result.cases.join("; ")}.` : "";
   return h(
-    "div",
-    { class: "judgment", "aria-live": "polite", key: "judgment" },
+    "div.judgment",
+    { "aria-live": "polite", key: "judgment" },
     h(
       "p",
       { class: `badge ${style}`, id: "judgment" },
@@ -29,11 +29,11 @@ export function judgment(result, exactly, reveal, next) {
     passed ? next : null,
     problem?.line ? h("pre", { tabindex: "0" }, `line ${problem.line}: ${problem.source}`) : null,
     wrong.map((o) => fault(o, exactly)),
-    more ? h("p", {}, button("what exactly?", reveal, { id: "exactly" })) : null,
+    more ? h("p", button("what exactly?", reveal, { id: "exactly" })) : null,
     problem ? null : outputs(result.outputs),
     [...result.notes, result.note_on_case]
       .filter(Boolean)
-      .map((note, i) => h("p", { class: "caption", key: `note ${i}` }, note)),
+      .map((note, i) => h("p.caption", { key: `note ${i}` }, note)),
     result.printed ? h("pre", { tabindex: "0", key: "printed" }, result.printed) : null,
     cases ? soft(cases) : null,
   );
@@ -45,10 +45,10 @@ function fault(output, exactly) {
     ? ` At [${output.place.join(", ")}] it is ${number(output.yours)}; right is ${number(output.right)}.`
     : "";
   return h(
-    "p",
-    { class: "fault", key: output.name, "data-fault": output.kind },
-    output.start ? h("b", {}, "Begin here: ") : null,
-    output.kind ? h("b", {}, `${output.kind}. `) : null,
+    "p.fault",
+    { key: output.name, "data-fault": output.kind },
+    output.start ? h("b", "Begin here: ") : null,
+    output.kind ? h("b", `${output.kind}. `) : null,
     `${said}${place}`,
   );
 }
@@ -58,13 +58,13 @@ function outputs(list) {
     tr(
       { key: o.name, class: o.state === "wrong" ? "failed" : null },
       MARKS[o.state],
-      h("code", {}, o.name),
+      h("code", o.name),
       figureCell(error(o.error)),
       figureCell(error(o.difference)),
       o.case,
     ),
   );
-  const unseen = h("span", { class: "unseen" }, "result");
+  const unseen = h("span.unseen", "result");
   return table(
     "Results",
     [unseen, "result", "error against autograd", "against finite differences", "worst case"],

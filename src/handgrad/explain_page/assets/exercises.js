@@ -37,7 +37,7 @@ export function exerciseButtons({ id, exercises }, actions) {
   };
   const opener = (/** @type {string} */ name) =>
     button(name, () => open(name), { class: "small", "data-open": name, key: name });
-  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(opener));
+  return h("p.walk", { key: "exercises" }, "Write the backward pass yourself: ", exercises.map(opener));
 }
 
 export const exercisesView = {
@@ -71,9 +71,9 @@ export const exercisesView = {
 function picker(course, exercise, actions) {
   const items = course.exercises.map((e) => ({
     content: [
-      h("small", {}, String(e.number)),
-      h("b", {}, e.title),
-      progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null,
+      h("small", String(e.number)),
+      h("b", e.title),
+      progressOf(e)?.solved ? h("span.good", " ✔") : null,
     ],
     label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
     data: { "data-exercise": e.name },
@@ -103,11 +103,11 @@ const paragraphs = (text) =>
 
 function task(exercise) {
   const rows = (list, role) =>
-    list.map((x) => tr({ key: x.name }, role, h("code", {}, x.name), x.shape, x.meaning));
+    list.map((x) => tr({ key: x.name }, role, h("code", x.name), x.shape, x.meaning));
   return h(
-    "section",
-    { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
-    h("h3", {}, `${exercise.number}. ${exercise.title}`),
+    "section.card.task",
+    { "aria-label": "Task", key: `task ${exercise.name}` },
+    h("h3", `${exercise.number}. ${exercise.title}`),
     paragraphs(exercise.text),
     table(
       "Arguments and results",
@@ -146,11 +146,12 @@ function editor(course, exercise, state, actions) {
   };
   const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
   return h(
-    "section",
-    { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
+    "section.card",
+    { "aria-label": "Answer", key: `editor ${exercise.name}` },
     exercise.stations.length > 1 ? stationChoice(exercise, state, mine) : null,
-    h("textarea", {
-      class: "editor",
+    h(
+      "textarea.editor",
+      {
       id: "code",
       "aria-label": "Your backward function",
       spellcheck: "false",
@@ -160,10 +161,10 @@ function editor(course, exercise, state, actions) {
       oninput: (event) => (mine.code = event.target.value),
       onkeydown: indent,
       "aria-describedby": "editor-keys",
-    }),
+    },
+    ),
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       button(mine.busy ? "judging…" : "Check my answer", grade, {
         id: "grade",
         class: "primary",
@@ -174,9 +175,9 @@ function editor(course, exercise, state, actions) {
         ? button("bring my answer back", () => replace(mine.before), { id: "undo" })
         : null,
     ),
-    h("p", { class: "soft", id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
+    h("p.soft", { id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
     soft(`Your code runs on this machine only, when you press the button. ${course.confinement}`),
-    mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
+    mine.problem ? h("p.problem", { role: "alert" }, mine.problem) : null,
     mine.result
       ? judgment(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
       : null,
@@ -242,23 +243,18 @@ function help(course, exercise, actions) {
     tell("solution");
   };
   return h(
-    "section",
-    { class: "card", "aria-label": "Help", key: `help ${exercise.name}` },
+    "section.card",
+    { "aria-label": "Help", key: `help ${exercise.name}` },
     shown
-      ? h(
-          "ol",
-          { class: "hints" },
-          exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)),
-        )
+      ? h("ol.hints", exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)))
       : null,
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       shown < exercise.hints.length
         ? button(`hint ${shown + 1} of ${exercise.hints.length}`, hint, { id: "hint" })
         : null,
       solution ? null : button("show the solution", reveal, { id: "solution" }),
     ),
-    solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,
+    solution ? h("pre.solution", { tabindex: "0" }, exercise.solution) : null,
   );
 }

@@ -17,11 +17,10 @@ function nameOf(cell) {
 export function followCard(found, state, actions) {
   const matches = Math.abs(found.sum - found.value) <= 1e-4 * Math.max(Math.abs(found.value), 1e-30);
   return h(
-    "section",
-    { class: "card follow", "aria-label": "Follow one number", key: "follow", id: "follow" },
+    "section.card.follow",
+    { "aria-label": "Follow one number", key: "follow", id: "follow" },
     h(
-      "div",
-      { class: "follow-head" },
+      "div.follow-head",
       h(
         "h3",
         { tabindex: "-1" },
@@ -31,7 +30,7 @@ export function followCard(found, state, actions) {
       button("close", () => actions.followBack(0), { class: "small", id: "follow-close" }),
     ),
     path(state, actions),
-    found.formula ? caption(h("code", {}, found.formula)) : null,
+    found.formula ? caption(h("code", found.formula)) : null,
     caption(found.caption),
     found.leaf ? null : terms(found, actions),
     found.leaf
@@ -43,7 +42,7 @@ export function followCard(found, state, actions) {
             ? ", the number above up to rounding."
             : ", which differs from it: the model computes in lower precision.",
         ),
-    found.python ? soft(h("code", {}, found.python)) : null,
+    found.python ? soft(h("code", found.python)) : null,
   );
 }
 
@@ -58,7 +57,7 @@ function path(state, actions) {
       "aria-current": i === state.followed.length - 1 ? "step" : null,
     }),
   ];
-  return h("p", { class: "path", "aria-label": "The way here" }, state.followed.map(step));
+  return h("p.path", { "aria-label": "The way here" }, state.followed.map(step));
 }
 
 function terms(found, actions) {
@@ -69,7 +68,7 @@ function terms(found, actions) {
       i ? " × " : "",
       f.cell
         ? button(text, into, { class: "small factor", title: nameOf(f.cell) })
-        : h("span", { class: "factor" }, text),
+        : h("span.factor", text),
     ];
   };
   const place = ({ token, position, feature }) => {
@@ -80,9 +79,9 @@ function terms(found, actions) {
   const rows = found.terms.map((term, i) =>
     tr(
       { key: i },
-      h("td", { class: "place" }, place(term)),
-      h("td", {}, term.factors.map(factor), term.scale === 1 ? "" : ` × ${number(term.scale)}`),
-      h("td", { class: "move" }, middleBar(term.value, most, "term")),
+      h("td.place", place(term)),
+      h("td", term.factors.map(factor), term.scale === 1 ? "" : ` × ${number(term.scale)}`),
+      h("td.move", middleBar(term.value, most, "term")),
       figureCell(signed(term.value), { "data-term": term.value }),
     ),
   );
@@ -91,7 +90,7 @@ function terms(found, actions) {
       tr(
         { key: "rest" },
         h("td", { colspan: "2" }, `${count(found.rest.count)} smaller terms`),
-        h("td", { class: "move" }, middleBar(found.rest.value, most, "term")),
+        h("td.move", middleBar(found.rest.value, most, "term")),
         figureCell(signed(found.rest.value), { "data-term": found.rest.value }),
       ),
     );

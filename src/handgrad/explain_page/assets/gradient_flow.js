@@ -74,12 +74,11 @@ export const flowView = {
       viewHead("the whole network at once", "Gradient flow", choice("What to show", MODES, mode, change)),
       state.table.blocks > 1 ? rowChoice(state, actions) : null,
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         "Each row is the error signal at one station, each column a token. The error starts at the loss, " +
           "below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
       ),
-      h("section", { class: "card flow-card", "aria-label": "Stations by tokens" }, picture(state, actions)),
+      h("section.card.flow-card", { "aria-label": "Stations by tokens" }, picture(state, actions)),
       groups(state.overview, actions),
     ];
   },
@@ -94,8 +93,8 @@ function rowChoice(state, actions) {
     actions.redraw();
   };
   return h(
-    "p",
-    { class: "field flow-rows", key: "rows" },
+    "p.field.flow-rows",
+    { key: "rows" },
     h("label", { for: "flow-rows" }, "rows"),
     select({ id: "flow-rows", value: unfolded }, choices, choose),
   );
@@ -143,7 +142,7 @@ function groups(overview, actions) {
   const logs = logarithmic([overview.groups.map((g) => g.norm)]).shares[0];
   const cell = (layer, symbol) => {
     const i = overview.groups.findIndex((g) => g.layer === layer && g.symbol === symbol);
-    if (i < 0) return h("td", { class: "none" });
+    if (i < 0) return h("td.none");
     const { station, norm } = overview.groups[i];
     const about = {
       tabindex: i ? -1 : 0,
@@ -153,7 +152,6 @@ function groups(overview, actions) {
     };
     return h(
       "td",
-      {},
       h("button", { type: "button", onclick: () => actions.go(station, "backward"), ...about }, number(norm, 2)),
     );
   };

@@ -32,8 +32,7 @@ export const headsView = {
     return [
       viewHead("every layer at a glance", "All heads", choice("What to show", MAPS, shown, change)),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the ` +
           `head. Choose a head to enter it.`,
       ),
@@ -77,9 +76,9 @@ function block(row, b, most, state, actions) {
     actions.go(id, "backward");
   };
   return h(
-    "div",
-    { class: "head-row", key: b },
-    h("span", { class: "head-block" }, `block ${b + 1}`),
+    "div.head-row",
+    { key: b },
+    h("span.head-block", `block ${b + 1}`),
     chips({ label: `Heads of block ${b + 1}`, items, chosen: here, choose: enter, class: "thumbnails", moves: false }),
   );
 }

@@ -23,7 +23,7 @@ export function lensCard(lens, state, actions, labels) {
       const best = r.predictions[0],
         correct = r.target !== null && best.word === r.target;
       return {
-        content: [h("small", {}, visible(labels[i])), h("b", {}, visible(best.word))],
+        content: [h("small", visible(labels[i])), h("b", visible(best.word))],
         class: correct ? "correct" : "",
         label: `after ${visible(labels[i])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
       };
@@ -48,11 +48,10 @@ export function lensCard(lens, state, actions, labels) {
     caption(row.caption),
     strip,
     h(
-      "div",
-      { class: "lens-columns" },
-      h("div", {}, h("h4", {}, "prediction at this layer"), probabilityBars(row.predictions, isTarget)),
+      "div.lens-columns",
+      h("div", h("h4", "prediction at this layer"), probabilityBars(row.predictions, isTarget)),
       pushes.length
-        ? h("div", {}, h("h4", {}, "push −Δ on the words"), pushBars(pushes, (x) => x.change, isTarget))
+        ? h("div", h("h4", "push −Δ on the words"), pushBars(pushes, (x) => x.change, isTarget))
         : soft("No error reaches this position."),
     ),
     soft(ABOUT),

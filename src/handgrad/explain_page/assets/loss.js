@@ -16,7 +16,7 @@ export function lossCard(view, state, actions) {
     chosen: t,
     choose: (token) => actions.select({ token }),
     items: view.positions.map((p, i) => ({
-      content: [h("small", {}, visible(p.token)), h("b", {}, p.target === null ? "–" : visible(p.target))],
+      content: [h("small", visible(p.token)), h("b", p.target === null ? "–" : visible(p.target))],
       label:
         p.target === null
           ? `position ${i + 1}, no target`
@@ -44,11 +44,10 @@ export function lossCard(view, state, actions) {
       "Small: a token. Below it: the token that follows, the target. The stronger the blue, the less " +
         "probable the target was.",
     ),
-    h("p", { class: "caption", id: "push-caption" }, row.caption),
+    h("p.caption", { id: "push-caption" }, row.caption),
     h(
-      "div",
-      { class: "lens-columns" },
-      h("div", {}, h("h4", {}, "prediction"), probabilityBars(row.top, (x) => x.id === row.target_id)),
+      "div.lens-columns",
+      h("div", h("h4", "prediction"), probabilityBars(row.top, (x) => x.id === row.target_id)),
       push(row, view.positions, state),
     ),
   );
@@ -59,8 +58,7 @@ function push(row, positions, { table, overview: { objective } }) {
   const targets = positions.filter((p) => p.target !== null).length;
   return h(
     "div",
-    {},
-    h("h4", {}, "push −Δ₁₂ on each logit"),
+    h("h4", "push −Δ₁₂ on each logit"),
     pushBars(row.push, (x) => -x.delta, (x) => x.target),
     soft(ABOUT[objective.kind](targets, objective, table.unit)),
   );

@@ -36,10 +36,9 @@ export function drawMap(nav, state, actions) {
   const isUnfolded = nav.classList.contains("unfolded");
   render(nav, [
     h(
-      "button",
+      "button.map-fold",
       {
         type: "button",
-        class: "map-fold",
         "aria-expanded": String(isUnfolded),
         onclick: () => {
           unfold(nav, !isUnfolded);
@@ -50,9 +49,8 @@ export function drawMap(nav, state, actions) {
       ` Map · ${here.block === null ? "" : `block ${here.block + 1} · `}${here.title}`,
     ),
     h(
-      "div",
-      { class: "map-head" },
-      h("span", { class: "forward" }, "forward ↓"),
+      "div.map-head",
+      h("span.forward", "forward ↓"),
       choice(
         "What the width of the arrows shows",
         { a: "‖a‖", both: "both", delta: "‖Δ‖" },
@@ -63,25 +61,22 @@ export function drawMap(nav, state, actions) {
         },
         { class: "map-choice" },
       ),
-      h("span", { class: "backward" }, "↑ backward"),
+      h("span.backward", "↑ backward"),
     ),
     h(
-      "div",
-      { class: "map-scroll" },
+      "div.map-scroll",
       h(
-        "div",
-        { class: "map-sheet" },
-        h("svg", { class: "lines", "aria-hidden": "true" }),
+        "div.map-sheet",
+        h("svg.lines", { "aria-hidden": "true" }),
         h(
-          "ol",
-          { class: "stations" },
+          "ol.stations",
           outside(true).map((station) => item(station, state, actions, lengths)),
           blocks.map((b) => block(b, state, actions, lengths, redraw)),
           outside(false).map((station) => item(station, state, actions, lengths)),
         ),
       ),
     ),
-    h("p", { class: "map-note" }, NOTE),
+    h("p.map-note", NOTE),
   ]);
   drawLines(nav, lengths, table.stations);
   if (moved) scrollTo(nav);
@@ -90,14 +85,14 @@ export function drawMap(nav, state, actions) {
 /** Show or hide the map of a narrow page; a wide one always shows it. @param {HTMLElement} nav @param {boolean} wanted */
 const unfold = (nav, wanted) => void nav.classList.toggle("unfolded", wanted);
 
-const turn = (unfolded) => h("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸");
+const turn = (unfolded) => h("span.turn", { "aria-hidden": "true" }, unfolded ? "▾" : "▸");
 
 /** What a row of the map shows. */
 const columns = (forward, label, mark, backward) => [
-  h("span", { class: "num forward" }, forward),
-  h("span", { class: "label" }, label),
+  h("span.num.forward", forward),
+  h("span.label", label),
   h("span", { class: `tick ${mark === "✘" ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
-  h("span", { class: "num backward" }, backward),
+  h("span.num.backward", backward),
 ];
 
 /** A length, unless only the others are shown. @param {"a" | "delta"} kind @param {number | null} length */
@@ -132,7 +127,7 @@ function item(station, state, actions, lengths) {
           `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
         onclick: () => actions.go(station.id),
       },
-      columns(numbers("a"), [h("b", {}, symbol), ` ${station.title.replace(" connection", "")}`], mark, numbers("delta")),
+      columns(numbers("a"), [h("b", symbol), ` ${station.title.replace(" connection", "")}`], mark, numbers("delta")),
     ),
   );
 }
@@ -151,10 +146,9 @@ function block(b, state, actions, lengths, redraw) {
     "li",
     { key: `block ${b}`, class: `block${unfolded ? " open" : ""}` },
     h(
-      "button",
+      "button.fold",
       {
         type: "button",
-        class: "fold",
         "aria-expanded": String(unfolded),
         "data-key": `block ${b}`,
         "data-row": unfolded ? "" : last,
@@ -164,7 +158,7 @@ function block(b, state, actions, lengths, redraw) {
       },
       columns(numbers("a"), [turn(unfolded), ` Block ${b + 1}`], mark, numbers("delta")),
     ),
-    unfolded ? h("ol", {}, inside.map((station) => item(station, state, actions, lengths))) : null,
+    unfolded ? h("ol", inside.map((station) => item(station, state, actions, lengths))) : null,
   );
 }
 

@@ -59,8 +59,8 @@ function redraw() {
 /** @param {any} view */
 const failed = (view) => [
   view.heading?.(state, actions), // never the previous station under this one's name
-  h("p", { class: "problem" }, loaded.problem),
-  h("p", {}, button("try again", () => actions.retry(), { id: "retry" })),
+  h("p.problem", loaded.problem),
+  h("p", button("try again", () => actions.retry(), { id: "retry" })),
 ];
 
 // In an exported file only the step view shows new weights; the stations show the original ones.

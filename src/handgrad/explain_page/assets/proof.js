@@ -52,10 +52,10 @@ export function proofCard(proof) {
       figureCell(error(c.limit)),
     ),
   );
-  const head = [h("span", { class: "unseen" }, "result"), "quantity", "compared with", "relative error", "limit"];
+  const head = [h("span.unseen", "result"), "quantity", "compared with", "relative error", "limit"];
   return h(
-    "section",
-    { class: "card proof", "aria-label": "Proof", key: "proof" },
+    "section.card.proof",
+    { "aria-label": "Proof", key: "proof" },
     h("p", { class: `badge ${style}`, id: "badge", role: "status", "data-state": proof?.state ?? "waiting" }, text),
     foldable("Show all checks", {}, soft(aboutChecks(proof)), table("Checks", head, rows, { class: "checks" })),
   );

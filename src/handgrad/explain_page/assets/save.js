@@ -44,15 +44,15 @@ export const pythonMenu = (label, python) => menu(label, "as Python ▾", lines(
 /** @param {string} label @param {string} text @param {any} items */
 const menu = (label, text, items) =>
   h(
-    "details",
-    { class: "save", onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
+    "details.save",
+    { onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
     h("summary", { "aria-label": label }, text),
-    h("div", { class: "save-menu" }, items, h("output", { class: "saved", "aria-live": "polite" })),
+    h("div.save-menu", items, h("output.saved", { "aria-live": "polite" })),
   );
 
 /** @param {string} python */
 const lines = (python) => [
-  h("pre", { class: "python", tabindex: "0" }, python),
+  h("pre.python", { tabindex: "0" }, python),
   item("copy as Python", () => navigator.clipboard.writeText(python)),
 ];
 
@@ -65,7 +65,7 @@ export const savedFigure = (about, ...content) =>
   h(
     "figure",
     { class: about.class, key: about.key ?? about.title, ...about.attributes },
-    h("figcaption", {}, h(about.tag ?? "span", {}, about.title), saveMenu(about)),
+    h("figcaption", h(about.tag ?? "span", about.title), saveMenu(about)),
     content,
   );
 

@@ -54,7 +54,7 @@ export const stationView = {
     const labels = state.overview.tokens.map((t) => t.label);
     return [
       heading(station, state, actions),
-      h("p", { class: "summary", key: "summary" }, station.summary),
+      h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
       proofCard(state.proof),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
@@ -83,13 +83,12 @@ function heading(station, state, actions) {
     { class: `station-head ${state.direction}`, key: "head" },
     h(
       "div",
-      {},
-      h("p", { class: "where" }, `${where}${state.direction} pass · stop ${state.stop + 1} of ${state.stops}`),
-      h("h2", {}, station.title, h("span", {}, station.id === "loss" ? "" : ` ${station.symbol}`)),
+      h("p.where", `${where}${state.direction} pass · stop ${state.stop + 1} of ${state.stops}`),
+      h("h2", station.title, h("span", station.id === "loss" ? "" : ` ${station.symbol}`)),
     ),
     h(
-      "div",
-      { class: "walk", role: "group", "aria-label": "Go to another station" },
+      "div.walk",
+      { role: "group", "aria-label": "Go to another station" },
       button("← back", () => actions.walk(-1), { id: "walk-back" }),
       button(forward ? "show backward" : "show forward", () => actions.turn(), {
         id: "walk-turn",
@@ -129,7 +128,7 @@ function matrices(view, station, state, actions, labels) {
         ? {}
         : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses }),
     });
-  return h("section", { class: "maps", "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
+  return h("section.maps", { "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
 }
 
 const STATISTICS = {
@@ -175,16 +174,11 @@ function parameters(view, state, actions) {
     h(
       "div",
       { class: p.vocabulary ? "parameter wide" : "parameter", key: p.symbol },
-      h("h4", {}, p.symbol),
+      h("h4", p.symbol),
       h(
-        "p",
-        { class: "figures" },
+        "p.figures",
         `${shapeOf(p.shape)} · length ${number(p.norm)}`,
-        h(
-          "span",
-          { class: "backward", "data-grad": p.name, "data-value": p.grad_norm },
-          ` · ‖∂‖ ${number(p.grad_norm)}`,
-        ),
+        h("span.backward", { "data-grad": p.name, "data-value": p.grad_norm }, ` · ‖∂‖ ${number(p.grad_norm)}`),
       ),
       p.picture
         ? heat({
@@ -204,23 +198,23 @@ function parameters(view, state, actions) {
       p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
-    "section",
-    { class: "card", "aria-label": "Parameters", key: "parameters" },
-    h("h3", {}, "Parameters of this layer and their gradients"),
+    "section.card",
+    { "aria-label": "Parameters", key: "parameters" },
+    h("h3", "Parameters of this layer and their gradients"),
     caption(view.parameters_caption),
     zeroDown
       ? h(
-          "p",
-          { class: "caption", id: "zero-down" },
+          "p.caption",
+          { id: "zero-down" },
           "∂d is exactly 0 at the first step: it is computed through u, and u starts at 0. After one step " +
             "u has moved, and d is trained too.",
         )
       : null,
-    h("div", { class: "parameters" }, trained.map(one)),
+    h("div.parameters", trained.map(one)),
     frozen.length
       ? h(
-          "p",
-          { class: "soft", id: "frozen" },
+          "p.soft",
+          { id: "frozen" },
           `Frozen, without a gradient: ` +
             `${frozen.map((p) => `${p.symbol} (${shapeOf(p.shape)}, length ${number(p.norm)})`).join(", ")}.`,
         )

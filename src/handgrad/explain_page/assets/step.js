@@ -45,11 +45,11 @@ export const stepView = {
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
-      h("p", { class: "summary" }, about(model, nameOf(objective))),
+      h("p.summary", about(model, nameOf(objective))),
       controls(state, actions),
       lastStep()
         ? outcome(lastStep(), nameOf(objective))
-        : h("p", { class: "soft", key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
+        : h("p.soft", { key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
       steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
     ];
@@ -106,11 +106,10 @@ function controls(state, actions) {
     oninput: setRate,
   };
   return h(
-    "section",
-    { class: "card controls", "aria-label": "Step", key: "controls" },
+    "section.card.controls",
+    { "aria-label": "Step", key: "controls" },
     h(
-      "div",
-      { class: "field" },
+      "div.field",
       h(
         "label",
         { for: "rate" },
@@ -120,14 +119,12 @@ function controls(state, actions) {
       h("input", slider),
     ),
     h(
-      "div",
-      { class: "field" },
+      "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
       select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       control("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
       control(
         "step-many",
@@ -138,13 +135,13 @@ function controls(state, actions) {
       ),
       control("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
-    problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
-    work ? h("p", { class: "soft", role: "status", key: "work" }, work) : null,
+    problem ? h("p.problem", { role: "alert" }, problem) : null,
+    work ? h("p.soft", { role: "status", key: "work" }, work) : null,
     left || !prepared
       ? null
       : h(
-          "p",
-          { class: "soft", role: "status" },
+          "p.soft",
+          { role: "status" },
           prepared.at(-1).error ?? "This file contains no more steps. To take more, run handgrad explain.",
         ),
   );
@@ -197,16 +194,15 @@ async function take(number_, prepared, state, actions) {
 
 function outcome(last, name) {
   const fact = (id, label, value) =>
-    h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
+    h("div", h("b", { id, "data-value": value }, number(value, 5)), h("span", label));
   const change =
     `The step changed the ${name} by ${signed(last.measured - last.loss)}; the gradient predicted ` +
     `${signed(last.predicted - last.loss)}.`;
   return h(
-    "section",
-    { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
+    "section.card.outcome",
+    { "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
     h(
-      "div",
-      { class: "facts" },
+      "div.facts",
       fact("loss-before", `${name} before`, last.loss),
       fact("loss-predicted", "predicted to first order", last.predicted),
       fact("loss-measured", "measured", last.measured),
@@ -248,15 +244,13 @@ function curve(objective) {
       role: "img",
       "aria-label": `${capital(name)} over ${count(steps.length, "step")}, from ${number(first)} to ${number(last)}`,
     },
-    h("path", { class: "axis", d: plot.axis, fill: "none" }),
-    plot.guesses.map((g) =>
-      h("path", { class: "guess", d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" }),
-    ),
-    h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
-    plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
-    plot.zero ? h("path", { class: "axis", d: plot.zero, fill: "none" }) : null,
+    h("path.axis", { d: plot.axis, fill: "none" }),
+    plot.guesses.map((g) => h("path.guess", { d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" })),
+    h("polyline.measured", { points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
+    plot.points.map((p) => h("circle.measured-point", { cx: p.x, cy: p.y, r: 3.5 })),
+    plot.zero ? h("path.axis", { d: plot.zero, fill: "none" }) : null,
     plot.ticks.flatMap(({ value, y }) => [
-      h("path", { class: "axis", d: `M86 ${y}H90`, fill: "none" }),
+      h("path.axis", { d: `M86 ${y}H90`, fill: "none" }),
       edge(y + 4, number(value)),
     ]),
     text(90, 174, "middle", "0"),
@@ -285,15 +279,13 @@ function changes() {
     tr(
       { key: t },
       visible(m.token),
-      h("b", {}, visible(m.target)),
+      h("b", visible(m.target)),
       h(
-        "td",
-        { class: "move" },
+        "td.move",
         h(
-          "span",
-          { class: "track" },
-          h("i", { class: "is", style: { width: `${100 * m.after}%` } }),
-          h("i", { class: "was", style: { left: `${100 * m.before}%` } }),
+          "span.track",
+          h("i.is", { style: { width: `${100 * m.after}%` } }),
+          h("i.was", { style: { left: `${100 * m.before}%` } }),
         ),
       ),
       figureCell(percent(m.before)),

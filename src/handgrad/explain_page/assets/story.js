@@ -76,9 +76,9 @@ function aboutChoice(losses, position, unit) {
 
 function headline(before, row, about) {
   return h(
-    "div",
-    { class: "story-head", key: "headline" },
-    h("p", { class: "where" }, about),
+    "div.story-head",
+    { key: "headline" },
+    h("p.where", about),
     h(
       "h2",
       { id: "story" },
@@ -95,7 +95,7 @@ function words(tokens, losses, position, choose, unit) {
   const items = tokens.map((token, i) => {
     const p = i ? chance(losses[i - 1]) : null;
     return {
-      content: [h("b", {}, visible(token.label)), h("small", {}, p === null ? "–" : percent(p))],
+      content: [h("b", visible(token.label)), h("small", p === null ? "–" : percent(p))],
       label:
         p === null
           ? `${visible(token.label)}, the first token, not predicted`
@@ -104,8 +104,8 @@ function words(tokens, losses, position, choose, unit) {
     };
   });
   return h(
-    "section",
-    { class: "card", "aria-label": "The sentence", key: "words" },
+    "section.card",
+    { "aria-label": "The sentence", key: "words" },
     caption(
       `${offline ? "Below" : "Change the sentence above and watch: below"} each ${unit} is the probability that the model gave ` +
         `it, from the ${unit}s before it alone. The stronger the blue, the more it was surprised. Choose a ${unit}.`,
@@ -140,8 +140,8 @@ const aboutRank = ({ target, rank, ties, probability: p }) =>
 /** What the model would write after the whole sentence. */
 const nextWord = (last) =>
   h(
-    "p",
-    { class: "caption", key: "next", id: "next-word" },
+    "p.caption",
+    { key: "next", id: "next-word" },
     `After the whole sentence the model finds most probable: ` +
       `${last.top.slice(0, 3).map((x) => `${quote(x.word)} (${percent(x.p)})`).join(", ")}.`,
   );
@@ -150,17 +150,16 @@ function blame(position, state, actions) {
   const { objective, groups } = state.overview;
   const known = !state.preview && objective.kind === "position" && objective.position === position;
   return h(
-    "section",
-    { class: "card doors", "aria-label": "Which weights are to blame?", key: "doors" },
-    h("h3", {}, "Which weights are to blame?"),
+    "section.card.doors",
+    { "aria-label": "Which weights are to blame?", key: "doors" },
+    h("h3", "Which weights are to blame?"),
     caption(
       "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. " +
         "Every layer on the way shows its formula with your numbers, and checks it.",
     ),
     known ? shares(groups, actions) : null,
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       button("Follow the error up ↑", () => actions.followError(position), { class: "primary", id: "follow-up" }),
       known || offline
         ? null
@@ -182,7 +181,7 @@ function shares(groups, actions) {
       { key: `${g.layer} ${g.symbol}` },
       button(`${g.symbol} in ${g.where}`, () => actions.go(g.station, "backward"), { class: "word" }),
       leftBar(g.norm ** 2 / total / most, "size"),
-      h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
+      h("span.figure", percent(g.norm ** 2 / total)),
     );
   return savedFigure(
     {
@@ -191,7 +190,7 @@ function shares(groups, actions) {
       values: () => groups.map((g) => [g.layer, g.symbol, g.norm ** 2 / total]),
       columnLabels: ["layer", "parameter", "share"],
     },
-    h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
+    h("ul.bars.shares", { id: "shares" }, largest.map(row)),
     soft("Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from."),
   );
 }

@@ -18,18 +18,18 @@ export function swapTable(view, measured, state) {
     return tr(
       { key: t, class: t === state.token ? "chosen" : null },
       figureCell(t + 1),
-      h("b", {}, visible(tokens[t].label)),
+      h("b", visible(tokens[t].label)),
       figureCell(row.id),
-      h("td", {}, swaps.length ? h("ul", { class: "swaps" }, swaps.map(swap)) : "none"),
+      h("td", swaps.length ? h("ul.swaps", swaps.map(swap)) : "none"),
     );
   });
   const about = measured ? `${quote(tokens[measured.position].label)}: ${measured.caption}` : null;
   return h(
-    "section",
-    { class: "card", "aria-label": "Replacements", key: "tokens" },
-    h("h3", {}, "The sentence as token ids, and what could have stood there"),
+    "section.card",
+    { "aria-label": "Replacements", key: "tokens" },
+    h("h3", "The sentence as token ids, and what could have stood there"),
     caption(view.swaps_caption),
-    about ? h("p", { class: "caption", id: "swaps-measured" }, about) : null,
+    about ? h("p.caption", { id: "swaps-measured" }, about) : null,
     soft(ABOUT),
     table("Tokens and possible replacements", HEAD, rows, { tall: true }),
   );

@@ -19,7 +19,7 @@ export function targetBar(state, actions) {
   const { objective, losses, tokens } = state.overview;
   const { kind } = objective;
   const python = pythonMenu("The lines of Python that make this trace", setUp(state));
-  if (offline) return [h("p", { class: "target-label" }, `Explained here: ${objective.label}.`), python];
+  if (offline) return [h("p.target-label", `Explained here: ${objective.label}.`), python];
   const position = objective.position ?? Math.min(state.token, losses.length - 1);
   const choose = (/** @type {string} */ wanted) => {
     if (wanted === "sentence") return actions.explain(null);
@@ -27,13 +27,13 @@ export function targetBar(state, actions) {
     return actions.explain({ kind: "difference", position, against: tokens[position + 1].id });
   };
   return [
-    h("span", { class: "target-name", id: "target-name" }, "Explain"),
+    h("span.target-name", { id: "target-name" }, "Explain"),
     choice("What is differentiated", kinds(state.table.unit), kind, choose, { class: "target-kinds", moves: false }),
     kind === "sentence" ? null : positions(objective, state, actions),
     kind === "difference" ? against(objective, actions) : null,
     h(
-      "p",
-      { class: "target-label", id: "objective", "data-value": objective.value },
+      "p.target-label",
+      { id: "objective", "data-value": objective.value },
       `${objective.label}: ${number(objective.value)}`,
     ),
     python,
@@ -81,8 +81,8 @@ function against(objective, actions) {
       actions.explain({ kind: "difference", position: objective.position, token: objective.token.id, against: other });
   };
   return h(
-    "form",
-    { class: "against", onsubmit: submit },
+    "form.against",
+    { onsubmit: submit },
     h("label", { for: "against" }, `why ${visible(objective.token.word)} and not`),
     h("input", {
       id: "against",
@@ -92,6 +92,6 @@ function against(objective, actions) {
       placeholder: visible(objective.against.word),
       oninput: (event) => (other = event.target.value),
     }),
-    h("button", { type: "submit", class: "small" }, "explain"),
+    h("button.small", { type: "submit" }, "explain"),
   );
 }

@@ -156,12 +156,11 @@ async function show(aside, state, visit) {
   const last = at === STOPS.length - 1;
   aside.hidden = false;
   render(aside, [
-    h("p", { class: "where" }, `Tour · ${at + 1} of ${STOPS.length}`),
+    h("p.where", `Tour · ${at + 1} of ${STOPS.length}`),
     h("h2", { tabindex: "-1" }, title),
-    h("p", {}, text),
+    h("p", text),
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       button(last ? "done" : "end tour", () => endTour(aside), { id: "tour-end" }),
       button("back", () => move(-1), { id: "tour-back", disabled: at === 0 }),
       last ? null : button("next", () => move(1), { id: "tour-next", class: "primary" }),

@@ -54,8 +54,7 @@ export const whatIfView = {
     return [
       viewHead("remove a part and measure", "What if it did not exist?", choice("What is set to 0", WAYS, way, turn)),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         "The gradient predicts what happens to the explained number if a part of the model is set to 0: −⟨Δ, a⟩. " +
           "Removing a part is a large step, so the prediction is often wrong. Choose a part to measure.",
       ),
@@ -74,9 +73,9 @@ const same = (/** @type {any} */ a) => place !== null && JSON.stringify(a) === J
 function parts(effects, pick) {
   const { edges, python } = effects;
   return h(
-    "section",
-    { class: "card parts", "aria-label": "Parts", key: "parts" },
-    h("h3", {}, "Predicted change if a head, a skip connection or a neuron were 0"),
+    "section.card.parts",
+    { "aria-label": "Parts", key: "parts" },
+    h("h3", "Predicted change if a head, a skip connection or a neuron were 0"),
     soft("Blue: the number would fall. Red: it would rise. Of each block, the neurons with the largest effect."),
     grid("Heads", effects.heads[0].map((_, i) => `head ${i + 1}`), effects.heads, pick, {
       python: python.heads,
@@ -122,7 +121,7 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
       style: filled("delta", (0.9 * value) / most),
       onclick: () => pick(chosen),
     };
-    return h("td", {}, h("button", about, text?.(b, i) ?? signed(value, 2)));
+    return h("td", h("button", about, text?.(b, i) ?? signed(value, 2)));
   };
   const rows = changes.map((row, b) =>
     tr({ key: b }, rowHead(`block ${b + 1}`), row.map((value, i) => cell(value, b, i))),
@@ -154,9 +153,9 @@ function weightForm(state, pick, actions) {
   const counted = (i) => String(i + 1),
     token = (i) => `${i + 1} ${visible(labels[i])}`;
   return h(
-    "form",
-    { class: "card controls", "aria-label": "One attention weight", key: "weight", onsubmit: submit },
-    h("h3", {}, "One attention weight"),
+    "form.card.controls",
+    { "aria-label": "One attention weight", key: "weight", onsubmit: submit },
+    h("h3", "One attention weight"),
     part("block", "block", state.table.blocks, counted),
     part("head", "head", state.table.heads, counted),
     part("row", "of token", labels.length, token),
@@ -175,7 +174,7 @@ const outcome = (about, ...content) =>
   );
 
 function forwardResult(result) {
-  const fact = (label, text, about = {}) => h("div", {}, h("b", about, text), h("span", {}, label));
+  const fact = (label, text, about = {}) => h("div", h("b", about, text), h("span", label));
   const change = (id, label, value) => fact(label, signed(value, 4), { id, "data-value": value });
   const moves = result.moves.filter((m) => m.target !== null);
   const first = (m) => [...new Set([m.first_before, m.first_after])].map(quote).join(" → ");
@@ -183,7 +182,7 @@ function forwardResult(result) {
     tr(
       { key: t },
       visible(m.token),
-      h("b", {}, visible(m.target)),
+      h("b", visible(m.target)),
       figureCell(percent(m.before)),
       figureCell(percent(m.after)),
       first(m),
@@ -198,8 +197,8 @@ function forwardResult(result) {
       columnLabels: head,
     },
     h(
-      "div",
-      { class: "facts", "aria-live": "polite" },
+      "div.facts",
+      { "aria-live": "polite" },
       fact("before", number(result.value, 4)),
       change("change-predicted", "change predicted, −⟨Δ, a⟩", result.predicted),
       change("change-measured", "change measured", result.measured),
@@ -230,9 +229,9 @@ function backwardResult(result, actions) {
       values: () => result.gradients.map((g) => [name(g), g.before, g.after, g.change]),
       columnLabels: ["gradient", "length before", "length after", "length of the change"],
     },
-    h("p", { class: "caption", id: "cut-caption", "aria-live": "polite" }, result.caption),
+    h("p.caption", { id: "cut-caption", "aria-live": "polite" }, result.caption),
     changed.length < result.gradients.length
-      ? h("p", { class: "soft", id: "cut-shown" }, `Shown: the ${SHOWN} of these ${result.gradients.length} that change most.`)
+      ? h("p.soft", { id: "cut-shown" }, `Shown: the ${SHOWN} of these ${result.gradients.length} that change most.`)
       : null,
     table("Gradients before and after", ["gradient", "length before", "length after", "changed by"], rows, {
       tall: true,
