@@ -26,5 +26,11 @@ def check_accessibility(page: Page) -> None:
     assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
 
 
+def expect_all_proven(page: Page) -> None:
+    """Wait until every station is proven: the page asks the server until then, which must not end before."""
+    ticks = page.locator("#map .tick")
+    expect(ticks.filter(has_text="✔")).to_have_count(ticks.count())
+
+
 def expect_station(page: Page, station: str) -> None:
     expect(page.locator("#view-station")).to_have_attribute("data-station", station)

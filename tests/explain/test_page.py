@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_helpers import Open, check_accessibility, expect_station, go, number
+from page_helpers import Open, check_accessibility, expect_all_proven, expect_station, go, number
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from tiny_session import QWEN3, TEXT, evaluate, make_session
 
@@ -470,6 +470,7 @@ def test_only_adapters_are_trained(open_page: Open) -> None:
         page.click("#tab-compare")
         page.click("#compare-base")
         expect(page.locator("#view-compare .trio")).to_have_count(2)
+        expect_all_proven(page)
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (360, 740)])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from page_helpers import Open, go, number
+from page_helpers import Open, expect_all_proven, go, number
 from playwright.sync_api import expect
 from test_sentences import diverged, log_p, undecided
 from tiny_session import TEXT, make_session
@@ -83,8 +83,7 @@ def test_a_badge_names_what_has_been_checked(open_page: Open, monkeypatch: pytes
         expect(page.locator('#map [data-key="a_11"] .tick')).to_have_text("✓")
         page_is_read.set()
         expect(page.locator("#badge")).to_contain_text("✔ Verified on this sentence")
-        every = page.locator("#map .tick")
-        expect(every.filter(has_text="✔")).to_have_count(every.count())  # the page asks until then
+        expect_all_proven(page)
 
 
 def test_the_loss_is_defined_by_what_is_explained(open_page: Open, session: Session) -> None:

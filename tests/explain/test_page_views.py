@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from page_helpers import Open, check_accessibility, expect_station, go, number
+from page_helpers import Open, check_accessibility, expect_all_proven, expect_station, go, number
 from playwright.sync_api import Locator, expect
 from tiny_session import LLAMA, TEXT, make_session
 
@@ -210,8 +210,7 @@ def test_the_neuron_lens_of_a_gated_layer(open_page: Open) -> None:
         expect(page.locator(".inputs")).to_contain_text("gate is")
         assert page.locator(".word-chip.up").count() >= 6
         check_accessibility(page)
-        ticks = page.locator("#map .tick")
-        expect(ticks.filter(has_text="✔")).to_have_count(ticks.count())  # the page asks the server until then
+        expect_all_proven(page)
 
 
 def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) -> None:
