@@ -2,11 +2,34 @@
 
 from collections.abc import Callable
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 Open = Callable[..., Page]
 TIMEOUT = 120_000  # ms; the machine may be busy
 expect.set_options(timeout=TIMEOUT)
+
+
+def go(page: Page, where: str) -> None:
+    """Open another view of the same page."""
+    page.goto(f"{page.url.split('#')[0]}#/{where}")
+    expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2").first).to_be_visible()
+
+
+def number(page: Page, selector: str, name: str = "value") -> float:
+    """A number that the page shows, with all its digits."""
+    return float(page.locator(selector).get_attribute(f"data-{name}") or "")
+
+
+def check_accessibility(page: Page) -> None:
+    found = Axe().run(page).response["violations"]
+    assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
+
+
+def expect_all_proven(page: Page) -> None:
+    """Wait until every station is proven: the page asks the server until then, which must not end before."""
+    ticks = page.locator("#map .tick")
+    expect(ticks.filter(has_text="✔")).to_have_count(ticks.count())
 
 
 def expect_station(page: Page, station: str) -> None:
