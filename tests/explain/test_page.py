@@ -2,12 +2,12 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
-from page_helpers import Open, expect_station
+from page_helpers import Open, check_accessibility, data, expect_station, exported, go
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from tiny_session import QWEN3, TEXT, evaluate, make_session
 
@@ -35,9 +35,9 @@ def test_it_opens_with_the_story_of_the_worst_word(open_page: Open, session: Ses
         story = f"After ‘{before}’ the model gave ‘{word}’".replace("‘ ’", "‘␣’")
         expect(page.locator("#story")).to_contain_text(re.sub(r" (?=’)", "␣", story))
         shown = {" ": "␣"}
-        shown_p = float(page.locator("#story b").get_attribute("data-value") or "")
+        shown_p = data(page.locator("#story b"))
         assert shown_p == pytest.approx(chances[t].item(), rel=1e-6)
-        assert float(page.locator("#loss").get_attribute("data-value") or "") == sentence.trace.loss
+        assert data(page.locator("#loss")) == sentence.trace.loss
         assert page.locator("#tokens .chips button").all_text_contents() == [shown.get(c, c) for c in text]
         assert page.locator(".story-words button small").count() == len(text)
         expect(page.locator(".strip-note")).to_contain_text("surprise of the model, −log p: from 0 to")
@@ -91,20 +91,19 @@ def test_the_numbers_equal_the_trace(open_page: Open, session: Session) -> None:
     for kind, name in (("a", "blocks.1.a_7"), ("delta", "blocks.1.delta_7")):
         x = trace[name].double()
         for stat, expected in (("norm", x.norm()), ("most", x.max()), ("least", x.min()), ("mean", x.mean())):
-            shown = page.locator(f'[data-stat="{kind} {stat}"]').get_attribute("data-value")
-            assert float(shown or "") == pytest.approx(expected.item(), rel=1e-12)
+            assert data(page.locator(f'[data-stat="{kind} {stat}"]')) == pytest.approx(expected.item(), rel=1e-12)
         figure = page.locator("figure.heat", has=page.locator(f'canvas[data-name="{name}"]'))
         box = figure.locator("canvas[data-name]").bounding_box()
         assert box is not None
         figure.locator("canvas[data-name]").hover(position={"x": box["width"] * 0.6, "y": box["height"] * 0.4})
         readout = figure.locator(".readout")
         expect(readout).to_have_attribute("data-value", re.compile(r"\d"))
-        value, row, column = (float(readout.get_attribute(f"data-{k}") or "") for k in ("value", "row", "column"))
+        value, row, column = (data(readout, k) for k in ("value", "row", "column"))
         assert value == trace[name][int(row), int(column)].item()
         assert float(readout.inner_text().rpartition(" ")[2]) == pytest.approx(value, rel=1e-8)
     for symbol in ("w_6", "b_6"):
-        shown = page.locator(f'[data-grad="blocks.1.grad_{symbol}"]').get_attribute("data-value")
-        assert float(shown or "") == trace[f"blocks.1.grad_{symbol}"].norm().item()
+        name = f"blocks.1.grad_{symbol}"
+        assert data(page.locator(f'[data-grad="{name}"]')) == trace[name].norm().item()
 
 
 def test_the_colors_match_the_numbers(open_page: Open, session: Session) -> None:
@@ -141,9 +140,9 @@ def test_a_new_sentence_updates_everything(open_page: Open, session: Session) ->
     expect(page.locator("#loss")).not_to_have_text(before)
     sentence = session.sentence("another thing")
     expect(page.locator("#view-station")).to_have_attribute("data-sentence", sentence.id)
-    assert float(page.locator("#loss").get_attribute("data-value") or "") == sentence.trace.loss
-    shown = page.locator('[data-stat="delta norm"]').get_attribute("data-value")
-    assert float(shown or "") == pytest.approx(sentence.trace["delta_11"].double().norm().item(), rel=1e-12)
+    assert data(page.locator("#loss")) == sentence.trace.loss
+    norm = sentence.trace["delta_11"].double().norm().item()
+    assert data(page.locator('[data-stat="delta norm"]')) == pytest.approx(norm, rel=1e-12)
     expect(page.locator("#badge")).to_have_class("badge good")
     assert "text=another+thing" in page.url
     page.reload()
@@ -208,8 +207,7 @@ def test_heads_switch(open_page: Open, session: Session) -> None:
 def test_the_loss_station_describes_the_correction(open_page: Open, session: Session) -> None:
     page = open_page("#/station/loss/backward?token=3")
     delta = session.sentence(TEXT).trace["delta_12"]
-    own = page.locator(".bars.push .target .figure").get_attribute("data-value")
-    assert float(own or "") == -delta[3, ord(TEXT[4])].item()
+    assert data(page.locator(".bars.push .target .figure")) == -delta[3, ord(TEXT[4])].item()
     assert (
         page.locator(".bars.push .target .fill.up").count() == 1
     )  # a push up is to the right and blue, as in the lens
@@ -234,9 +232,7 @@ def test_a_step_lowers_the_loss_as_predicted(open_page: Open, session: Session) 
     idle = page.locator("#step-many:not([aria-disabled])", has_text="run 20")
     expect(idle).to_be_visible()
     expect(page.locator("#step-one")).to_be_focused()  # though it was disabled meanwhile
-    loss, predicted, measured = (
-        float(page.locator(f"#loss-{x}").get_attribute("data-value") or "") for x in ("before", "predicted", "measured")
-    )
+    loss, predicted, measured = (data(page.locator(f"#loss-{x}")) for x in ("before", "predicted", "measured"))
     assert loss == pytest.approx(session.sentence(TEXT).trace.loss, rel=1e-6)
     assert measured < loss and measured - loss == pytest.approx(predicted - loss, rel=0.2)
     expect(page.locator(".outcome")).to_contain_text("as predicted")
@@ -245,14 +241,14 @@ def test_a_step_lowers_the_loss_as_predicted(open_page: Open, session: Session) 
     expect(page.locator("#steps-taken")).to_have_text("after 21 steps")
     expect(idle).to_be_visible()
     assert page.locator(".measured-point").count() == 22
-    assert float(page.locator("#loss").get_attribute("data-value") or "") < measured
+    assert data(page.locator("#loss")) < measured
     assert page.locator(".moves tbody tr").count() == len(TEXT) - 1
     page.click("#tab-station")
     expect(page.locator("#badge")).to_have_class("badge good")  # checked again for the new weights
     page.click("#tab-step")
     page.click("#step-reset")
     expect(page.locator("#steps-taken")).to_have_text("")
-    assert float(page.locator("#loss").get_attribute("data-value") or "") == session.sentence(TEXT).trace.loss
+    assert data(page.locator("#loss")) == session.sentence(TEXT).trace.loss
 
 
 def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, session: Session) -> None:
@@ -276,7 +272,7 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
     expect(page.locator("#view-step .problem")).to_contain_text("it was not taken")
     expect(page.locator("#step-many")).to_have_text("run 20")
     expect(page.locator("#steps-taken")).to_have_text("after 1 step")
-    loss = float(page.locator("#loss").get_attribute("data-value") or "")
+    loss = data(page.locator("#loss"))
     assert loss in [session.sentence("another", version).trace.loss for version in list(session._versions)]
     page.evaluate("location.hash = '#/step?text=a+much+longer+sentence'")
     expect(page.locator("#tokens button")).to_have_count(22)
@@ -295,7 +291,7 @@ def test_a_new_sentence_ends_a_run_and_keeps_the_weights(open_page: Open, sessio
     page.click("#reset-weights")
     expect(page.locator("#steps-taken")).to_have_text("")
     expected = session.sentence("a much longer sentence").trace.loss
-    assert float(page.locator("#loss").get_attribute("data-value") or "") == pytest.approx(expected, rel=1e-6)
+    assert data(page.locator("#loss")) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("width", [360, 1280])
@@ -348,7 +344,7 @@ def test_gradient_flow(open_page: Open, session: Session) -> None:
     (found,) = [float(v or "") for k, v in shown.items() if k and k.startswith("gradient of w_8, block 2")]
     assert found == sentence.trace["blocks.1.grad_w_8"].norm().item()
     canvas = page.locator("#view-flow canvas").first
-    left, width = (float(canvas.get_attribute(f"data-{x}") or "") for x in ("left", "cell-width"))
+    left, width = (data(canvas, x) for x in ("left", "cell-width"))
     box = canvas.bounding_box()
     assert box is not None
     canvas.click(position={"x": left + 2.5 * width, "y": box["height"] - 6})
@@ -364,7 +360,7 @@ def test_gradient_flow(open_page: Open, session: Session) -> None:
         page.select_option("#flow-rows", rows)
         expect(figure.locator(".shape")).to_have_text(f"{height} × {len(TEXT)}")
         made = evaluate(figure.locator(".python").text_content() or "", **names)
-        canvas.hover(position={"x": left + 2.5 * width, "y": float(canvas.get_attribute("data-top") or "") + 6})
+        canvas.hover(position={"x": left + 2.5 * width, "y": data(canvas, "top") + 6})
         assert made.shape == (height, len(TEXT))
         first = sentence.trace["blocks.0.a_1"][2].norm() * sentence.trace["blocks.0.delta_1"][2].norm()
         assert made[0, 2].item() == pytest.approx(first.item(), rel=1e-6)
@@ -500,55 +496,45 @@ def test_the_tour_shows_its_subjects(open_page: Open, size: tuple[int, int]) -> 
     assert page.locator(".subject").count() == 0
 
 
-def every_view(page: Page) -> list[str]:
-    """The addresses of every view of the page, as its tabs name them; of the stations, four kinds."""
+def every_view(page: Page) -> Iterator[str]:
+    """Open every view that the page has tabs for, complete; of the stations, four kinds."""
     views = page.locator("[role=tab]").evaluate_all("tabs => tabs.map((tab) => tab.id.replace('tab-', ''))")
-    chosen = ("a_0/forward", "blocks.1.a_3/backward", "blocks.0.a_5/backward", "loss/backward")
-    return [where for view in views for where in ([f"station/{x}" for x in chosen] if view == "station" else [view])]
+    for station in ("a_0", "blocks.1.a_3", "blocks.0.a_5", "loss"):
+        go(page, f"station/{station}/{'forward' if station == 'a_0' else 'backward'}")
+        expect_station(page, station)
+        expect(page.locator("#badge")).to_have_class("badge good")
+        yield station
+    for view in views:
+        go(page, view)
+        if view == "step":
+            page.click("#step-one")
+            expect(page.locator("#steps-taken")).to_have_text("after 1 step")
+        yield view
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_accessibility_violations(open_page: Open, scheme: str) -> None:
     page = open_page(color_scheme=scheme)
     expect(page.locator("html")).to_have_attribute("data-theme", scheme)
-    for where in every_view(page):
-        page.goto(f"{page.url.split('#')[0]}#/{where}")
-        expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2")).to_be_visible()
-        if where.startswith("station"):
-            expect_station(page, where.split("/")[1])
-            expect(page.locator("#badge")).to_have_class("badge good")
-        if where == "step":
-            page.click("#step-one")
-            expect(page.locator("#steps-taken")).to_have_text("after 1 step")
-        found = Axe().run(page).response["violations"]
-        assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
+    for _ in every_view(page):
+        check_accessibility(page)
 
 
 @pytest.mark.parametrize("width", [360, 1920])
 def test_nothing_overflows_at_any_width(open_page: Open, width: int) -> None:
     page = open_page(viewport={"width": width, "height": 760})
     for where in every_view(page):
-        page.goto(f"{page.url.split('#')[0]}#/{where}")
-        expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2")).to_be_visible()
-        if where.startswith("station"):
-            expect_station(page, where.split("/")[1])
-        if where == "step":
-            page.click("#step-one")
-            expect(page.locator("#steps-taken")).to_have_text("after 1 step")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, where
 
 
 def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_path: Path) -> None:
-    html = export(session, TEXT)
-    assert len(html.encode()) < MAX_BYTES
-    file = tmp_path / "page.html"
-    file.write_text(html, encoding="utf-8")
-    page = open_page(base=file.as_uri(), offline=True)
+    page = open_page(base=exported(session, tmp_path), offline=True)
+    assert (tmp_path / "page.html").stat().st_size < MAX_BYTES
     page.click("#tour-button")
     for _ in range(9):
         page.click("#tour-next")
     page.click("#tour-end")
-    page.goto(f"{file.as_uri()}#/station/a_1/forward")
+    go(page, "station/a_1/forward")
     trace = session.sentence(TEXT).trace
     for station in session.stations[1:]:
         expect_station(page, station.id)
@@ -556,10 +542,10 @@ def test_the_exported_file_works_offline(open_page: Open, session: Session, tmp_
         assert page.locator(".formula math").count() >= 2
         if station.id != "loss":
             page.click("#walk-on")
-    page.goto(f"{file.as_uri()}#/station/blocks.1.a_3/backward")
+    go(page, "station/blocks.1.a_3/backward")
     expect_station(page, "blocks.1.a_3")
-    shown = page.locator('[data-stat="delta norm"]').get_attribute("data-value")
-    assert float(shown or "") == pytest.approx(trace["blocks.1.delta_3"].double().norm().item(), rel=1e-5)
+    norm = trace["blocks.1.delta_3"].double().norm().item()
+    assert data(page.locator('[data-stat="delta norm"]')) == pytest.approx(norm, rel=1e-5)
     page.click('[data-head-button="1"]')
     expect(page.locator(".attention")).to_have_attribute("data-shown-head", "1")
     page.hover('canvas[data-name="blocks.1.rho"]')
@@ -583,9 +569,7 @@ def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) ->
     """Grouped queries, rotation, q/k norms, RMSNorm and a gate, in one page load."""
     session = make_session(**{**QWEN3, "n_blocks": 1})
     trace = session.sentence(TEXT).trace
-    file = tmp_path / "page.html"
-    file.write_text(export(session, TEXT), encoding="utf-8")
-    page = open_page("#/station/a_0/forward", base=file.as_uri(), offline=True)
+    page = open_page("#/station/a_0/forward", base=exported(session, tmp_path), offline=True)
     for station in session.stations:
         expect_station(page, station.id)
         expect(page.locator("#badge")).to_have_class("badge good")
@@ -596,11 +580,11 @@ def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) ->
         ) == 0  # fmt: skip
         for name in () if station.id == "loss" else (*station.a, *station.incoming):
             row = page.locator(f'tr[data-name="{name}"]')
-            shown = row.locator('[data-stat$=" norm"]').get_attribute("data-value")
-            assert float(shown or "") == pytest.approx(trace[name].double().norm().item(), rel=1e-5)
+            norm = trace[name].double().norm().item()
+            assert data(row.locator('[data-stat$=" norm"]')) == pytest.approx(norm, rel=1e-5)
         for parameter in station.parameters:
-            shown = page.locator(f'[data-grad="{parameter.gradient}"]').get_attribute("data-value")
-            assert float(shown or "") == pytest.approx(trace[parameter.gradient].norm().item(), rel=1e-5)
+            norm = trace[parameter.gradient].norm().item()
+            assert data(page.locator(f'[data-grad="{parameter.gradient}"]')) == pytest.approx(norm, rel=1e-5)
         if station.id == "blocks.0.a_3":
             page.click('[data-head-button="3"]')
             expect(page.locator("#head-group")).to_contain_text("Heads 3, 4 share")
@@ -610,7 +594,7 @@ def test_the_exported_page_of_another_family(open_page: Open, tmp_path: Path) ->
             expect(page.locator("h2").first).to_have_text("Expand gate, up")
             expect(page.locator("#map .here")).to_contain_text("gate, up")
             expect(page.locator("#derived-in")).to_contain_text("docs/layers/gated.md")
-            assert [(v["id"], v["nodes"][0]["html"]) for v in Axe().run(page).response["violations"]] == []
+            check_accessibility(page)
         if station.id != "loss":
             page.click("#walk-on")
     page.click("#tab-flow")
@@ -629,16 +613,12 @@ def test_a_file_that_would_be_too_large_is_rejected(session: Session, monkeypatc
 def test_html_in_an_exported_sentence_stays_text(open_page: Open, tmp_path: Path) -> None:
     session = make_session(n_blocks=1, d_model=12)
     text = "</script><b>x</b><!--"
-    file = tmp_path / "page.html"
-    file.write_text(export(session, text), encoding="utf-8")
-    page = open_page(base=file.as_uri(), offline=True)
+    page = open_page(base=exported(session, tmp_path, text), offline=True)
     assert "".join(page.locator("#tokens button").all_inner_texts()) == text
-    assert torch.isclose(
-        torch.tensor(float(page.locator("#loss").get_attribute("data-value") or "")),
-        torch.tensor(session.sentence(text).trace.loss),
-    )
+    assert data(page.locator("#loss")) == pytest.approx(session.sentence(text).trace.loss, rel=1e-5, abs=1e-8)
     notebook = tmp_path / "notebook.html"  # the same file in a frame without an address, as a notebook shows it
-    notebook.write_text(f"<html data-ready=yes>{Notebook(file.read_text(encoding='utf-8'))._repr_html_()}</html>")
+    framed = Notebook((tmp_path / "page.html").read_text(encoding="utf-8"))._repr_html_()
+    notebook.write_text(f"<html data-ready=yes>{framed}</html>")
     frame = open_page(base=notebook.as_uri(), offline=True).frame_locator("iframe")
     expect(frame.locator("#story")).to_be_visible()
     frame.locator("#skip").press("Enter")
@@ -696,8 +676,7 @@ def test_everything_can_be_reached_by_keyboard(open_page: Open) -> None:
     page = open_page()
     page.evaluate(REACHED)
     for where in ("start", "station/blocks.1.a_3/backward", "exercises"):
-        page.goto(f"{page.url.split('#')[0]}#/{where}")
-        expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2").first).to_be_visible()
+        go(page, where)
         page.evaluate("window.reached.clear()")
         page.focus("#skip")
         for _ in range(200):
@@ -710,11 +689,11 @@ def test_everything_can_be_reached_by_keyboard(open_page: Open) -> None:
         else:
             pytest.fail(f"the Tab key does not leave {where}")
         assert page.evaluate(MISSED) == [] and page.evaluate("window.unmarked") == [], where
-    page.goto(f"{page.url.split('#')[0]}#/flow")
+    go(page, "flow")
     page.locator("#view-flow .groups button").first.press("ArrowRight")  # the table has one stop of the Tab key
     expect(page.locator("#view-flow .groups button").nth(1)).to_be_focused()
     assert page.locator("#view-flow .groups button[tabindex='0']").count() == 1
-    page.goto(f"{page.url.split('#')[0]}#/start")
+    go(page, "start")
     page.locator("#blame").press("Enter")  # disappears
     expect(page.locator("#shares")).to_be_visible()
     page.keyboard.press("Tab")
@@ -734,7 +713,7 @@ def test_a_tap_shows_the_value(open_page: Open, session: Session) -> None:
     canvas.tap(position={"x": 120, "y": 60})
     readout = page.locator("figure.heat", has=canvas).locator(".readout")
     expect(readout).to_have_attribute("data-value", re.compile(r"\d"))
-    value, row, column = (float(readout.get_attribute(f"data-{k}") or "") for k in ("value", "row", "column"))
+    value, row, column = (data(readout, k) for k in ("value", "row", "column"))
     assert value == session.sentence(TEXT).trace["blocks.1.delta_7"][int(row), int(column)].item()
     expect(readout).to_contain_text({" ": "␣"}.get(TEXT[int(row)], TEXT[int(row)]))
 
@@ -744,7 +723,7 @@ def test_the_error_between_tokens_points_from_row_to_column(open_page: Open) -> 
     figures = page.locator(".squares figure")
     for index, arrow in ((0, "←"), (2, "→")):
         canvas = figures.nth(index).locator("canvas:not(.bar)")
-        left, top, cell = (float(canvas.get_attribute(f"data-{x}") or "") for x in ("left", "top", "cell-width"))
+        left, top, cell = (data(canvas, x) for x in ("left", "top", "cell-width"))
         canvas.hover(position={"x": left + 1.5 * cell, "y": top + 4.5 * cell})
         expect(figures.nth(index).locator(".readout")).to_contain_text(f"‘e’ (position 5) {arrow} ‘o’ (position 2)")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from page_helpers import Open
-from playwright.sync_api import Page, expect
+from page_helpers import Open, data, go
+from playwright.sync_api import expect
 from test_sentences import diverged, log_p, undecided
 from tiny_session import TEXT, make_session
 
@@ -25,11 +25,6 @@ pytest_plugins = ["page_fixtures"]
 EVERY_VIEW = ("start", "station/loss/backward", "station/blocks.1.a_6/backward", "station/blocks.1.a_3/backward",
               "station/blocks.1.a_8/backward", "station/a_1/backward", "station/a_0/forward", "flow", "heads", "attribution",
               "whatif", "step")  # fmt: skip
-
-
-def go(page: Page, where: str) -> None:
-    page.goto(f"{page.url.split('#')[0]}#/{where}")
-    expect(page.locator("html")).to_have_attribute("data-ready", "yes")
 
 
 def share(p: float) -> str:
@@ -187,10 +182,7 @@ def test_a_step_promises_only_what_it_measures(open_page: Open) -> None:
     page.locator("#rate").evaluate("x => { x.value = 1; x.dispatchEvent(new Event('input', { bubbles: true })) }")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()
-    before, predicted, measured = (
-        float(page.locator(f"#loss-{name}").get_attribute("data-value") or "")
-        for name in ("before", "predicted", "measured")
-    )
+    before, predicted, measured = (data(page.locator(f"#loss-{name}")) for name in ("before", "predicted", "measured"))
     assert predicted < 0 < before < measured  # so long a step is far from its prediction
     expect(page.locator(".outcome")).to_contain_text("The loss rose: the step was too large")
     heights = [

@@ -5,8 +5,7 @@ import re
 
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
-from page_helpers import Open, expect_station
+from page_helpers import Open, check_accessibility, data, expect_station, go
 from playwright.sync_api import Locator, Page, expect
 from tiny_session import LLAMA, TEXT, make_session
 
@@ -19,30 +18,17 @@ pytest_plugins = ["page_fixtures"]
 
 
 def number(page: Page, selector: str, name: str = "value") -> float:
-    return float(page.locator(selector).first.get_attribute(f"data-{name}") or "")
-
-
-def go(page: Page, where: str) -> None:
-    """Open another view of the same page."""
-    page.goto(f"{page.url.split('#')[0]}#/{where}")
-    expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2")).to_be_visible()
+    return data(page.locator(selector).first, name)
 
 
 def hover_cell(figure: Locator, row: int, column: int, entry: dict[str, str]) -> None:
     """Point at a drawn cell until its exact `entry` is shown: the page may still move and resize the matrix."""
     canvas, readout = figure.locator("canvas[data-name]"), figure.locator(".readout")
     while not all(readout.get_attribute(f"data-{name}") == value for name, value in entry.items()):
-        left, top, width, height = (
-            float(canvas.get_attribute(f"data-{x}") or "") for x in ("left", "top", "cell-width", "cell-height")
-        )
+        left, top, width, height = (data(canvas, x) for x in ("left", "top", "cell-width", "cell-height"))
         canvas.hover(position={"x": left + (column + 0.5) * width, "y": top + (row + 0.5) * height})
         with contextlib.suppress(AssertionError):  # the exact value arrives after the drawn one
             expect(readout).to_have_attribute("data-row", entry["row"], timeout=5000)
-
-
-def check_accessibility(page: Page) -> None:
-    found = Axe().run(page).response["violations"]
-    assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
 
 
 def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
@@ -245,7 +231,7 @@ def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) ->
     figure = page.locator("figure.heat", has=page.locator('canvas[data-name="delta_12"]'))
     hover_cell(figure, 2, 0, {"row": "2", "column": str(ord(TEXT[1]))})
     expect(figure.locator(".readout")).to_contain_text(f"token ‘{TEXT[1]}’")  # targets come first
-    shown_value = float(figure.locator(".readout").get_attribute("data-value") or "")
+    shown_value = data(figure.locator(".readout"))
     assert shown_value == sentence.trace["delta_12"][2, ord(TEXT[1])].item()
 
 
