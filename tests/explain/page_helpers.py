@@ -1,9 +1,14 @@
 """Shared by the tests that open the page in a browser."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
+from tiny_session import TEXT
+
+from handgrad.explain_page.export import export
+from handgrad.explain_page.session.session import Session
 
 Open = Callable[..., Page]
 TIMEOUT = 120_000  # ms; the machine may be busy
@@ -18,7 +23,7 @@ def go(page: Page, where: str) -> None:
 
 def number(page: Page, selector: str, name: str = "value") -> float:
     """A number that the page shows, with all its digits."""
-    return float(page.locator(selector).get_attribute(f"data-{name}") or "")
+    return data(page.locator(selector), name)
 
 
 def check_accessibility(page: Page) -> None:
@@ -34,3 +39,15 @@ def expect_all_proven(page: Page) -> None:
 
 def expect_station(page: Page, station: str) -> None:
     expect(page.locator("#view-station")).to_have_attribute("data-station", station)
+
+
+def data(element: Locator, name: str = "value") -> float:
+    """The exact number that an element shows."""
+    return float(element.get_attribute(f"data-{name}") or "")
+
+
+def exported(session: Session, folder: Path, text: str = TEXT) -> str:
+    """The address of the page as one file."""
+    file = folder / "page.html"
+    file.write_text(export(session, text), encoding="utf-8")
+    return file.as_uri()
