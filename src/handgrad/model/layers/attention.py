@@ -89,15 +89,19 @@ class Attention(Parts):
         )
 
     def project(self, a_2: Tensor, run: Pass) -> Projected:
-        """a_2 → q, k and v"""
-        q, k, v = self.by_head(*branches.forward(self.projections(), a_2, run, run.query_rows))
+        """a_2 → q, k and v. In mixed precision they are rounded once, after norm and rotation."""
+        direct = None if self.normed or self.rotated else run.operand
+        q, k, v = self.by_head(*branches.forward(self.projections(), a_2, run, run.query_rows, direct))
         q_norm = k_norm = None
         if self.normed:
             q, q_norm = self.q_norm.forward(q)
             k, k_norm = self.k_norm.forward(k)
         if self.rotated:
-            q = rotary.forward(q, *run.query_rotation(), into=q)  # over what the projections computed for this alone
-            k = rotary.forward(k, *run.key_rotation(), into=k)
+            # over what the projections computed for this alone
+            q = rotary.forward(q, *run.query_rotation(), into=q, dtype=run.operand)
+            k = rotary.forward(k, *run.key_rotation(), into=k, dtype=run.operand)
+        if run.operand is not None:
+            q, k, v = (x.to(run.operand) for x in (q, k, v))
         return Projected(q, k, v, q_norm, k_norm)
 
     def forward(self, a_2: Tensor, run: Pass) -> tuple[Tensor, Saved]:
