@@ -1,6 +1,6 @@
 /* Matrix products of operands rounded to bfloat16, with sums in float: c = a b, c = bias + a b or c += a b.
  *
- *     |ĉ − c| ≤ (2u + u² + γ) |a| |b|,   u = 2⁻⁹ for the two roundings, γ for the float sums
+ *     |ĉ − c| ≤ (2u + u² + γ) |a| |b|,   u = 2⁻⁸ for the two roundings, γ for the float sums
  *
  * a and b are float, rounded to nearest even while they are copied into the order in which they are read, or bfloat16 already; c is
  * float, or rounded once, at the end. An operand is a pair of neighbors along k. A tile of c belongs to one thread and is summed

@@ -84,7 +84,7 @@ def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bo
         calls.mixed_product(x, y, result, add, None if bias is None else bias.float())
         if exact:
             return result
-    elif x.dtype == y.dtype == dtype and bias is None:
+    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None:
         result = torch.mm(x, y)
     else:
         result = torch.mm(x.bfloat16().float(), y.bfloat16().float())
