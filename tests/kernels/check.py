@@ -38,7 +38,7 @@ Results = list[tuple[str, list[float]]]
 def results(words: list[str], real: str, folder: Path, run: tuple[str, ...] = (), **environment: str) -> Results:
     """Compile every_kernel.c with the kernels, run it, and read what it prints. Raises if a sanitizer reports anything."""
     out = folder / "every_kernel"
-    sources = map(str, (PROGRAM, *compiler.SOURCES))
+    sources = map(str, (PROGRAM, *compiler.sources(real)))
     printed([*words, *MATH, "-fopenmp", f"-DREAL={real}", *sources, "-o", str(out), "-lm"])
     done = subprocess.run([*run, str(out)], capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[:5000]

@@ -33,12 +33,16 @@ def test_the_table_is_the_header() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="lists the names of a library")
-def test_only_kernels_are_exported() -> None:
-    path = library._path("float")
+@pytest.mark.parametrize("real", ["float", compiler.MIXED])
+def test_only_kernels_are_exported(real: str) -> None:
+    path = library._path(real)
     if not path.exists():
         pytest.skip("LEFT OUT: no C compiler, so there are no kernels to test")
     listed = subprocess.run(
         ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
     ).stdout
     names = {line.split()[-1] for line in listed.splitlines()}
-    assert {name for name in names if not name.startswith("_")} == {f"hg_{name}" for name in signatures.ARGUMENTS}
+    sources = "".join(source.read_text() for source in compiler.sources(real))
+    defined = {name for name in signatures.ARGUMENTS if f"hg_{re.sub('silu|gelu_tanh', '##g', name)}(" in sources}
+    assert {name for name in names if not name.startswith("_")} == {f"hg_{name}" for name in defined}
+    assert ("mixed_product" in defined) == (real == compiler.MIXED)

@@ -5,7 +5,7 @@
  *
  * A tile is BLOCK queries and BLOCK keys. Its scores stay in the processor's cache, ρ is rebuilt from the log-sum-exp of its
  * row, and tiles or parts of tiles that no query sees are skipped. Rows are copied into buffers padded with zeros, so that
- * every product consists of full vectors. Whatever the number of threads, a result is summed in one order.
+ * every product consists of full vectors. If operands are rounded to bfloat16, so are ρ and Δ_raw for the products they are in. Whatever the number of threads, a result is summed in one order.
  * library.py compiles all C files of this folder. */
 
 #include <string.h>
@@ -15,23 +15,51 @@
 
 #define BLOCK 64
 
-static size padded(size w) { return (w + LANES - 1) / LANES * LANES; }
+static size padded(size w) { return (w + PAIR * LANES - 1) / (PAIR * LANES) * (PAIR * LANES); }
 
 /* ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-/* n rows of w numbers → BLOCK rows of `width`, the rest 0 */
-static void pack(size n, size w, const real *x, size stride, real *out, size width) {
+/* n rows of w numbers → BLOCK rows of `width`, the rest 0: the left operand of a product that sums over the columns */
+static const operand *pack(size n, size w, const stored *x, size stride, stored *out, size width) {
     for (size t = 0; t < n; t++) {
-        memcpy(out + t * width, x + t * stride, w * sizeof(real));
-        if (w < width) memset(out + t * width + w, 0, (width - w) * sizeof(real));
+        memcpy(out + t * width, x + t * stride, w * sizeof(stored));
+        if (w < width) memset(out + t * width + w, 0, (width - w) * sizeof(stored));
     }
-    memset(out + n * width, 0, (BLOCK - n) * width * sizeof(real));
+    memset(out + n * width, 0, (BLOCK - n) * width * sizeof(stored));
+    return (const operand *)out;
 }
 
-/* BLOCK packed rows of `width` → `width` rows of BLOCK */
-static void transpose(const real *x, size width, real *out) {
+/* BLOCK packed rows of `width` → `width` / PAIR rows of BLOCK operands: the right operand of a product that sums over the columns */
+static void transpose(const stored *x, size width, operand *out) {
+    const operand *rows = (const operand *)x;
     for (size j = 0; j < BLOCK; j += LANES)
-        for (size i = 0; i < width; i += LANES) transpose_square(x + j * width + i, width, out + i * BLOCK + j, BLOCK);
+        for (size i = 0; i < width / PAIR; i += LANES)
+            transpose_square(rows + j * (width / PAIR) + i, width / PAIR, out + i * BLOCK + j, BLOCK);
+}
+
+#ifdef MIXED
+/* BLOCK packed rows of `width` → BLOCK / 2 rows of pairs, one below the other: an operand of a product that sums over the rows */
+static const operand *join_rows(const stored *x, size width, operand *out) {
+    for (size t = 0; t < BLOCK; t += 2)
+        for (size i = 0; i < width; i++) out[t / 2 * width + i] = x[t * width + i] | (uint32_t)x[(t + 1) * width + i] << 16;
+    return out;
+}
+
+/* HIGH rows of BLOCK numbers, rounded */
+static void round_rows(const real *x, stored *out) {
+    for (size i = 0; i < HIGH * BLOCK; i++) out[i] = narrow(x[i]);
+}
+#else /* operands are the numbers themselves, where they are */
+static const operand *join_rows(const stored *x, size width, operand *out) { return x; }
+static void round_rows(const real *x, stored *out) {}
+#endif
+
+/* Memory for `count` numbers of a type, from the buffer of a thread */
+#define TAKE(type, count) ((type *)take(&space, ((count) * (size)sizeof(type) + (size)sizeof(real) - 1) / (size)sizeof(real)))
+static real *take(real **space, size count) {
+    real *taken = *space;
+    *space += (count + 63) / 64 * 64;
+    return taken;
 }
 
 /* ── which keys a query sees ──────────────────────────────────────────────────────────────────────────────────────── */
@@ -71,24 +99,28 @@ static size ranges(const Sight *s, size i, size rows, size j, size columns, size
 /* ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 
-static void forward_head(const Sight *s, size wq, size wv, double scale, const real *q, size qs, const real *k, size ks,
-                         const real *v, size vs, real *a, size as, real *lse, size ls, real *space) {
+static void forward_head(const Sight *s, size wq, size wv, double scale, const stored *q, size qs, const stored *k, size ks,
+                         const stored *v, size vs, stored *a, size as, real *lse, size ls, real *space) {
     size pq = padded(wq), pv = padded(wv), blocks = (s->keys + BLOCK - 1) / BLOCK;
-    real *kt = space, *vp = kt + blocks * BLOCK * pq, *qp = vp + blocks * BLOCK * pv, *rho = qp + BLOCK * pq;
-    real *sum = rho + BLOCK * BLOCK, *total = sum + BLOCK * pv, *largest = total + BLOCK;
+    operand *kt = TAKE(operand, blocks * BLOCK * pq / PAIR), *vp = TAKE(operand, blocks * BLOCK * pv / PAIR);
+    stored *qp = TAKE(stored, BLOCK * (pq > pv ? pq : pv));
+    real *rho = TAKE(real, BLOCK * BLOCK), *sum = TAKE(real, BLOCK * pv), *total = TAKE(real, BLOCK), *largest = TAKE(real, BLOCK);
+    stored *rounded = PAIR == 1 ? (stored *)rho : TAKE(stored, BLOCK * BLOCK);
     size from[BLOCK], to[BLOCK];
     real factor = (real)scale;
     for (size j = 0; j < s->keys; j += BLOCK) {
         size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
         pack(columns, wq, k + j * ks, ks, qp, pq);
-        transpose(qp, pq, kt + j * pq);
-        pack(columns, wv, v + j * vs, vs, vp + j * pv, pv);
+        transpose(qp, pq, kt + j * (pq / PAIR));
+        stored *rows = PAIR == 1 ? (stored *)vp + j * pv : qp;
+        pack(columns, wv, v + j * vs, vs, rows, pv);
+        join_rows(rows, pv, vp + j / PAIR * pv);
     }
     for (size i = 0; i < s->queries; i += BLOCK) {
         size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK, start, stop, unused;
         visible(s, i, &start, &unused);
         visible(s, i + rows - 1, &unused, &stop);
-        pack(rows, wq, q + i * qs, qs, qp, pq);
+        const operand *left = pack(rows, wq, q + i * qs, qs, qp, pq);
         for (size r = 0; r < BLOCK; r++) total[r] = 0, largest[r] = -INFINITY;
         memset(sum, 0, BLOCK * pv * sizeof(real));
         for (size j = start / BLOCK * BLOCK; j < stop; j += BLOCK) {
@@ -98,8 +130,9 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
                 size most = 0;
                 for (size r = m; r < m + HIGH; r++) most = to[r] > most ? to[r] : most;
                 if (!most) continue;
-                size full = padded(most);
-                strip(full, wq, qp + m * pq, pq, 1, kt + j * pq, BLOCK, rho + m * BLOCK, BLOCK, 0);
+                size full = (most + LANES - 1) / LANES * LANES;
+                strip(full, (wq + PAIR - 1) / PAIR, left + m * (pq / PAIR), pq / PAIR, 1, kt + j * (pq / PAIR), BLOCK,
+                      rho + m * BLOCK, BLOCK, 0);
                 for (size r = m; r < m + HIGH; r++) {
                     real *restrict row = rho + r * BLOCK;
                     real top = largest[r], part = 0;
@@ -120,12 +153,15 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
                     }
                     total[r] += part;
                 }
-                strip(pv, most, rho + m * BLOCK, BLOCK, 1, vp + j * pv, pv, sum + m * pv, pv, 1);
+                round_rows(rho + m * BLOCK, rounded + m * BLOCK);
+                strip(pv, (most + PAIR - 1) / PAIR, (const operand *)(rounded + m * BLOCK), BLOCK / PAIR, 1, vp + j / PAIR * pv, pv,
+                      sum + m * pv, pv, 1);
             }
         }
         for (size r = 0; r < rows; r++) {
-            real inverse = 1 / total[r], *restrict a_t = a + (i + r) * as;
-            for (size c = 0; c < wv; c++) a_t[c] = sum[r * pv + c] * inverse;
+            real inverse = 1 / total[r];
+            stored *restrict a_t = a + (i + r) * as;
+            for (size c = 0; c < wv; c++) a_t[c] = narrow(sum[r * pv + c] * inverse);
             lse[(i + r) * ls] = factor * largest[r] + (real)log((double)total[r]);
         }
     }
@@ -133,23 +169,35 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const r
 
 /* ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-static void backward_head(const Sight *s, size wq, size wv, double scale, const real *d, size ds, const real *q, size qs,
-                          const real *k, size ks, const real *v, size vs, const real *a, size as, const real *lse, size ls,
+static void backward_head(const Sight *s, size wq, size wv, double scale, const stored *d, size ds, const stored *q, size qs,
+                          const stored *k, size ks, const stored *v, size vs, const stored *a, size as, const real *lse, size ls,
                           real *dq, size dqs, real *dk, size dks, real *dv, size dvs, real *space) {
     size pq = padded(wq), pv = padded(wv), blocks = (s->queries + BLOCK - 1) / BLOCK;
-    real *kp = space, *kt = kp + BLOCK * pq, *vp = kt + BLOCK * pq, *vt = vp + BLOCK * pv, *gk = vt + BLOCK * pv;
-    real *gv = gk + BLOCK * pq, *rho = gv + BLOCK * pv, *raw = rho + BLOCK * BLOCK;
-    real *qp = raw + BLOCK * BLOCK, *gq = qp + blocks * BLOCK * pq, *dp = gq + blocks * BLOCK * pq;
-    real *shift = dp + blocks * BLOCK * pv;
+    stored *kp = TAKE(stored, BLOCK * pq), *vp = TAKE(stored, BLOCK * pv);
+    operand *kt = TAKE(operand, BLOCK * pq / PAIR), *vt = TAKE(operand, BLOCK * pv / PAIR);
+    real *gk = TAKE(real, BLOCK * pq), *gv = TAKE(real, BLOCK * pv), *rho = TAKE(real, BLOCK * BLOCK), *raw = TAKE(real, BLOCK * BLOCK);
+    stored *qp = TAKE(stored, blocks * BLOCK * pq), *dp = TAKE(stored, blocks * BLOCK * pv);
+    real *gq = TAKE(real, blocks * BLOCK * pq), *shift = TAKE(real, blocks * BLOCK);
+    /* operands of sums over rows; where an operand is a number, they are where they were */
+    operand *kj = (operand *)kp, *qj = (operand *)qp, *dj = (operand *)dp, *rho_j = (operand *)rho, *raw_j = (operand *)raw;
+    stored *rho_r = (stored *)rho, *raw_r = (stored *)raw; /* rounded */
+    if (PAIR > 1) {
+        kj = TAKE(operand, BLOCK * pq / PAIR);
+        qj = TAKE(operand, blocks * BLOCK * pq / PAIR), dj = TAKE(operand, blocks * BLOCK * pv / PAIR);
+        rho_j = TAKE(operand, BLOCK * BLOCK / PAIR), raw_j = TAKE(operand, BLOCK * BLOCK / PAIR);
+        rho_r = TAKE(stored, BLOCK * BLOCK), raw_r = TAKE(stored, BLOCK * BLOCK);
+    }
     size from[BLOCK], to[BLOCK];
     real factor = (real)scale;
     for (size i = 0; i < s->queries; i += BLOCK) {
         size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK;
         pack(rows, wq, q + i * qs, qs, qp + i * pq, pq);
         pack(rows, wv, d + i * ds, ds, dp + i * pv, pv);
+        join_rows(qp + i * pq, pq, qj + i / PAIR * pq);
+        join_rows(dp + i * pv, pv, dj + i / PAIR * pv);
         for (size r = i; r < i + rows; r++) {
             real sum = 0; /* Δ ⊖ a */
-            for (size c = 0; c < wv; c++) sum += d[r * ds + c] * a[r * as + c];
+            for (size c = 0; c < wv; c++) sum += wide(d[r * ds + c]) * wide(a[r * as + c]);
             shift[r] = sum;
         }
     }
@@ -160,6 +208,7 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
         transpose(vp, pv, vt);
         pack(columns, wq, k + j * ks, ks, kp, pq);
         transpose(kp, pq, kt);
+        join_rows(kp, pq, kj);
         memset(gk, 0, BLOCK * pq * sizeof(real));
         memset(gv, 0, BLOCK * pv * sizeof(real));
         for (size i = 0; i < s->queries; i += BLOCK) {
@@ -173,9 +222,11 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
                 size end = 0;
                 for (size r = m; r < m + HIGH; r++) end = to[r] > end ? to[r] : end;
                 if (end) {
-                    size full = padded(end);
-                    strip(full, wq, qp + (i + m) * pq, pq, 1, kt, BLOCK, rho + m * BLOCK, BLOCK, 0);
-                    strip(full, wv, dp + (i + m) * pv, pv, 1, vt, BLOCK, raw + m * BLOCK, BLOCK, 0);
+                    size full = (end + LANES - 1) / LANES * LANES;
+                    strip(full, (wq + PAIR - 1) / PAIR, (const operand *)(qp + (i + m) * pq), pq / PAIR, 1, kt, BLOCK, rho + m * BLOCK,
+                          BLOCK, 0);
+                    strip(full, (wv + PAIR - 1) / PAIR, (const operand *)(dp + (i + m) * pv), pv / PAIR, 1, vt, BLOCK, raw + m * BLOCK,
+                          BLOCK, 0);
                 }
                 for (size r = m; r < m + HIGH; r++) {
                     real *restrict rho_t = rho + r * BLOCK, *restrict raw_t = raw + r * BLOCK;
@@ -187,13 +238,20 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
                     }
                     for (size c = to[r]; c < BLOCK; c++) rho_t[c] = raw_t[c] = 0;
                 }
-                if (end) strip(pq, end, raw + m * BLOCK, BLOCK, 1, kp, pq, gq + (i + m) * pq, pq, 1);
+                round_rows(rho + m * BLOCK, rho_r + m * BLOCK);
+                round_rows(raw + m * BLOCK, raw_r + m * BLOCK);
+                if (end)
+                    strip(pq, (end + PAIR - 1) / PAIR, (const operand *)(raw_r + m * BLOCK), BLOCK / PAIR, 1, kj, pq, gq + (i + m) * pq,
+                          pq, 1);
             }
-            size begin = 0;
+            join_rows(rho_r, BLOCK, rho_j);
+            join_rows(raw_r, BLOCK, raw_j);
+            size begin = 0, pairs = (rows + PAIR - 1) / PAIR;
             for (size m = 0; m < most; m += HIGH) {
                 while (begin < rows && to[begin] <= m) begin++; /* the first query that sees one of these keys */
-                strip(pv, rows - begin, rho + begin * BLOCK + m, 1, BLOCK, dp + (i + begin) * pv, pv, gv + m * pv, pv, 1);
-                strip(pq, rows - begin, raw + begin * BLOCK + m, 1, BLOCK, qp + (i + begin) * pq, pq, gk + m * pq, pq, 1);
+                size b = begin / PAIR;
+                strip(pv, pairs - b, rho_j + b * BLOCK + m, 1, BLOCK, dj + (i / PAIR + b) * pv, pv, gv + m * pv, pv, 1);
+                strip(pq, pairs - b, raw_j + b * BLOCK + m, 1, BLOCK, qj + (i / PAIR + b) * pq, pq, gk + m * pq, pq, 1);
             }
         }
         for (size c = 0; c < columns; c++) {
@@ -236,7 +294,7 @@ static size longest_of(size sequences, const int64_t *table, const int32_t *at, 
     size rounded = longest_of(sequences, table, at, n_keys, n_queries, causal), pq = padded(wq), pv = padded(wv);        \
     if (rounded < 0) return WRONG_TABLE;                                                                                 \
     _Pragma("omp parallel") {                                                                                            \
-        real *space = new_buffer(numbers);                                                                               \
+        real *space = new_buffer((numbers) + 20 * 64);                                                                               \
         if (!space) { _Pragma("omp atomic write") failed = NO_MEMORY; }                                                  \
         _Pragma("omp for schedule(dynamic)") for (size item = 0; item < sequences * heads; item++) {                     \
             const int64_t *row = table + item / heads * 4;                                                               \
@@ -249,10 +307,10 @@ static size longest_of(size sequences, const int64_t *table, const int32_t *at, 
     return failed
 
 int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
-                         size repeat, size wq, size wv, double scale, size causal, size window, const real *q, size qs,
-                         size qh, const real *k, size ks, size kh, const real *v, size vs, size vh, real *a, size as,
+                         size repeat, size wq, size wv, double scale, size causal, size window, const stored *q, size qs,
+                         size qh, const stored *k, size ks, size kh, const stored *v, size vs, size vh, stored *a, size as,
                          size ah, real *lse, size ls, size lh) {
-    EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + BLOCK + pv + 2),
+    EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + 2 * BLOCK + 2 * pv + 2),
               forward_head(&sight, wq, wv, scale, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
                            vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls, space););
 }
@@ -260,11 +318,11 @@ int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at
 /* dk and dv have a head for each query head */
 int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
                           size heads, size repeat, size wq, size wv, double scale, size causal, size window,
-                          const real *d, size ds, size dh, const real *q, size qs, size qh, const real *k, size ks,
-                          size kh, const real *v, size vs, size vh, const real *a, size as, size ah, const real *lse,
+                          const stored *d, size ds, size dh, const stored *q, size qs, size qh, const stored *k,
+                          size ks, size kh, const stored *v, size vs, size vh, const stored *a, size as, size ah, const real *lse,
                           size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks, size dkh, real *dv,
                           size dvs, size dvh) {
-    EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 2 * BLOCK) + rounded * (2 * pq + pv + 1),
+    EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 4 * BLOCK) + rounded * (2 * pq + pv + 1),
               backward_head(&sight, wq, wv, scale, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
                             ks, v + k0 * vs + g * vh, vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls,
                             dq + q0 * dqs + h * dqh, dqs, dk + k0 * dks + h * dkh, dks, dv + k0 * dvs + h * dvh, dvs,

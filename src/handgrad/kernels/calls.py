@@ -15,12 +15,21 @@ from . import library
 Shape = tuple[int, ...]  # or torch.Size
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether kernels exist for these tensors: all of one dtype, on the CPU, with contiguous rows."""
-    dtype = tensors[0].dtype
+# What kernels compute with, by the dtype of the operands of products; it is also the dtype of all other tensors.
+COMPUTED = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
+
+
+def fits(*tensors: Tensor, operands: tuple[Tensor, ...] = ()) -> bool:
+    """Whether kernels exist for these tensors, on the CPU, with contiguous rows: all of one dtype, except that `operands`,
+    which products read, may be bfloat16 where everything else is float32."""
+    dtype = (operands or tensors)[0].dtype
     if not library.allowed() or library.load(dtype) is None:
         return False
-    for x in tensors:  # noqa: SIM110  all() takes twice as long
+    wide = COMPUTED[dtype]
+    for x in tensors:
+        if x.dtype is not wide or not x.is_cpu or x.stride()[-1] != 1:
+            return False
+    for x in operands:  # noqa: SIM110  all() takes twice as long
         if x.dtype is not dtype or not x.is_cpu or x.stride()[-1] != 1:
             return False
     return True
@@ -112,6 +121,38 @@ def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: T
     return out
 
 
+def mixes(*tensors: Tensor) -> bool:
+    """Whether `mixed_product` can be called with these."""
+    if not library.allowed() or library.load(torch.bfloat16) is None:
+        return False
+    return all(x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() for x in tensors)
+
+
+def _either(shape: Shape, x: Tensor) -> list[int]:
+    """Address, whether it is float32 instead of bfloat16, and both strides, of which one is 1."""
+    dtype = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
+    address, *strides = _heads(shape, dtype, x)
+    if 1 not in strides:
+        raise _unfit(x, shape, dtype)
+    return [address, int(dtype is torch.float32), *strides]
+
+
+DEEPEST_ROUNDED = 1024  # DEEP of mixed.c: longer sums are added up in the result, which must not be rounded then
+
+
+def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
+    """out (m, w) (+)= a (m, n) b (n, w) + bias (w), with a and b rounded to bfloat16 and sums in float32. Each is float32 or
+    bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
+    (m, n), w = a.shape, b.shape[1]
+    exact = out.dtype is torch.float32
+    if not exact and (add or n > DEEPEST_ROUNDED):
+        raise _unfit(out, (m, w), torch.float32)
+    operands = *_either((m, n), a), *_either((n, w), b)
+    address, stride = _rows((m, w), torch.float32 if exact else torch.bfloat16, out)
+    bias_ = _numbers(w, torch.float32, bias)
+    _check(_call("mixed_product", torch.bfloat16, m, w, n, *operands, *bias_, address, int(exact), stride, int(add)))
+
+
 # ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -124,7 +165,8 @@ def forward_activation(g: str, x: Tensor, out: Tensor) -> None:
 
 def backward_activation(g: str, delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
     n, w = x.shape
-    _call(f"backward_{g}", x.dtype, n, w, *_rows((n, w), x.dtype, delta, x, out, value))
+    given = _rows((n, w), COMPUTED[x.dtype], delta)
+    _call(f"backward_{g}", x.dtype, n, w, *given, *_rows((n, w), x.dtype, x, out, value))
 
 
 def forward_gate(g: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -134,35 +176,36 @@ def forward_gate(g: str, gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 def backward_gate(g: str, delta: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, a_8: Tensor) -> None:
     n, w = gate.shape
-    _call(f"backward_gate_{g}", gate.dtype, n, w, *_rows((n, w), gate.dtype, delta, gate, up, d_gate, d_up, a_8))
+    given = _rows((n, w), COMPUTED[gate.dtype], delta)
+    _call(f"backward_gate_{g}", gate.dtype, n, w, *given, *_rows((n, w), gate.dtype, gate, up, d_gate, d_up, a_8))
 
 
 # ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def forward_layer(a: Tensor, w: Tensor, b: Tensor, eps: float, out: Tensor, mu: Tensor, inv_sigma: Tensor) -> None:
-    (n, width), dtype = a.shape, a.dtype
+    (n, width), dtype = a.shape, COMPUTED[out.dtype]
     _call(
-        "forward_layer", dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w, b),
-        *_rows((n, width), dtype, out), *_numbers(n, dtype, mu, inv_sigma),
+        "forward_layer", out.dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w, b),
+        *_rows((n, width), out.dtype, out), *_numbers(n, dtype, mu, inv_sigma),
     )  # fmt: skip
 
 
 def forward_rms(a: Tensor, w: Tensor, eps: float, out: Tensor, inv_rms: Tensor) -> None:
-    (n, width), dtype = a.shape, a.dtype
+    (n, width), dtype = a.shape, COMPUTED[out.dtype]
     _call(
-        "forward_rms", dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w),
-        *_rows((n, width), dtype, out), *_numbers(n, dtype, inv_rms),
+        "forward_rms", out.dtype, n, width, float(eps), *_rows((n, width), dtype, a), *_numbers(width, dtype, w),
+        *_rows((n, width), out.dtype, out), *_numbers(n, dtype, inv_rms),
     )  # fmt: skip
 
 
 def rebuild_norm(
     a: Tensor, mu: Tensor | None, inv: Tensor, w: Tensor, b: Tensor | None, a_bar: Tensor, out: Tensor
 ) -> None:
-    (n, width), dtype = a.shape, a.dtype
+    (n, width), dtype = a.shape, COMPUTED[out.dtype]
     _call(
-        "rebuild_norm", dtype, n, width, *_rows((n, width), dtype, a), *_numbers(n, dtype, mu, inv),
-        *_numbers(width, dtype, w, b), *_rows((n, width), dtype, a_bar, out),
+        "rebuild_norm", out.dtype, n, width, *_rows((n, width), dtype, a), *_numbers(n, dtype, mu, inv),
+        *_numbers(width, dtype, w, b), *_rows((n, width), dtype, a_bar), *_rows((n, width), out.dtype, out),
     )  # fmt: skip
 
 
@@ -185,11 +228,11 @@ def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
     """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous"""
-    (n, heads, width), dtype = x.shape, x.dtype
+    (n, heads, width), dtype = x.shape, COMPUTED[out.dtype]
     half = width // 2
     _call(
-        "rotate", dtype, n, heads, half, *_heads((n, heads, 2 * half), dtype, x), *_numbers(n * half, dtype, cos, sin),
-        float(sign), *_heads((n, heads, width), dtype, out),
+        "rotate", out.dtype, n, heads, half, *_heads((n, heads, 2 * half), dtype, x), *_numbers(n * half, dtype, cos, sin),
+        float(sign), *_heads((n, heads, width), out.dtype, out),
     )  # fmt: skip
 
 
@@ -222,7 +265,7 @@ def forward_attention(
     """The tensors are (rows, heads, width), lse (rows, heads)."""
     shape, operands = _attention(sequences, causal, window, q, k, v)
     m, heads, _ = q.shape
-    results = *_heads((m, heads, v.shape[2]), q.dtype, a), *_heads((m, heads), q.dtype, lse)
+    results = *_heads((m, heads, v.shape[2]), q.dtype, a), *_heads((m, heads), COMPUTED[q.dtype], lse)
     _check(_call("forward_attention", q.dtype, *shape, *operands, *results), WRONG_SEQUENCES)
 
 
@@ -232,11 +275,11 @@ def backward_attention(
 ) -> None:  # fmt: skip
     """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
     shape, operands = _attention(sequences, causal, window, q, k, v)
-    (m, heads, d_rho), n, d_h, dtype = q.shape, k.shape[0], v.shape[2], q.dtype
-    given = *operands, *_heads((m, heads, d_h), dtype, a), *_heads((m, heads), dtype, lse)
+    (m, heads, d_rho), n, d_h, dtype, wide = q.shape, k.shape[0], v.shape[2], q.dtype, COMPUTED[q.dtype]
+    given = *operands, *_heads((m, heads, d_h), dtype, a), *_heads((m, heads), wide, lse)
     results = [
         x for target, size in zip(into, ((m, d_rho), (n, d_rho), (n, d_h)), strict=True)
-        for x in _heads((size[0], heads, size[1]), dtype, target)
+        for x in _heads((size[0], heads, size[1]), wide, target)
     ]  # fmt: skip
     found = _call("backward_attention", dtype, *shape, *_heads((m, heads, d_h), dtype, delta), *given, *results)
     _check(found, WRONG_SEQUENCES)
@@ -264,9 +307,9 @@ def _attention(
 
 # ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
+PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3}
 PACKED_DTYPE = torch.float32  # of their products
-BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}
 NUMBERS_OF_BLOCK = 32
 
 

@@ -10,6 +10,25 @@
 typedef REAL real;
 typedef int64_t size;
 
+/* How the operands of products lie in memory: as they are computed with, or rounded to bfloat16, the upper half of a float. Everything
+ * else, the sums included, is `real`. Rounded to nearest, ties to even; NaN stays NaN. */
+#ifdef MIXED
+typedef uint16_t stored;
+static inline real wide(stored x) {
+    union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16};
+    return u.f;
+}
+static inline stored narrow(real x) {
+    union { float f; uint32_t i; } u = {.f = x};
+    uint32_t rounded = u.i + 0x7fff + (u.i >> 16 & 1);
+    return (stored)(((u.i & 0x7fffffff) > 0x7f800000 ? u.i | 0x400000 : rounded) >> 16);
+}
+#else
+typedef real stored;
+static inline real wide(stored x) { return x; }
+static inline stored narrow(real x) { return x; }
+#endif
+
 /* A function that signatures.py lists. All other names stay inside of the library. */
 #define KERNEL __attribute__((visibility("default")))
 

@@ -16,7 +16,7 @@ import torch
 
 from ..files.atomic import write_text
 
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+FILES = sorted(Path(__file__).parent.glob("*.c"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 # Sums may be reordered, so that they become vector instructions. NaN and infinity keep their meaning. -ffast-math is not
 # among the flags: it would also switch denormal numbers off in the whole process.
@@ -24,6 +24,17 @@ FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-fassociative-math",
     "-fno-signed-zeros", "-fno-trapping-math", "-freciprocal-math", "-fno-math-errno",
 )  # fmt: skip
+
+
+MIXED = "mixed"  # a library of floats whose products have operands in bfloat16
+_OF_MIXED = ("attention.c", "elementwise.c", "mixed.c")
+
+
+def sources(real: str) -> list[Path]:
+    """The C files of a library: of a C type, or MIXED."""
+    if real == MIXED:
+        return [path for path in FILES if path.name in _OF_MIXED]
+    return [path for path in FILES if path.name != "mixed.c"]
 
 
 class CompilerError(Exception):
@@ -50,9 +61,10 @@ def is_clang() -> bool:
 
 
 def flags(real: str) -> list[str]:
-    """All flags, for kernels of the C type `real`."""
+    """All flags, for kernels of the C type `real`, or MIXED."""
     given = shlex.split(os.environ.get("HANDGRAD_CFLAGS", ""))
-    return [f"-DREAL={real}", *FLAGS, *_processor_flags(), *_openmp_flags(), *given]
+    types = ["-DREAL=float", "-DMIXED"] if real == MIXED else [f"-DREAL={real}"]
+    return [*types, *FLAGS, *_processor_flags(), *_openmp_flags(), *given]
 
 
 def _processor_flags() -> list[str]:
@@ -73,8 +85,8 @@ def _openmp_flags() -> list[str]:
 
 
 def build(real: str, out: Path, log: Path) -> None:
-    """Compile all C files into the library `out`. If that fails, `log` gets the output, and the error its first line."""
-    _run([*map(str, SOURCES), "-o", str(out), *flags(real), "-lm"], log)
+    """Compile the C files of a library into `out`. If that fails, `log` gets the output, and the error its first line."""
+    _run([*map(str, sources(real)), "-o", str(out), *flags(real), "-lm"], log)
 
 
 def _run(arguments: list[str], log: Path | None = None) -> str:

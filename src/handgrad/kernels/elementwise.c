@@ -1,8 +1,8 @@
 /* The element-wise chains of a training step, each in one pass over memory. torch calls would read and write every tensor
  * several times; on a CPU that traffic, not arithmetic, is what such a chain costs.
  *
- * Each function is the formula of the function in ops/ that calls it, and is compiled for REAL = float and for
- * REAL = double. n rows of w numbers; `x` with the row stride `xs`; all strides count numbers. A row belongs to one thread
+ * Each function is the formula of the function in ops/ that calls it, and is compiled for REAL = float, for REAL = double, and
+ * for float with operands of products `stored` in bfloat16. n rows of w numbers; `x` with the row stride `xs`; all strides count numbers. A row belongs to one thread
  * and is summed in one order, so a result does not depend on the number of threads.
  *
  * library.py compiles all C files of this folder. */
@@ -31,49 +31,51 @@ static inline real gelu_tanh(real x, real *slope) {
 
 #define ACTIVATION(g)                                                                                                    \
     /* a_8 = g(a_7) */                                                                                                   \
-    void hg_forward_##g(size n, size w, const real *x, size xs, real *out, size os) {                                    \
+    void hg_forward_##g(size n, size w, const stored *x, size xs, stored *out, size os) {                                \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
-            const real *restrict x_t = x + t * xs;                                                                       \
-            real *restrict out_t = out + t * os;                                                                         \
+            const stored *restrict x_t = x + t * xs;                                                                     \
+            stored *restrict out_t = out + t * os;                                                                       \
             real slope;                                                                                                  \
-            for (size i = 0; i < w; i++) out_t[i] = g(x_t[i], &slope);                                                   \
+            for (size i = 0; i < w; i++) out_t[i] = narrow(g(wide(x_t[i]), &slope));                                     \
         }                                                                                                                \
     }                                                                                                                    \
     /* Δ_7 = Δ_8 ∘ g'(a_7), and a_8 */                                                                                   \
-    void hg_backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os, real *a,    \
+    void hg_backward_##g(size n, size w, const real *d, size ds, const stored *x, size xs, stored *out, size os, stored *a,\
                          size as) {                                                                                      \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
-            const real *d_t = d + t * ds, *x_t = x + t * xs;                                                             \
-            real *out_t = out + t * os, *a_t = a + t * as;                                                               \
+            const real *d_t = d + t * ds;                                                                                \
+            const stored *x_t = x + t * xs;                                                                              \
+            stored *out_t = out + t * os, *a_t = a + t * as;                                                             \
             _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
                 real slope, d_i = d_t[i];                                                                                \
-                a_t[i] = g(x_t[i], &slope);                                                                              \
-                out_t[i] = d_i * slope;                                                                                  \
+                a_t[i] = narrow(g(wide(x_t[i]), &slope));                                                                \
+                out_t[i] = narrow(d_i * slope);                                                                          \
             }                                                                                                            \
         }                                                                                                                \
     }                                                                                                                    \
     /* a_8 = g(gate) ∘ up */                                                                                             \
-    void hg_forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os) {       \
+    void hg_forward_gate_##g(size n, size w, const stored *x, size xs, const stored *u, size us, stored *out, size os) { \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
-            const real *x_t = x + t * xs, *u_t = u + t * us;                                                             \
-            real *out_t = out + t * os;                                                                                  \
+            const stored *x_t = x + t * xs, *u_t = u + t * us;                                                           \
+            stored *out_t = out + t * os;                                                                                \
             _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
                 real slope;                                                                                              \
-                out_t[i] = g(x_t[i], &slope) * u_t[i];                                                                   \
+                out_t[i] = narrow(g(wide(x_t[i]), &slope) * wide(u_t[i]));                                               \
             }                                                                                                            \
         }                                                                                                                \
     }                                                                                                                    \
     /* Δ_gate = Δ_8 ∘ up ∘ g'(gate),  Δ_up = Δ_8 ∘ g(gate),  and a_8; Δ_gate and Δ_up may overwrite gate and up */       \
-    void hg_backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u, size us,    \
-                              real *dx, size dxs, real *du, size dus, real *a, size as) {                                \
+    void hg_backward_gate_##g(size n, size w, const real *d, size ds, const stored *x, size xs, const stored *u, size us,\
+                              stored *dx, size dxs, stored *du, size dus, stored *a, size as) {                          \
         ROWS(n, w) for (size t = 0; t < n; t++) {                                                                        \
-            const real *d_t = d + t * ds, *x_t = x + t * xs, *u_t = u + t * us;                                          \
-            real *dx_t = dx + t * dxs, *du_t = du + t * dus, *a_t = a + t * as;                                          \
+            const real *d_t = d + t * ds;                                                                                \
+            const stored *x_t = x + t * xs, *u_t = u + t * us;                                                           \
+            stored *dx_t = dx + t * dxs, *du_t = du + t * dus, *a_t = a + t * as;                                        \
             _Pragma("omp simd") for (size i = 0; i < w; i++) {                                                           \
-                real slope, d_i = d_t[i], u_i = u_t[i], value = g(x_t[i], &slope);                                       \
-                a_t[i] = value * u_i;                                                                                    \
-                du_t[i] = value * d_i;                                                                                   \
-                dx_t[i] = d_i * u_i * slope;                                                                             \
+                real slope, d_i = d_t[i], u_i = wide(u_t[i]), value = g(wide(x_t[i]), &slope);                           \
+                a_t[i] = narrow(value * u_i);                                                                            \
+                du_t[i] = narrow(value * d_i);                                                                           \
+                dx_t[i] = narrow(d_i * u_i * slope);                                                                     \
             }                                                                                                            \
         }                                                                                                                \
     }
@@ -90,11 +92,11 @@ static inline real inverse_root(real squares, size w, double eps) {
 }
 
 /* LayerNorm: a_i = ā ∘ w + b with ā = (a − μ)/σ, σ = √(var + ε); inv = 1/σ. The variance is that of a − μ. */
-void hg_forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, real *out,
+void hg_forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b, stored *out,
                       size os, real *mu, real *inv) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
-        real *restrict out_t = out + t * os;
+        stored *restrict out_t = out + t * os;
         real sum = 0, squares = 0;
         for (size i = 0; i < w; i++) sum += a_t[i];
         real m = sum / w;
@@ -104,35 +106,36 @@ void hg_forward_layer(size n, size w, double eps, const real *a, size as, const 
         }
         real r = inverse_root(squares, w, eps);
         mu[t] = m, inv[t] = r;
-        for (size i = 0; i < w; i++) out_t[i] = (a_t[i] - m) * r * gain[i] + b[i];
+        for (size i = 0; i < w; i++) out_t[i] = narrow((a_t[i] - m) * r * gain[i] + b[i]);
     }
 }
 
 /* RMSNorm: a_i = ā ∘ w with ā = a/rms; inv = 1/rms */
-void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os, real *inv) {
+void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, stored *out, size os, real *inv) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
-        real *restrict out_t = out + t * os;
+        stored *restrict out_t = out + t * os;
         real sum = 0;
         for (size i = 0; i < w; i++) sum += a_t[i] * a_t[i];
         real r = inverse_root(sum, w, eps);
         inv[t] = r;
-        for (size i = 0; i < w; i++) out_t[i] = a_t[i] * r * gain[i];
+        for (size i = 0; i < w; i++) out_t[i] = narrow(a_t[i] * r * gain[i]);
     }
 }
 
 /* From the saved statistics: ā = (a − μ)/σ and the output ā ∘ w + b; μ and b are null for RMSNorm */
 void hg_rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain,
-                     const real *b, real *a_bar, size bs, real *out, size os) {
+                     const real *b, real *a_bar, size bs, stored *out, size os) {
     ROWS(n, w) for (size t = 0; t < n; t++) {
         const real *restrict a_t = a + t * as;
-        real *restrict bar_t = a_bar + t * bs, *restrict out_t = out + t * os;
+        real *restrict bar_t = a_bar + t * bs;
+        stored *restrict out_t = out + t * os;
         real r = inv[t], m = mu ? mu[t] : 0;
         for (size i = 0; i < w; i++) bar_t[i] = (a_t[i] - m) * r;
         if (b)
-            for (size i = 0; i < w; i++) out_t[i] = bar_t[i] * gain[i] + b[i];
+            for (size i = 0; i < w; i++) out_t[i] = narrow(bar_t[i] * gain[i] + b[i]);
         else
-            for (size i = 0; i < w; i++) out_t[i] = bar_t[i] * gain[i];
+            for (size i = 0; i < w; i++) out_t[i] = narrow(bar_t[i] * gain[i]);
     }
 }
 
@@ -177,17 +180,17 @@ void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, s
 /* y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin  in every head of n tokens, `sign` = −1 for the opposite rotation.
  * Planes (i, j = i + half). y may be x. cos and sin (n, half). */
 void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine,
-               double sign, real *y, size ys, size yh) {
+               double sign, stored *y, size ys, size yh) {
     ROWS(n, heads * half) for (size t = 0; t < n; t++) {
         const real *restrict c = cosine + t * half, *restrict s = sine + t * half;
         real turn = (real)sign;
         for (size h = 0; h < heads; h++) {
             const real *x_h = x + t * xs + h * xh;
-            real *y_h = y + t * ys + h * yh;
+            stored *y_h = y + t * ys + h * yh;
             _Pragma("omp simd") for (size i = 0; i < half; i++) {
                 real u = x_h[i], v = x_h[i + half], s_i = turn * s[i];
-                y_h[i] = u * c[i] - v * s_i;
-                y_h[i + half] = v * c[i] + u * s_i;
+                y_h[i] = narrow(u * c[i] - v * s_i);
+                y_h[i + half] = narrow(v * c[i] + u * s_i);
             }
         }
     }

@@ -8,37 +8,38 @@
 /* ── elementwise.c ─────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 #define OF_ACTIVATION(g)                                                                                                 \
-    KERNEL void hg_forward_##g(size n, size w, const real *x, size xs, real *out, size os);                              \
-    KERNEL void hg_backward_##g(size n, size w, const real *d, size ds, const real *x, size xs, real *out, size os,      \
-                                real *a, size as);                                                                       \
-    KERNEL void hg_forward_gate_##g(size n, size w, const real *x, size xs, const real *u, size us, real *out, size os); \
-    KERNEL void hg_backward_gate_##g(size n, size w, const real *d, size ds, const real *x, size xs, const real *u,      \
-                                     size us, real *dx, size dxs, real *du, size dus, real *a, size as);
+    KERNEL void hg_forward_##g(size n, size w, const stored *x, size xs, stored *out, size os);                          \
+    KERNEL void hg_backward_##g(size n, size w, const real *d, size ds, const stored *x, size xs, stored *out, size os,  \
+                                stored *a, size as);                                                                     \
+    KERNEL void hg_forward_gate_##g(size n, size w, const stored *x, size xs, const stored *u, size us, stored *out,     \
+                                    size os);                                                                            \
+    KERNEL void hg_backward_gate_##g(size n, size w, const real *d, size ds, const stored *x, size xs, const stored *u,  \
+                                     size us, stored *dx, size dxs, stored *du, size dus, stored *a, size as);
 OF_ACTIVATION(silu)
 OF_ACTIVATION(gelu_tanh)
 KERNEL void hg_forward_layer(size n, size w, double eps, const real *a, size as, const real *gain, const real *b,
-                             real *out, size os, real *mu, real *inv);
-KERNEL void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, real *out, size os,
+                             stored *out, size os, real *mu, real *inv);
+KERNEL void hg_forward_rms(size n, size w, double eps, const real *a, size as, const real *gain, stored *out, size os,
                            real *inv);
 KERNEL void hg_rebuild_norm(size n, size w, const real *a, size as, const real *mu, const real *inv, const real *gain,
-                            const real *b, real *a_bar, size bs, real *out, size os);
+                            const real *b, real *a_bar, size bs, stored *out, size os);
 KERNEL void hg_backward_norm(size n, size w, const real *d, size ds, const real *a_bar, size bs, const real *inv,
                              const real *gain, size centered, real *out, size os);
 KERNEL void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out);
 KERNEL void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine,
-                      const real *sine, double sign, real *y, size ys, size yh);
+                      const real *sine, double sign, stored *y, size ys, size yh);
 KERNEL int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss);
 
 /* ── attention.c ───────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 KERNEL int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
                                 size heads, size repeat, size wq, size wv, double scale, size causal, size window,
-                                const real *q, size qs, size qh, const real *k, size ks, size kh, const real *v, size vs,
-                                size vh, real *a, size as, size ah, real *lse, size ls, size lh);
+                                const stored *q, size qs, size qh, const stored *k, size ks, size kh, const stored *v,
+                                size vs, size vh, stored *a, size as, size ah, real *lse, size ls, size lh);
 KERNEL int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
                                  size heads, size repeat, size wq, size wv, double scale, size causal, size window,
-                                 const real *d, size ds, size dh, const real *q, size qs, size qh, const real *k, size ks,
-                                 size kh, const real *v, size vs, size vh, const real *a, size as, size ah,
+                                 const stored *d, size ds, size dh, const stored *q, size qs, size qh, const stored *k,
+                                 size ks, size kh, const stored *v, size vs, size vh, const stored *a, size as, size ah,
                                  const real *lse, size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks,
                                  size dkh, real *dv, size dvs, size dvh);
 
@@ -46,6 +47,12 @@ KERNEL int hg_backward_attention(size sequences, const int64_t *table, const int
 
 KERNEL int hg_product(size m, size w, size n, const real *a, size ar, size ak, const real *b, size bk, size bj,
                       const real *bias, real *c, size cs, size add);
+
+/* ── mixed.c, which only the library with operands in bfloat16 has, and that library no product ─────────────────────── */
+
+KERNEL int hg_mixed_product(size m, size w, size n, const void *a, size a_floats, size ar, size ak, const void *b,
+                            size b_floats, size bk, size bj, const float *bias, void *c, size c_floats, size cs,
+                            size add);
 
 /* ── packed.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 

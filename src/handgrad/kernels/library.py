@@ -27,7 +27,8 @@ from ..files.atomic import LEFTOVER, new_file, rename_onto
 from ..files.cache import cache_path
 from . import compiler, signatures
 
-REAL = {torch.float32: "float", torch.float64: "double"}
+# A library by the dtype of the operands of products. Those in bfloat16 are computed with in float32.
+REAL = {torch.float32: "float", torch.float64: "double", torch.bfloat16: compiler.MIXED}
 LARGEST = 1 << 26  # bytes of a compiled file
 
 _allowed: ContextVar[bool] = ContextVar("kernels_allowed", default=os.environ.get("HANDGRAD_KERNELS", "1") != "0")
@@ -84,6 +85,13 @@ def load(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
 
 
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for a dtype; None if there are."""
+    if load(dtype) is not None:
+        return None
+    return _failures.get(dtype, "there are none for this dtype")
+
+
 def _load(real: str) -> ctypes.CDLL:
     path = _path(real)
     handle = _open(path)
@@ -136,7 +144,7 @@ def _has_own_threads() -> bool:
 def _path(real: str) -> Path:
     """Where the compiled kernels belong. Raises CompilerError without a compiler."""
     key = hashlib.sha256()
-    sources = [path.read_bytes() for path in (*compiler.HEADERS, *compiler.SOURCES)]
+    sources = [path.read_bytes() for path in (*compiler.HEADERS, *compiler.FILES)]
     user = str(os.geteuid())  # several users may share a cache, but not kernels
     for part in (compiler.version(), " ".join(compiler.flags(real)), _processor(), user):
         sources.append(part.encode())

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "forward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn",
     "backward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn pnn pnn pnn pnn",
     "product": "nnn pnn pnn p pn n",
+    "mixed_product": "nnn pnnn pnnn p pnn n",
     "packed_product": "nnnn pn p pn",
     "packed_unpack": "nn p p",
     "few_rows": "nnn pn pn pn",
@@ -31,7 +32,8 @@ ARGUMENTS = {
 }
 # These return 0, NO_MEMORY or WRONG_TABLE (common.h), the others nothing.
 WITH_STATUS = (
-    "softmax_loss", "forward_attention", "backward_attention", "product", "few_rows", "attend_tokens", "token_blocks",
+    "softmax_loss", "forward_attention", "backward_attention", "product", "mixed_product", "few_rows", "attend_tokens",
+    "token_blocks",
 )  # fmt: skip
 
 

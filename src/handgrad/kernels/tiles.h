@@ -1,8 +1,15 @@
-/* Products of small tiles in registers, and their transposition: what attention.c and products.c share. */
+/* Products of small tiles in registers, and their transposition: what attention.c, products.c and mixed.c share. */
 
 #pragma once
 
 #include "common.h"
+
+#ifdef MIXED
+#include <immintrin.h>
+#ifndef __AVX512BF16__
+#error this processor does not multiply bfloat16 (AVX512_BF16 is missing)
+#endif
+#endif
 
 /* A vector is a register: gcc keeps wider ones in memory. HIGH rows of WIDE vectors are computed together; their sums, and what
  * they are computed from, fill the registers. */
@@ -33,17 +40,34 @@
 
 typedef real vec __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
 
-/* HIGH rows and `wide` vectors of c (+)= a b. a[i, k] stands at a[i·ar + k·ak], rows of b and c are contiguous. */
-ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real *b, size bs, real *c, size cs, int add) {
+/* What a product reads at once: a number; or PAIR = 2 neighbors along the dimension that is summed, rounded to bfloat16, of which one
+ * instruction adds both products to a float. */
+#ifdef MIXED
+#define PAIR 2
+typedef uint32_t operand __attribute__((may_alias)); /* written as two numbers */
+typedef operand operands __attribute__((vector_size(BYTES), aligned(sizeof(operand)), may_alias));
+ALWAYS vec add_product(vec sum, operand a, operands b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+}
+#else
+#define PAIR 1
+typedef real operand;
+typedef vec operands;
+ALWAYS vec add_product(vec sum, operand a, operands b) { return sum + a * b; }
+#endif
+
+/* HIGH rows and `wide` vectors of c (+)= a b. a[i, k] stands at a[i·ar + k·ak], rows of b and c are contiguous. n, k and the strides
+ * of a and b count operands. */
+ALWAYS void micro(size wide, size n, const operand *a, size ar, size ak, const operand *b, size bs, real *c, size cs, int add) {
     vec sum[HIGH][WIDE];
     UNROLL for (size i = 0; i < HIGH; i++)
         UNROLL for (size v = 0; v < wide; v++) sum[i][v] = (vec){0};
     for (size k = 0; k < n; k++) {
-        vec row[WIDE];
-        UNROLL for (size v = 0; v < wide; v++) row[v] = *(const vec *)(b + k * bs + v * LANES);
+        operands row[WIDE];
+        UNROLL for (size v = 0; v < wide; v++) row[v] = *(const operands *)(b + k * bs + v * LANES);
         UNROLL for (size i = 0; i < HIGH; i++) {
-            real factor = a[i * ar + k * ak];
-            UNROLL for (size v = 0; v < wide; v++) sum[i][v] += factor * row[v];
+            operand factor = a[i * ar + k * ak];
+            UNROLL for (size v = 0; v < wide; v++) sum[i][v] = add_product(sum[i][v], factor, row[v]);
         }
     }
     UNROLL for (size i = 0; i < HIGH; i++)
@@ -55,20 +79,20 @@ ALWAYS void micro(size wide, size n, const real *a, size ar, size ak, const real
 }
 
 /* HIGH rows of c (+)= a b, w columns, a multiple of LANES */
-ALWAYS void strip(size w, size n, const real *a, size ar, size ak, const real *b, size bs, real *c, size cs, int add) {
+ALWAYS void strip(size w, size n, const operand *a, size ar, size ak, const operand *b, size bs, real *c, size cs, int add) {
     size j = 0;
     for (; j + WIDE * LANES <= w; j += WIDE * LANES) micro(WIDE, n, a, ar, ak, b + j, bs, c + j, cs, add);
     for (; j < w; j += LANES) micro(1, n, a, ar, ak, b + j, bs, c + j, cs, add);
 }
 
-/* A square of LANES rows, transposed. Zipping row i with row i + LANES/2, for all i, moves every number's row and lane as one
+/* A square of LANES rows of operands, transposed. Zipping row i with row i + LANES/2, for all i, moves every number's row and lane as one
  * number to the left by a bit; after as many rounds as a lane has bits, rows and lanes have changed places. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector) /* clang, gcc 12 */
 #define ZIPS
 #endif
 #endif
-ALWAYS void transpose_square(const real *x, size xs, real *out, size os) {
+ALWAYS void transpose_square(const operand *x, size xs, operand *out, size os) {
 #ifdef ZIPS
 #if LANES == 16
 #define FRONT 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23

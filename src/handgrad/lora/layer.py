@@ -50,15 +50,18 @@ class LoRA(Affine):
         nn.init.uniform_(self.down, -1 / math.sqrt(w.shape[0]), 1 / math.sqrt(w.shape[0]), generator)
         self.magnitude = nn.Parameter(self.column_norms().clone()) if magnitude else None
 
-    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         mask = self._mask(a, run)
         if self.magnitude is None:
             out = self.base.forward(a, run, out)
             lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=out)
-            return out
+            return out if dtype is None else out.to(dtype)
         out = self._product(a, mask, run.weights, out).mul_(self._ratio(run.weights))
         b = self.base.added_bias()
-        return out if b is None else out.add_(b)
+        out = out if b is None else out.add_(b)
+        return out if dtype is None else out.to(dtype)
 
     def add_branch(self, a: Tensor, into: Tensor) -> None:
         """Add scale · a d u to the output of the base."""
@@ -87,7 +90,7 @@ class LoRA(Affine):
         mask = self._mask(a, run)
         dropped = _masked(a, mask)
         if self.up.requires_grad:
-            self.up.grad = lora.grad_u(signal, torch.mm(dropped, self.down), self.scale, self.up.grad)
+            self.up.grad = lora.grad_u(signal, lora.project(dropped, self.down), self.scale, self.up.grad)
         if self.down.requires_grad:
             self.down.grad = lora.grad_d(of_h, dropped, self.down.grad)
         if self.magnitude is not None and self.magnitude.requires_grad:
@@ -99,7 +102,7 @@ class LoRA(Affine):
         mask = self._mask(a, run)
         dropped = _masked(a, mask)
         if self.up.requires_grad:
-            examples.product(self.up, torch.mm(dropped, self.down).mul_(self.scale), signals.z)
+            examples.product(self.up, lora.project(dropped, self.down).mul_(self.scale), signals.z)
         if self.down.requires_grad:
             examples.product(self.down, dropped, signals.h)
         if self.magnitude is not None and self.magnitude.requires_grad:
@@ -130,7 +133,7 @@ class LoRA(Affine):
 
     def _product(self, a: Tensor, mask: Tensor | None, weights: Weights, out: Tensor | None = None) -> Tensor:
         """z = a w + scale · ã d u"""
-        z = linear.forward(a, self.base.effective_weight(weights), None, out)
+        z = linear.forward(a, self.base.effective_weight(weights), None, out, self.base.dtype)
         lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=z)
         return z
 

@@ -45,7 +45,7 @@ class Residual(NamedTuple):
 
     def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, SavedHalf]:
         """x (n, d) → y (n, d), or (m, d) if the branch computes only the rows that the pass needs"""
-        a, saved = self.norm.forward(x)
+        a, saved = self.norm.forward(x, run.operand)
         run.note_statistics(self.norm.statistics, saved, self.norm_number)
         a = run.at(self.normed, a)
         out, kept = self.branch.forward(a, run)
@@ -56,7 +56,7 @@ class Residual(NamedTuple):
     def backward(self, delta: Tensor, saved: SavedHalf, run: Pass, needed: bool = True) -> Tensor:
         """Δ_y → Δ_x. If that is not `needed`, the result has no meaning."""
         needed = needed or self.norm.trains
-        a = BranchInput(self.norm, saved.norm, saved.a, needed)
+        a = BranchInput(self.norm, saved.norm, saved.a, needed, run.operand)
         delta_a = self.branch.backward(run.at(signal(self.branched), delta), saved.branch, a, run)
         if delta_a is None:
             return delta

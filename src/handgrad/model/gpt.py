@@ -73,11 +73,11 @@ class GPT(Network):
         """(B, T) ids → (B·T, d): the last block's output, after the final norm. Lengths as for `logits`."""
         batch = self.pack(tokens, lengths)
         a = self.embeddings(batch.ids, batch.positions)
-        run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions))
+        run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions), operand=self.operand)
         for block in self.blocks:
             with self.weights(block) as weights:
                 a, _ = block.forward(a, run._replace(weights=weights))
-        return self.final_norm.forward(a)[0]
+        return self.final_norm.forward(a, self.operand)[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """model(tokens) is model.logits(tokens)."""
@@ -95,7 +95,7 @@ class GPT(Network):
         with self.weights(self.head) as weights:
             run = PLAIN._replace(weights=weights)
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
-                a_11 = self.final_norm.forward(a_10)[0]
+                a_11 = self.final_norm.forward(a_10, self.operand)[0]
                 for rows in row_groups(len(piece.targets), self.head):
                     summed = objective.forward(self.head.forward(a_11[rows], run), target_rows(piece, rows))
                     total += self.check_finite(summed).item()
@@ -264,7 +264,9 @@ class GPT(Network):
             trim_heap()  # the forward pass frees more than the head can use
         with self.weights(self.head) as weights:
             for piece, a_10 in zip(pieces, state.a_10, strict=True) if delta_10 is None else ():
-                run = Pass(observer=state.observer, weights=weights, examples=_examples_of(piece, state))
+                run = Pass(
+                    observer=state.observer, weights=weights, operand=self.operand, examples=_examples_of(piece, state)
+                )
                 total, signal = readout(self.ending(), a_10, piece, objective, 1 / n_targets, run)
                 value += total / n_targets
                 deltas.append(signal)
@@ -309,6 +311,7 @@ class GPT(Network):
             None if state.observer is None else Within(state.observer, f"blocks.{i}."),
             state.rotations[j],
             weights,
+            self.operand,
             examples=_examples_of(piece, state),
         )
 

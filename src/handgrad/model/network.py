@@ -20,6 +20,7 @@ from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Linear, freeze
 from .layers.norms import NORMS, Norm
 from .layers.parts import Parts, part
+from .precision import MIXED, check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
 
 
@@ -56,6 +57,7 @@ class Network(Parts):
         self.read_tokenizer: Callable[[Path], Any] | None = None  # reads it; set by handgrad.formats
         self._tokenizer: tuple[str, Any] = ("", None)  # where it was read, and the tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
+        self._mixed = False
         meta = torch.device("meta")
         self._build(meta)
         self.to(dtype)
@@ -130,16 +132,28 @@ class Network(Parts):
         return next(self.parameters()).dtype
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of activations, error signals and products. Today a model computes in the dtype of its parameters."""
-        return self.dtype
+    def precision(self) -> str:
+        """ "mixed", or the name of the one dtype of everything. Set it to "mixed", or to "float32" again."""
+        return MIXED if self._mixed else str(self.dtype).removeprefix("torch.")
+
+    @precision.setter
+    def precision(self, precision: str) -> None:
+        self._mixed = check_precision(precision, self.dtype) == MIXED
+
+    @property
+    def operand(self) -> torch.dtype | None:
+        """The dtype of what products and attention read, if it is not that of everything else. On a machine that does not
+        multiply bfloat16, mixed precision is float32."""
+        return torch.bfloat16 if self._mixed and self.dtype == torch.float32 and why_not_mixed() is None else None
 
     def extra_repr(self) -> str:
         return f"{self.size:,} parameters, {str(self.dtype).removeprefix('torch.')}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """What `to`, `half`, `double` … call. A dtype in which the model cannot compute is refused."""
-        as_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype)
+        dtype = as_dtype(fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype)
+        if self._mixed:
+            check_precision(MIXED, dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def check_parameters(self) -> None:
@@ -212,7 +226,7 @@ class Network(Parts):
         if alone:
             self.scratch.clear()
         try:
-            with self.scratch.fetch(few_rows) as weights:
+            with self.scratch.fetch(few_rows, self.operand) as weights:
                 yield weights
         finally:
             if alone:
@@ -223,7 +237,7 @@ class Network(Parts):
         c = self.config
         if c.positions != "rotary":
             return None
-        wide = torch.promote_types(self.compute_dtype, torch.float32)
+        wide = torch.promote_types(self.dtype, torch.float32)
         theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
         return rotary.angles(positions, theta, factor)
 
@@ -231,7 +245,7 @@ class Network(Parts):
         """Make the logits layer the token embedding transposed, and discard the weight it had."""
         head = self.head.plain()
         if self.embed.packed is not None:
-            head.pack(self.embed.packed, self.compute_dtype)
+            head.pack(self.embed.packed, self.dtype)
         else:
             head.weight, head.packed = self.embed.weight, None
             self.embed.zero_grad()  # it was the gradient of the embedding alone

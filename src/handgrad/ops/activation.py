@@ -1,7 +1,8 @@
 """Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU, GPT-2's tanh form of GELU (R39)
 and squared ReLU.
 
-`backward` also returns a_8, which is not stored: g and g' share the expensive part.
+`backward` also returns a_8, which is not stored: g and g' share the expensive part. bfloat16 is computed in float32; in
+mixed precision Δ_8 is float32 and the results, operands of products, bfloat16.
 """
 
 import math
@@ -27,12 +28,12 @@ def forward(x: Tensor, name: str) -> Tensor:
         return torch.relu(x).square_()
     if name != "gelu_tanh":
         raise ValueError(f"unknown activation {name!r}")
-    if x.dtype == torch.bfloat16:
-        return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     value = torch.empty_like(x)
-    if x.ndim == 2 and calls.fits(x, value):
+    if x.ndim == 2 and calls.fits(operands=(x, value)):
         calls.forward_activation(name, x, value)
         return value
+    if x.dtype == torch.bfloat16:
+        return F.gelu(x, approximate="tanh")  # computes in float32 inside; the steps below would each round
     for part, out in zip(parts(x), parts(value), strict=True):
         torch.mul(part, part, out=out).mul_(CUBIC * TWICE).add_(TWICE).mul_(part).sigmoid_().mul_(part)
     return value
@@ -41,11 +42,13 @@ def forward(x: Tensor, name: str) -> Tensor:
 def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0; and g(a_{i−1})"""
     if name == "relu":
-        return delta * (x > 0), torch.relu(x)
+        return (delta * (x > 0)).to(x.dtype), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
-    if name in calls.ACTIVATIONS and x.ndim == 2 and delta.shape == x.shape and calls.fits(delta, x, out, value):
-        calls.backward_activation(name, delta, x, out, value)
-        return out, value
+    if name in calls.ACTIVATIONS and x.ndim == 2 and delta.shape == x.shape:
+        wide = delta.to(calls.COMPUTED.get(x.dtype, x.dtype))
+        if calls.fits(wide, operands=(x, out, value)):
+            calls.backward_activation(name, wide, x, out, value)
+            return out, value
     slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]
     for part in zip(parts(delta), parts(x), parts(out), parts(value), strict=True):
         if x.dtype == torch.bfloat16:  # in float32, so that only the results are rounded

@@ -84,7 +84,7 @@ def forward(
     if _rows_in(span.queries for span in spans) < len(q):  # a row that is no query, as of padding, sees no key
         a.zero_()
         lse.zero_()
-    if spans and calls.fits(q, k, v):
+    if spans and calls.fits(lse, operands=(q, k, v)):
         calls.forward_attention(_sequences(spans, len(q)), causal, window, q, k, v, a, lse)
         return a, Saved(q, k, v, a, lse)
     for span in spans:
@@ -265,9 +265,11 @@ def _backward_by_kernel(
     q, k, v, a, lse = saved
     if not spans or not calls.fits(lse) or _needs_float64(lse):
         return False
-    delta, q, k, v, a = (x.to(lse.dtype) for x in (delta, q, k, v, a))  # bfloat16 is computed in float32
-    if not calls.fits(delta, q, k, v, a):
-        return False
+    delta = delta.to(q.dtype)
+    if not calls.fits(lse, operands=(delta, q, k, v, a)):
+        delta, q, k, v, a = (x.to(lse.dtype) for x in (delta, q, k, v, a))  # bfloat16 is computed in float32
+        if not calls.fits(delta, q, k, v, a):
+            return False
     heads, key_heads = q.shape[1], k.shape[1]
     # the kernel writes the signals of k and v for every query head: they add up in a group
     direct = heads == key_heads and into[0].dtype == lse.dtype and all(x.stride(-1) == 1 for x in into)

@@ -3,7 +3,8 @@
     gate, up, a_8, Δ  (n, f)
 
 g is SiLU or one of the two forms of GELU in `activation`. `backward` also returns a_8, which is not stored: the error
-signals and a_8 share the expensive part. bfloat16 is computed in float32, so that only results are rounded.
+signals and a_8 share the expensive part. bfloat16 is computed in float32, so that only results are rounded; in mixed
+precision Δ_8 is float32.
 """
 
 import torch
@@ -20,7 +21,7 @@ def forward(gate: Tensor, up: Tensor, name: str) -> Tensor:
     if name not in NAMES:
         raise ValueError(f"unknown gate {name!r}; choose one of {', '.join(NAMES)}")
     a_8 = gate.new_empty(gate.shape)
-    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape and calls.fits(gate, up):
+    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape and calls.fits(operands=(gate, up, a_8)):
         calls.forward_gate(name, gate, up, a_8)
         return a_8
     for x, u, out in zip(*(activation.parts(tensor) for tensor in (gate, up, a_8)), strict=True):
@@ -41,10 +42,13 @@ def backward(
     Δ_gate and Δ_up are written `into` these tensors, which may be gate and up themselves: less memory traffic."""
     a_8 = gate.new_empty(gate.shape)
     d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2)) if into is None else into
-    tensors = (delta, gate, up, d_gate, d_up, a_8)
-    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape == delta.shape and calls.fits(*tensors):
-        calls.backward_gate(name, *tensors)
-        return d_gate, d_up, a_8
+    operands = (gate, up, d_gate, d_up, a_8)
+    if name in calls.ACTIVATIONS and gate.ndim == 2 and gate.shape == up.shape == delta.shape:
+        wide = delta.to(calls.COMPUTED.get(gate.dtype, gate.dtype))
+        if calls.fits(wide, operands=operands):
+            calls.backward_gate(name, wide, *operands)
+            return d_gate, d_up, a_8
+    tensors = (delta, *operands)
     for d, x, u, out_gate, out_up, out in zip(*(activation.parts(tensor) for tensor in tensors), strict=True):
         x, signal = _wide(x), _wide(d) * u
         if name == "silu":

@@ -1,6 +1,8 @@
 """Section 5, equations 38 and 40–42: layer normalization with σ = √(var + ε) (R8).
 
 a, Δ  (n, d)      w, b  (d)      μ, 1/σ  (n, 1)
+
+`dtype` is that of the output, where it is the operand of a product in mixed precision.
 """
 
 from typing import NamedTuple
@@ -17,16 +19,17 @@ class Saved(NamedTuple):
     inv_sigma: Tensor  # (n, 1)   1/√(var + ε)
 
 
-def forward(a: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Saved]:
+def forward(a: Tensor, w: Tensor, b: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
     """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
-    if a.ndim == 2 and calls.fits(a, w, b):
-        out, mu, inv_sigma = torch.empty_like(a), a.new_empty(len(a), 1), a.new_empty(len(a), 1)
+    out = torch.empty_like(a, dtype=dtype)
+    if a.ndim == 2 and calls.fits(a, w, b, operands=(out,)):
+        mu, inv_sigma = a.new_empty(len(a), 1), a.new_empty(len(a), 1)
         calls.forward_layer(a, w, b, eps, out, mu, inv_sigma)
         return out, Saved(a, mu, inv_sigma)
     if a.dtype == torch.bfloat16:  # with bfloat16 gains the library rounds μ and 1/σ to three digits
         w, b = w.float(), b.float()
-    out, mu, inv_sigma = torch.native_layer_norm(a, w.shape, w, b, eps)
-    return out, Saved(a, mu, inv_sigma)
+    result, mu, inv_sigma = torch.native_layer_norm(a, w.shape, w, b, eps)
+    return result.to(out.dtype), Saved(a, mu, inv_sigma)
 
 
 def normalized(saved: Saved) -> Tensor:
@@ -40,15 +43,16 @@ def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.addcmul(b, a_bar, w)
 
 
-def rebuild(saved: Saved, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def rebuild(saved: Saved, w: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """ā and the output, from the saved statistics"""
     a, mu, inv_sigma = saved
-    if calls.fits(a, mu, inv_sigma, w, b):
-        a_bar, out = torch.empty_like(a), torch.empty_like(a)
+    out = torch.empty_like(a, dtype=dtype)
+    if calls.fits(a, mu, inv_sigma, w, b, operands=(out,)):
+        a_bar = torch.empty_like(a)
         calls.rebuild_norm(a, mu, inv_sigma, w, b, a_bar, out)
         return a_bar, out
     a_bar = normalized(saved)
-    return a_bar, affine(a_bar, w, b)
+    return a_bar, affine(a_bar, w, b).to(out.dtype)
 
 
 def backward(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:

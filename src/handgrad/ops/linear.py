@@ -1,6 +1,9 @@
 """Fully connected layer.
 
 a_{i−1}  (n, f_in)      w  (f_in, f_out)      b  (f_out)      a_i, Δ_i  (n, f_out)
+
+Mixed precision: if one operand of a product is bfloat16, or `rounded` says so, float32 operands are rounded to it. Sums are
+float32, and `dtype` is that of the result.
 """
 
 import torch
@@ -12,8 +15,12 @@ FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limite
 SHORT = 4 * FEW_ROWS  # rows of a short prompt: for w stored by columns that kernel is still faster than turning w first
 
 
-def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -> Tensor:
+def forward(
+    a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
+    if torch.bfloat16 in (a.dtype, w.dtype):
+        return product(a, w, out, dtype, bias=b)
     by_rows = w.stride(1) == 1
     if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
         out = a.new_empty(len(a), w.shape[1])
@@ -25,23 +32,64 @@ def forward(a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) -
     return torch.mm(a, w, out=out) if b is None else torch.addmm(b, a, w, out=out)
 
 
-def backward(delta: Tensor, w: Tensor, into: Tensor | None = None) -> Tensor:
+def backward(
+    delta: Tensor, w: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None, rounded: bool = False
+) -> Tensor:
     """Δ_{i−1} = Δ_i wᵗ, or Δ_{i−1} += Δ_i wᵗ"""
-    return _product(delta, w.t(), into)
+    return product(delta, w.t(), into, dtype, add=into is not None, rounded=rounded)
 
 
-def grad_w(delta: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
+def grad_w(delta: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """∂w += a_{i−1}ᵗ Δ_i"""
-    return _product(a.t(), delta, into)
+    return product(a.t(), delta, into, dtype, add=into is not None)
 
 
-def grad_b(delta: Tensor, into: Tensor | None) -> Tensor:
+def grad_b(delta: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """∂b += Σ_tok Δ_i"""
-    return delta.sum(0) if into is None else into.add_(delta.sum(0))
+    found = delta.sum(0, dtype=dtype)
+    return found if into is None else into.add_(found)
 
 
-def _product(x: Tensor, y: Tensor, into: Tensor | None) -> Tensor:
-    """x y, added to `into` if that is given"""
+def product(
+    x: Tensor,
+    y: Tensor,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    add: bool = False,
+    bias: Tensor | None = None,
+    rounded: bool = False,
+) -> Tensor:
+    """x y + bias in `dtype` (default: that of x), written, or added, to `out` if that is given"""
+    dtype = out.dtype if out is not None else dtype or x.dtype
+    if rounded or torch.bfloat16 in (x.dtype, y.dtype):
+        return _mixed(x, y, out, dtype, add, bias)
     if calls.multiplies(x, y):
-        return calls.product(x, y, into, add=into is not None)
-    return torch.mm(x, y) if into is None else into.addmm_(x, y)
+        return calls.product(x, y, out, add, bias)
+    if add:
+        assert out is not None and bias is None
+        return out.addmm_(x, y)
+    return torch.mm(x, y, out=out) if bias is None else torch.addmm(bias, x, y, out=out)
+
+
+def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bool, bias: Tensor | None) -> Tensor:
+    """The same with operands rounded to bfloat16 and sums in float32; a result in bfloat16 is rounded once."""
+    narrow = dtype == torch.bfloat16
+    if calls.mixes(x, y) and not (add and narrow):
+        exact = not narrow or x.shape[1] <= calls.DEEPEST_ROUNDED  # whether the kernel writes the result itself
+        if exact and out is not None:
+            result = out
+        else:
+            result = x.new_empty(x.shape[0], y.shape[1], dtype=dtype if exact else torch.float32)
+        calls.mixed_product(x, y, result, add, None if bias is None else bias.float())
+        if exact:
+            return result
+    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None:
+        result = torch.mm(x, y)
+    else:
+        result = torch.mm(x.bfloat16().float(), y.bfloat16().float())
+        if bias is not None:
+            result.add_(bias)
+    if out is None:
+        return result.to(dtype)
+    return out.add_(result) if add else out.copy_(result)

@@ -11,17 +11,24 @@ y = z ∘ m/c + b, and every formula here takes Δ ∘ m/c for Δ.
 import torch
 from torch import Tensor
 
+from . import linear
+
+
+def project(a: Tensor, d: Tensor) -> Tensor:
+    """h = a d"""
+    return _product(a, d)
+
 
 def forward(a: Tensor, d: Tensor, u: Tensor, scale: float, into: Tensor) -> Tensor:
     """a_i += scale · (a d) u, added to the frozen layer's output; returns h = a d for the backward pass   (43)"""
-    h = torch.mm(a, d)
+    h = project(a, d)
     into.addmm_(h, u, alpha=scale)
     return h
 
 
 def upstream(delta: Tensor, u: Tensor, scale: float) -> Tensor:
     """g = scale · Δ uᵗ: the error signal of h, used by `backward` and `grad_d`"""
-    return torch.mm(delta, u.t()).mul_(scale)
+    return _product(delta, u.t()).mul_(scale)
 
 
 def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> None:
@@ -34,13 +41,19 @@ def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> 
 
 def grad_d(g: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
     """∂d += aᵗ g   (45)"""
-    return torch.mm(a.t(), g) if into is None else into.addmm_(a.t(), g)
+    return _product(a.t(), g, into)
 
 
 def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tensor:
     """∂u += scale · hᵗ Δ   (46)"""
-    h = h * scale
-    return torch.mm(h.t(), delta) if into is None else into.addmm_(h.t(), delta)
+    return _product((h * scale).t(), delta, into)
+
+
+def _product(x: Tensor, y: Tensor, into: Tensor | None = None) -> Tensor:
+    """x y, added to `into` if that is given. In mixed precision one of them is bfloat16, and the result float32."""
+    if x.dtype != y.dtype:
+        return linear.product(x, y, into, torch.float32, add=into is not None)
+    return torch.mm(x, y) if into is None else into.addmm_(x, y)
 
 
 # ── dropout and magnitude ───────────────────────────────────────────────────────────────────────────────────────────
@@ -54,7 +67,7 @@ def mask(like: Tensor, dropout: float, seed: int) -> Tensor:
 
 def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
     """c_j = ‖(w + scale · d u)_{:, j}‖   (f_out)"""
-    norms: Tensor = torch.linalg.vector_norm(torch.addmm(w, d, u, alpha=scale), dim=0)
+    norms: Tensor = torch.linalg.vector_norm(torch.addmm(w.to(d.dtype), d, u, alpha=scale), dim=0)
     return norms
 
 

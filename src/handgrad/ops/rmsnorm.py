@@ -1,6 +1,8 @@
 """RMSNorm with rms = √(mean(a²) + ε), over the last dimension.
 
 a, Δ  (n, d)      w  (d)      1/rms  (n, 1)      or, for q/k norms,      (n, h, d_ρ)      (d_ρ)      (n, h, 1)
+
+`dtype` is that of the output, where it is the operand of a product in mixed precision.
 """
 
 from typing import NamedTuple
@@ -16,17 +18,18 @@ class Saved(NamedTuple):
     inv_rms: Tensor  # (n, 1) or (n, h, 1)   1/√(mean(a²) + ε), at least float32
 
 
-def forward(a: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Saved]:
+def forward(a: Tensor, w: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
     """a_i = ā ∘ w with ā = a_{i−1}/rms"""
-    if _fits(a, w):
-        out, inv_rms = torch.empty_like(a), a.new_empty(*a.shape[:-1], 1)
+    out = torch.empty_like(a, dtype=dtype)
+    if _fits(a, w, operands=(out,)):
+        inv_rms = a.new_empty(*a.shape[:-1], 1)
         calls.forward_rms(a.flatten(0, -2), w, eps, out.flatten(0, -2), inv_rms)
         return out, Saved(a, inv_rms)
     wide = torch.promote_types(a.dtype, torch.float32)  # bfloat16 would round rms to three digits
     norm = torch.linalg.vector_norm(a, dim=-1, keepdim=True, dtype=wide)  # unlike a², needs no temporary of a's size
     inv_rms = norm.square_().div_(a.shape[-1]).add_(eps).rsqrt_()
     inv_rms.div_(inv_rms != 0)  # 0/0 where the squares overflowed: an output of 0 would hide it
-    return (a * inv_rms).mul_(w).to(a.dtype), Saved(a, inv_rms)
+    return (a * inv_rms).mul_(w).to(out.dtype), Saved(a, inv_rms)
 
 
 def normalized(saved: Saved) -> Tensor:
@@ -34,15 +37,16 @@ def normalized(saved: Saved) -> Tensor:
     return (saved.a * saved.inv_rms).to(saved.a.dtype)
 
 
-def rebuild(saved: Saved, w: Tensor) -> tuple[Tensor, Tensor]:
+def rebuild(saved: Saved, w: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """ā and the output, from the saved statistics"""
     a, inv_rms = saved
-    if _fits(a, inv_rms, w):
-        a_bar, out = torch.empty_like(a), torch.empty_like(a)
+    out = torch.empty_like(a, dtype=dtype)
+    if _fits(a, inv_rms, w, operands=(out,)):
+        a_bar = torch.empty_like(a)
         calls.rebuild_norm(a.flatten(0, -2), None, inv_rms, w, None, a_bar.flatten(0, -2), out.flatten(0, -2))
         return a_bar, out
     a_bar = normalized(saved)
-    return a_bar, a_bar * w
+    return a_bar, (a_bar * w).to(out.dtype)
 
 
 def backward(delta: Tensor, a_bar: Tensor, inv_rms: Tensor, w: Tensor) -> Tensor:
@@ -67,6 +71,8 @@ def grad_w(delta: Tensor, a_bar: Tensor, into: Tensor | None) -> Tensor:
     return grad if into is None else into.add_(grad)
 
 
-def _fits(*tensors: Tensor) -> bool:
+def _fits(*tensors: Tensor, operands: tuple[Tensor, ...] = ()) -> bool:
     """Whether kernels can read these: all rows have one stride, that of heads included."""
-    return calls.fits(*tensors) and all(x.ndim == 2 or x.is_contiguous() for x in tensors)
+    return calls.fits(*tensors, operands=operands) and all(
+        x.ndim == 2 or x.is_contiguous() for x in (*tensors, *operands)
+    )

@@ -3,7 +3,7 @@
     x, y, Δ  (n, h, d_ρ)      positions  (n)      θ  (d_ρ/2)      cos, sin  (n, d_ρ/2), with the factor m
 
 The tables are float32, as in Hugging Face's models, or float64 for a float64 model. bfloat16 is rotated in float32, so
-that only results are rounded.
+that only results are rounded; `dtype` is that of y where mixed precision has it as an operand.
 """
 
 import math
@@ -52,10 +52,14 @@ def angles(positions: Tensor, theta: Tensor, attention_factor: float = 1.0) -> t
     return angle.cos().mul_(attention_factor), angle.sin_().mul_(attention_factor)
 
 
-def forward(x: Tensor, cos: Tensor, sin: Tensor, into: Tensor | None = None) -> Tensor:
+def forward(
+    x: Tensor, cos: Tensor, sin: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin, for the features i and j = i + d_ρ/2 of each plane
 
     Written `into` this tensor, which may be x itself: less memory and less traffic."""
+    if dtype not in (None, x.dtype):
+        into = torch.empty(x.shape, dtype=dtype, device=x.device)
     return _rotate(x, cos, sin, 1, into)
 
 
@@ -70,7 +74,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None)
     if (
         x.ndim == 3
         and len(x) == len(cos)
-        and calls.fits(x, out, cos, sin)
+        and calls.fits(x, cos, sin, operands=(out,))
         and cos.is_contiguous()
         and sin.is_contiguous()
     ):
@@ -81,7 +85,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, into: Tensor | None)
     both = torch.cat((cos, cos), 1)  # (n, d_ρ)
     rows = max(1, ENTRIES_AT_ONCE // x.shape[1:].numel())
     for part, result, c, s in zip(*(torch.split(tensor, rows) for tensor in (x, out, both, sin)), strict=True):
-        if part.dtype == torch.bfloat16:
+        if result.dtype == torch.bfloat16:
             wide, rotated = part.float(), torch.empty(part.shape, dtype=torch.float32, device=x.device)
         else:
             wide, rotated = part.clone() if result.data_ptr() == part.data_ptr() else part, result

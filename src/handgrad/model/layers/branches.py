@@ -18,15 +18,23 @@ class BranchInput:
 
     stored          the output itself, if it may not be the norm's any more
     signal_needed   whether anything below needs its error signal
+    dtype           of a, if it is not that of x
     """
 
-    def __init__(self, norm: Norm, saved: Any, stored: Tensor | None = None, signal_needed: bool = True):
-        self.norm, self.saved, self.stored, self.signal_needed = norm, saved, stored, signal_needed
+    def __init__(
+        self,
+        norm: Norm,
+        saved: Any,
+        stored: Tensor | None = None,
+        signal_needed: bool = True,
+        dtype: torch.dtype | None = None,
+    ):
+        self.norm, self.saved, self.stored, self.signal_needed, self.dtype = norm, saved, stored, signal_needed, dtype
         self.a_bar: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """a"""
-        self.a_bar, a = self.norm.rebuild_output(self.saved)
+        self.a_bar, a = self.norm.rebuild_output(self.saved, self.dtype)
         return a if self.stored is None else self.stored
 
     def backward(self, delta: Tensor, run: Pass) -> Tensor:
@@ -35,13 +43,16 @@ class BranchInput:
         return self.norm.backward(delta, self.a_bar, self.saved, run)
 
 
-def forward(layers: Sequence[Affine], a: Tensor, run: Pass, first_rows: Tensor | None = None) -> list[Tensor]:
-    """a (n, d) → the outputs (n, width), views of a fused layer's. With `first_rows` the first has these rows only."""
+def forward(
+    layers: Sequence[Affine], a: Tensor, run: Pass, first_rows: Tensor | None = None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """a (n, d) → the outputs (n, width), views of a fused layer's, in this dtype if it is given. With `first_rows` the first
+    has these rows only."""
     outputs: list[Tensor] = []
     for layer in layers:
         fused = len(layer.plain().widths) > 1
         some = first_rows is not None and not outputs and not fused
-        out = layer.forward(a[first_rows] if some else a, run)
+        out = layer.forward(a[first_rows] if some else a, run, dtype=dtype)
         outputs += torch.split(out, layer.plain().widths, 1) if fused else [out]
     if first_rows is not None and len(outputs[0]) == len(a):
         outputs[0] = outputs[0][first_rows]

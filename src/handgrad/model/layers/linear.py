@@ -47,8 +47,10 @@ class Affine(Hookless, ABC):
     dropout = 0.0
 
     @abstractmethod
-    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
-        """a_{i−1} → a_i, written to `out` if that is given"""
+    def forward(
+        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """a_{i−1} → a_i, written to `out` if that is given, or in `dtype` instead of the layer's own"""
 
     def upstream(self, delta: Tensor, run: Pass = PLAIN) -> Any:
         """What `backward` and `accumulate` both need of Δ_i, to be computed once and given to both."""
@@ -56,7 +58,7 @@ class Affine(Hookless, ABC):
 
     @abstractmethod
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
-        """Δ_i → Δ_{i−1}, added to `into` if that is given: several layers may have the same input"""
+        """Δ_i → Δ_{i−1} in the layer's dtype, added to `into` if that is given: several layers may have the same input"""
 
     @abstractmethod
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
@@ -134,7 +136,12 @@ class Linear(Affine):
         """Whether the weight gets a gradient."""
         return self.weight is not None and self.weight.requires_grad
 
-    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the layer's results, whatever its weight is stored as."""
+        return self.like.dtype if self.weight is None else self.weight.dtype
+
+    def _parts(self, weights: Weights) -> Iterator[tuple[slice, Tensor]]:
         """Columns of the output, and their part of w, (f_in, part): a view, or unpacked into one buffer for all parts."""
         buffer = None
         for start in range(0, self.widths[0], ROWS_OF_PART):
@@ -144,31 +151,33 @@ class Linear(Affine):
                 continue
             assert self.packed is not None
             part = self.packed.between(rows.start, rows.stop)
-            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], self.like.dtype)
+            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], weights.dtype or self.like.dtype)
             yield rows, buffer.t()
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
         """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
-    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
-        b = self.added_bias()
+    def forward(
+        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        b, dtype = self.added_bias(), dtype or self.dtype
         if self.packed is not None and not self.in_out:
             product = run.weights.product(a, self.packed, out)
             if product is not None:
                 return product if b is None else product.add_(b)
         if not self.in_parts or len(a) <= linear.FEW_ROWS:
-            return linear.forward(a, self.effective_weight(run.weights), b, out)
-        out = a.new_empty(len(a), self.widths[0]) if out is None else out
-        for part, w in self._parts():
+            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype)
+        out = a.new_empty(len(a), self.widths[0], dtype=dtype) if out is None else out
+        for part, w in self._parts(run.weights):
             linear.forward(a, w, None if b is None else b[part], out[:, part])
         return out
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
         if not self.in_parts:
-            return linear.backward(delta, self.effective_weight(run.weights), into)
-        for part, w in self._parts():
-            into = linear.backward(delta[:, part], w, into)
+            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
+        for part, w in self._parts(run.weights):
+            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
         assert into is not None
         return into
 
@@ -185,7 +194,7 @@ class Linear(Affine):
             run.examples.product(self.weight, a, delta, self.in_out)
         else:
             left, right = (delta, a) if self.in_out else (a, delta)
-            self.weight.grad = linear.grad_w(left, right, self.weight.grad)
+            self.weight.grad = linear.grad_w(left, right, self.weight.grad, self.weight.dtype)
 
     def accumulate_bias(self, delta: Tensor, run: Pass = PLAIN) -> None:
         if self.bias is None or not self.bias.requires_grad:
@@ -193,7 +202,7 @@ class Linear(Affine):
         if run.examples is not None:
             run.examples.sums(self.bias, delta)
         else:
-            self.bias.grad = linear.grad_b(delta, self.bias.grad)
+            self.bias.grad = linear.grad_b(delta, self.bias.grad, self.bias.dtype)
 
     def added_bias(self) -> Tensor | None:
         """(f_out), what is added to the product"""

@@ -58,7 +58,7 @@ class MLP(Parts):
 
     def forward(self, a_6: Tensor, run: Pass) -> tuple[Tensor, Saved]:
         """a_6 → a_7, or gate and up → a_8 → a_9"""
-        a_7 = branches.forward(self.projections(), a_6, run)
+        a_7 = branches.forward(self.projections(), a_6, run, dtype=run.operand)
         if run.observer is not None:
             a_7 = [run.at(f"a_{letter}", x) for letter, x in zip(self.letters(), a_7, strict=True)]
         a_8 = run.at("a_8", self.activate(a_7))

@@ -18,11 +18,11 @@ class Norm(Hookless, ABC):
     weight: nn.Parameter
 
     @abstractmethod
-    def forward(self, a: Tensor) -> tuple[Tensor, Any]:
-        """a → the output, and what `rebuild_output` and `backward` need"""
+    def forward(self, a: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Any]:
+        """a → the output, in this dtype if it is given, and what `rebuild_output` and `backward` need"""
 
     @abstractmethod
-    def rebuild_output(self, saved: Any) -> tuple[Tensor, Tensor]:
+    def rebuild_output(self, saved: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """ā and the output, from the saved statistics"""
 
     @abstractmethod
@@ -55,11 +55,13 @@ class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.T
     def __init__(self, d: int, eps: float, device: torch.device | None = None):
         super().__init__(d, eps, device=device)
 
-    def forward(self, a: Tensor) -> tuple[Tensor, layernorm.Saved]:  # type: ignore[override]
-        return layernorm.forward(a, self.weight, self.bias, self.eps)
+    def forward(  # type: ignore[override]
+        self, a: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, layernorm.Saved]:
+        return layernorm.forward(a, self.weight, self.bias, self.eps, dtype)
 
-    def rebuild_output(self, saved: layernorm.Saved) -> tuple[Tensor, Tensor]:
-        return layernorm.rebuild(saved, self.weight, self.bias)
+    def rebuild_output(self, saved: layernorm.Saved, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        return layernorm.rebuild(saved, self.weight, self.bias, dtype)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: layernorm.Saved, run: Pass = PLAIN) -> Tensor:
         if run.examples is not None:
@@ -86,11 +88,11 @@ class RMSNorm(Norm):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(d, device=device))
 
-    def forward(self, a: Tensor) -> tuple[Tensor, rmsnorm.Saved]:
-        return rmsnorm.forward(a, self.weight, self.eps)
+    def forward(self, a: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, rmsnorm.Saved]:
+        return rmsnorm.forward(a, self.weight, self.eps, dtype)
 
-    def rebuild_output(self, saved: rmsnorm.Saved) -> tuple[Tensor, Tensor]:
-        return rmsnorm.rebuild(saved, self.weight)
+    def rebuild_output(self, saved: rmsnorm.Saved, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        return rmsnorm.rebuild(saved, self.weight, dtype)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: rmsnorm.Saved, run: Pass = PLAIN) -> Tensor:
         if run.examples is not None:

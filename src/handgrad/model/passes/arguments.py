@@ -4,6 +4,7 @@ which sees every tensor of a pass and may replace it."""
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ...errors import HandgradError
@@ -75,6 +76,9 @@ class Pass(NamedTuple):
     observer: Observer | None = None
     rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
     weights: Weights = STORED  # the matrices of the layers: see Network.weights
+    operand: torch.dtype | None = (
+        None  # of what products read, if it is not the dtype of everything else: mixed precision
+    )
     cache: BlockCache | None = None  # generation: earlier keys and values
     adapters: tuple[tuple[str, Rows], ...] = ()  # of several named adapters: the rows of each
     examples: "PieceExamples | None" = (
@@ -96,6 +100,11 @@ class Pass(NamedTuple):
         if self.observer is not None:
             for name, x in statistics(saved).items():
                 self.observer.note(f"{name}_{number}", x)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether products round their operands: mixed precision."""
+        return self.operand is not None
 
     @property
     def edited(self) -> bool:

@@ -57,7 +57,7 @@ def readout(
     if run.edited:
         value, delta_12, saved = forward_at_once(end, a_10, piece, objective, weight, run)
         return value, _backward_at_once(end, delta_12, saved, run)
-    a_11, norm_10 = end.norm.forward(a_10)
+    a_11, norm_10 = end.norm.forward(a_10, run.operand)
     run.note_statistics(end.norm.statistics, norm_10, "10")
     total, delta_11 = _in_groups(end, a_11, piece, objective, weight, run)
     delta_11 = run.at("delta_11", delta_11)
@@ -72,7 +72,7 @@ def _in_groups(
     head, examples = end.head, run.examples
     every_row = len(a_11) == len(piece.rows)  # rows without a target come here only if all signals are wanted
     with_target = a_11 if every_row else a_11[piece.rows]
-    delta_11 = torch.empty_like(with_target)
+    delta_11 = torch.empty_like(with_target, dtype=head.plain().dtype)
     total = 0.0
     logits, deltas, losses = [], [], []
     groups: list[tuple[slice, PieceExamples | None]]
@@ -82,13 +82,13 @@ def _in_groups(
         groups = [(rows, None) for rows in row_groups(len(piece.targets), head)]
     # one buffer for all groups: freed and allocated for each, it would fragment memory
     largest = max(rows.stop - rows.start for rows, _ in groups)
-    buffer = a_11.new_empty(largest, sum(head.plain().widths))
+    buffer = delta_11.new_empty(largest, sum(head.plain().widths))
     for rows, its_examples in groups:
         a = with_target[rows]
         # one mask for all rows: it must not depend on the groups, which differ if examples are measured
         its_run = PLAIN._replace(
             dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(piece.targets)), examples=its_examples,
-            weights=run.weights,
+            weights=run.weights, operand=run.operand,
         )  # fmt: skip
         a_12 = head.forward(a, its_run, buffer[: len(a)]) if objective.needs_logits else buffer[: len(a)]
         if run.observer is not None:
@@ -111,14 +111,16 @@ def _in_groups(
             delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
         for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": torch.softmax(a_12, 1), "delta_12": delta_12}.items():
             run.observer.note(name, x)
-    return total, delta_11 if every_row else torch.zeros_like(a_11).index_copy_(0, piece.rows, delta_11)
+    return total, delta_11 if every_row else torch.zeros_like(a_11, dtype=delta_11.dtype).index_copy_(
+        0, piece.rows, delta_11
+    )
 
 
 def forward_at_once(
     end: Ending, a_10: Tensor, piece: Piece, objective: Objective, weight: float, run: Pass
 ) -> tuple[float, Tensor, tuple[Any, Tensor]]:
     """a_10 → the summed objective, Δ_12 and what `_backward_at_once` needs, with the logits of all rows as one matrix."""
-    a_11, norm_10 = end.norm.forward(a_10)
+    a_11, norm_10 = end.norm.forward(a_10, run.operand)
     run.note_statistics(end.norm.statistics, norm_10, "10")
     a_11 = run.at("a_11", a_11)
     a_12 = run.at("a_12", end.head.forward(a_11, run))

@@ -56,6 +56,13 @@ class Packed:
         """Bytes in memory, or in the mapped file."""
         return self.data.nbytes
 
+    def tensor(self) -> Tensor:
+        """The bytes; where they are float numbers, and not mapped from an odd address, the numbers, without a copy."""
+        dtype = packed.FLOATS.get(self.kind)
+        if dtype is None or self.data.storage_offset() % dtype.itemsize:
+            return self.data
+        return self.data.view(dtype)
+
     def unpack(self, out: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, written into `out` (rows, columns) if given."""
         if out is None:

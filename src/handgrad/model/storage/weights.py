@@ -19,7 +19,12 @@ from .packed import Packed
 
 
 class Weights:
-    """Matrices as they are stored: packed bytes are unpacked at every use, into a new tensor."""
+    """Matrices as they are stored: packed bytes are unpacked at every use, into a new tensor.
+
+    dtype   that packed matrices are unpacked to, if it is not the model's: what products read in mixed precision
+    """
+
+    dtype: torch.dtype | None = None
 
     def unpacked(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
         """The numbers of a packed matrix, for reading."""
@@ -38,11 +43,14 @@ class Fetched(Weights):
     """Matrices that are unpacked once, when they are first used. With `few_rows`, products of a few rows use packed weights
     directly: sums in another order."""
 
-    def __init__(self, scratch: "Scratch", few_rows: bool):
-        self.scratch, self.few_rows = scratch, few_rows
+    def __init__(self, scratch: "Scratch", few_rows: bool, dtype: torch.dtype | None = None):
+        self.scratch, self.few_rows, self.dtype = scratch, few_rows, dtype
         self.buffers: dict[tuple[Packed, torch.dtype], Tensor] = {}
 
     def unpacked(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
+        dtype = self.dtype or dtype
+        if (stored := matrix.tensor()).dtype is dtype:
+            return stored
         if (matrix, dtype) not in self.buffers:
             self.buffers[matrix, dtype] = matrix.unpack(self.scratch.take(matrix, dtype))
         return self.buffers[matrix, dtype]
@@ -61,9 +69,9 @@ class Scratch:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
 
     @contextmanager
-    def fetch(self, few_rows: bool = False) -> Iterator[Fetched]:
+    def fetch(self, few_rows: bool = False, dtype: torch.dtype | None = None) -> Iterator[Fetched]:
         """Weights to use within the context. Do not keep a matrix: afterwards others are unpacked into its buffer."""
-        weights = Fetched(self, few_rows)
+        weights = Fetched(self, few_rows, dtype)
         try:
             yield weights
         finally:
