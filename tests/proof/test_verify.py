@@ -237,7 +237,7 @@ def test_models_that_cannot_be_verified() -> None:
 
 
 def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "free_memory", lambda: 1000.0)
+    monkeypatch.setattr(MODULE, "available_memory", lambda: (1000, ""))
     model = make_model()
     with pytest.raises(hg.HandgradError, match="GB are free"):
         hg.verify(model, *make_batch(model, [9]))

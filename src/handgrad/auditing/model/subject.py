@@ -22,9 +22,9 @@ from ...lora.injection import adapters_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
 from ...lora.peft import config_of
+from ...machine import available_memory
 from ...model.config import ModelConfig
 from ...model.gpt import GPT
-from ...proof.verify import free_memory
 
 BYTES_PER_PARAMETER = 8 * 5  # float64: weights, hand-derived and perturbed gradients, and the signals beside them
 _WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
@@ -183,10 +183,11 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
         )
     config = replace(config, tied=head is None or head[1] is embed[1])
     size = sum(p.numel() for _, p in found.values())
-    if BYTES_PER_PARAMETER * size > free_memory():
+    needed, (free, _) = BYTES_PER_PARAMETER * size, available_memory()
+    if needed > free:
         raise HandgradError(
-            f"auditing {size:,} parameters in float64 needs about {BYTES_PER_PARAMETER * size / 1e9:.0f} GB, but"
-            f" {free_memory() / 1e9:.0f} GB are free: audit a smaller model of the same family, with the same code"
+            f"auditing {size:,} parameters in float64 needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB"
+            " are free: audit a smaller model of the same family, with the same code"
         )
     shapes = {name: p.shape for name, p in GPT(config, device="meta").named_parameters()}
     weights: dict[str, Any] = {}
