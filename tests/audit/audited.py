@@ -10,9 +10,12 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -58,6 +61,37 @@ def adapted(model: Any, family: str, filled: bool = True, **options: Any) -> Any
             if ".lora_B." in name and filled:
                 p += 0.3 * torch.randn(p.shape).to(p.dtype)
     return model
+
+
+def function_of(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """An autograd.Function: forward(*inputs), and backward(Δ, *inputs), which gives a gradient for each input."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, delta: Tensor) -> Any:
+            return backward(delta, *ctx.saved_tensors)
+
+    return Made
+
+
+Make = Callable[[pytest.MonkeyPatch], Any]  # makes a model with a fault
+
+
+def with_forward(family: str, path: str, forward: Callable[..., Any], **options: Any) -> Make:
+    """A model in which one module computes forward(module, right, *inputs); `right` is what it would have computed."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        model = model_of(family, **options)
+        module = model.get_submodule(path)
+        module.forward = partial(forward, module, module.forward)
+        return model
+
+    return make
 
 
 def batch(

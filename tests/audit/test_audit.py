@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import FAMILIES, adapted, batch, model_of, random_model
+from audited import FAMILIES, Make, adapted, batch, function_of, model_of, random_model, with_forward
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,39 +62,26 @@ def test_random_sound_models_pass(seed: int) -> None:
 # ── twelve faults ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class NormWithWrongSign(torch.autograd.Function):
-    """LayerNorm whose backward pass adds the mean instead of subtracting it."""
+def norm_with_wrong_sign(delta: Tensor, a: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """The backward pass of LayerNorm, but adding the mean instead of subtracting it."""
+    sigma = (a.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    a_bar = (a - a.mean(-1, keepdim=True)) / sigma
+    g = delta * w
+    below = (g + g.mean(-1, keepdim=True) - a_bar * (g * a_bar).mean(-1, keepdim=True)) / sigma
+    return below, (delta * a_bar).sum((0, 1)), delta.sum((0, 1))
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, w)
-        return F.layer_norm(a, w.shape, w, b, 1e-5)
 
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        a, w = ctx.saved_tensors
-        sigma = (a.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-        a_bar = (a - a.mean(-1, keepdim=True)) / sigma
-        g = delta * w
-        below = (g + g.mean(-1, keepdim=True) - a_bar * (g * a_bar).mean(-1, keepdim=True)) / sigma
-        return below, (delta * a_bar).sum((0, 1)), delta.sum((0, 1))
+NormWithWrongSign = function_of(lambda a, w, b: F.layer_norm(a, w.shape, w, b, 1e-5), norm_with_wrong_sign)
+sign_in_a_norm = with_forward(
+    "gpt2", "transformer.h.1.ln_1", lambda norm, right, a: NormWithWrongSign.apply(a, norm.weight, norm.bias)
+)
 
 
 def wrong_linear(grad_w: Callable[[Tensor, Tensor], Tensor]) -> type[torch.autograd.Function]:
     """A linear layer whose weight gradient this function computes, from its input (n, f_in) and error signal (n, f_out)."""
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(a, w)
-            return a @ w.t()
-
-        @staticmethod
-        def backward(ctx: Any, delta: Tensor) -> Any:
-            a, w = ctx.saved_tensors
-            return delta @ w, grad_w(a.flatten(0, 1), delta.flatten(0, 1))
-
-    return Wrong
+    return function_of(
+        lambda a, w: a @ w.t(), lambda delta, a, w: (delta @ w, grad_w(a.flatten(0, 1), delta.flatten(0, 1)))
+    )
 
 
 TransposedGradient = wrong_linear(lambda a, delta: (delta.t() @ a).t())
@@ -117,13 +104,6 @@ def in_block_1(patch: pytest.MonkeyPatch, module: Any, change: Callable[..., Any
 def only_backward(right: Tensor, wrong: Tensor) -> Tensor:
     """The right value with the gradient of the wrong one."""
     return right.detach() + wrong - wrong.detach()
-
-
-def sign_in_a_norm(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    norm = model.transformer.h[1].ln_1
-    norm.forward = lambda a: NormWithWrongSign.apply(a, norm.weight, norm.bias)
-    return model
 
 
 def dropped_scale(patch: pytest.MonkeyPatch) -> Any:
@@ -171,27 +151,6 @@ def stale_gradient(patch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def transposed_gradient(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("llama")
-    layer = model.model.layers[1].self_attn.o_proj
-    layer.forward = lambda a: TransposedGradient.apply(a, layer.weight)
-    return model
-
-
-def missing_tied_part(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    model.lm_head.forward = lambda a: a @ model.lm_head.weight.detach().t()
-    return model
-
-
-def detached_branch(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    mlp = model.transformer.h[0].mlp
-    right = mlp.forward
-    mlp.forward = lambda a: right(a).detach()
-    return model
-
-
 def key_rotated_twice(patch: pytest.MonkeyPatch) -> Any:
     right, calls = modeling_llama.apply_rotary_pos_emb, [0]
 
@@ -224,7 +183,7 @@ class LossOfParts:
         return total
 
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str, str]] = {
+FAULTS: dict[str, tuple[Make, str, str, str]] = {
     # the model, the layer that must be named, the kind of fault, and words of the sentence
     "a sign in a norm": (
         sign_in_a_norm, "transformer.h.1.ln_1", "missing term", "wrong sign in the norm's term of the mean",
@@ -243,10 +202,18 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str, str]] = {
     "a wrong mask": (wrong_mask, "model.layers.1.self_attn", "known mistake", "a token saw the next one"),
     "a stale gradient": (stale_gradient, "transformer.h.1.mlp.c_fc", "unexpected", "should not be"),
     "a transposed weight gradient": (
-        transposed_gradient, "model.layers.1.self_attn.o_proj", "transpose", "is transposed",
+        with_forward("llama", "model.layers.1.self_attn.o_proj",
+                     lambda layer, right, a: TransposedGradient.apply(a, layer.weight)),
+        "model.layers.1.self_attn.o_proj", "transpose", "is transposed",
     ),
-    "a missing tied contribution": (missing_tied_part, "transformer.wte", "missing term", "lacks the head's part"),
-    "a detached branch": (detached_branch, "transformer.h.0.mlp.c_proj", "not trained", "its branch is detached"),
+    "a missing tied contribution": (
+        with_forward("gpt2", "lm_head", lambda head, right, a: a @ head.weight.detach().t()),
+        "transformer.wte", "missing term", "lacks the head's part",
+    ),
+    "a detached branch": (
+        with_forward("gpt2", "transformer.h.0.mlp", lambda mlp, right, a: right(a).detach()),
+        "transformer.h.0.mlp.c_proj", "not trained", "its branch is detached",
+    ),
     "a key rotated twice": (
         key_rotated_twice, "model.layers.1.self_attn", "known mistake", "the keys were rotated twice",
     ),

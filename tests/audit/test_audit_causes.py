@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import adapted, batch, model_of
+from audited import Make, adapted, batch, model_of, with_forward
 from test_audit import in_block_1, only_backward, wrong_linear
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns about DoRA
 
 
 WrongRows = wrong_linear(lambda a, delta: delta.t() @ a.roll(1, 0))  # its input from the row before
+
+
+def with_wrong_rows(layer: Any, right: Any, a: Tensor) -> Any:
+    return WrongRows.apply(a, layer.weight)
 
 
 def late_keys(patch: pytest.MonkeyPatch) -> Any:
@@ -37,14 +41,7 @@ def late_keys(patch: pytest.MonkeyPatch) -> Any:
     return model_of("llama", spread=0.3)
 
 
-def positions_from_1(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    positions, right = model.transformer.wpe, model.transformer.wpe.forward
-    positions.forward = lambda at: right(at + 1)
-    return model
-
-
-def exchanged(change: Callable[..., tuple[Tensor, ...]]) -> Callable[[pytest.MonkeyPatch], Any]:
+def exchanged(change: Callable[..., tuple[Tensor, ...]]) -> Make:
     def make(patch: pytest.MonkeyPatch) -> Any:
         in_block_1(patch, modeling_gpt2, lambda right, layer, q, k, v, mask, scale, more:
                    right(layer, *change(q, k, v), mask, scaling=scale, **more))  # fmt: skip
@@ -57,30 +54,10 @@ def exchanged_in_backward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]
     return q, only_backward(k, v), only_backward(v, k)
 
 
-def wrong_rows(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("llama")
-    layer = model.model.layers[1].mlp.down_proj
-    layer.forward = lambda a: WrongRows.apply(a, layer.weight)
-    return model
-
-
-def wrong_rows_of_the_head(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    model.lm_head.forward = lambda a: WrongRows.apply(a, model.lm_head.weight)
-    return model
-
-
-def lost_sequence(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("gpt2")
-    layer = model.transformer.h[1].attn.c_attn
+def without_sequence_2(layer: Any, right: Any, a: Tensor) -> Tensor:
     weight = torch.tensor([1.0, 0.0, 1.0])[:, None, None]
-
-    def forward(a: Tensor) -> Tensor:
-        product, frozen = a @ layer.weight, a @ layer.weight.detach()
-        return weight * product + (1 - weight) * frozen + layer.bias
-
-    layer.forward = forward
-    return model
+    product, frozen = a @ layer.weight, a @ layer.weight.detach()
+    return weight * product + (1 - weight) * frozen + layer.bias
 
 
 def norms_with_gradient(patch: pytest.MonkeyPatch) -> Any:
@@ -97,19 +74,30 @@ def norms_with_gradient(patch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
+FAULTS: dict[str, tuple[Make, str, str]] = {
     # the model, the layer that must be named, and words of the sentence
     "late keys": (late_keys, "model.layers.1.self_attn", "the keys' positions were one too large"),
-    "positions from 1": (positions_from_1, "transformer.wte", "positions were counted from 1"),
+    "positions from 1": (
+        with_forward("gpt2", "transformer.wpe", lambda table, right, at: right(at + 1)),
+        "transformer.wte", "positions were counted from 1",
+    ),
     "q and k exchanged": (
         exchanged(lambda q, k, v: (k, q, v)), "transformer.h.1.attn", "if q and k were exchanged",
     ),
     "signals of k and v exchanged": (
         exchanged(exchanged_in_backward), "transformer.h.1.attn.c_attn", "the error signals of k and v were exchanged",
     ),
-    "wrong rows": (wrong_rows, "model.layers.1.mlp.down_proj", "its input were that of the previous row"),
-    "wrong rows of the head": (wrong_rows_of_the_head, "transformer.wte", "its input were that of the previous row"),
-    "a lost sequence": (lost_sequence, "transformer.h.1.attn.c_attn", "lacks the part of sequence 2 of 3"),
+    "wrong rows": (
+        with_forward("llama", "model.layers.1.mlp.down_proj", with_wrong_rows),
+        "model.layers.1.mlp.down_proj", "its input were that of the previous row",
+    ),
+    "wrong rows of the head": (
+        with_forward("gpt2", "lm_head", with_wrong_rows), "transformer.wte", "its input were that of the previous row",
+    ),
+    "a lost sequence": (
+        with_forward("gpt2", "transformer.h.1.attn.c_attn", without_sequence_2),
+        "transformer.h.1.attn.c_attn", "lacks the part of sequence 2 of 3",
+    ),
     "norms with a gradient": (
         norms_with_gradient, "model.layers.1.self_attn.v_proj", "DoRA's column norms were differentiated",
     ),

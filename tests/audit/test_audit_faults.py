@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import adapted, batch, model_of
+from audited import Make, adapted, batch, function_of, model_of, with_forward
 from test_audit import in_block_1
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ import handgrad as hg
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def scaled(scale: float) -> Callable[[pytest.MonkeyPatch], Any]:
+def scaled(scale: float) -> Make:
     def make(patch: pytest.MonkeyPatch) -> Any:
         model = model_of("llama", spread=0.3)
         model.model.layers[1].self_attn.scaling = scale
@@ -71,60 +71,24 @@ def without_padding_mask(patch: pytest.MonkeyPatch) -> Any:
     return model_of("llama", spread=0.3)
 
 
-class Half(torch.autograd.Function):
-    """SiLU whose derivative is σ(x), without x σ′(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return F.silu(x)
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return delta * torch.sigmoid(x)
+# SiLU whose derivative is σ(x), without x σ′(x)
+Half = function_of(F.silu, lambda delta, x: delta * torch.sigmoid(x))
 
 
-class WithoutUp(torch.autograd.Function):
-    """silu(gate) · up whose error signal of the gate lacks the factor up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        gate, _ = ctx.saved_tensors
-        s = torch.sigmoid(gate)
-        return delta * s * (1 + gate * (1 - s)), delta * F.silu(gate)
+def without_up(delta: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The error signals of silu(gate) · up; that of the gate lacks the factor up."""
+    s = torch.sigmoid(gate)
+    return delta * s * (1 + gate * (1 - s)), delta * F.silu(gate)
 
 
-def half_a_gate(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("llama", spread=0.3)
-    model.model.layers[1].mlp.act_fn.forward = Half.apply
-    return model
-
-
-def gate_without_up(patch: pytest.MonkeyPatch) -> Any:
-    model = model_of("llama", spread=0.3)
-    mlp = model.model.layers[1].mlp
-    mlp.forward = lambda x: mlp.down_proj(WithoutUp.apply(mlp.gate_proj(x), mlp.up_proj(x)))
-    return model
-
-
-def feed_forward(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], Any]:
-    def make(patch: pytest.MonkeyPatch) -> Any:
-        model = model_of("llama", spread=0.3)
-        mlp = model.model.layers[1].mlp
-        mlp.forward = lambda x: mlp.down_proj(compute(mlp.gate_proj(x), mlp.up_proj(x)))
-        return model
-
-    return make
+def feed_forward(compute: Callable[[Tensor, Tensor], Any]) -> Make:
+    return with_forward(
+        "llama", MLP, lambda mlp, right, x: mlp.down_proj(compute(mlp.gate_proj(x), mlp.up_proj(x))), spread=0.3
+    )
 
 
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
+FAULTS: dict[str, tuple[Make, str, str]] = {
     "scale 0.4": (scaled(0.4), ATTENTION, "if the scores were multiplied by 0.4, not by 1/√d_head = 0.5"),
     "scale 1.5": (scaled(1.5), ATTENTION, "if the scores were multiplied by 1.5, not by 1/√d_head = 0.5"),
     "sine": (
@@ -139,8 +103,14 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], str, str]] = {
     ),
     "padding mask": (without_padding_mask, ATTENTION, "if padding were visible"),
     "padding mask, without positions": (without_padding_mask, ATTENTION, "if padding were visible"),
-    "a term of the gate": (half_a_gate, MLP, "lacks the term x σ′(x) of the derivative g′ = σ(x) + x σ′(x)"),
-    "a factor of the gate": (gate_without_up, MLP, "if the factor up were missing"),
+    "a term of the gate": (
+        with_forward("llama", f"{MLP}.act_fn", lambda act, right, x: Half.apply(x), spread=0.3),
+        MLP, "lacks the term x σ′(x) of the derivative g′ = σ(x) + x σ′(x)",
+    ),
+    "a factor of the gate": (
+        feed_forward(function_of(lambda gate, up: F.silu(gate) * up, without_up).apply),
+        MLP, "if the factor up were missing",
+    ),
     "no activation": (feed_forward(lambda gate, up: gate * up), MLP, "if the gate had no activation function"),
     "no up": (feed_forward(lambda gate, up: F.silu(gate)), MLP, "if the factor up were missing"),
     "no gate": (feed_forward(lambda gate, up: up), MLP, "if the gate were missing"),
