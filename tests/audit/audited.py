@@ -6,6 +6,7 @@ audits so many sound random models and fails if one of them is accused.
 """
 
 import argparse
+import itertools
 import random
 import sys
 import time
@@ -20,6 +21,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
 import handgrad as hg
@@ -90,6 +92,21 @@ def with_forward(family: str, path: str, forward: Callable[..., Any], **options:
         module = model.get_submodule(path)
         module.forward = partial(forward, module, module.forward)
         return model
+
+    return make
+
+
+def rotating(rotate: Callable[..., Any], blocks: tuple[int, ...] = (0, 1)) -> Make:
+    """A Llama in which rotate(right, q, k, cos, sin) turns the queries and keys of these of its two blocks."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        right, calls = modeling_llama.apply_rotary_pos_emb, itertools.count()
+
+        def chosen(*given: Tensor, **more: Any) -> Any:
+            return rotate(right, *given) if next(calls) % 2 in blocks else right(*given, **more)
+
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", chosen)
+        return model_of("llama", spread=0.3)
 
     return make
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import FAMILIES, Make, adapted, batch, function_of, model_of, random_model, with_forward
+from audited import FAMILIES, Make, adapted, batch, function_of, model_of, random_model, rotating, with_forward
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,16 +151,9 @@ def stale_gradient(patch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def key_rotated_twice(patch: pytest.MonkeyPatch) -> Any:
-    right, calls = modeling_llama.apply_rotary_pos_emb, [0]
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
-        q_turned, k_turned = right(q, k, cos, sin, **more)
-        calls[0] += 1
-        return (q_turned, k_turned) if calls[0] % 2 else (q_turned, right(q, k_turned, cos, sin, **more)[1])
-
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
-    return model_of("llama", spread=0.3)
+def rotate_key_twice(right: Any, q: Tensor, k: Tensor, *angles: Tensor) -> Any:
+    turned = right(q, k, *angles)
+    return turned[0], right(q, turned[1], *angles)[1]
 
 
 def overflow(patch: pytest.MonkeyPatch) -> Any:
@@ -215,7 +208,7 @@ FAULTS: dict[str, tuple[Make, str, str, str]] = {
         "transformer.h.0.mlp.c_proj", "not trained", "its branch is detached",
     ),
     "a key rotated twice": (
-        key_rotated_twice, "model.layers.1.self_attn", "known mistake", "the keys were rotated twice",
+        rotating(rotate_key_twice, blocks=(1,)), "model.layers.1.self_attn", "known mistake", "the keys were rotated twice",
     ),
     "a float16 overflow": (overflow, "transformer.h.1.mlp.c_fc", "not finite", "overflows float16"),
 }  # fmt: skip

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from audited import Make, adapted, batch, model_of, with_forward
+from audited import Make, adapted, batch, model_of, rotating, with_forward
 from test_audit import in_block_1, only_backward, wrong_linear
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.llama import modeling_llama
 
 import handgrad as hg
 from handgrad.model.block import Block
@@ -26,19 +25,10 @@ def with_wrong_rows(layer: Any, right: Any, a: Tensor) -> Any:
     return WrongRows.apply(a, layer.weight)
 
 
-def late_keys(patch: pytest.MonkeyPatch) -> Any:
-    right, calls = modeling_llama.apply_rotary_pos_emb, [0]
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
-        calls[0] += 1
-        turned = right(q, k, cos, sin, **more)
-        if calls[0] % 2:
-            return turned
-        once = cos[:, 1:2].expand_as(cos), sin[:, 1:2].expand_as(sin)  # as far as from one position to the next
-        return turned[0], right(q, turned[1], *once, **more)[1]
-
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
-    return model_of("llama", spread=0.3)
+def rotate_keys_late(right: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    turned = right(q, k, cos, sin)
+    once = cos[:, 1:2].expand_as(cos), sin[:, 1:2].expand_as(sin)  # as far as from one position to the next
+    return turned[0], right(q, turned[1], *once)[1]
 
 
 def exchanged(change: Callable[..., tuple[Tensor, ...]]) -> Make:
@@ -76,7 +66,9 @@ def norms_with_gradient(patch: pytest.MonkeyPatch) -> Any:
 
 FAULTS: dict[str, tuple[Make, str, str]] = {
     # the model, the layer that must be named, and words of the sentence
-    "late keys": (late_keys, "model.layers.1.self_attn", "the keys' positions were one too large"),
+    "late keys": (
+        rotating(rotate_keys_late, blocks=(1,)), "model.layers.1.self_attn", "the keys' positions were one too large",
+    ),
     "positions from 1": (
         with_forward("gpt2", "transformer.wpe", lambda table, right, at: right(at + 1)),
         "transformer.wte", "positions were counted from 1",

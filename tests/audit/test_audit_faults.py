@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import Make, adapted, batch, function_of, model_of, with_forward
+from audited import Make, adapted, batch, function_of, model_of, rotating, with_forward
 from test_audit import in_block_1
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,16 +26,16 @@ def scaled(scale: float) -> Make:
     return make
 
 
-def rotated(turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], Any]:
-    def make(patch: pytest.MonkeyPatch) -> Any:
-        def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
-            cos, sin = cos[:, None], sin[:, None]
-            return turn(q, cos, sin), turn(k, cos, sin)
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-        patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
-        return model_of("llama", spread=0.3)
 
-    return make
+def rotated(turn: Turn, turn_keys: Turn | None = None) -> Make:
+    """Queries and keys turned by these functions of a tensor, cosine and sine; keys as the queries if there is one."""
+    return rotating(
+        lambda right, q, k, cos, sin: (
+            turn(q, cos[:, None], sin[:, None]), (turn_keys or turn)(k, cos[:, None], sin[:, None])
+        )
+    )  # fmt: skip
 
 
 def half(x: Tensor) -> Tensor:
@@ -52,13 +52,12 @@ def neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + pairs(x) * sin
 
 
-def one_backwards(patch: pytest.MonkeyPatch) -> Any:
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
-        cos, sin = cos[:, None], sin[:, None]
-        return q * cos - half(q) * sin, k * cos + half(k) * sin
+def forwards(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + half(x) * sin
 
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
-    return model_of("llama", spread=0.3)
+
+def backwards(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos - half(x) * sin
 
 
 def without_padding_mask(patch: pytest.MonkeyPatch) -> Any:
@@ -87,18 +86,15 @@ def feed_forward(compute: Callable[[Tensor, Tensor], Any]) -> Make:
     )
 
 
-ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+FIRST, ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.1.mlp"
 FAULTS: dict[str, tuple[Make, str, str]] = {
     "scale 0.4": (scaled(0.4), ATTENTION, "if the scores were multiplied by 0.4, not by 1/√d_head = 0.5"),
     "scale 1.5": (scaled(1.5), ATTENTION, "if the scores were multiplied by 1.5, not by 1/√d_head = 0.5"),
-    "sine": (
-        rotated(lambda x, cos, sin: x * cos - half(x) * sin), "model.layers.0.self_attn",
-        "if the sine of the rotation had the wrong sign",
-    ),
-    "sine of the queries": (one_backwards, "model.layers.0.self_attn", "if the queries were rotated backwards"),
-    "neighbors": (rotated(neighbors), "model.layers.0.self_attn", "if neighboring features were rotated"),
+    "sine": (rotated(backwards), FIRST, "if the sine of the rotation had the wrong sign"),
+    "sine of the queries": (rotated(backwards, forwards), FIRST, "if the queries were rotated backwards"),
+    "neighbors": (rotated(neighbors), FIRST, "if neighboring features were rotated"),
     "neighbors, angles of the halves": (
-        rotated(lambda x, cos, sin: x * cos + pairs(x) * sin), "model.layers.0.self_attn",
+        rotated(lambda x, cos, sin: x * cos + pairs(x) * sin), FIRST,
         "if neighboring features were rotated by the angles of the two halves",
     ),
     "padding mask": (without_padding_mask, ATTENTION, "if padding were visible"),
