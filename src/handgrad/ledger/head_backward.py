@@ -35,7 +35,8 @@ def _signal_error(name: str, through: str, rng: RandomInputs) -> float:
 
 def _output(x: Tensor, a: Tensor, head: Head, through: str) -> Tensor:
     """The head's output with x as its input where queries, keys or values are computed, and a elsewhere."""
-    return by_torch.head_output(*(x if letter in through else a for letter in "qkv"), head)
+    a_q, a_k, a_v = (x if letter in through else a for letter in "qkv")
+    return by_torch.head_output(a_q, a_k, a_v, head)
 
 
 def _parameter_error(name: str, rng: RandomInputs) -> float:

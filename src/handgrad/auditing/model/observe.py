@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import HandgradError
+from ...model.inspect.trace import own_gradients
 from .batch import AuditBatch
 from .points import Point, points_of
 from .subject import Subject
@@ -55,7 +56,8 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
     device = next(subject.base.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.inputs.items()}
     parameters = {t.name: t.parameter for t in subject.tracked}
-    with _quiet(subject.model), _without_gradients(parameters) as before:
+    before = {name: p.grad for name, p in parameters.items()}
+    with _quiet(subject.model), own_gradients(parameters.values()):
         tape = _Tape(subject) if points else None
         try:
             with torch.enable_grad():
@@ -123,24 +125,6 @@ def _quiet(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for module, name, value in changed:
             setattr(module, name, value)
-
-
-@contextlib.contextmanager
-def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor | None]]:
-    """Take the gradients away, and put them back in the end."""
-    before = {name: p.grad for name, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = None
-    try:
-        yield before
-    finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
-
-
-def kept_gradients(subject: Subject) -> contextlib.AbstractContextManager[Any]:
-    """Whatever happens, the audited parameters keep the gradients they have."""
-    return _without_gradients({t.name: t.parameter for t in subject.tracked})
 
 
 class _Tape:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...formatting import number, plural
+from ...model.inspect.trace import own_gradients
 from ...ops.loss import NO_TARGET
 from ...tolerances import merge_tolerance
 from ..diagnosis import diagnose
@@ -21,7 +22,7 @@ from ..findings import SetUp
 from .batch import AuditBatch
 from .causes import Suspects
 from .expect import Bounds, Expected, bounds, expect
-from .observe import Loss, Observed, kept_gradients, logits_of, observe, plain_loss, shared_loss, take_step
+from .observe import Loss, Observed, logits_of, observe, plain_loss, shared_loss, take_step
 from .subject import Subject, gradient_of_ours
 
 Grads = dict[str, Tensor | None]
@@ -212,7 +213,9 @@ class _Context:
         device = next(self.subject.base.parameters()).device
         inputs = {name: x.to(device) for name, x in self.batch.inputs.items()}
         straight = copy.deepcopy(self.subject.model)
-        with kept_gradients(self.subject):  # a kernel patched into the copy may still use the model's own weights
+        with own_gradients(
+            t.parameter for t in self.subject.tracked
+        ):  # a kernel patched into the copy may still use the model's own weights
             return self._resumed(straight, inputs)
 
     def _not_saved(self) -> str:
