@@ -248,9 +248,8 @@ def table_1(rng: RandomInputs) -> float:
     back = attention.backward(delta, a, head, saved)
     root = math.sqrt(saved.q.shape[1])
 
-    forward_errors = [
-        relative_error(x, y) for x, y in zip(saved, exact, strict=True) if x is not saved.causal
-    ]  # it holds −∞
+    # ρ_causal holds −∞
+    forward_errors = [relative_error(x, y) for x, y in zip(saved, exact, strict=True) if x is not saved.causal]
     forward_errors.append(mismatch((saved.causal.isinf().tolist(), exact.causal.isinf().tolist())))
 
     signals: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = [

@@ -161,9 +161,8 @@ class LinearFunction(Function):
         out = affine.forward(flat, w, bias if magnitude is None else None)
         h = c = None
         if down is not None and up is not None:
-            dtype = torch.promote_types(
-                out.dtype, down.dtype
-            )  # PEFT's factors may be wider than the layer, or narrower
+            # PEFT's factors may be wider than the layer, or narrower
+            dtype = torch.promote_types(out.dtype, down.dtype)
             wide, d, u = out.to(dtype), down.t().to(dtype), up.t().to(dtype)
             h = lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
             if magnitude is not None:

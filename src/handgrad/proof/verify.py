@@ -35,9 +35,8 @@ from .reference_model import Part
 from .tensor_errors import TensorErrors
 from .wide_layers import float64_copy, shared_copy
 
-WHOLE = (
-    8 * 5
-)  # bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+# bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+WHOLE = 8 * 5
 BY_BLOCK = 8 * 6  # bytes per parameter of the largest block: the same, and autograd's intermediates
 SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
 

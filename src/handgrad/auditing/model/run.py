@@ -112,8 +112,7 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
             causes: Any, absent: str = "") -> None:  # fmt: skip
         diagnosis = diagnose(computed, expected, bound, scales=suspects.scales())
         if not diagnosis.right and all(x.right for x in found):
-            known: Causes = causes()
-            diagnosis = diagnose(computed, expected, bound, **_given(known))
+            diagnosis = diagnose(computed, expected, bound, **vars(causes()))
         if absent and diagnosis.kind == "not trained":
             diagnosis = replace(diagnosis, sentence=f"was never computed: {absent}")
         diagnosis = _overflow(diagnosis, expected, allowed)
@@ -138,10 +137,6 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
                 lambda p=p: suspects.of_signal(p.name))  # fmt: skip
         _add_gradients(subject, by_signal.get(p.name, []), seen, right, allowed, suspects, add)
     return found
-
-
-def _given(causes: Causes) -> dict[str, Any]:
-    return {name: getattr(causes, name) for name in ("terms", "mistakes", "scales", "parts", "fitted")}
 
 
 def _point_name(p: Point) -> str:
