@@ -1,19 +1,10 @@
-"""Small models of transformers and PEFT for audits, and random ones: `random_model` draws family, shape, dtype and adapter.
+"""Small models of transformers and PEFT for audits, models with a fault, and random ones."""
 
-    python tests/audit/audited.py --models 200
-
-audits so many sound random models and fails if one of them is accused.
-"""
-
-import argparse
 import itertools
 import random
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
-import handgrad as hg
-from handgrad.families import FAMILIES
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this runs as a script
 from families.members import LLAMA_LIKE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
+from handgrad.families import FAMILIES
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -165,31 +153,3 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     if draw.random() < 0.3:
         made = {"input_ids": made["input_ids"]}
     return f"{seed}: {family}, {kind}, {str(dtype).removeprefix('torch.')}, {attention}, {shape}", model, made
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Audit sound random models; none may be accused.")
-    parser.add_argument("--models", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--no-setup", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    accused, largest, tensors, start = 0, 0.0, 0, time.perf_counter()
-    for seed in range(options.first, options.first + options.models):
-        name, model, made = random_model(seed)
-        report = hg.audit(model, made, setup=not options.no_setup)
-        largest, tensors = max(largest, report.worst), tensors + len(report.compared)
-        if not report.passed:
-            accused += 1
-            print(f"ACCUSED {name}\n{report}", flush=True)
-    seconds = time.perf_counter() - start
-    print(
-        f"{options.models} sound models, {tensors:,} tensors: {accused} accused; the largest error is"
-        f" {largest:.2f} of what rounding allows ({seconds:.0f} s)"
-    )
-    sys.exit(1 if accused else 0)
-
-
-if __name__ == "__main__":
-    main()
