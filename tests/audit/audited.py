@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
@@ -97,6 +98,32 @@ def rotating(rotate: Callable[..., Any], blocks: tuple[int, ...] = (0, 1)) -> Ma
         return model_of("llama", spread=0.3)
 
     return make
+
+
+def attending(family: str, change: Callable[..., Any], **options: Any) -> Make:
+    """A model whose second block computes change(right, q, k, v, mask, scale); `right` computes attention of the rest."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        module = {"gpt2": modeling_gpt2, "llama": modeling_llama}[family]
+        original = module.eager_attention_forward
+
+        def attention(layer: Any, *given: Any, scaling: float | None = None, **more: Any) -> Any:
+            def right(*given: Any) -> Any:
+                return original(layer, *given[:4], scaling=given[4], **more)
+
+            if layer.layer_idx != 1:
+                return right(*given, scaling)
+            return change(right, *given, scaling or given[0].shape[-1] ** -0.5)
+
+        patch.setattr(module, "eager_attention_forward", attention)
+        return model_of(family, **options)
+
+    return make
+
+
+def only_backward(right: Tensor, wrong: Tensor) -> Tensor:
+    """The right value with the gradient of the wrong one."""
+    return right.detach() + wrong - wrong.detach()
 
 
 def batch(

@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from audited import FAMILIES, Make, adapted, batch, function_of, model_of, random_model, rotating, with_forward
+from audited import (
+    FAMILIES,
+    Make,
+    adapted,
+    attending,
+    batch,
+    function_of,
+    model_of,
+    only_backward,
+    random_model,
+    rotating,
+    with_forward,
+)
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.llama import modeling_llama
 from typer.testing import CliRunner
 
 import handgrad as hg
@@ -88,40 +98,14 @@ def wrong_linear(grad_w: Callable[[Tensor, Tensor], Tensor]) -> type[torch.autog
 TransposedGradient = wrong_linear(lambda a, delta: (delta.t() @ a).t())
 
 
-def in_block_1(patch: pytest.MonkeyPatch, module: Any, change: Callable[..., Any]) -> None:
-    """Patch the attention function of a family, for the second block alone."""
-    right = module.eager_attention_forward
-
-    def attention(
-        layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: Any = None, **more: Any
-    ) -> Any:
-        if layer.layer_idx != 1:
-            return right(layer, q, k, v, mask, scaling=scaling, **more)
-        return change(right, layer, q, k, v, mask, scaling or q.shape[-1] ** -0.5, more)
-
-    patch.setattr(module, "eager_attention_forward", attention)
+without_scale = attending("gpt2", lambda right, q, k, v, mask, scale: right(q, k, v, mask, 1.0))
 
 
-def only_backward(right: Tensor, wrong: Tensor) -> Tensor:
-    """The right value with the gradient of the wrong one."""
-    return right.detach() + wrong - wrong.detach()
-
-
-def dropped_scale(patch: pytest.MonkeyPatch) -> Any:
-    in_block_1(patch, modeling_llama, lambda right, layer, q, k, v, mask, scale, more:
-               right(layer, q, k, v, mask, scaling=1.0, **more))  # fmt: skip
-    return model_of("llama")
-
-
-def dropped_scale_in_backward(patch: pytest.MonkeyPatch) -> Any:
-    def change(right: Any, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, more: Any) -> Any:
-        scores = q @ k.transpose(2, 3)
-        scaled = only_backward(scores * scale, scores)  # Δ_raw without 1/√d
-        rho = torch.softmax(scaled + mask, -1)
-        return (rho @ v).transpose(1, 2), rho
-
-    in_block_1(patch, modeling_gpt2, change)
-    return model_of("gpt2")
+def without_scale_in_backward(right: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Any:
+    scores = q @ k.transpose(2, 3)
+    scaled = only_backward(scores * scale, scores)  # Δ_raw without 1/√d
+    rho = torch.softmax(scaled + mask, -1)
+    return (rho @ v).transpose(1, 2), rho
 
 
 def untrained_magnitude(patch: pytest.MonkeyPatch) -> Any:
@@ -138,11 +122,9 @@ def bypassed_adapter(patch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def wrong_mask(patch: pytest.MonkeyPatch) -> Any:
-    in_block_1(patch, modeling_llama, lambda right, layer, q, k, v, mask, scale, more:
-               right(layer, q, k, v, mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(2).logical_not(), 0.0)
-                     .masked_fill(mask[:, :, -1:] < 0, -math.inf), scaling=scale, **more))  # fmt: skip
-    return model_of("llama")
+def with_next_token(right: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Any:
+    ahead = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(2).logical_not(), 0.0)
+    return right(q, k, v, ahead.masked_fill(mask[:, :, -1:] < 0, -math.inf), scale)
 
 
 def stale_gradient(patch: pytest.MonkeyPatch) -> Any:
@@ -182,9 +164,12 @@ FAULTS: dict[str, tuple[Make, str, str, str]] = {
     "a sign in a norm": (
         sign_in_a_norm, "transformer.h.1.ln_1", "missing term", "wrong sign in the norm's term of the mean",
     ),
-    "a dropped 1/√d": (dropped_scale, "model.layers.1.self_attn", "known mistake", "1/√d_head were left out"),
+    "a dropped 1/√d": (
+        attending("llama", lambda right, q, k, v, mask, scale: right(q, k, v, mask, 1.0)),
+        "model.layers.1.self_attn", "known mistake", "1/√d_head were left out",
+    ),
     "a dropped 1/√d in the backward pass": (
-        dropped_scale_in_backward, "transformer.h.1.attn.c_attn", "factor",
+        attending("gpt2", without_scale_in_backward), "transformer.h.1.attn.c_attn", "factor",
         "in q and k is 2 times too large (multiplied by √d_head",
     ),
     "an untrained magnitude": (
@@ -193,7 +178,9 @@ FAULTS: dict[str, tuple[Make, str, str, str]] = {
     "a bypassed adapter": (
         bypassed_adapter, "model.layers.1.self_attn", "known mistake", "the adapter of q were bypassed",
     ),
-    "a wrong mask": (wrong_mask, "model.layers.1.self_attn", "known mistake", "a token saw the next one"),
+    "a wrong mask": (
+        attending("llama", with_next_token), "model.layers.1.self_attn", "known mistake", "a token saw the next one",
+    ),
     "a stale gradient": (stale_gradient, "transformer.h.1.mlp.c_fc", "unexpected", "should not be"),
     "a transposed weight gradient": (
         with_forward("llama", "model.layers.1.self_attn.o_proj",
@@ -376,8 +363,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "all gradients are right" in Path(files[1]).read_text()
     for file in files:  # a report may be published: it has no path of this machine
         assert str(tmp_path) not in Path(file).read_text() and "m: GPT2LMHeadModel" in Path(file).read_text()
-    in_block_1(monkeypatch, modeling_gpt2, lambda right, layer, q, k, v, mask, scale, more:
-               right(layer, q, k, v, mask, scaling=1.0, **more))  # fmt: skip
+    without_scale(monkeypatch)
     done = CliRunner().invoke(app, ["audit", *options])
     assert done.exit_code == 1
     assert "✘ transformer.h.1.attn is wrong" in done.output
