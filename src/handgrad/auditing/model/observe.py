@@ -6,6 +6,7 @@ The model is left as it was: gradients, dropout and modes are restored. Autograd
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,24 +140,18 @@ class _Tape:
         for point in self.points:
             module = subject.module(point.module)
             if module is not None:
-                hook = self._input(point) if point.side == "in" else self._output(point)
-                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(partial(self._passed, point), with_kwargs=True))
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _input(self, point: Point) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _passed(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """A hook: store what enters or leaves the module of a point."""
+        if point.side == "in":
             self._store(point, args[0] if args else kwargs.get("hidden_states", kwargs.get("input")))
-
-        return hook
-
-    def _output(self, point: Point) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        else:
             self._store(point, out[0] if isinstance(out, tuple) and out else out)
-
-        return hook
 
     def _store(self, point: Point, x: Any) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():

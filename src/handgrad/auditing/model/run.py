@@ -18,7 +18,7 @@ from .expect import Bounds, Expected, bounds, expect
 from .observe import Loss, Observed, observe, plain_loss
 from .points import Point, layers_by_signal, points_of, same_signals
 from .setup import check_setup
-from .subject import Names, Subject, Tracked, gradient_of_ours, make_subject
+from .subject import Names, Subject, Tracked, make_subject
 
 
 def audit(
@@ -157,7 +157,7 @@ def _add_gradients(
             if stale is not None:
                 add("gradient", t.name, owner, stale, None, 0.0, Causes)
             continue
-        expected = gradient_of_ours(subject, t, right.grads)
+        expected = t.expected(right.grads)
         add("gradient", t.name, owner, computed, expected, allowed.grads.get(t.ours, 0.0),
             lambda t=t: suspects.of_gradient(t), _reason(subject, t, owner, seen))  # fmt: skip
 

@@ -42,6 +42,14 @@ class Tracked:
     adapter: bool  # belongs to an adapter
     trains: bool  # should receive a gradient
 
+    def turned(self, ours: Tensor) -> Tensor:
+        """A tensor of ours in the orientation of the audited parameter."""
+        return ours.detach().t() if self.transposed else ours.detach()
+
+    def expected(self, grads: dict[str, Tensor]) -> Tensor | None:
+        """Our gradient in that orientation; None where there should be none."""
+        return self.turned(grads[self.ours]) if self.ours in grads else None
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -290,11 +298,3 @@ def _with_parents(modules: dict[str, str]) -> dict[str, str]:
             if i > shift >= 0:
                 found.setdefault(".".join(mine[:i]), ".".join(other[: i - shift]))
     return found
-
-
-def gradient_of_ours(subject: Subject, tracked: Tracked, grads: dict[str, Tensor]) -> Tensor | None:
-    """Our gradient in the orientation of the audited parameter; None where there should be none."""
-    grad = grads.get(tracked.ours)
-    if grad is None:
-        return None
-    return grad.t() if tracked.transposed else grad
