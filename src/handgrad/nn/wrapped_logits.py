@@ -30,6 +30,10 @@ class Packed(NamedTuple):
     positions: Tensor | None  # (n)   None: from 0 in each sequence
 
 
+def options_of(recompute: bool) -> PassOptions:
+    return PassOptions(recompute="blocks" if recompute else "none")
+
+
 def prepare(
     model: GPT, packed: Packed, targets: Tensor, n_targets: int | None = None, options: PassOptions = DEFAULTS
 ) -> Work:
@@ -38,14 +42,6 @@ def prepare(
     if packed.positions is not None:
         batch = batch._replace(positions=packed.positions.to(batch.positions))
     return model.prepare(batch, targets, n_targets=n_targets, options=options)
-
-
-def loss_and_grads(
-    model: GPT, packed: Packed, targets: Tensor, *, n_targets: int | None = None, recompute: bool = False
-) -> float:
-    """`GPT.loss_and_grads`, for positions that do not begin at 0 as well."""
-    options = PassOptions(recompute="blocks" if recompute else "none")
-    return model.differentiate(prepare(model, packed, targets, n_targets, options), options)
 
 
 def gradients_of(parameters: Sequence[Tensor], compute: Callable[[], float]) -> tuple[float, list[Tensor]]:
@@ -110,9 +106,8 @@ class HiddenFunction(Function):
 
 def _run(ctx: Any, model: GPT, packed: Packed, recompute: bool, parameters: tuple[Any, ...]) -> None:
     """Compute a_10 of every row, and save what the backward pass needs."""
-    options = PassOptions(recompute="blocks" if recompute else "none")
     ctx.model, ctx.parameters = model, parameters
-    ctx.state = model.forward_pass(every_row(model, packed), options)
+    ctx.state = model.forward_pass(every_row(model, packed), options_of(recompute))
     ctx.save_for_backward(*parameters)  # torch then refuses a backward pass after the weights have changed
 
 

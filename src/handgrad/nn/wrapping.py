@@ -9,7 +9,6 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,8 @@ from .wrapped_logits import (
     gradients_of,
     hidden,
     logits_without_gradients,
-    loss_and_grads,
+    options_of,
+    prepare,
     state_without_gradients,
 )
 
@@ -45,9 +45,9 @@ class LossFunction(Function):
     def forward(
         ctx: Any, wrapped: "Wrapped", packed: Packed, targets: Tensor, n_targets: int | None, *parameters: Any
     ) -> Tensor:
-        model, recompute = wrapped.handgrad_model, wrapped.gradient_checkpointing
-        compute = partial(loss_and_grads, model, packed, targets, n_targets=n_targets, recompute=recompute)
-        value, grads = gradients_of(parameters, compute)
+        model, options = wrapped.handgrad_model, options_of(wrapped.gradient_checkpointing)
+        work = prepare(model, packed, targets, n_targets, options)
+        value, grads = gradients_of(parameters, lambda: model.differentiate(work, options))
         ctx.save_for_backward(*grads)
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 
