@@ -26,10 +26,10 @@ def forming(lengths: Sequence[int], f_in: int, f_out: int, with_grad: bool) -> b
     return formed + (0 if with_grad else sum(lengths) * f_in * f_out) < gram
 
 
-def formed(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    """Yield ∂w_i = a_iᵗ Δ_i of each example."""
+def formed(a: Tensor, delta: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """Yield ∂w_i = a_iᵗ Δ_i of each example, in this dtype (default: that of a)."""
     for a_i, delta_i in zip(torch.split(a, list(lengths)), torch.split(delta, list(lengths)), strict=True):
-        yield linear.grad_w(delta_i, a_i, None)
+        yield linear.grad_w(delta_i, a_i, None, dtype)
 
 
 def grams(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -52,7 +52,8 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
     """⟨∂w_i, ∂w_j⟩ of all pairs   (B, B)"""
     f = a.shape[1] * delta.shape[1]
     if len(a) * f + len(lengths) ** 2 * f < len(a) ** 2 * (a.shape[1] + delta.shape[1]):
-        flat = torch.stack([grad.reshape(-1) for grad in formed(a, delta, lengths)])
+        wide = torch.promote_types(a.dtype, torch.float32)
+        flat = torch.stack([grad.reshape(-1) for grad in formed(a, delta, lengths, wide)])
         return inner(flat, flat)
     a, delta = _wide(a), _wide(delta)
     rows = []
@@ -82,10 +83,10 @@ def products_with(a: Tensor, delta: Tensor, q: Tensor, lengths: Sequence[int]) -
     """⟨∂w_i, Q_k⟩ of given matrices q (K, f_in, f_out)   (B, K). For one matrix (a_i Q) · Δ_i, as cheap as ∂w itself; for
     several, each ∂w_i is formed once."""
     if len(q) == 1:
-        along = torch.linalg.vecdot(linear.forward(a, q[0], None), delta, dim=1)
+        along = torch.linalg.vecdot(linear.forward(a, q[0], None, dtype=q.dtype), delta.to(q.dtype), dim=1)
         return sums(along.double(), lengths)[:, None]
     flat = q.flatten(1)
-    return torch.cat([inner(grad.reshape(1, -1), flat) for grad in formed(a, delta, lengths)])
+    return torch.cat([inner(grad.reshape(1, -1), flat) for grad in formed(a, delta, lengths, q.dtype)])
 
 
 # ── embeddings, and a head that shares their matrix ─────────────────────────────────────────────────────────────────
