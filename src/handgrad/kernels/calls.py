@@ -307,9 +307,9 @@ def _attention(
 
 # ── packed weights ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}
+PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3}
 PACKED_DTYPE = torch.float32  # of their products
-BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}
 NUMBERS_OF_BLOCK = 32
 
 

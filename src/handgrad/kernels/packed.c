@@ -3,6 +3,7 @@
  *     kind 0   Q8_0   34 bytes: d, 32 q (int8)           w = d q
  *     kind 1   Q4_0   18 bytes: d, 16 bytes of nibbles   w = d (q − 8)
  *     kind 2   Q4_1   20 bytes: d, m, 16 nibbles         w = d q + m
+ *     kind 3   BF16   64 bytes: 32 numbers               w, the upper half of a float
  *
  * A product with one or a few rows waits for the weights to arrive from memory, so a weight of 4 bits is used in an eighth of
  * the time of a float. A block becomes the same 32 floats as those that ops/packed.py unpacks, in registers; the sums are of
@@ -29,6 +30,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 /* a float16; exponent and fraction move to their places in a float, whose exponent is larger by 112 */
 INLINE float half(const uint8_t *x) {
@@ -55,10 +57,25 @@ INLINE ints widen(const uint8_t *x) {
 #endif
 }
 
-INLINE size block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : 20; }
+/* LANES numbers of two bytes as floats */
+INLINE floats from_bfloat16(const uint8_t *x) {
+#if LANES == 16
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif LANES == 8
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
+#else
+    return (floats)(__builtin_convertvector(*(const shorts *)x, ints) << 16);
+#endif
+}
+
+INLINE size block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64; }
 
 /* the 32 numbers of a block */
 INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
+    if (kind == 3) {
+        for (int v = 0; v < VECTORS; v++) w[v] = from_bfloat16(x + 2 * v * LANES);
+        return;
+    }
     float d = half(x);
     if (kind == 0) {
         for (int v = 0; v < VECTORS; v++) {
@@ -127,6 +144,7 @@ void packed_product_part(size kind, size n, size f_in, size f_out, const float *
     if (kind == 0) product(0, n, f_in, f_out, a, as, w, out, os);
     if (kind == 1) product(1, n, f_in, f_out, a, as, w, out, os);
     if (kind == 2) product(2, n, f_in, f_out, a, as, w, out, os);
+    if (kind == 3) product(3, n, f_in, f_out, a, as, w, out, os);
 }
 
 void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out,
@@ -135,7 +153,7 @@ void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a,
     packed_product_part(kind, n, f_in, f_out, a, as, w, out, os);
 }
 
-/* out: 32 floats of each block */
+/* out: 32 floats of each block; not of kind 3, which torch converts as fast */
 void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out) {
     ROWS(blocks, PER_BLOCK) for (size b = 0; b < blocks; b++) {
         floats *x = (floats *)(out + b * PER_BLOCK), y[VECTORS];

@@ -61,7 +61,8 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
             f" {(rows, bytes_per_row(f_in, kind))} and a contiguous `out`"
         )
     result = out.view(-1, numbers)
-    if kind in calls.PACKED and data.is_contiguous() and data.is_cpu and out.dtype == torch.float32 and calls.fits(out):
+    ours = kind in calls.PACKED and numbers == calls.NUMBERS_OF_BLOCK
+    if ours and data.is_contiguous() and data.is_cpu and out.dtype == torch.float32 and calls.fits(out):
         calls.packed_unpack(kind, data.view(-1, size), result)
         return out
     blocks = _aligned(data).view(-1, size)
@@ -78,6 +79,7 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
 def multiplies(a: Tensor, data: Tensor, kind: str) -> bool:
     """Whether `product` can be called, and is faster than a product with the unpacked weights."""
     few = len(a) <= FEW_ROWS and kind in calls.PACKED and a.dtype == torch.float32
+    few = few and a.shape[1] % calls.NUMBERS_OF_BLOCK == 0
     return few and data.is_cpu and data.is_contiguous() and calls.fits(a)
 
 

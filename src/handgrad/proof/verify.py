@@ -16,6 +16,7 @@ from ..lora.injection import adapters_of
 from ..model.gpt import GPT
 from ..model.names import block_of
 from ..model.passes.objective import MEAN_LOSS, Objective
+from ..model.precision import MIXED, check_choice
 from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
 from .check_report import Report, Watch, progress_bar, run_check, spinner
 from .checker import Checker, activation_names, check_finite_and_trained, concatenate, loss_of, signal_names
@@ -51,6 +52,7 @@ def verify(
     objective: Objective = MEAN_LOSS,
     seed: int = 0,
     watch: Watch | None = None,
+    precision: str | None = None,
 ) -> Report:
     """Check every error signal and every parameter gradient of a model on these tokens against autograd and finite
     differences in float64; then the gradients of every code path of training, those computed in the model's own dtype, the
@@ -65,6 +67,9 @@ def verify(
     check_integer("seed", seed)
     if not isinstance(objective, Objective):
         raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
+    check_choice(precision, model.dtype)
+    if precision == MIXED:
+        raise HandgradError("mixed precision has no check yet: verify the model in float32")
     check_finite_and_trained(model)
     return _Verification(model, Batch(tokens, targets, lengths, objective), seed).run(watch)
 
@@ -242,7 +247,7 @@ def fits_whole(model: GPT) -> bool:
     return False
 
 
-def verify_on_random_batch(model: GPT, seed: int) -> Report:
+def verify_on_random_batch(model: GPT, seed: int, precision: str | None = None) -> Report:
     """`verify` on three random sequences of different lengths, with a fifth of the targets ignored."""
     check_integer("seed", seed)
     if model.size < SMALL_MODEL:
@@ -252,7 +257,7 @@ def verify_on_random_batch(model: GPT, seed: int) -> Report:
     tokens, targets = (torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator) for _ in range(2))
     targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
     targets[0] = tokens[-1]
-    return verify(model, tokens, targets, lengths, seed=seed)
+    return verify(model, tokens, targets, lengths, seed=seed, precision=precision)
 
 
 def free_memory() -> float:

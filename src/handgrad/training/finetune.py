@@ -14,8 +14,11 @@ from ..files.reading import read_text
 from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
+from ..gguf.file import is_gguf
 from ..lora import gguf_export
 from ..model.gpt import GPT
+from ..model.precision import MIXED, why_not_mixed
+from ..model.storage.rounded import round_frozen
 from ..optim import FINETUNE_LR, LORA_LR
 from ..text import examples, validation_split
 from ..text import format as text_format
@@ -44,15 +47,18 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         now=clock,
     )
     model = models.open_folder(
-        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype
-    )
+        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=_base_dtype(options, directory),
+        precision=options.precision,
+    )  # fmt: skip
     check_vocabulary(tokenizer, model.config)
     if checkpoint is None:
         _choose_weights(model, options)
+    if model.operand is not None and model.adapter is not None:
+        round_frozen(model)
 
     if options.gguf:
         gguf_export.check(model)
-    if model.packed and options.sample_tokens and ranks.first:
+    if model.unpacks and options.sample_tokens and ranks.first:
         display.say("The weights are packed: no samples while training, because each token would unpack every block.")
     training, validation, summary = _examples(options, how, tokenizer, model, ranks, display)
     options = replace(options, format=summary.format)
@@ -148,6 +154,18 @@ def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
             )
     elif options.adapter is not None:
         lora.apply(model, options.adapter, options.seed)
+
+
+def _base_dtype(options: FinetuneOptions, directory: Path) -> str | None:
+    """In which dtype matrices are read: for mixed precision in bfloat16, instead of rounding them afterwards, unless some of
+    them will train."""
+    mixes = options.precision == MIXED and why_not_mixed() is None
+    base = models.base_of(directory) if lora.is_adapter(directory) else directory
+    if options.base_dtype is not None or not mixes or is_gguf(base):
+        return options.base_dtype
+    started = directory == base or options.adapter != FinetuneOptions().adapter  # else an adapter of unknown contents
+    frozen = options.adapter is not None and not options.adapter.modules_to_save
+    return "bfloat16" if frozen and started else None
 
 
 def _steps_per_evaluation(training: Examples, validation: Examples | None, batch: int) -> int:
