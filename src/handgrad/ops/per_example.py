@@ -26,10 +26,10 @@ def forming(lengths: Sequence[int], f_in: int, f_out: int, with_grad: bool) -> b
     return formed + (0 if with_grad else sum(lengths) * f_in * f_out) < gram
 
 
-def formed(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    """Yield ∂w_i = a_iᵗ Δ_i of each example."""
+def formed(a: Tensor, delta: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """Yield ∂w_i = a_iᵗ Δ_i of each example, in this dtype, or in at least float32."""
     for a_i, delta_i in zip(torch.split(a, list(lengths)), torch.split(delta, list(lengths)), strict=True):
-        yield linear.grad_w(delta_i, a_i, None)
+        yield linear.grad_w(delta_i, a_i, None, dtype or _wide_dtype(a))
 
 
 def grams(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -63,8 +63,9 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Σ_tok x_i of each example: (n, f) → (B, f), (n) → (B)"""
-    return torch.stack([x_i.sum(0) for x_i in torch.split(x, list(lengths))])
+    """Σ_tok x_i of each example: (n, f) → (B, f), (n) → (B), in at least float32"""
+    dtype = _wide_dtype(x)
+    return torch.stack([x_i.sum(0, dtype=dtype) for x_i in torch.split(x, list(lengths))])
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ def products_with(a: Tensor, delta: Tensor, q: Tensor, lengths: Sequence[int]) -
     """⟨∂w_i, Q_k⟩ of given matrices q (K, f_in, f_out)   (B, K). For one matrix (a_i Q) · Δ_i, as cheap as ∂w itself; for
     several, each ∂w_i is formed once."""
     if len(q) == 1:
-        along = torch.linalg.vecdot(linear.forward(a, q[0], None), delta, dim=1)
+        wide = _wide(delta)
+        along = torch.linalg.vecdot(linear.forward(a, q[0], None, dtype=wide.dtype), wide, dim=1)
         return sums(along.double(), lengths)[:, None]
     flat = q.flatten(1)
     return torch.cat([inner(grad.reshape(1, -1), flat) for grad in formed(a, delta, lengths)])
@@ -123,4 +125,8 @@ def table_head_products(
 
 def _wide(x: Tensor) -> Tensor:
     """In at least float32: sums in bfloat16 have three digits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(_wide_dtype(x))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

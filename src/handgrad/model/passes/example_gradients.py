@@ -95,7 +95,7 @@ class ExampleNorms(ExampleGradients):
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, rows: Segments, in_out: bool) -> None:
         left, right = (a, delta) if in_out else (delta, a)
         if per_example.forming(rows.lengths, a.shape[1], delta.shape[1], self.grads):
-            for i, grad in enumerate(per_example.formed(left, right, rows.lengths), rows.first):
+            for i, grad in enumerate(per_example.formed(left, right, rows.lengths, p.dtype), rows.first):
                 self.squares[i] += per_example.dot(grad, grad)
                 if self.grads:
                     p.grad = grad if p.grad is None else p.grad.add_(grad)
@@ -105,7 +105,7 @@ class ExampleNorms(ExampleGradients):
             grams = per_example.grams(delta, rows.lengths)
             self.squares[rows.here] += per_example.squares(self._input[1], grams).cpu()
             if self.grads:
-                p.grad = linear.grad_w(right, left, p.grad)
+                p.grad = linear.grad_w(right, left, p.grad, p.dtype)
         if p is self.tied:
             self._keep_columns(a, delta, rows)
 
@@ -113,7 +113,7 @@ class ExampleNorms(ExampleGradients):
         added = per_example.sums(x, rows.lengths)
         self.squares[rows.here] += added.double().square().sum(1).cpu()
         if self.grads:
-            total = added.sum(0)
+            total = added.sum(0).to(p.dtype)
             p.grad = total if p.grad is None else p.grad.add_(total)
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
