@@ -17,10 +17,10 @@ from handgrad.files.manifest import FILE
 from handgrad.formats.models import open_to_generate
 from handgrad.inference.token_block import describe
 from handgrad.kernels import library
+from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.precision import why_not_mixed
 from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
-from handgrad.per_example.measure import example_norms
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
 from runs import OFTEN, SMALL, TEXT, same_weights, weights
@@ -136,14 +136,32 @@ def test_the_optimizer_inside_the_backward_pass() -> None:
 
 
 @mixes
-def test_norms_of_examples(workdir: Path) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gradients_of_examples(workdir: Path, adapted: bool) -> None:
     model = hg.load("base", precision="mixed")
-    examples = [{"prompt": f"{i}", "completion": "x" * (3 + i)} for i in range(4)]
-    norms = example_norms(model, examples)
-    model.precision = "float32"
-    exact = example_norms(model, examples)
-    assert norms.tolist() == pytest.approx(exact.tolist(), rel=0.02) and norms.tolist() != exact.tolist()
-    done = handgrad("influence", "--model", "base", "--data", "data.jsonl", "--prompt", "1", "--answer", "x", *MIXED)
+    if adapted:
+        hg.lora.inject(model, 2, dora=True)
+        round_frozen(model)
+    examples = [{"prompt": f"{i}", "completion": "x" * (3 + 9 * i)} for i in range(4)]
+    norms, products = hg.example_norms(model, examples), hg.example_products(model, examples)
+    assert torch.diagonal(products).sqrt().tolist() == pytest.approx(
+        norms.tolist(), rel=1e-3
+    )  # Gram matrices round less
+    tokens, targets = torch.randint(256, (2, 3, 40), generator=torch.Generator().manual_seed(0))
+    measured = ExampleNorms(grads=True)
+    model.loss_and_grads(tokens, targets, examples=measured)
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    model.loss_and_grads(tokens, targets)
+    for p, grad in zip((p for p in model.parameters() if p.requires_grad), found, strict=True):
+        assert grad.dtype == torch.float32 and relative_error(grad, p.grad, 1e-3) < 1e-4
+    for i, norm in enumerate(measured.result().tolist()):
+        model.zero_grad()
+        model.loss_and_grads(tokens[i : i + 1], targets[i : i + 1])
+        own = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        assert norm == pytest.approx(own.norm().item(), rel=1e-3)
+    options = ["--data", "data.jsonl", "--prompt", "1", "--answer", "x", *MIXED]
+    done = handgrad("influence", "--model", "base", *options)
     assert done.returncode == 0, done.stderr
 
 
