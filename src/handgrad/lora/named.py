@@ -38,10 +38,12 @@ class NamedAdapters(Affine):
         self.base = base
         self.branches: dict[str, LoRA] = {}  # not submodules: a name may have any character
 
-    def forward(self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         groups = [(self.branches[name], rows) for name, rows in run.adapters if name in self.branches]
         if len(groups) == 1 and isinstance(groups[0][1], slice) and groups[0][1] == slice(0, len(a)):
-            return groups[0][0].forward(a, run, out)
+            return groups[0][0].forward(a, run, out, dtype)
         out = self.base.forward(a, run, out)
         for branch, rows in groups:
             if branch.magnitude is not None:
@@ -52,7 +54,7 @@ class NamedAdapters(Affine):
                 some = out[rows]
                 branch.add_branch(a[rows], into=some)
                 out[rows] = some
-        return out
+        return out if dtype is None else out.to(dtype)
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
         raise HandgradError("several adapters do not train at once: use `selected`, or load one alone")
