@@ -71,7 +71,7 @@ browser:
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
 long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, masks, kills
-	$(BIN)/python tests/audit/audited.py --models 200
+	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
 	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/ledger/test_ledger.py
 	HANDGRAD_MASKS=2000 HANDGRAD_FLIPS=200 $(BIN)/python -m pytest tests/kernels

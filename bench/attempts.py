@@ -1,6 +1,6 @@
 """Calls to contenders that may fail: one that does leaves the case with its reason, and the others go on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from handgrad.errors import HandgradError
@@ -39,6 +39,11 @@ class Attempts:
         except Exception as reason:  # whatever it is, the other contenders go on
             self.problems[name] = problem(reason)
         return None
+
+    def collect(self, calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """What the calls of all contenders return, without those that fail."""
+        found = {name: self(name, call) for name, call in calls.items()}
+        return {name: result for name, result in found.items() if result is not None}
 
     def competing(self, names: Iterable[str]) -> list[str]:
         """Those that have not failed."""

@@ -13,8 +13,8 @@ from handgrad.ops import attention
 
 from .attempts import Attempts
 from .compete import compare
-from .measure import take_turns
-from .row import NAN, Row
+from .measure import take_turns, timed_rows
+from .row import Row
 from .sizes import AttentionShape, Size
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -46,37 +46,21 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
 
 def measure(direction: str, shape: AttentionShape, size: Size, attempts: Attempts) -> list[Row]:
     inputs = make_inputs(shape)
-    makers = {FORWARD: (our_forward, library_forward), BACKWARD: (our_backward, library_backward)}[direction]
-    runs: dict[str, Callable[[], object]] = {}
-    found = {}
-    for name, maker in zip(("handgrad", LIBRARY), makers, strict=True):
-        run = attempts(name, partial(maker, shape, inputs))
-        if run is not None:
-            runs[name] = run
-            found[name] = attempts(name, run)
-    ours, theirs = found.get("handgrad"), found.get(LIBRARY)
+    ours, library = {FORWARD: (our_forward, library_forward), BACKWARD: (our_backward, library_backward)}[direction]
+    makers = {"handgrad": ours, LIBRARY: library}
+    runs = attempts.collect({name: partial(maker, shape, inputs) for name, maker in makers.items()})
+    found = attempts.collect(runs)
     error: float | None = None
-    if ours is not None and theirs is not None:
-        pairs = [(by_head(x, shape), y, what) for x, y, what in zip(ours, theirs, RESULTS[direction], strict=True)]
+    if len(found) == 2:
+        results = zip(found["handgrad"], found[LIBRARY], RESULTS[direction], strict=True)
+        pairs = [(by_head(x, shape), y, what) for x, y, what in results]
         error = attempts("handgrad", lambda: max(compare(*pair) for pair in pairs))
     tokens = shape.sequences * shape.tokens
     in_a_row = 10 if tokens <= 1024 and size.rounds > 1 else 1  # so short that one alone is mostly noise
-    timings = take_turns(
-        {name: runs[name] for name in attempts.competing(runs)},
-        size.attention_rounds(tokens > 2048),
-        attempts,
-        in_a_row,
-    )
-    rows = []
-    for name in ("handgrad", LIBRARY):
-        row = Row("attention", case_name(direction, shape), name, tokens)
-        row.problem = attempts.problems.get(name, "")
-        if name in timings:
-            row.seconds, row.median = timings[name].best, timings[name].median
-            row.ratio = timings[LIBRARY].best / row.seconds if LIBRARY in timings else NAN
-            row.gradient_error = 0.0 if name == LIBRARY else NAN if error is None else error
-        rows.append(row)
-    return rows
+    rounds = min(size.rounds, 12 if tokens > 2048 else 40)
+    timings = take_turns(runs, rounds, attempts, in_a_row)
+    errors = {"handgrad": error, LIBRARY: 0.0}
+    return timed_rows("attention", case_name(direction, shape), tokens, errors, timings, LIBRARY, attempts, errors)
 
 
 def make_inputs(shape: AttentionShape) -> Inputs:

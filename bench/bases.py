@@ -3,8 +3,9 @@ of text, and for the tiny size models of the same two families that need no down
 
 import json
 import random
-from dataclasses import dataclass
-from functools import cached_property
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def base_of(size: Size, folder: Path) -> Base:
     path = models.weights_folder(size.base)
     records = json.loads(fetch("instructions")[0].read_text())
     return Base(size.base, path, folder, fetch("shakespeare")[0].read_text(), records)
+
+
+@cache
+def long_base(size: Size, tokens: int) -> Base:
+    """The named model, or one with random weights whose context holds so many tokens."""
+    long = replace(size.model, n_context=max(size.model.n_context, tokens))
+    return base_of(replace(size, model=long), Path(tempfile.mkdtemp()))
 
 
 def random_gpt2(size: Size, folder: Path) -> Base:

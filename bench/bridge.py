@@ -9,12 +9,12 @@ from torch import Tensor, nn
 import handgrad as hg
 
 from .in_transformers import network_of
-from .peers import adamw, bytes_of
+from .peers import Autograd, adamw
 
 REPLACED, WRAPPED, TRANSFORMERS = "handgrad, replaced", "handgrad, wrapped", "transformers"
 
 
-class Transformers:
+class Transformers(Autograd):
     """transformers, with peft's adapters if the model has adapters."""
 
     def __init__(self, model: hg.GPT, tokens: Tensor):
@@ -32,15 +32,9 @@ class Transformers:
         loss.backward()
         return float(loss.item())
 
-    def update(self) -> None:
-        self.optimizer.step()
-
     def named_gradients(self) -> dict[str, Tensor]:
         """By handgrad's names, the factors in PEFT's orientation."""
         return {ours(name): p.grad for name, p in self.network.named_parameters() if p.grad is not None}
-
-    def lasting_bytes(self) -> int:
-        return bytes_of(self.network, self.optimizer)
 
 
 def ours(name: str) -> str:

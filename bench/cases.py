@@ -28,6 +28,7 @@ COMPILED = "torch.compile"
 EAGER = "eager autograd"
 PEFT = "transformers + peft"
 MATMULS = "matmuls only"
+Contenders = dict[str, Callable[[], Contender]]  # by name
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Case:
 
     name: str
     tokens: int
-    make: dict[str, Callable[[], Contender]]  # handgrad first, then the reference
+    make: Contenders  # handgrad first, then the reference
     rounds: int
     matmuls: Callable[[], MatmulsOnly] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
@@ -77,14 +78,18 @@ def can_compile() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
+def _compiled(make: Callable[[], Contender]) -> Contender:
+    if not can_compile():
+        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
+    return make()
+
+
 # ── scenarios ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(size: Size) -> list[Case]:
-    (b, t), make = size.recipe_batch, partial(hg.GPT, size.recipe)
-    recipe = _training(
-        f"nano recipe, {b}×{t}", size.recipe, make, (b, t), size.recipe_rounds, size.compile_recipe, True
-    )
+    b, t = size.recipe_batch
+    recipe = _training(f"nano recipe, {b}×{t}", size.recipe, (b, t), size.recipe_rounds, size.compile_recipe, True)
     recipe.in_a_row = 10 if size.recipe_rounds > 1 else 1  # a step is so short that one alone is mostly noise
     cases = [_train_gpt2(shape, size) for shape in size.train]
     return [*cases, *(_train_gpt2(shape, size, "bfloat16") for shape in size.bfloat16), recipe]
@@ -92,18 +97,27 @@ def train(size: Size) -> list[Case]:
 
 def _train_gpt2(shape: tuple[int, int], size: Size, dtype: str = "float32") -> Case:
     b, t = shape
-    rounds = 2 if size.name == "quick" else 3 if b * t > 2048 else 6
     wide = dtype == "float32"
     return _training(
-        f"{size.label}, {b}×{t}" + ("" if wide else f", {dtype}"), size.model, partial(hg.GPT, size.model, seed=0), shape,
-        rounds, compiled=wide and shape in size.compiled, loop=wide and shape == size.loop, dtype=dtype,
+        f"{size.label}, {b}×{t}" + ("" if wide else f", {dtype}"), size.model, shape, _rounds(size, b * t),
+        compiled=wide and shape in size.compiled, loop=wide and shape == size.loop, dtype=dtype,
     )  # fmt: skip
+
+
+def _rounds(size: Size, tokens: int) -> int:
+    return 2 if size.name == "quick" else 3 if tokens > 2048 else 6
+
+
+def _hand_and_eager(model: Callable[[], hg.GPT], tokens: Tensor, targets: Tensor) -> Contenders:
+    return {
+        "handgrad": lambda: Hand(model(), tokens, targets),
+        EAGER: lambda: Eager(model(), tokens, targets),
+    }
 
 
 def _training(
     name: str,
     config: hg.ModelConfig,
-    model: Callable[..., hg.GPT],
     shape: tuple[int, int],
     rounds: int,
     compiled: bool,
@@ -112,25 +126,16 @@ def _training(
 ) -> Case:
     b, t = shape
     tokens, targets = batch_of(config.n_vocab, b, t)
-    model = partial(model, dtype=dtype)
-    make: dict[str, Callable[[], Contender]] = {
-        "handgrad": lambda: Hand(model(), tokens, targets),
-        EAGER: lambda: Eager(model(), tokens, targets),
-    }
+    model = partial(hg.GPT, config, dtype=dtype)
+    make = _hand_and_eager(model, tokens, targets)
     if compiled:
-        make[COMPILED] = lambda: _compiled(model(), tokens, targets)
+        make[COMPILED] = lambda: _compiled(lambda: Eager(model(), tokens, targets, compiled=True))
     if loop:
         make[LOOP] = lambda: Loop(model(), tokens, targets)
     plan = {"config": config, "batch": b, "tokens": t, "dtype": dtype}
     tolerance = TOLERANCE[getattr(torch, dtype)]
     exact = None if dtype == "float32" else lambda: Hand(model().float(), tokens, targets)
     return Case(name, b * t, make, rounds, lambda: MatmulsOnly(model(), tokens), plan, tolerance=tolerance, exact=exact)
-
-
-def _compiled(model: hg.GPT, tokens: Tensor, targets: Tensor) -> Eager:
-    if not can_compile():
-        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
-    return Eager(model, tokens, targets, compiled=True)
 
 
 def lora(size: Size) -> list[Case]:
@@ -140,23 +145,18 @@ def lora(size: Size) -> list[Case]:
 def _lora(shape: tuple[int, int], size: Size) -> Case:
     b, t = shape
     tokens, targets = batch_of(size.model.n_vocab, b, t)
-    rounds = 2 if size.name == "quick" else 3 if b * t > 2048 else 6
     plan = {"config": size.model, "batch": b, "tokens": t, "rank": RANK, "targets": "all-linear"}
-    model = partial(hg.GPT, size.model, seed=0)
     return Case(
-        f"LoRA r={RANK}, {b}×{t}", b * t, _with_peft(size, tokens, targets), rounds,
-        lambda: MatmulsOnly(model(), tokens, RANK), plan,
+        f"LoRA r={RANK}, {b}×{t}", b * t, _with_peft(size, tokens, targets), _rounds(size, b * t),
+        lambda: MatmulsOnly(hg.GPT(size.model), tokens, RANK), plan,
     )  # fmt: skip
 
 
-def _with_peft(
-    size: Size, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None
-) -> dict[str, Callable[[], Contender]]:
+def _with_peft(size: Size, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> Contenders:
     """handgrad and transformers + peft, both with adapters on every matrix."""
-    model = partial(hg.GPT, size.model, seed=0)
     return {
-        "handgrad": lambda: Hand(with_adapters(model()), tokens, targets, lengths),
-        PEFT: lambda: Peft(with_adapters(model()), tokens, targets, lengths),
+        "handgrad": lambda: Hand(with_adapters(hg.GPT(size.model)), tokens, targets, lengths),
+        PEFT: lambda: Peft(with_adapters(hg.GPT(size.model)), tokens, targets, lengths),
     }
 
 
@@ -168,13 +168,9 @@ def sft(size: Size) -> list[Case]:
 
 def memory(size: Size) -> list[Case]:
     b, t = size.memory
-    model = partial(hg.GPT, size.model, seed=0)
     tokens, targets = batch_of(size.model.n_vocab, b, t)
-    make: dict[str, Callable[[], Contender]] = {
-        "handgrad": lambda: Hand(model(), tokens, targets),
-        EAGER: lambda: Eager(model(), tokens, targets),
-        LEAST_MEMORY: lambda: HandInBackward(model(), tokens, targets),
-    }
+    make = _hand_and_eager(partial(hg.GPT, size.model), tokens, targets)
+    make[LEAST_MEMORY] = lambda: HandInBackward(hg.GPT(size.model), tokens, targets)
     plan = {"config": size.model, "batch": b, "tokens": t}
     return [Case(f"{size.label}, {b}×{t}", b * t, make, 1 if size.name == "quick" else 2, plan=plan)]
 
@@ -190,24 +186,18 @@ def _bridged(label: str, config: hg.ModelConfig, adapted: bool, size: Size) -> C
     tokens, _ = batch_of(config.n_vocab, b, t)
 
     def model() -> hg.GPT:
-        made = hg.GPT(config, seed=0)
+        made = hg.GPT(config)
         return with_adapters(made) if adapted else made
 
-    make: dict[str, Callable[[], Contender]] = {
+    make: Contenders = {
         bridge.REPLACED: lambda: bridge.Replaced(model(), tokens),
         bridge.TRANSFORMERS: lambda: bridge.Transformers(model(), tokens),
         bridge.WRAPPED: lambda: bridge.Wrapped(model(), tokens),
     }
     if size.bridge_compiled:
-        make[COMPILED] = lambda: _compiled_bridge(model(), tokens)
+        make[COMPILED] = lambda: _compiled(lambda: bridge.Compiled(model(), tokens))
     name = f"{label}, {f'LoRA r={RANK}, ' * adapted}{b}×{t}"
     return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=load_libraries)
-
-
-def _compiled_bridge(model: hg.GPT, tokens: Tensor) -> Contender:
-    if not can_compile():
-        raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
-    return bridge.Compiled(model, tokens)
 
 
 CASES: dict[str, Callable[[Size], list[Case]]] = {

@@ -1,9 +1,6 @@
 """Compare contenders on a case: losses and gradients first, then time in turns, then peak memory."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +14,9 @@ from handgrad.plan.timing import predict
 
 from .attempts import Attempts, WrongError, fill_in, problem
 from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
-from .measure import Timing, peak_during, resident, take_turns
-from .peers import Contender, Eager, Hand, HandInBackward, Loop
-from .process import ROOT, reason_of
+from .measure import Timing, peak_during, resident, take_turns, timed_rows
+from .peers import Contender, Eager, Hand, HandInBackward, Loop, step
+from .process import run_alone
 from .row import NAN, Row
 from .sizes import SIZES, Size
 
@@ -39,15 +36,12 @@ def relative(x: Tensor, reference: Tensor) -> float:
 def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[Row]:
     """Compare losses and gradients, time the contenders in turns, and measure each one's peak memory in its own process. A
     contender that fails has no figures."""
-    made: dict[str, Contender] = {}
-    for name, make in case.make.items():
-        if (contender := attempts(name, make)) is not None:
-            made[name] = contender
+    made = attempts.collect(case.make)
     errors = _gradient_errors(case, made, attempts)
     gradients: dict[str, Timing] = {name: Timing() for name in made}
-    runs: dict[str, Callable[[], object]] = {}
-    for name in attempts.competing(made):
-        runs[name] = _timed_step(made[name], gradients[name])
+    runs: dict[str, Callable[[], object]] = {
+        name: _timed_step(made[name], gradients[name]) for name in attempts.competing(made)
+    }
     if case.matmuls is not None and (matmuls := attempts(MATMULS, case.matmuls)) is not None:
         runs[MATMULS] = matmuls.gradients
     timings = take_turns(runs, min(size.rounds, case.rounds), attempts, case.in_a_row)
@@ -55,20 +49,16 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
     shown = [name for name in case.make if name not in (COMPILED, LOOP)] if scenario in size.peaks else []
     peaks, unmeasured = _peaks(scenario, case.name, attempts.competing(shown), size, attempts)
 
-    rows = []
     reference = list(case.make)[1]
-    for name in [*case.make, *([MATMULS] if case.matmuls is not None else [])]:
-        row = Row(scenario, case.name, name, case.tokens, note=case.note)
-        rows.append(row)
-        row.problem = attempts.problems.get(name, unmeasured.get(name, ""))
+    names = [*case.make, *([MATMULS] if case.matmuls is not None else [])]
+    rows = timed_rows(scenario, case.name, case.tokens, names, timings, reference, attempts)
+    for row in rows:
+        name, row.note = row.contender, case.note
+        row.problem = row.problem or unmeasured.get(name, "")
         row.gradient_error = errors.get(name, NAN)
-        if name in timings:
-            timing = timings[name]
-            row.seconds, row.median = timing.best, timing.median
-            row.ratio = timings[reference].best / timing.best if reference in timings else NAN
-            if name in gradients and name != LOOP:
-                row.gradient_seconds = min(gradients[name].rounds[1:])
-                row.mfu = timings[MATMULS].best / row.gradient_seconds if MATMULS in timings else NAN
+        if name in timings and name in gradients and name != LOOP:
+            row.gradient_seconds = min(gradients[name].rounds[1:])
+            row.mfu = timings[MATMULS].best / row.gradient_seconds if MATMULS in timings else NAN
         if name in peaks:
             row.memory = peaks[name]
             row.memory_ratio = peaks[name] / peaks[reference] if reference in peaks else NAN
@@ -99,7 +89,6 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
         exact.gradients()
         expected = exact.named_gradients()
         limits = {key: max(case.tolerance, 2 * relative(grad, expected[key])) for key, grad in rounded.items()}
-    errors: dict[str, float] = {}
 
     def error_of(name: str) -> float | None:
         loss, contender = losses[name], made[name]
@@ -114,20 +103,17 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
             raise WrongError(f"gradients without a counterpart: {missing}")
         return max(compare(grad, expected[key], key, limits[key]) for key, grad in found.items())
 
-    for name in attempts.competing(made):
-        if (error := attempts(name, partial(error_of, name))) is not None:
-            errors[name] = error
-    return errors
+    return attempts.collect({name: partial(error_of, name) for name in attempts.competing(made)})
 
 
 def _timed_step(contender: Contender, gradients: Timing) -> Callable[[], None]:
-    def step() -> None:
+    def timed() -> None:
         start = time.perf_counter()
         contender.gradients()
         gradients.rounds.append(time.perf_counter() - start)
         contender.update()
 
-    return step
+    return timed
 
 
 # ── peak memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,17 +140,8 @@ def _peak_in_own_process(scenario: str, case: str, contender: str, size: Size) -
         code, defaults = f"import handgrad; handgrad.configure_runtime(); {code}", {}
     else:
         defaults = {"THP_MEM_ALLOC_ENABLE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | defaults,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise HandgradError(f"memory not measured: {reason_of(done)}")
-    bytes_above = int(json.loads(done.stdout.splitlines()[-1]))
+    shown, _ = run_alone("measuring memory", code, environment=defaults)
+    bytes_above = int(json.loads(shown.splitlines()[-1]))
     if bytes_above <= 0:
         raise HandgradError("the step's memory is too small to measure")
     return bytes_above
@@ -177,15 +154,9 @@ def show_peak(scenario: str, case_name: str, contender: str, size: str) -> None:
     recipe = SIZES[size].recipe
     small = batch_of(recipe.n_vocab, 2, 8)
     for warm in (Hand(hg.GPT(recipe), *small), Eager(hg.GPT(recipe), *small)):  # load libraries and their workspaces
-        warm.gradients()
-        warm.update()
+        step(warm)
     case.before()
     baseline = resident()
     competitor = case.make[contender]()
-
-    def step() -> None:
-        competitor.gradients()
-        competitor.update()
-
-    step()  # creates the optimizer state
-    print(json.dumps(peak_during(step) - baseline - competitor.lasting_bytes()))
+    step(competitor)  # creates the optimizer state
+    print(json.dumps(peak_during(partial(step, competitor)) - baseline - competitor.lasting_bytes()))

@@ -1,14 +1,12 @@
 """A step of the command `handgrad finetune` on one example, for examples of increasing length: time, and memory per further
 token. Every length runs in its own process."""
 
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from .attempts import Attempts
-from .bases import Base, base_of
+from .bases import Base, long_base
 from .finetune import PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
 from .in_transformers import RANK
 from .row import NAN, Row
@@ -21,15 +19,8 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
     return {f"{n:,} tokens": partial(measure, n, size) for n in size.context}
 
 
-@cache
-def base_for(size: Size) -> Base:
-    """The named model, or one with random weights whose context holds the longest example."""
-    long = replace(size.model, n_context=max(size.model.n_context, *size.context))
-    return base_of(replace(size, model=long), Path(tempfile.mkdtemp()))
-
-
 def measure(n: int, size: Size, attempts: Attempts) -> list[Row]:
-    base = base_for(size)
+    base = long_base(size, max(size.context))
     if n > base.n_context:
         return []
     least = PACKED | RECOMPUTE if base.is_packed else RECOMPUTE

@@ -35,7 +35,7 @@ from handgrad.text.records import Location, convert
 from handgrad.training.lifecycle import Result
 
 from .bases import Base
-from .finetune import check_losses, of_steps, run_peer, step_records
+from .finetune import check_losses, command_line, of_steps, run_peer, step_records
 from .in_transformers import RANK
 from .machine import Machine
 
@@ -240,10 +240,7 @@ def compare(demo: Demo, out: Console) -> None:
 
 def command(name: str, options: dict[str, Any]) -> str:
     """The same on the command line: lr=1e-3, packed=True → --lr 1e-3 --packed"""
-    words = ["handgrad", name]
-    for option, value in options.items():
-        words += [f"--{option.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return shlex.join(words)
+    return shlex.join(["handgrad", name, *command_line(options)])
 
 
 def say(out: Console, text: str, style: str = "") -> None:

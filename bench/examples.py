@@ -14,9 +14,9 @@ from .attempts import Attempts
 from .cases import uneven_examples
 from .compete import compare
 from .in_transformers import RANK
-from .measure import take_turns
-from .peers import Hand
-from .row import NAN, Row
+from .measure import take_turns, timed_rows
+from .peers import Hand, step
+from .row import Row
 from .sizes import Size
 
 NORMS, PLAIN = "handgrad, norms of examples", "handgrad"
@@ -56,27 +56,12 @@ def measure(kind: str, size: Size, attempts: Attempts) -> list[Row]:
     }
     ours, plain = contenders[NORMS], contenders[PLAIN]
     error = attempts(NORMS, lambda: _error(ours, plain, batch))
-
-    def step(contender: Hand) -> Callable[[], None]:
-        def run() -> None:
-            contender.gradients()
-            contender.update()
-
-        return run
-
-    runs = {name: step(contenders[name]) for name in attempts.competing(contenders)}
+    runs = {name: partial(step, contenders[name]) for name in attempts.competing(contenders)}
     timings = take_turns(runs, min(size.rounds, 2 * size.process_rounds), attempts)
-    rows = []
-    for name in contenders:
-        row = Row("examples", case_name(kind, size), name, len(batch[0]))
-        row.problem = attempts.problems.get(name, "")
-        if name in timings:
-            row.seconds, row.median = timings[name].best, timings[name].median
-            row.ratio = timings[PLAIN].best / row.seconds if PLAIN in timings else NAN
-            row.gradient_error = 0.0 if name == PLAIN else NAN if error is None else error
-            if name == NORMS:
-                row.note = f"{size.label}; {1 / row.ratio:.2f} times the time of a plain step"
-        rows.append(row)
+    errors = {NORMS: error, PLAIN: 0.0}
+    rows = timed_rows("examples", case_name(kind, size), len(batch[0]), errors, timings, PLAIN, attempts, errors)
+    if NORMS in timings:
+        rows[0].note = f"{size.label}; {1 / rows[0].ratio:.2f} times the time of a plain step"
     return rows
 
 

@@ -7,14 +7,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlencode
 
 from handgrad.errors import HandgradError
 
 from .attempts import MissingError
+from .process import memory_of
 
 Found = tuple[str, float, int]  # what was timed, its seconds, peak memory of the process or 0
 WORDS = (
@@ -124,27 +125,19 @@ def step(url: str, text: str, optimizer: str) -> float:
 
 
 def eight(url: str, text: str) -> float:
-    failed: list[object] = []
-
     def client(i: int) -> None:
-        try:
-            look = json.loads(get(url, "/api/sentence", {"text": f"client {i}: {text[:100]}"}))
-            for station in ("a_1", "blocks.0.a_3", "a_12", "loss"):
-                get(url, f"/api/station?{urlencode({'id': look['id'], 'station': station})}")
-        except Exception as reason:
-            failed.append(reason)
+        look = json.loads(get(url, "/api/sentence", {"text": f"client {i}: {text[:100]}"}))
+        for station in ("a_1", "blocks.0.a_3", "a_12", "loss"):
+            get(url, f"/api/station?{urlencode({'id': look['id'], 'station': station})}")
 
     started = time.perf_counter()
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(client, i) for i in range(8)]
+    failed = [reason for one in clients if (reason := one.exception()) is not None]
     if failed:
         raise HandgradError(f"{len(failed)} of eight clients at once failed: {failed[0]!r}")
     return time.perf_counter() - started
 
 
 def peak(pid: int) -> int:
-    with open(f"/proc/{pid}/status") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return memory_of("VmHWM", pid)

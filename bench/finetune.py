@@ -30,11 +30,13 @@ from .attempts import Attempts, WrongError, fill_in
 from .bases import Base, base_of, lengths_of
 from .cases import PEFT
 from .in_transformers import RANK
+from .measure import Timing, timed_rows
+from .peers import BATCH
 from .process import run_alone, with_torch
 from .row import Row
 from .sizes import Size
 
-LR, BATCH = 1e-4, 8  # BATCH examples are computed at once by the peer
+LR = 1e-4
 Options = dict[str, Any]  # of handgrad finetune
 PACKED: Options = {"packed": True}
 RECOMPUTE: Options = {"recompute": "blocks"}
@@ -93,26 +95,23 @@ class Work:
 
     @property
     def reference(self) -> str:
-        return list(self.contenders)[min(1, len(self.contenders) - 1)]
+        return list(self.contenders)[1]
 
     def rows(self, scenario: str, note: str, attempts: Attempts, budget: float) -> list[Row]:
         """The best of all rounds of every contender, compared with the second's, and what handgrad plan predicts."""
         data = self.base.read(self.data)
         tokens = [data.size(step * self.batch, self.batch)[0] for step in range(self.steps)]
         well = {name: self.found[name] for name in attempts.competing(self.contenders)}
-        best = {name: min(found.per_step for found in runs) for name, runs in well.items()}
+        timings = {name: Timing([found.per_step for found in runs]) for name, runs in well.items()}
         peak = {name: min(found.memory for found in runs) for name, runs in well.items()}
         above = {name: max(1, bytes_ - with_torch()) for name, bytes_ in peak.items()}
-        rows = []
-        for name, run in self.contenders.items():
-            row = Row(scenario, self.name, name, round(statistics.mean(tokens[1:])), note=note)
-            rows.append(row)
-            row.problem = attempts.problems.get(name, "")
+        mean = round(statistics.mean(tokens[1:]))
+        rows = timed_rows(scenario, self.name, mean, self.contenders, timings, self.reference, attempts)
+        for row, (name, run) in zip(rows, self.contenders.items(), strict=True):
+            row.note = note
             if name in well:
-                row.seconds, row.median = best[name], statistics.median(found.per_step for found in well[name])
                 row.memory, row.above_torch = peak[name], above[name]
-                if self.reference in well and len(self.contenders) > 1:
-                    row.ratio = best[self.reference] / best[name]
+                if self.reference in well:
                     row.memory_ratio = peak[name] / peak[self.reference]
                     row.above_torch_ratio = above[name] / above[self.reference]
             if isinstance(run, Ours):

@@ -4,11 +4,8 @@ batch (decode), a batch of uneven prompts, and the same tokens with and without 
 A context of n tokens is that at the end: decoding 16 tokens in a context of 512 begins behind 496."""
 
 import copy
-import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +15,10 @@ from handgrad.model.storage.quantize import quantize
 
 from . import generators, lowbit
 from .attempts import Attempts
-from .bases import Base, base_of
+from .bases import Base, long_base
 from .generators import Bound, Contender, Generator, Prompts, bytes_of_steps, check_same, llama, time_in_turns
-from .row import BOUND, NAN, Row
+from .measure import timed_rows
+from .row import BOUND, Row
 from .sizes import Size
 
 PEER = "transformers"
@@ -50,11 +48,8 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
 # ── models and prompts ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@cache
 def base_for(size: Size) -> Base:
-    """The named model, or one with random weights whose context holds the longest text."""
-    long = replace(size.model, n_context=max(size.model.n_context, *size.generate))
-    return base_of(replace(size, model=long), Path(tempfile.mkdtemp()))
+    return long_base(size, max(size.generate))
 
 
 @cache
@@ -150,10 +145,7 @@ def compete(
     case: str, tokens: int, makers: Makers, size: Size, attempts: Attempts, prompts: Prompts, most_rounds: int = 100
 ) -> list[Row]:
     """Compare the tokens of the first two contenders if they have the same weights, and time all in turns."""
-    made: dict[str, Contender] = {}
-    for name, make in makers.items():
-        if (contender := attempts(name, make)) is not None:
-            made[name] = contender
+    made = attempts.collect(makers)
     first, second = list(makers)[:2]
     mine, other = made.get(first), made.get(second)
     if second != FLOAT32 and isinstance(mine, Generator) and isinstance(other, Generator):
@@ -161,16 +153,11 @@ def compete(
         if found is not None and expected is not None:
             attempts(first, lambda: check_same(model_for(size), prompts, found, expected, second))
     timings = time_in_turns(made, min(size.generate_rounds, most_rounds), attempts)
-    rows = []
-    for name in makers:
-        row = Row("generate", case, name, tokens, problem=attempts.problems.get(name, ""), note=note_of(size))
-        if name in timings:
-            row.seconds, row.median = timings[name].best, timings[name].median
-            row.ratio = timings[second].best / row.seconds if second in timings else NAN
-            row.of_bound = (
-                timings[BOUND].best / row.seconds if BOUND in timings and name not in (BOUND, FLOAT32) else NAN
-            )
-        rows.append(row)
+    rows = timed_rows("generate", case, tokens, makers, timings, second, attempts)
+    for row in rows:
+        row.note = note_of(size)
+        if BOUND in timings and row.contender not in (BOUND, FLOAT32):
+            row.of_bound = timings[BOUND].best / row.seconds
     return rows
 
 

@@ -4,10 +4,8 @@ rests. Part of `generate`.
 All take and return float32; those that compute with bfloat16 activations convert. Every layer has separate weights, so
 that they come from memory, as in a network."""
 
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -17,8 +15,8 @@ from handgrad.kernels import library
 from handgrad.ops import packed
 
 from .attempts import Attempts, MissingError, WrongError
-from .generators import Contender, time_in_turns
-from .row import NAN, Row
+from .measure import take_turns, timed_rows
+from .row import Row
 from .sizes import Size
 
 REFERENCE = "torch, float32"
@@ -50,45 +48,29 @@ def case_name(bits: int, rows: int, size: Size) -> str:
 def products(bits: int, rows: int, size: Size, attempts: Attempts) -> list[Row]:
     """Time all kernels of as many bits in turns, after their results have been compared with those of float32."""
     a = torch.randn(rows, size.low_bit_layers[2], generator=torch.Generator().manual_seed(rows))
-    made: dict[str, Contender] = {}
-    for name, pack in KERNELS[bits].items():
-        layers = attempts(name, partial(packed_layers, pack, size))
-        if layers is not None and attempts(name, partial(check, layers, a, size, bits)):
-            made[name] = Layers(layers, a)
-    timings = time_in_turns(made, size.generate_rounds, attempts)
-    found = []
-    for name in KERNELS[bits]:
-        row = Row(
-            "generate", case_name(bits, rows, size), name, rows, problem=attempts.problems.get(name, ""), note=NOTE
-        )
-        if name in timings:
-            row.seconds, row.median = timings[name].best, timings[name].median
-            row.ratio = timings[REFERENCE].best / row.seconds if REFERENCE in timings else NAN
-        found.append(row)
+    layers = attempts.collect({name: partial(packed_layers, pack, size) for name, pack in KERNELS[bits].items()})
+    for name, made in layers.items():
+        attempts(name, partial(check, made, a, size, bits))
+    runs = {name: partial(multiply, made, a) for name, made in layers.items()}
+    timings = take_turns(runs, size.generate_rounds, attempts)
+    found = timed_rows("generate", case_name(bits, rows, size), rows, KERNELS[bits], timings, REFERENCE, attempts)
+    for row in found:
+        row.note = NOTE
     return found
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A contender: one product with every layer."""
-
-    products: list[Product]
-    a: Tensor
-
-    def seconds(self) -> float:
-        start = time.perf_counter()
-        for product in self.products:
-            product(self.a)
-        return time.perf_counter() - start
+def multiply(layers: list[Product], a: Tensor) -> None:
+    """One product with every layer."""
+    for product in layers:
+        product(a)
 
 
-def check(layers: list[Product], a: Tensor, size: Size, bits: int) -> bool:
+def check(layers: list[Product], a: Tensor, size: Size, bits: int) -> None:
     """Raise if the first layer's product has a larger error than rounding explains."""
     expected = a @ weights(size)[0].t()
     error = float((layers[0](a) - expected).norm() / expected.norm())
     if error > LARGEST_ERROR[bits]:
         raise WrongError(f"the product has an error of {error:.1%}; not timed")
-    return True
 
 
 @cache

@@ -1,14 +1,15 @@
-"""Interleaved timing, and peak memory."""
+"""Interleaved timing, the rows of what was timed, and peak memory."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .attempts import Attempts
 from .process import memory_of
+from .row import NAN, Row
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Timing:
 
 
 def take_turns(
-    contenders: dict[str, Callable[[], object]], rounds: int, attempts: Attempts, in_a_row: int = 1
+    contenders: Mapping[str, Callable[[], object]], rounds: int, attempts: Attempts, in_a_row: int = 1
 ) -> dict[str, Timing]:
     """Time contenders in turns: one warm-up each, then every contender in every round, `in_a_row` times if it is short.
     Those that fail have no timing."""
@@ -51,6 +52,23 @@ def take_turns(
     finally:
         gc.unfreeze()
     return {name: timings[name] for name in attempts.competing(contenders)}
+
+
+def timed_rows(
+    scenario: str, case: str, tokens: int, names: Iterable[str], timings: Mapping[str, Timing], reference: str,
+    attempts: Attempts, errors: Mapping[str, float | None] | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each contender: its times, compared with the reference's, and the error of its results; or its problem."""
+    rows = []
+    for name in names:
+        row = Row(scenario, case, name, tokens, problem=attempts.problems.get(name, ""))
+        rows.append(row)
+        if name in timings:
+            row.seconds, row.median = timings[name].best, timings[name].median
+            row.ratio = timings[reference].best / row.seconds if reference in timings else NAN
+            error = (errors or {}).get(name)
+            row.gradient_error = NAN if error is None else error
+    return rows
 
 
 def resident() -> int:

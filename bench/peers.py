@@ -18,8 +18,10 @@ from handgrad.training.job import Job
 from handgrad.training.loop import take_step
 
 from .in_transformers import network_of
+from .peft_peer import padded
 
 LR = 1e-5
+BATCH = 8  # examples that transformers + peft compute at once
 
 
 class Contender(Protocol):
@@ -34,6 +36,11 @@ class Contender(Protocol):
 
     def lasting_bytes(self) -> int:
         """Bytes of weights and optimizer state."""
+
+
+def step(contender: Contender) -> None:
+    contender.gradients()
+    contender.update()
 
 
 def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
@@ -52,15 +59,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 class Hand:
     """handgrad with default settings."""
 
-    def __init__(
-        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, recompute: str = "none"
-    ):
-        self.model, self.batch, self.recompute = model, (tokens, targets, lengths), recompute
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
+        self.model, self.batch = model, (tokens, targets, lengths)
         self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
 
     def gradients(self) -> float:
         self.optimizer.zero_grad()
-        return self.model.loss_and_grads(*self.batch, recompute=self.recompute)
+        return self.model.loss_and_grads(*self.batch)
 
     def update(self) -> None:
         optim.step(self.optimizer, 1.0)
@@ -75,8 +80,8 @@ class Hand:
 class HandInBackward(Hand):
     """handgrad with the least memory: blocks recomputed, the optimizer inside the backward pass."""
 
-    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
-        self.model, self.batch = model, (tokens, targets, lengths)
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor):
+        self.model, self.batch = model, (tokens, targets, None)
         self.inside = OptimizerInBackward(model, adamw)
 
     def gradients(self) -> float:
@@ -112,6 +117,19 @@ class Loop(Hand):
 
     def update(self) -> None:
         pass
+
+
+class Autograd:
+    """A network of PyTorch with its optimizer."""
+
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def lasting_bytes(self) -> int:
+        return bytes_of(self.network, self.optimizer)
 
 
 # ── eager autograd, and the same compiled ───────────────────────────────────────────────────────────────────────────
@@ -168,7 +186,9 @@ def oriented(name: str, tensor: Tensor) -> Tensor:
     return tensor.t() if tensor.ndim == 2 and ".h." in name else tensor
 
 
-class Eager:
+class Eager(Autograd):
+    network: EagerGPT
+
     def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False):
         self.network = EagerGPT(model).to(model.dtype)
         self.call: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
@@ -181,25 +201,17 @@ class Eager:
         loss.backward()
         return loss.item()
 
-    def update(self) -> None:
-        self.optimizer.step()
-
     def named_gradients(self) -> dict[str, Tensor]:
         return {name: oriented(name, p.grad) for name, p in self.network.pairs.items()}
-
-    def lasting_bytes(self) -> int:
-        return bytes_of(self.network, self.optimizer)
 
 
 # ── transformers + peft ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Peft:
+class Peft(Autograd):
     """transformers' GPT-2 with peft's LoRA; batches are padded on the right, as by its trainer."""
 
-    def __init__(
-        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, batch: int = 8
-    ):
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
         self.network = network_of(model)
         self.factors: dict[str, nn.Parameter] = {}
         for name in hg.lora.adapters_of(model):
@@ -208,7 +220,10 @@ class Peft:
             self.factors |= {f"{name}.down": a, f"{name}.up": b}
         self.optimizer = adamw(self.factors.values())
         self.n_targets = int((targets != -100).sum())
-        self.batches = [(tokens, targets, None)] if lengths is None else padded(tokens, targets, lengths, batch)
+        self.batches: list[tuple[Tensor, Tensor, Tensor | None]] = [(tokens, targets, None)]
+        if lengths is not None:
+            examples = list(zip(tokens.split(lengths), targets.split(lengths), strict=True))
+            self.batches = [padded(examples[i : i + BATCH]) for i in range(0, len(examples), BATCH)]
 
     def gradients(self) -> float:
         self.optimizer.zero_grad()
@@ -222,25 +237,5 @@ class Peft:
             total += loss.item()
         return total
 
-    def update(self) -> None:
-        self.optimizer.step()
-
     def named_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.t() for name, p in self.factors.items()}
-
-    def lasting_bytes(self) -> int:
-        return bytes_of(self.network, self.optimizer)
-
-
-def padded(tokens: Tensor, targets: Tensor, lengths: list[int], batch: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Split into batches of `batch` examples, each padded to its longest."""
-    ids, answers = tokens.split(lengths), targets.split(lengths)
-    batches = []
-    for i in range(0, len(lengths), batch):
-        group, expected = ids[i : i + batch], answers[i : i + batch]
-        pad = nn.utils.rnn.pad_sequence
-        mask = pad([torch.ones_like(x) for x in group], batch_first=True)
-        batches.append(
-            (pad(list(group), batch_first=True), pad(list(expected), batch_first=True, padding_value=-100), mask)
-        )
-    return batches

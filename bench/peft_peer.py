@@ -4,6 +4,8 @@ allocator."""
 import json
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +51,9 @@ def main() -> None:
     print(json.dumps({"losses": losses, "seconds": seconds}))
 
 
-def padded(examples: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:
+def padded(examples: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, targets and mask of a batch, padded on the right to its longest, as by transformers' trainer."""
-    ids, targets = ([torch.tensor(x) for x in column] for column in zip(*examples, strict=True))
+    ids, targets = ([torch.as_tensor(x) for x in column] for column in zip(*examples, strict=True))
     mask = [torch.ones_like(x) for x in ids]
     return pad_sequence(ids, True), pad_sequence(targets, True, -100), pad_sequence(mask, True)
 

@@ -3,6 +3,7 @@ number of tokens, on logarithmic axes with the slope of each line (1: linear, 2:
 
 import itertools
 import math
+import statistics
 from html import escape
 
 from handgrad.formatting import number
@@ -172,10 +173,7 @@ def curve_of(row: Row) -> str:
 
 def slope(curve: list[tuple[int, float]]) -> float:
     """The exponent p of the power law c · tokensᵖ that fits best, by least squares of the logarithms."""
-    points = [(math.log(x), math.log(y)) for x, y in curve]
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    above = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return above / sum((x - mean_x) ** 2 for x, _ in points)
+    return statistics.linear_regression([math.log(x) for x, _ in curve], [math.log(y) for _, y in curve]).slope
 
 
 def panel(sheet: Sheet, left: float, width: float, title: str, unit: str, curves: Curves) -> float:

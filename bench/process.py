@@ -68,9 +68,9 @@ def busy_cores(count: int) -> Iterator[None]:
             process.wait()
 
 
-def memory_of(name: str) -> int:
-    """Memory of this process in bytes: VmRSS now, VmHWM at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def memory_of(name: str, process: int | str = "self") -> int:
+    """Memory of a process in bytes: VmRSS now, VmHWM at its peak."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 

@@ -14,8 +14,8 @@ from .attempts import Attempts
 from .cases import CASES
 from .compete import compare, compete
 from .machine import Machine
-from .measure import take_turns
-from .row import NAN, Row
+from .measure import take_turns, timed_rows
+from .row import Row
 from .sizes import Size
 
 Measure = Callable[[Attempts], list[Row]]
@@ -70,15 +70,8 @@ def one_product(layer: str, what: str, size: Size, attempts: Attempts) -> list[R
         attempts(name, run)
     error = attempts("as written", lambda: compare(as_is, transposed.t(), what))
     timings = take_turns(runs, min(size.rounds, 8), attempts)
-    rows = []
-    for name in runs:
-        row = Row("products", f"{layer}: {what}", name, tokens, problem=attempts.problems.get(name, ""))
-        if name in timings:
-            row.seconds, row.median = timings[name].best, timings[name].median
-            row.ratio = timings["transposed"].best / row.seconds if "transposed" in timings else NAN
-            row.gradient_error = (NAN if error is None else error) if name == "as written" else 0.0
-        rows.append(row)
-    return rows
+    errors = {"as written": error, "transposed": 0.0}
+    return timed_rows("products", f"{layer}: {what}", tokens, runs, timings, "transposed", attempts, errors)
 
 
 # ── the explain page ────────────────────────────────────────────────────────────────────────────────────────────────

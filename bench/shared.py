@@ -12,6 +12,7 @@ from handgrad.training.threads import Threads
 
 from .attempts import Attempts
 from .cases import batch_of
+from .measure import Timing, timed_rows
 from .peers import Loop
 from .process import busy_cores, run_alone
 from .row import NAN, Row
@@ -30,19 +31,12 @@ def cases(size: Size) -> dict[str, Callable[[Attempts], list[Row]]]:
 
 def measure(busy: int, size: Size, attempts: Attempts) -> list[Row]:
     b, t = size.recipe_batch
-    found = {}
+    runs = {name: partial(step_seconds, name, size) for name in (OURS, DEFAULT)}
     with busy_cores(busy):
-        for name in (OURS, DEFAULT):
-            if (seconds := attempts(name, partial(step_seconds, name, size))) is not None:
-                found[name] = seconds
-    rows = []
-    for name in (OURS, DEFAULT):
-        row = Row("shared", case_name(busy), name, b * t, problem=attempts.problems.get(name, ""))
+        timings = {name: Timing([seconds]) for name, seconds in attempts.collect(runs).items()}
+    rows = timed_rows("shared", case_name(busy), b * t, runs, timings, DEFAULT, attempts)
+    for row in rows:
         row.note = f"nano recipe, {b}×{t}; best: mean of all steps; ratio: against {DEFAULT} with as many busy cores"
-        if name in found:
-            row.seconds = row.median = found[name]
-            row.ratio = found[DEFAULT] / found[name] if DEFAULT in found else NAN
-        rows.append(row)
     return rows
 
 

@@ -63,9 +63,6 @@ class Size:
     bridge_compiled: bool = False
     base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
 
-    def attention_rounds(self, long: bool) -> int:
-        return min(self.rounds, 12 if long else 40)
-
 
 GPT2 = hg.preset("gpt2")
 NANO = hg.preset("nano", n_vocab=65)

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from handgrad.files import manifest
 from handgrad.files.cache import cache_path
 from handgrad.kernels import library
 from handgrad.model.config import ACTIVATIONS
+from handgrad.text import tokenizer
 from handgrad.tolerances import TOLERANCE as TOLERANCE
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads
@@ -88,19 +90,6 @@ def perturb(network: torch.nn.Module, seed: int = 1, scale: float = 0.3) -> None
                 p.add_(scale * torch.randn(p.shape, generator=generator).to(p.dtype))
 
 
-class SilentDisplay:
-    """A training display that shows nothing."""
-
-    def say(self, text: str) -> None: ...
-    def examples(self, *arguments: object) -> None: ...
-    def reading(self, total: int) -> Callable[[int], None]:
-        return lambda n: None
-
-    def begin(self, job: object) -> None: ...
-    def show(self, record: dict[str, object]) -> None: ...
-    def end(self) -> None: ...
-
-
 def link_kernels(cache: Path) -> None:
     """Let a new cache folder have the kernels of this machine, so that processes that use it need not compile them again."""
     cache.mkdir(parents=True, exist_ok=True)
@@ -119,6 +108,19 @@ def save_as_others(model: hg.GPT, folder: Path, **options: object) -> None:
     (folder / manifest.FILE).unlink()
 
 
+def save_adapter(model: hg.GPT, folder: Path, seed: int = 1, scale: float = 0.3, **options: Any) -> None:
+    """Inject an adapter of rank 2 unless the options say otherwise, move it away from its initial values, and save it."""
+    hg.lora.inject(model, **{"rank": 2, **options})
+    perturb(model, seed, scale)
+    hg.lora.save(model, folder)
+
+
+def save_with_bytes(model: hg.GPT, folder: Path) -> None:
+    """Save a model whose tokens are bytes, with its tokenizer."""
+    hg.save(model, folder)
+    tokenizer.make("bytes", []).write(folder)
+
+
 def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `handgrad ARGUMENTS` in this process, which saves the start-up time of a new one."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
@@ -134,10 +136,30 @@ def handgrad(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(["handgrad", *arguments], code, out.getvalue(), err.getvalue())
 
 
+def succeed(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `handgrad ARGUMENTS`, which must not fail."""
+    done = handgrad(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def error_of(*arguments: object) -> str:
+    """The line with which `handgrad ARGUMENTS` fails."""
+    done = handgrad(*arguments)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, (done.stdout, done.stderr)
+    return done.stderr
+
+
+def plan_of(*arguments: object) -> dict[str, Any]:
+    """What `handgrad plan ARGUMENTS` writes as JSON."""
+    found: dict[str, Any] = json.loads(succeed("plan", *arguments, "--json", "-").stdout)
+    return found
+
+
 @cache
 def fork_server() -> subprocess.Popen[str]:
     """A process that has imported what commands need, and forks: a new interpreter takes seconds to import it."""
-    script = [sys.executable, str(Path(__file__).parent / "forked.py"), "serve"]
+    script = [sys.executable, str(Path(__file__).parent / "forked.py")]
     return subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
 

@@ -1,8 +1,6 @@
 """Run handgrad or a script in one or several processes forked from this one, so that torch is imported only once.
 
-python tests/forked.py 4 train --data text.txt            four processes, as torchrun would start them
-python tests/forked.py 2 script.py arguments
-python tests/forked.py serve                              what each line of stdin asks for, as `run_processes` in conftest.py
+As a program it carries out what each line of its standard input asks for (`run_processes` in conftest.py).
 """
 
 import json
@@ -100,7 +98,4 @@ def _carry_out(processes: int, arguments: list[str], folder: str, environment: d
 
 if __name__ == "__main__":
     warm_up()
-    if sys.argv[1:] == ["serve"]:
-        serve()
-    else:
-        sys.exit(max(map(abs, run([command(*sys.argv[2:])] * int(sys.argv[1])))))
+    serve()

@@ -3,12 +3,19 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from conftest import handgrad, link_kernels
+from handgrad.display.run_progress import Silent
 from handgrad.files.atomic import LEFTOVER
+from handgrad.training.config import TrainOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.job import Job
+from handgrad.training.pretrain import prepare
 
 TEXT = "".join(f"{n} green bottles hanging on the wall, and if {n % 7} of them should fall\n" for n in range(400))
 SMALL = ["--n-blocks", "1", "--d-model", "8", "--n-heads", "1", "--n-context", "16", "--batch-tokens", "64"]
@@ -28,6 +35,13 @@ def make_runs(folder: Path) -> Path:
     finally:
         del os.environ["HANDGRAD_CACHE"]
     return folder
+
+
+def small_job(text: Path, **options: Any) -> Job:
+    """A job of a tiny model, ready to start."""
+    shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
+    config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
+    return prepare(config, Ranks(), Silent(Console()))
 
 
 def train_options(folder: Path) -> list[object]:

@@ -1,7 +1,6 @@
 """Every scenario of handgrad bench at its tiny size, peers included: it runs, compares results before timing, and reports
 the load of the machine. The figures themselves are not tested."""
 
-import contextlib
 import io
 import json
 import math
@@ -9,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +24,13 @@ from bench.machine import Machine
 from bench.products import MatmulsOnly
 from bench.row import Row
 from bench.show import Watch, show
-from bench.sizes import SIZES, TINY, Size
+from bench.sizes import SIZES, TINY
 from torch.utils.flop_counter import FlopCounterMode
 
-import forked
 import handgrad as hg
-from conftest import need_chromium, run_processes
+from conftest import need_chromium, run_processes, save_with_bytes
+from forked_bench import run_forked
 from handgrad.cli.bench import bench as bench_command
-from handgrad.text import tokenizer
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
@@ -86,32 +83,13 @@ def bench(
     return json.loads(shown.out), shown.err
 
 
-def run_here(name: str, code: str, *rest: object) -> tuple[str, int]:
-    """bench.process.run_alone without a process."""
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        exec(code, {})
-    return shown.getvalue(), 10**9
-
-
-def peak_in_a_fork(scenario: str, case: str, contender: str, size: Size) -> int:
-    """bench.compete._peak_in_own_process without a new interpreter."""
-    with tempfile.NamedTemporaryFile("r") as shown:
-
-        def task() -> None:
-            with open(shown.name, "w") as file, contextlib.redirect_stdout(file):
-                compete.show_peak(scenario, case, contender, size.name)
-
-        os.waitpid(forked.start(task), 0)
-        return int(json.loads(shown.read()))
-
-
 @pytest.mark.filterwarnings("ignore")  # of the peers
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared, "run_alone", run_here)
-    monkeypatch.setattr(compete, "_peak_in_own_process", peak_in_a_fork)
+    for module in (shared, compete):
+        monkeypatch.setattr(module, "run_alone", run_forked)
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
     rows, machine = found["rows"], found["machine"]
     assert found["size"] == "tiny" and {row["scenario"] for row in rows} == {name}
@@ -224,8 +202,7 @@ def test_explain_page_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_chromium()
-    hg.save(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
-    tokenizer.make("bytes", []).write(tmp_path)
+    save_with_bytes(hg.GPT(hg.preset("nano", n_blocks=1)), tmp_path)
     monkeypatch.setitem(SIZES, "tiny", replace(TINY, explain=(str(tmp_path), 2)))
     rows = bench(capsys, monkeypatch, "explain")[0]["rows"]
     assert {"start to the first view", "another sentence", "more until a station was proven"} <= {

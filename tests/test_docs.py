@@ -24,12 +24,11 @@ from typer.testing import CliRunner
 
 import handgrad as hg
 import tiny_gguf
-from conftest import use_empty_cache
+from conftest import save_with_bytes, use_empty_cache
 from handgrad.cli.app import app
 from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
-from handgrad.text import tokenizer
 from handgrad.web.connection import BackgroundServer
 from tiny_chat import write_chat_model
 
@@ -96,8 +95,7 @@ class Folder:
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
         (path / "recipe.toml").write_text('data = ["book.txt"]\nschedule = "linear"\n')
-        hg.save(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
-        tokenizer.make("bytes", []).write(path / "path/to/gpt2")
+        save_with_bytes(hg.GPT(hg.preset("nano", **TINY)), path / "path/to/gpt2")
 
     def run(self, *arguments: str) -> str:
         """Run a command, scaled down: fewer steps, a server that ends at once."""

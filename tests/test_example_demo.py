@@ -7,7 +7,7 @@ import pytest
 from bench import example_demo
 
 import handgrad as hg
-from handgrad.text import tokenizer
+from conftest import save_with_bytes
 
 RECORDS = [{"instruction": f"Text {i}{'?' if i % 3 else '.'}", "output": f"Answer {i}."} for i in range(20)]
 RECORDS += [{"instruction": "No kind!"}, {"instruction": "Long.", "output": 99 * "Too long. "}]
@@ -19,8 +19,7 @@ def test_wrong_answers_and_the_planted_fact_are_looked_for_and_reported(
     monkeypatch.setitem(example_demo.OPTIONS, "epochs", 1)
     monkeypatch.setattr(example_demo, "FIRST", 3)
     base, out = tmp_path / "base", tmp_path / "demo"
-    hg.save(hg.GPT(hg.preset("nano", n_context=96, d_model=16, n_heads=2, n_blocks=1), seed=0), base)
-    tokenizer.make("bytes", []).write(base)
+    save_with_bytes(hg.GPT(hg.preset("nano", n_context=96, d_model=16, n_heads=2, n_blocks=1)), base)
     options = ["--model", str(base), "--examples", "12", "--wrong", "2", "--out", str(out)]
     status = example_demo.main(options, RECORDS)
 

@@ -17,7 +17,6 @@ NAMES = {
     "LayerNorm": "model/layers/norms.py",
     "Saved": "ops/layernorm.py",
     "ACTIVATIONS": "model/config.py",
-    "SOURCES": "explain_page/stations/sources.py",
     "halves": "model/block.py",
     "Residual": "model/block.py",
     "STEPS": "proof/reference.py",

@@ -1,29 +1,23 @@
-"""Small models of transformers and PEFT for audits, and random ones: `random_model` draws family, shape, dtype and adapter.
+"""Small models of transformers and PEFT for audits, models with a fault, and random ones."""
 
-    python tests/audit/audited.py --models 200
-
-audits so many sound random models and fails if one of them is accused.
-"""
-
-import argparse
+import itertools
 import random
-import sys
-import time
 import warnings
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
 from transformers.utils import logging
 
-import handgrad as hg
-from handgrad.families import FAMILIES
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # if this runs as a script
 from families.members import LLAMA_LIKE, NO_TOKEN_IDS, fields_of, linear_layers, window_of
+from handgrad.families import FAMILIES
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -58,6 +52,78 @@ def adapted(model: Any, family: str, filled: bool = True, **options: Any) -> Any
             if ".lora_B." in name and filled:
                 p += 0.3 * torch.randn(p.shape).to(p.dtype)
     return model
+
+
+def function_of(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """An autograd.Function: forward(*inputs), and backward(Δ, *inputs), which gives a gradient for each input."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            return forward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, delta: Tensor) -> Any:
+            return backward(delta, *ctx.saved_tensors)
+
+    return Made
+
+
+Make = Callable[[pytest.MonkeyPatch], Any]  # makes a model with a fault
+
+
+def with_forward(family: str, path: str, forward: Callable[..., Any], **options: Any) -> Make:
+    """A model in which one module computes forward(module, right, *inputs); `right` is what it would have computed."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        model = model_of(family, **options)
+        module = model.get_submodule(path)
+        module.forward = partial(forward, module, module.forward)
+        return model
+
+    return make
+
+
+def rotating(rotate: Callable[..., Any], blocks: tuple[int, ...] = (0, 1)) -> Make:
+    """A Llama in which rotate(right, q, k, cos, sin) turns the queries and keys of these of its two blocks."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        right, calls = modeling_llama.apply_rotary_pos_emb, itertools.count()
+
+        def chosen(*given: Tensor, **more: Any) -> Any:
+            return rotate(right, *given) if next(calls) % 2 in blocks else right(*given, **more)
+
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", chosen)
+        return model_of("llama", spread=0.3)
+
+    return make
+
+
+def attending(family: str, change: Callable[..., Any], **options: Any) -> Make:
+    """A model whose second block computes change(right, q, k, v, mask, scale); `right` computes attention of the rest."""
+
+    def make(patch: pytest.MonkeyPatch) -> Any:
+        module = {"gpt2": modeling_gpt2, "llama": modeling_llama}[family]
+        original = module.eager_attention_forward
+
+        def attention(layer: Any, *given: Any, scaling: float | None = None, **more: Any) -> Any:
+            def right(*given: Any) -> Any:
+                return original(layer, *given[:4], scaling=given[4], **more)
+
+            if layer.layer_idx != 1:
+                return right(*given, scaling)
+            return change(right, *given, scaling or given[0].shape[-1] ** -0.5)
+
+        patch.setattr(module, "eager_attention_forward", attention)
+        return model_of(family, **options)
+
+    return make
+
+
+def only_backward(right: Tensor, wrong: Tensor) -> Tensor:
+    """The right value with the gradient of the wrong one."""
+    return right.detach() + wrong - wrong.detach()
 
 
 def batch(
@@ -114,31 +180,3 @@ def random_model(seed: int) -> tuple[str, Any, dict[str, Tensor]]:
     if draw.random() < 0.3:
         made = {"input_ids": made["input_ids"]}
     return f"{seed}: {family}, {kind}, {str(dtype).removeprefix('torch.')}, {attention}, {shape}", model, made
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Audit sound random models; none may be accused.")
-    parser.add_argument("--models", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--no-setup", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    accused, largest, tensors, start = 0, 0.0, 0, time.perf_counter()
-    for seed in range(options.first, options.first + options.models):
-        name, model, made = random_model(seed)
-        report = hg.audit(model, made, setup=not options.no_setup)
-        largest, tensors = max(largest, report.worst), tensors + len(report.compared)
-        if not report.passed:
-            accused += 1
-            print(f"ACCUSED {name}\n{report}", flush=True)
-    seconds = time.perf_counter() - start
-    print(
-        f"{options.models} sound models, {tensors:,} tensors: {accused} accused; the largest error is"
-        f" {largest:.2f} of what rounding allows ({seconds:.0f} s)"
-    )
-    sys.exit(1 if accused else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audited import function_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -121,64 +122,15 @@ def test_named_terms() -> None:
     assert report.first.diagnosis.sentence == "lacks the term of the mean"
 
 
-class Transposed(torch.autograd.Function):
-    """a w, whose gradient of w is transposed where that fits."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(a, w)
-        return a @ w
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        a, w = ctx.saved_tensors
-        return delta @ w.t(), (a.t() @ delta).t()
-
-
-class IgnoresStrides(torch.autograd.Function):
-    """2 a, whose backward pass reads the memory of Δ as if it were contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        return 2 * a
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        memory = torch.empty(0, dtype=delta.dtype).set_(delta.untyped_storage())
-        return (
-            2
-            * memory.repeat(delta.numel())[: delta.numel()].view(delta.shape)
-            * torch.arange(1, delta.numel() + 1).view(delta.shape).ne(0)
-            if delta.is_contiguous()
-            else torch.zeros_like(delta)
-        )
-
-
-class HalfInside(torch.autograd.Function):
-    """exp(a), whose backward pass rounds to bfloat16 on the way."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a)
-        return a.exp()
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        (a,) = ctx.saved_tensors
-        return (delta * a.exp()).to(torch.bfloat16).to(delta.dtype)
-
-
-class ChangesInput(torch.autograd.Function):
-    """a², computed in place of its input."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a.clone())
-        return a.mul_(a).clone()
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Any:
-        return 2 * ctx.saved_tensors[0] * delta
+# a w, whose gradient of w is transposed where that fits
+Transposed = function_of(torch.matmul, lambda delta, a, w: (delta @ w.t(), (a.t() @ delta).t()))
+# 2 a, whose backward pass is right for contiguous memory only
+IgnoresStrides = function_of(
+    lambda a: 2 * a, lambda delta, a: 2 * delta if delta.is_contiguous() else torch.zeros_like(delta)
+)
+# exp(a), whose backward pass rounds to bfloat16 on the way
+HalfInside = function_of(torch.exp, lambda delta, a: (delta * a.exp()).to(torch.bfloat16).to(delta.dtype))
+ChangesInput = function_of(lambda a: a.mul_(a).clone(), lambda delta, a: 2 * a * delta)
 
 
 def test_autograd_functions() -> None:
@@ -220,21 +172,15 @@ def test_functions_that_cannot_be_checked() -> None:
 def test_functions_of_float32_alone() -> None:
     """A kernel may take float32 only: the judge then works in float32 too, and knows its own error."""
 
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        if a.dtype != torch.float32:
+            raise RuntimeError("expected float32")
+        return torch.tanh(a) * b
+
     def only_float32(right: float) -> Any:
-        class Kernel(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-                if a.dtype != torch.float32:
-                    raise RuntimeError("expected float32")
-                ctx.save_for_backward(a, b)
-                return torch.tanh(a) * b
-
-            @staticmethod
-            def backward(ctx: Any, delta: Tensor) -> Any:
-                a, b = ctx.saved_tensors
-                return right * delta * b * (1 - torch.tanh(a) ** 2), delta * torch.tanh(a)
-
-        return Kernel
+        return function_of(
+            forward, lambda delta, a, b: (right * delta * b * (1 - torch.tanh(a) ** 2), delta * torch.tanh(a))
+        )
 
     assert hg.check(only_float32(1.0), "n d", "n d").passed
     report = hg.check(only_float32(1.1), "n d", "n d")

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import handgrad as hg
-from conftest import perturb
+from conftest import save_adapter
 from handgrad.cli.app import app
 from handgrad.cli.chat import _lines
 from handgrad.display.chat_output import Wrapped, explanation, visible
@@ -29,13 +29,9 @@ from tiny_chat import write_chat_model
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "m"
     write_chat_model(folder)
-    tuned = hg.load(folder)
-    hg.lora.inject(tuned, rank=2)
-    perturb(tuned, 1, 0.2)
-    hg.lora.save(tuned, folder.parent / "adapter")
+    save_adapter(hg.load(folder), folder.parent / "adapter", scale=0.2)
     write_chat_model(folder.parent / "other", 1, steps=0)
-    hg.lora.inject(other := hg.load(folder.parent / "other"), rank=2)
-    hg.lora.save(other, folder.parent / "stranger")
+    save_adapter(hg.load(folder.parent / "other"), folder.parent / "stranger")
     return folder
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session
+from test_proof import check_all, failed_stations
+from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session, make_traced, session_of
 
 import handgrad as hg
-from handgrad.explain_page.proofs.prover import CheckResults, Prover
+from conftest import perturb
 from handgrad.explain_page.session.session import Session
 from handgrad.explain_page.stations.table import Station
 from handgrad.explain_page.views import attention as attention_view
@@ -21,7 +22,6 @@ from handgrad.families import FAMILIES
 from handgrad.model.layers.linear import Embedding, Linear
 from handgrad.model.storage.packed import Packed
 from handgrad.ops import rmsnorm
-from handgrad.text import tokenizer
 
 LAYERS = Path(__file__).parents[2] / "docs" / "layers"
 
@@ -74,8 +74,7 @@ def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> N
 
 
 def test_the_gated_station_shows_both_branches() -> None:
-    session = make_session(**LLAMA)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(**LLAMA)
     view = station_view.at_station(session, sentence, session.by_id["blocks.1.a_7"])
     names = [f"blocks.1.{name}" for name in ("a_gate", "delta_gate", "a_up", "delta_up")]
     assert [m["name"] for m in view["maps"]] == names
@@ -139,38 +138,18 @@ def test_the_errors_of_a_head(shape: dict[str, object], block: int) -> None:
     assert all(p.grad is None for p in session.model.parameters())
 
 
-def test_a_step_on_a_llama_model_and_on_its_adapters() -> None:
-    for shape in (LLAMA, {**LLAMA, "lora": 2}):
-        session = make_session(**shape)
-        taken = take_step(session, session.sentence(TEXT), 1e-3, "SGD")
-        expected, got = taken["predicted"] - taken["loss"], taken["measured"] - taken["loss"]
-        assert expected < 0 and got == pytest.approx(expected, rel=0.2)
-    number = session.find(taken["id"]).version
-    assert {name.rpartition(".")[2] for name in session.version(number).weights} == {"down", "up"}
-
-
-def failed_checks(session: Session, kind: str | None = None) -> set[str]:
-    prover, results = Prover(session), CheckResults()
-    for station in session.stations:
-        prover.check_now(session.sentence(TEXT), results, station)
-    found = results.checks.items()
-    return {id for id, checks in found for c in checks if not c["passed"] and kind in (None, c["kind"])}
-
-
 def test_the_identity_of_a_norm_without_mean_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rmsnorm, "backward", lambda delta, a_bar, inv_rms, w: delta * w * inv_rms)
-    assert {"a_11", "blocks.0.a_2", "blocks.0.a_6"} <= failed_checks(make_session(**LLAMA), "identity")
+    assert {"a_11", "blocks.0.a_2", "blocks.0.a_6"} <= failed_stations(check_all(make_session(**LLAMA)), "identity")
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_on_some_layers(dora: bool) -> None:
     model = make_session(**{**QWEN3, "n_blocks": 1}).model
     hg.lora.inject(model, 2, targets=("q_proj", "v_proj", "gate_proj"), dora=dora)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape) * p.requires_grad
-    session = Session(model, tokenizer.make("bytes", ()), "adapted", "for a test", TEXT)
-    assert failed_checks(session) == set()
+    perturb(model, scale=0.1)
+    session = session_of(model)
+    assert failed_stations(check_all(session)) == set()
     trained = {"d_q", "u_q", "d_v", "u_v", "d_gate", "u_gate", *(["m_q", "m_v", "m_gate"] if dora else [])}
     assert trained < symbols_of(session) and not {"d_k", "d_up"} & symbols_of(session)
     attn, gate = (formulas_of(session.by_id[f"blocks.0.a_{i}"]) for i in (3, 7))
@@ -186,7 +165,7 @@ def test_projections_side_by_side_in_one_matrix(monkeypatch: pytest.MonkeyPatch,
     names |= {"attn.qkv": "qkv_proj", "mlp.gate_expand": "gate_up_proj"}
     monkeypatch.setitem(FAMILIES, "fused", replace(llama, name="fused", names=names))
     session = make_session(**{**LLAMA, "family": "fused", "n_blocks": 1, "lora": lora})
-    assert failed_checks(session) == set()
+    assert failed_stations(check_all(session)) == set()
     sentence = session.sentence(TEXT)
     for station in session.stations:
         for given in station_view.at_station(session, sentence, station)["parameters"]:
@@ -208,11 +187,10 @@ def test_a_packed_model_with_adapters() -> None:
         if isinstance(layer, Linear):
             packed(layer)
     hg.lora.inject(model, 2)
-    named = ("packed", "for a test", TEXT)
-    assert failed_checks(Session(model, tokenizer.make("bytes", ()), *named)) == set()
+    assert failed_stations(check_all(session_of(model))) == set()
     packed(model.head.plain())
     packed(model.embed)
-    session = Session(model, tokenizer.make("bytes", ()), *named)
+    session = session_of(model)
     sentence = session.sentence(TEXT)
     for station in session.stations:
         assert station_view.at_station(session, sentence, station)["maps"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_helpers import Open, expect_station
+from page_helpers import Open, data, expect_station, exported
 from playwright.sync_api import expect
-from tiny_session import LLAMA, TEXT, make_session
+from tiny_session import LLAMA, TEXT, make_session, make_traced
 
 import handgrad as hg
 from handgrad.explain_page import export as exporting
@@ -111,9 +111,7 @@ def test_a_narrow_page_shows_the_station_and_folds_the_map(open_page: Open) -> N
 
 
 def test_the_homework_can_be_done_with_an_exported_file(open_page: Open, session: Session, tmp_path: Path) -> None:
-    file = tmp_path / "lesson.html"
-    file.write_text(export(session, TEXT), encoding="utf-8")
-    page = open_page("#/station/blocks.1.a_7/backward", base=file.as_uri())
+    page = open_page("#/station/blocks.1.a_7/backward", base=exported(session, tmp_path))
     card = page.locator('.by-hand[data-name="blocks.1.grad_w_6"]')
     card.locator("summary").first.click()
     expect(card.locator(".sum")).to_be_hidden()
@@ -123,7 +121,7 @@ def test_the_homework_can_be_done_with_an_exported_file(open_page: Open, session
     digits = torch.tensor([float(x) for x in shown]).view(len(TEXT), 2)
     assert torch.equal(digits[:, 0], trace["blocks.1.a_6"][:, row])
     assert torch.equal(digits[:, 1], trace["blocks.1.delta_7"][:, column])
-    assert torch.equal(torch.tensor(float(card.locator(".sum").get_attribute("data-value") or "")),
+    assert torch.equal(torch.tensor(data(card.locator(".sum"))),
                        trace["blocks.1.grad_w_6"][row, column])  # fmt: skip
     assert (
         abs((digits[:, 0].double() @ digits[:, 1].double()).item() / trace["blocks.1.grad_w_6"][row, column] - 1) < 1e-5
@@ -148,8 +146,7 @@ def test_every_entry_by_hand_is_the_sum_of_its_products() -> None:
 
 
 def test_a_step_that_is_undone_has_the_same_numbers() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     before = {name: p.data for name, p in session.model.named_parameters()}
     undone = take_step(session, sentence, 0.01, "SGD", undo=True)
     assert all(

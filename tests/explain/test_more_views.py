@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, TEXT, evaluate, make_session
+from tiny_session import LLAMA, QWEN3, TEXT, evaluate, make_session, make_traced
 
 import handgrad as hg
 from handgrad.explain_page.presentation.pictures import picture
@@ -28,8 +28,7 @@ def small(**shape: Any) -> Session:
 
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["plain", "gated"])
 def test_neurons_with_the_largest_blame(shape: dict[str, Any]) -> None:
-    session = small(**shape)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64, **shape)
     found = neuron_view.neurons(session, sentence, 1)
     json.dumps(found)
     t, model = sentence.trace, session.model
@@ -57,8 +56,7 @@ def test_neurons_with_the_largest_blame(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [{}, QWEN3], ids=["gpt2", "qwen3"])
 def test_all_heads_are_each_head_in_small(shape: dict[str, Any]) -> None:
-    session = small(**shape)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64, **shape)
     found = attention_view.all_heads(session, sentence, limit=5)
     for block, heads in enumerate(found["blocks"]):
         for head, shown in enumerate(heads):
@@ -125,8 +123,7 @@ def test_the_first_gradient_of_an_adapter_is_explained() -> None:
 
 
 def test_gradient_flow_compares_rows_with_themselves() -> None:
-    session = small()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64)
     flow = overview_view.overview(session, sentence)["flow"]
     rows = flow["rows"]
     assert rows[0]["label"] == "Δ₁" and rows[-1]["label"] == "Δ₁₁"
@@ -142,8 +139,7 @@ def test_gradient_flow_compares_rows_with_themselves() -> None:
 
 
 def test_swaps_are_estimated_and_measured() -> None:
-    session = small()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64)
     view = station_view.at_station(session, sentence, session.by_id["a_0"])
     measured = [(t, s) for t, row in enumerate(view["swaps"]) for s in row["swaps"] if s["measured"] is not None]
     assert len({t for t, _ in measured}) == 1
@@ -160,8 +156,7 @@ def test_swaps_are_estimated_and_measured() -> None:
 
 
 def test_maps_over_the_vocabulary_show_targets_first() -> None:
-    session = small()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64)
     (shown, _) = station_view.at_station(session, sentence, session.by_id["a_12"])["maps"]
     targets = list(dict.fromkeys(sentence.ids[1:]))
     assert shown["vocabulary"]["ids"][: len(targets)] == targets and len(set(shown["vocabulary"]["ids"])) == 64

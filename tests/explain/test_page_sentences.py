@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from page_helpers import Open
-from playwright.sync_api import Page, expect
+from page_helpers import Open, expect_all_proven, go, number
+from playwright.sync_api import expect
 from test_sentences import diverged, log_p, undecided
 from tiny_session import TEXT, make_session
 
@@ -25,11 +25,6 @@ pytest_plugins = ["page_fixtures"]
 EVERY_VIEW = ("start", "station/loss/backward", "station/blocks.1.a_6/backward", "station/blocks.1.a_3/backward",
               "station/blocks.1.a_8/backward", "station/a_1/backward", "station/a_0/forward", "flow", "heads", "attribution",
               "whatif", "step")  # fmt: skip
-
-
-def go(page: Page, where: str) -> None:
-    page.goto(f"{page.url.split('#')[0]}#/{where}")
-    expect(page.locator("html")).to_have_attribute("data-ready", "yes")
 
 
 def share(p: float) -> str:
@@ -88,8 +83,7 @@ def test_a_badge_names_what_has_been_checked(open_page: Open, monkeypatch: pytes
         expect(page.locator('#map [data-key="a_11"] .tick')).to_have_text("✓")
         page_is_read.set()
         expect(page.locator("#badge")).to_contain_text("✔ Verified on this sentence")
-        every = page.locator("#map .tick")
-        expect(every.filter(has_text="✔")).to_have_count(every.count())  # the page asks until then
+        expect_all_proven(page)
 
 
 def test_the_loss_is_defined_by_what_is_explained(open_page: Open, session: Session) -> None:
@@ -187,12 +181,14 @@ def test_a_step_promises_only_what_it_measures(open_page: Open) -> None:
     page.locator("#rate").evaluate("x => { x.value = 1; x.dispatchEvent(new Event('input', { bubbles: true })) }")
     page.click("#step-one")
     expect(page.locator("#loss-measured")).to_be_visible()
-    before, predicted, measured = (
-        float(page.locator(f"#loss-{name}").get_attribute("data-value") or "")
-        for name in ("before", "predicted", "measured")
-    )
+    before, predicted, measured = (number(page, f"#loss-{name}") for name in ("before", "predicted", "measured"))
     assert predicted < 0 < before < measured  # so long a step is far from its prediction
-    expect(page.locator(".outcome")).to_contain_text("The loss rose: the step was too large")
+    for said in ("below 0, which no loss can reach", "The loss rose: the step was too large"):
+        expect(page.locator(".outcome")).to_contain_text(said)
+    tops = page.locator(".curve .guess, .curve .measured-point").evaluate_all(
+        "nodes => nodes.flatMap((n) => [n.getBBox().y, n.getBBox().y + n.getBBox().height])"
+    )
+    assert min(tops) >= 0 and max(tops) <= 180
     heights = [
         float(y or "")
         for y in page.locator(".curve circle").evaluate_all("all => all.map((x) => x.getAttribute('cy'))")

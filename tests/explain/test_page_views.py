@@ -5,9 +5,8 @@ import re
 
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
-from page_helpers import Open, expect_station
-from playwright.sync_api import Locator, Page, expect
+from page_helpers import Open, check_accessibility, expect_all_proven, expect_station, go, number
+from playwright.sync_api import Locator, expect
 from tiny_session import LLAMA, TEXT, make_session
 
 import handgrad as hg
@@ -16,16 +15,6 @@ from handgrad.explain_page.session.session import Session
 from handgrad.learn.course import COURSE
 
 pytest_plugins = ["page_fixtures"]
-
-
-def number(page: Page, selector: str, name: str = "value") -> float:
-    return float(page.locator(selector).first.get_attribute(f"data-{name}") or "")
-
-
-def go(page: Page, where: str) -> None:
-    """Open another view of the same page."""
-    page.goto(f"{page.url.split('#')[0]}#/{where}")
-    expect(page.locator("[role=tabpanel]:not([hidden]):not([aria-busy]) h2")).to_be_visible()
 
 
 def hover_cell(figure: Locator, row: int, column: int, entry: dict[str, str]) -> None:
@@ -38,11 +27,6 @@ def hover_cell(figure: Locator, row: int, column: int, entry: dict[str, str]) ->
         canvas.hover(position={"x": left + (column + 0.5) * width, "y": top + (row + 0.5) * height})
         with contextlib.suppress(AssertionError):  # the exact value arrives after the drawn one
             expect(readout).to_have_attribute("data-row", entry["row"], timeout=5000)
-
-
-def check_accessibility(page: Page) -> None:
-    found = Axe().run(page).response["violations"]
-    assert [(v["id"], v["impact"], v["nodes"][0]["html"]) for v in found] == []
 
 
 def test_one_target_at_a_time(open_page: Open, session: Session) -> None:
@@ -226,8 +210,7 @@ def test_the_neuron_lens_of_a_gated_layer(open_page: Open) -> None:
         expect(page.locator(".inputs")).to_contain_text("gate is")
         assert page.locator(".word-chip.up").count() >= 6
         check_accessibility(page)
-        ticks = page.locator("#map .tick")
-        expect(ticks.filter(has_text="✔")).to_have_count(ticks.count())  # the page asks the server until then
+        expect_all_proven(page)
 
 
 def test_swaps_and_words_of_the_vocabulary(open_page: Open, session: Session) -> None:
@@ -298,12 +281,3 @@ def test_an_exercise_is_graded_in_the_page(open_page: Open) -> None:
     expect(page.locator("#code")).not_to_have_value("def backward(:")
     page.click("#undo")
     expect(page.locator("#code")).to_have_value("def backward(:")
-
-
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_questions_fit_any_width(open_page: Open, width: int) -> None:
-    page = open_page(viewport={"width": width, "height": 760}, color_scheme="dark")
-    for where in ("start", "attribution", "whatif", "heads", "compare", "exercises", "station/blocks.0.a_8/backward"):
-        page.goto(f"{page.url.split('#')[0]}#/{where}")
-        expect(page.locator("[role=tabpanel]:not([hidden]) h2")).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, where

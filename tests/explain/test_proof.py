@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session
+from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session, make_traced, session_of
 
 import handgrad as hg
-from conftest import OTHER_ACTIVATIONS
+from conftest import OTHER_ACTIVATIONS, perturb
 from handgrad.explain_page.proofs import prover as module
 from handgrad.explain_page.proofs.prover import CheckResults, Prover
 from handgrad.explain_page.session.session import Session
 from handgrad.model.layers.linear import QueryKeyValue
 from handgrad.model.passes.arguments import Pass
 from handgrad.ops import activation, attention, embedding, gated, layernorm, linear, lora, loss, rmsnorm, rotary
-from handgrad.text import tokenizer
 
 
-def check_all(session: Session, differences: bool = True) -> CheckResults:
+def check_all(session: Session, differences: bool = True, text: str = TEXT) -> CheckResults:
     prover, results = Prover(session), CheckResults()
     for station in session.stations:
-        prover.check_now(session.sentence(TEXT), results, station, differences)
+        prover.check_now(session.sentence(text), results, station, differences)
     return results
 
 
@@ -142,8 +141,7 @@ def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_results_come_from_the_background_thread() -> None:
-    session = make_session(n_blocks=1)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(n_blocks=1)
     prover = Prover(session)
     try:
         answer = prover.request(sentence, session.by_id["blocks.0.a_3"], 60.0)
@@ -169,8 +167,7 @@ def test_a_failed_check_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_checks_leave_the_model_unchanged() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     before = {name: p.clone() for name, p in session.model.named_parameters()}
     check_all(session)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in session.model.named_parameters())
@@ -180,11 +177,8 @@ def test_checks_leave_the_model_unchanged() -> None:
 def test_every_kind_of_adapter_passes() -> None:
     model = make_session().model
     hg.lora.inject(model, 2, targets=("all-linear", "lm_head"), dora=True, dropout=0.3)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.add_(0.1 * torch.randn(p.shape))
-    session = Session(model, tokenizer.make("bytes", ()), "adapted", "for a test", TEXT)
+    perturb(model, scale=0.1)
+    session = session_of(model)
     assert not failed_stations(check_all(session))
     shown = {parameter.symbol for station in session.stations for parameter in station.parameters}
     assert {"d_2", "u_6", "m_8", "m_11", "d_11"} <= shown
@@ -192,8 +186,4 @@ def test_every_kind_of_adapter_passes() -> None:
 
 @pytest.mark.parametrize("text", ["Hi", "\n\n", "aaa"])
 def test_short_sentences_pass(text: str) -> None:
-    session = make_session()
-    prover, results = Prover(session), CheckResults()
-    for station in session.stations:
-        prover.check_now(session.sentence(text), results, station, True)
-    assert not failed_stations(results)
+    assert not failed_stations(check_all(make_session(), text=text))

@@ -8,6 +8,7 @@ import torch
 from tiny_session import LLAMA, QWEN3, SMOLLM3, TEXT, evaluate, make_session
 
 import handgrad as hg
+from conftest import perturb
 from handgrad.explain_page.follow.follow import follow
 from handgrad.explain_page.proofs.prover import CheckResults, Prover
 from handgrad.explain_page.proofs.prover import report as report_of
@@ -30,11 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def traced(shape: str = "gpt2", **objective: Any) -> tuple[Session, TracedSentence]:
     session = make_session(dtype=torch.float64, **SHAPES[shape])
     if shape == "lora":
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for p in session.model.parameters():
-                if p.requires_grad:
-                    p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        perturb(session.model, scale=0.1)
     return session, session.sentence(TEXT, 0, objective_of(session, TEXT, 0, objective))
 
 

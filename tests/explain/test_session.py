@@ -1,11 +1,11 @@
 """The session: traced sentences, versions of the weights, steps, and the input it rejects."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, TEXT, make_session
+from tiny_session import LLAMA, QWEN3, TEXT, make_session, make_traced
 
 import handgrad as hg
 from handgrad.explain_page.session import session as module
@@ -20,8 +20,7 @@ from handgrad.explain_page.views.step import take_step
     "shape", [{}, LLAMA, QWEN3, {"lora": 2}, {"tied": False, "logits_bias": True}, {"dtype": torch.bfloat16}]
 )
 def test_a_sentence_holds_its_trace(shape: dict[str, Any]) -> None:
-    session = make_session(**shape)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(**shape)
     tokens = torch.tensor([list(TEXT.encode())])
     targets = torch.cat([tokens[:, 1:], torch.tensor([[-100]])], 1)
     trace = hg.trace(session.model, tokens, targets)
@@ -79,11 +78,6 @@ def test_control_characters_are_ordinary_tokens() -> None:
     assert overview_view.overview(session, sentence)["tokens"][0]["label"] == "\0"
 
 
-def test_part_of_a_character_is_shown_by_its_bytes() -> None:
-    session = make_session()
-    assert [session.token_text(id) for id in session.sentence("é!").ids] == ["‹C3›", "‹A9›", "!"]
-
-
 def test_a_dropped_trace_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TRACE_CACHE_BYTES", 1)
     session = make_session()
@@ -96,9 +90,9 @@ def test_a_dropped_trace_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
         session.find("nonsense")
 
 
-def test_a_step_lowers_the_loss_as_predicted_and_leaves_other_versions_unchanged() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+@pytest.mark.parametrize("shape", [{}, LLAMA, {**LLAMA, "lora": 2}], ids=["gpt2", "llama", "llama with adapters"])
+def test_a_step_lowers_the_loss_as_predicted_and_leaves_other_versions_unchanged(shape: dict[str, Any]) -> None:
+    session, sentence = make_traced(**shape)
     before = {name: p.clone() for name, p in session.model.named_parameters()}
     for lr in (1e-4, 1e-3):
         taken = take_step(session, sentence, lr, "SGD")
@@ -117,8 +111,7 @@ def test_a_step_lowers_the_loss_as_predicted_and_leaves_other_versions_unchanged
 
 def test_adam_continues_with_its_state_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "ENTRIES_AT_ONCE", 50)
-    session = make_session(dtype=torch.float64)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64)
     taken = take_step(session, sentence, 1e-3, "Adam")
     taken = take_step(session, session.find(taken["id"]), 1e-3, "Adam")
     model = make_session(dtype=torch.float64).model
@@ -145,8 +138,7 @@ def test_steps_from_one_version_are_independent() -> None:
 
 
 def test_one_version_is_in_memory() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     for _ in range(3):
         sentence = session.find(take_step(session, sentence, 1e-3, "SGD")["id"])
     assert session._loaded[0] == 3 and session._active_version == 3
@@ -157,8 +149,7 @@ def test_one_version_is_in_memory() -> None:
 
 
 def test_only_adapters_are_trained() -> None:
-    session = make_session(lora=2)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(lora=2)
     assert "blocks.0.delta_1" in sentence.trace  # computed although nothing below it is trained
     taken = take_step(session, sentence, 1e-2, "SGD")
     assert taken["measured"] < taken["loss"]
@@ -178,8 +169,7 @@ def test_invalid_steps(lr: float, optimizer: str, message: str) -> None:
 
 
 def test_a_step_that_overflows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     values = iter([sentence.trace.loss])  # before the step; after it, nothing
 
     def overflow(*_: object, **__: object) -> float:
@@ -198,8 +188,7 @@ def test_a_step_that_overflows_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_dropped_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VERSION_CACHE_BYTES", 1)
     monkeypatch.setattr(module, "TRACE_CACHE_BYTES", 1)
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     first = take_step(session, sentence, 1e-3, "SGD")
     take_step(session, sentence, 1e-3, "SGD")
     with pytest.raises(ExpiredError, match="reset"):
@@ -209,28 +198,22 @@ def test_a_dropped_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_concurrent_clients_are_independent() -> None:
     session = make_session()
     texts = [f"sentence number {i}" for i in range(8)]
-    alone = {text: make_session().sentence(text).trace.loss for text in texts}
-    found: dict[str, float] = {}
+    alone = [make_session().sentence(text).trace.loss for text in texts]
 
-    def client(text: str) -> None:
+    def client(text: str) -> float:
         for _ in range(3):
             sentence = session.sentence(text)
             overview_view.overview(session, sentence)
             attention_view.at_head(session, sentence, 1, 1)
-            found[text] = sentence.trace.loss
             take_step(session, sentence, 0.01, "SGD")
+        return sentence.trace.loss
 
-    threads = [threading.Thread(target=client, args=(text,)) for text in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == alone
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(client, texts)) == alone
 
 
 def test_a_step_that_explodes_the_loss_is_rejected() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     with pytest.raises(hg.HandgradError, match="choose a smaller one"):
         for _ in range(4):
             sentence = session.find(take_step(session, sentence, 100.0, "SGD")["id"])

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 import torch
-from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session
+from tiny_session import LLAMA, QWEN3, SCALED, SMOLLM3, TEXT, make_session, make_traced
 
 import handgrad as hg
 from conftest import OTHER_ACTIVATIONS
@@ -56,8 +56,7 @@ def test_the_table_is_complete(shape: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_station_and_every_parameter_is_shown(shape: dict[str, object]) -> None:
-    session = make_session(**shape)  # type: ignore[arg-type]
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(**shape)
     shown: set[str] = set()
     for station in session.stations:
         view = station_view.at_station(session, sentence, station)
@@ -87,8 +86,7 @@ def test_every_station_and_every_parameter_is_shown(shape: dict[str, object]) ->
 
 
 def test_the_errors_of_all_heads_sum_to_delta_2() -> None:
-    session = make_session(dtype=torch.float64)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64)
     t, block = sentence.trace, session.model.blocks[1]
     head, n = 1, len(sentence.ids)
     view = attention_view.at_head(session, sentence, 1, head)
@@ -124,8 +122,7 @@ def _cells(given: dict) -> np.ndarray:  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("shape", [{}, LLAMA])
 def test_the_lens_predicts_the_change_of_the_logits(shape: dict[str, object]) -> None:
-    session = make_session(dtype=torch.float64, **shape)  # type: ignore[arg-type]
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64, **shape)
     station = session.by_id["blocks.0.a_10"]
     rows = lens_view.lens(session, sentence, station)["rows"]
     a, delta = sentence.trace["blocks.0.a_10"], sentence.trace["blocks.0.delta_10"]
@@ -150,8 +147,7 @@ def test_the_lens_predicts_the_change_of_the_logits(shape: dict[str, object]) ->
 
 def test_replacing_a_token() -> None:
     """Δ_0 is the derivative along the relaxed one-hot input."""
-    session = make_session(dtype=torch.float64, tied=False)
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced(dtype=torch.float64, tied=False)
     t = 3
     swap = station_view.at_station(session, sentence, session.by_id["a_0"])["swaps"][t]["swaps"][0]
     other, step = ord(swap["word"]) if len(swap["word"]) == 1 else swap["id"], 1e-6
@@ -166,8 +162,7 @@ def test_replacing_a_token() -> None:
 
 
 def test_the_loss_station() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     rows = station_view.at_station(session, sentence, session.by_id["loss"])["positions"]
     assert rows[-1]["target"] is None and rows[-1]["push"] == []
     for t, row in enumerate(rows[:-1]):
@@ -192,8 +187,7 @@ def test_a_cell_shows_the_entry_furthest_from_0() -> None:
 
 
 def test_slices_and_single_values() -> None:
-    session = make_session()
-    sentence = session.sentence(TEXT)
+    session, sentence = make_traced()
     x = sentence.trace["blocks.1.a_7"]
     part = values.slice_of(session, sentence, "blocks.1.a_7", None, (2, 5), (10, 20))
     assert part["cells"] == [3, 10] and part["largest"] == x[2:5, 10:20].abs().max().item()

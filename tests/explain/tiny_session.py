@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 import handgrad as hg
-from handgrad.explain_page.session.session import Session, add_adapters
+from conftest import perturb
+from handgrad.explain_page.session.session import Session, TracedSentence, add_adapters
 from handgrad.ops.rope_scaling import Scaling
 from handgrad.text import tokenizer
 
@@ -32,13 +33,20 @@ def make_session(
 ) -> Session:
     small = {"n_vocab": 256, "n_context": 48, "d_model": 24, "n_heads": 3, "n_blocks": 2}
     model = hg.GPT(hg.preset(preset, **{**small, **shape}), seed=seed, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
+    perturb(model, seed, 0.1)
     if lora:
         add_adapters(model, lora)
+    return session_of(model)
+
+
+def session_of(model: hg.GPT) -> Session:
     return Session(model, tokenizer.make("bytes", ()), "small", "for a test", TEXT)
+
+
+def make_traced(**shape: Any) -> tuple[Session, TracedSentence]:
+    """A session, and its sentence."""
+    session = make_session(**shape)
+    return session, session.sentence(TEXT)
 
 
 def evaluate(lines: str, **names: Any) -> Any:

@@ -144,6 +144,13 @@ def transformers_model(name: str, **changes: Any) -> Any:
     return in_float64(network)
 
 
+def opened(name: str, folder: Path, **changes: Any) -> tuple[Any, hg.GPT]:
+    """The member as transformers has it, and as we read it from the folder in which it is saved."""
+    theirs = transformers_model(name, **changes)
+    theirs.save_pretrained(folder)
+    return theirs, hg.load(folder, dtype="float64")
+
+
 def randomize(network: torch.nn.Module) -> None:
     """Turn the network to float64 and add N(0, 0.3²) to every parameter."""
     generator = torch.Generator().manual_seed(3)

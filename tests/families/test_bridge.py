@@ -22,6 +22,7 @@ from conftest import perturb
 from handgrad.errors import HandgradError
 from handgrad.nn.heads import layout_of_mask
 from handgrad.ops import gated, linear
+from nn.changes import model_of
 
 LLAMA = "llama, 3 queries to a key"
 Batch = dict[str, Tensor]
@@ -172,14 +173,9 @@ def test_accelerate_saves_and_trains(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def small(**options: Any) -> Any:
+def small() -> Any:
     """A Llama in float32 without the judge's changes, which pickle cannot copy."""
-    fields: dict[str, Any] = {
-        "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields), **options).train()
+    return model_of("llama", vocab_size=29)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

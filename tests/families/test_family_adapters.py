@@ -14,9 +14,9 @@ from members import (
     from_folder,
     in_float64,
     linear_layers,
+    opened,
     their_gradients,
     their_logits,
-    transformers_model,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -43,15 +43,13 @@ def factors(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_path: Path) -> None:
-    base = transformers_model(name)
-    base.save_pretrained(tmp_path / "m")
+    base, ours = opened(name, tmp_path / "m")
     options = LoraConfig(
         r=3, lora_alpha=5, task_type="CAUSAL_LM", target_modules=layers_of(name), **KINDS[kind]
     )  # fmt: skip
     theirs = get_peft_model(base, options).double().eval()
     perturb(theirs, seed=5)
     theirs.save_pretrained(tmp_path / "adapter")
-    ours = hg.load(tmp_path / "m", dtype="float64")
     names = hg.lora.load(ours, tmp_path / "adapter")
     assert len(names) == 2 * len(layers_of(name))
 
@@ -88,8 +86,7 @@ def test_we_load_pefts_adapter_and_take_the_same_step(name: str, kind: str, tmp_
 @pytest.mark.parametrize("name", TYPICAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
-    transformers_model(name).save_pretrained(tmp_path / "m")
-    ours = hg.load(tmp_path / "m", dtype="float64")
+    _, ours = opened(name, tmp_path / "m")
     hg.lora.inject(ours, rank=3, alpha=5, targets=layers_of(name), dora=kind == "dora")
     perturb(ours)
     hg.lora.save(ours, tmp_path / "adapter")
@@ -100,12 +97,10 @@ def test_peft_loads_our_adapter(name: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TYPICAL)
 def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path) -> None:
-    base = transformers_model(name)
-    base.save_pretrained(tmp_path / "m")
+    base, ours = opened(name, tmp_path / "m")
     theirs = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=layers_of(name))).double()
     perturb(theirs, seed=5)
     theirs.save_pretrained(tmp_path / "adapter")
-    ours = hg.load(tmp_path / "m", dtype="float64")
     hg.lora.load(ours, tmp_path / "adapter")
     hg.lora.merge(ours)
     hg.save(ours, tmp_path / "merged")
@@ -116,8 +111,7 @@ def test_merged_adapter_is_the_model_that_peft_merges(name: str, tmp_path: Path)
 
 
 def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_path: Path) -> None:
-    transformers_model("llama, 3 queries to a key").save_pretrained(tmp_path / "m")
-    model = hg.load(tmp_path / "m", dtype="float64")
+    _, model = opened("llama, 3 queries to a key", tmp_path)
     names = hg.lora.inject(model, rank=2)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert sorted(n.rpartition(".")[2] for n in names) == sorted(2 * layers)
@@ -127,7 +121,7 @@ def test_all_linear_selects_the_seven_layers_of_a_block_but_not_the_head(tmp_pat
 def test_modules_to_save_are_ends_of_names_in_both_directions(name: str, saved: str, tmp_path: Path) -> None:
     """As in PEFT: norm is every layer whose name ends so, mlp every layer of such a module."""
     name = next(one for one in TYPICAL if one.startswith(name))
-    transformers_model(name).save_pretrained(tmp_path / "m")
+    _, ours = opened(name, tmp_path / "m")
     base, other = (AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float64) for _ in range(2))
     targets = layers_of(name)[:1]
     tokens, _ = batch()
@@ -136,7 +130,6 @@ def test_modules_to_save_are_ends_of_names_in_both_directions(name: str, saved: 
     theirs = in_float64(get_peft_model(base, options).eval())  # after PEFT has copied the layers
     perturb(theirs, seed=5)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = hg.load(tmp_path / "m", dtype="float64")
     hg.lora.load(ours, tmp_path / "theirs")
     assert relative_error(ours.logits(tokens, LENGTHS), their_logits(theirs, tokens, LENGTHS)) <= LIMIT
     trained = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (ours, theirs)]
@@ -148,5 +141,5 @@ def test_modules_to_save_are_ends_of_names_in_both_directions(name: str, saved: 
     hg.lora.save(made, tmp_path / "ours")
     stored = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "theirs"))
     assert len({frozenset(tensors) for tensors in stored}) == 1
-    opened = in_float64(PeftModel.from_pretrained(other, tmp_path / "ours").eval())
-    assert relative_error(made.logits(tokens, LENGTHS), their_logits(opened, tokens, LENGTHS)) <= LIMIT
+    reopened = in_float64(PeftModel.from_pretrained(other, tmp_path / "ours").eval())
+    assert relative_error(made.logits(tokens, LENGTHS), their_logits(reopened, tokens, LENGTHS)) <= LIMIT

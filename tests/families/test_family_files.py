@@ -280,7 +280,10 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def assert_refused(folder: Path, message: str) -> None:
+def assert_refused(folder: Path, message: str, without: tuple[str, ...] = (), **fields: Any) -> None:
+    """A folder with other fields of config.json is refused, by a message that names the folder."""
+    edit(folder, without)
+    edit(folder, **fields)
     with pytest.raises(hg.HandgradError, match=message) as error:
         hg.load(folder, dtype="float64")
     assert str(folder) in str(error.value), "the message does not say which file"
@@ -289,18 +292,14 @@ def assert_refused(folder: Path, message: str) -> None:
 @pytest.mark.parametrize("field", EVERYWHERE)
 def test_field_that_changes_the_mathematics_is_refused(field: str, copy_of: Callable[[str], Path]) -> None:
     for family in LLAMA_LIKE:
-        folder = copy_of(family)
-        edit(folder, **{field: EVERYWHERE[field]})
-        assert_refused(folder, field)
+        assert_refused(copy_of(family), field, **{field: EVERYWHERE[field]})
 
 
 @pytest.mark.parametrize(("family", "fields", "message"), OF_A_FAMILY, ids=str)
 def test_field_that_this_family_does_not_compute_is_refused(
     family: str, fields: dict[str, Any], message: str, copy_of: Callable[[str], Path]
 ) -> None:
-    folder = copy_of(family)
-    edit(folder, **fields)
-    assert_refused(folder, message)
+    assert_refused(copy_of(family), message, **fields)
 
 
 @pytest.mark.parametrize(("parameters", "message"), ROTARY, ids=str)
@@ -308,10 +307,7 @@ def test_field_that_this_family_does_not_compute_is_refused(
 def test_rotary_form_that_is_not_implemented_is_refused(
     field: str, parameters: dict[str, Any], message: str, copy_of: Callable[[str], Path]
 ) -> None:
-    folder = copy_of("qwen3")
-    edit(folder, without=("rope_parameters",))
-    edit(folder, **{field: parameters})
-    assert_refused(folder, message)
+    assert_refused(copy_of("qwen3"), message, ("rope_parameters",), **{field: parameters})
 
 
 @pytest.mark.parametrize(("fields", "message"), SHAPES, ids=str)
@@ -319,18 +315,13 @@ def test_rotary_form_that_is_not_implemented_is_refused(
 def test_shape_that_does_not_fit_is_refused(
     family: str, fields: dict[str, Any], message: str, copy_of: Callable[[str], Path]
 ) -> None:
-    folder = copy_of(family)
-    edit(folder, without=("layer_types",))
-    edit(folder, **fields)
-    assert_refused(folder, message)
+    assert_refused(copy_of(family), message, ("layer_types",), **fields)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
 def test_missing_size_is_named(field: str, copy_of: Callable[[str], Path]) -> None:
     for family in LLAMA_LIKE:
-        folder = copy_of(family)
-        edit(folder, without=(field,))
-        assert_refused(folder, field)
+        assert_refused(copy_of(family), field, (field,))
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import handgrad as hg
+from conftest import perturb
 from handgrad.ops.rope_scaling import Scaling
 
 SMALL: dict[str, Any] = {"n_vocab": 29, "n_context": 24, "d_model": 16, "n_heads": 2, "n_blocks": 2}
@@ -30,8 +31,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 def test_saved_choices_come_back(name: str, tmp_path: Path) -> None:
     preset, changes = ODD[name]
     model = hg.GPT(hg.preset(preset, **{**SMALL, **changes}), seed=1, dtype="float64")
-    for i, p in enumerate(model.parameters()):
-        p.data += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+    perturb(model)
     hg.save(model, tmp_path / "m")
     tokens = torch.arange(20)[None] % 29
     opened = hg.load(tmp_path / "m")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import handgrad as hg
-from conftest import OTHER_ACTIVATIONS, handgrad, make_batch, make_model, perturb, save_as_others
+from conftest import OTHER_ACTIVATIONS, handgrad, make_model, perturb, save_as_others
 from handgrad.checks import LIMITS
 from handgrad.families.family import ACTIVATIONS
 from handgrad.files.manifest import FILE
@@ -27,47 +27,6 @@ from handgrad.text import tokenizer
 from handgrad.training.config import FinetuneOptions, TrainOptions
 from tiny_chat import write_chat_model
 from tiny_gguf import write_tiny_smollm2
-
-SHAPES = [
-    {},
-    {"tied": False},
-    {"d_hidden": 7},
-    {"n_heads": 1, "eps": 1e-3},
-    *({"activation": name} for name in OTHER_ACTIVATIONS),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_transformers_loads_our_checkpoint(shape: dict[str, object], tmp_path: Path) -> None:
-    model = make_model(n_blocks=2, **shape)
-    hg.save(model, tmp_path / "m")
-    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64).eval()
-    tokens, _ = make_batch(model, [9])
-    with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-    assert relative_error(model.logits(tokens), expected) <= 1e-12
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_we_load_transformers_checkpoint(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    config = GPT2Config(
-        vocab_size=11, n_positions=16, n_embd=12, n_head=3, n_layer=2, tie_word_embeddings=tied, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    theirs = GPT2LMHeadModel(config).to(dtype).eval()
-    theirs.save_pretrained(tmp_path / "m")
-    model = hg.load(tmp_path / "m")
-    assert model.transformer.wte.weight.dtype == dtype and model.config.tied == tied
-    tokens, targets = make_batch(model, [9], ignored=0)
-    ours = hg.load(tmp_path / "m", dtype=torch.float64)
-    theirs = theirs.double()
-    loss = torch.nn.functional.cross_entropy(theirs(tokens[None]).logits[0], targets)
-    loss.backward()
-    assert ours.loss_and_grads(tokens, targets) == pytest.approx(loss.item(), rel=1e-10)
-    grads = dict(theirs.named_parameters())
-    for name, p in ours.named_parameters():
-        assert relative_error(p.grad, grads[name].grad, floor=1e-4) <= 1e-8, name
 
 
 @pytest.mark.parametrize(
@@ -110,6 +69,8 @@ def test_broken_directories_are_rejected(tmp_path: Path) -> None:
     config.write_text(intact_config.replace("gelu_new", "swish"))
     assert_rejected('activation_function "swish"')
     config.write_text(intact_config)
+    save_file({}, weights)
+    assert_rejected("are missing")
     weights.unlink()
     assert_rejected("does not exist")
     config.unlink()
@@ -125,13 +86,6 @@ def test_mask_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
     save_file(tensors, tmp_path / "m" / "model.safetensors")
     assert torch.equal(hg.load(tmp_path / "m").transformer.wte.weight, model.transformer.wte.weight)
-
-
-def test_empty_weights_are_rejected(tmp_path: Path) -> None:
-    save_as_others(make_model(dtype=torch.float32), tmp_path / "m")
-    save_file({}, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(hg.HandgradError, match="are missing"):
-        hg.load(tmp_path / "m")
 
 
 def test_non_gpt2_model_is_not_saved_as_gpt2(tmp_path: Path) -> None:
@@ -262,17 +216,6 @@ def test_model_shape_out_of_limits_is_rejected(field: str, value: float) -> None
         hg.preset("nano", **{field: value})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"rank": 10**9}, {"alpha": 1e308}, {"rank_pattern": {"rank": 4}, "rank": 0}, {"rank_pattern": {"c_fc": 10**9}},
-     {"alpha_pattern": {"alpha": 4}, "alpha": -1.0}, {"alpha_pattern": {"c_fc": float("inf")}}],
-    ids=str,
-)  # fmt: skip
-def test_adapter_numbers_out_of_limits_are_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(hg.HandgradError, match="must be"):
-        LoRAConfig(**options)
-
-
 def test_every_numeric_option_has_limits() -> None:
     for kind in (hg.ModelConfig, LoRAConfig, TrainOptions, FinetuneOptions):
         for f in dataclasses.fields(kind):
@@ -287,20 +230,6 @@ def test_save_does_not_overwrite_other_folders(tmp_path: Path) -> None:
     with pytest.raises(hg.HandgradError, match="not a model directory"):
         hg.save(make_model(), tmp_path / "user")
     assert (tmp_path / "user" / "thesis.txt").read_text() == "years of work"
-
-
-def test_failed_save_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hg.save(make_model(seed=1), tmp_path / "m")
-    before = (tmp_path / "m" / "model.safetensors").read_bytes()
-
-    def disk_full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("handgrad.formats.huggingface.save_file", disk_full)
-    with pytest.raises(OSError, match="No space"):
-        hg.save(make_model(seed=2), tmp_path / "m")
-    assert (tmp_path / "m" / "model.safetensors").read_bytes() == before
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["m"]
 
 
 # ── directories written by transformers and others ────────────────────────────────────────────────────────────────────
@@ -321,10 +250,15 @@ def make_transformers_model(shape: dict[str, Any]) -> GPT2LMHeadModel:
      *({"activation_function": theirs} for theirs, ours in ACTIVATIONS.items() if ours in OTHER_ACTIVATIONS)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_logits_and_gradients_match_transformers(shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_transformers_and_we_agree_in_both_directions(
+    shape: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
     make_transformers_model(shape).to(dtype).save_pretrained(tmp_path / "m")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "m", dtype=torch.float64, attn_implementation="eager")
+    stored = hg.load(tmp_path / "m")
+    assert stored.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    assert stored.config.tied == shape.get("tie_word_embeddings", True)
     ours = hg.load(tmp_path / "m", dtype=torch.float64)
     tokens, targets = torch.randint(23, (2, 3, 11))
     targets[0, :7] = -100
@@ -332,11 +266,14 @@ def test_logits_and_gradients_match_transformers(shape: dict[str, Any], dtype: t
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     expected.backward()
     assert relative_error(ours.logits(tokens), logits) <= 1e-8
-    assert ours.loss_and_grads(tokens, targets) == pytest.approx(expected.item(), rel=1e-8)
+    assert ours.loss_and_grads(tokens, targets) == pytest.approx(expected.item(), rel=1e-10)
     expected_parameters = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         assert p.grad is not None
         assert relative_error(p.grad, expected_parameters[name].grad) <= 1e-8, name
+    hg.save(ours, tmp_path / "ours")
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    assert relative_error(ours.logits(tokens), again(tokens).logits) <= 1e-12
 
 
 def test_sharded_transformers_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -350,9 +287,6 @@ def test_sharded_transformers_checkpoint_is_loaded(tmp_path: Path) -> None:
     missing = next(iter(entries["weight_map"].values()))
     (tmp_path / "m" / missing).rename(tmp_path / "elsewhere")
     with pytest.raises(hg.HandgradError, match=missing):
-        hg.load(tmp_path / "m")
-    index.write_text(json.dumps({"weight_map": {"wte.weight": "../elsewhere"}}))
-    with pytest.raises(hg.HandgradError, match="not a file name in the same folder"):
         hg.load(tmp_path / "m")
     index.write_text("{}")
     with pytest.raises(hg.HandgradError, match="weight_map"):

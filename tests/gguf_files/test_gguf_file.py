@@ -1,7 +1,6 @@
 """GGUF files: metadata and tensors as the `gguf` package writes them, and damaged files."""
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from handgrad.errors import HandgradError, MissingError
 from handgrad.gguf.file import MAX_VALUES, dequantize, open_gguf
+from tiny_gguf import finish, write_gguf
 
 UNPACKED = sorted({kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"})
 METADATA = {
@@ -25,7 +25,7 @@ METADATA = {
 }  # fmt: skip
 
 
-def write(path: Path, tensors: dict[str, np.ndarray] | None = None, **options: object) -> Path:
+def write(path: Path, **options: object) -> Path:
     """A file with every kind of metadata and tensors of odd shapes."""
     writer = GGUFWriter(path, "llama", **options)  # type: ignore[arg-type]
     for key, (kind, value) in METADATA.items():
@@ -34,14 +34,11 @@ def write(path: Path, tensors: dict[str, np.ndarray] | None = None, **options: o
     writer.add_array("a.integers", [1, -2, 3])
     writer.add_array("a.floats", [0.25, -1.5])
     values = np.random.default_rng(0)
-    for name, value in (tensors or {"v": values.normal(size=7), "m": values.normal(size=(3, 5))}).items():
+    for name, value in {"v": values.normal(size=7), "m": values.normal(size=(3, 5))}.items():
         writer.add_tensor(name, value.astype(np.float32))
     packed = gguf.quants.quantize(values.normal(size=(3, 64)).astype(np.float32), GGMLQuantizationType.Q4_1)
     writer.add_tensor("packed", packed, raw_dtype=GGMLQuantizationType.Q4_1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -104,8 +101,7 @@ def test_every_type_that_the_package_unpacks(kind: str, tmp_path: Path) -> None:
     raw = np.random.default_rng(1).integers(0, 256, (3, 2 * size), dtype=np.uint8)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("m", raw, raw_dtype=which)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    finish(writer)
     stored = open_gguf(tmp_path / "m.gguf").tensors["m"]
     assert stored.kind == kind and stored.shape == (3, 2 * block) and tuple(stored.data.shape) == raw.shape
     with np.errstate(all="ignore"):
@@ -114,11 +110,8 @@ def test_every_type_that_the_package_unpacks(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("m", np.zeros((2, 4), np.int8))
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
-    stored = open_gguf(tmp_path / "m.gguf").tensors["m"]
+    path = write_gguf(tmp_path / "m.gguf", "llama", {}, {"m": np.zeros((2, 4), np.int8)})
+    stored = open_gguf(path).tensors["m"]
     assert stored.kind == "I8"
     with pytest.raises(HandgradError, match="type I8 cannot be unpacked"):
         dequantize(stored)
@@ -219,16 +212,12 @@ def test_no_file_no_folder_no_pipe(tmp_path: Path) -> None:
         open_gguf(tmp_path)
 
 
-def load(path: Path) -> None:
-    for stored in open_gguf(path).tensors.values():
-        dequantize(stored)
-
-
-def loads_or_raises(path: Path, content: bytes, call: Callable[[Path], object] = load) -> bool:
+def loads_or_raises(path: Path, content: bytes) -> bool:
     """Whether the content loads. Any error other than HandgradError fails the test."""
     path.write_bytes(content)
     try:
-        call(path)
+        for stored in open_gguf(path).tensors.values():
+            dequantize(stored)
     except HandgradError as error:
         assert str(path.name) in str(error) or "cannot be unpacked" in str(error)
         return False

@@ -8,15 +8,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from conftest import perturb
 from handgrad.errors import HandgradError
 from handgrad.gguf.architectures import ARCHITECTURES
 from handgrad.gguf.file import dequantize
 from handgrad.gguf.model import read_model
+from tiny_gguf import write_gguf
 
 Tensors = dict[str, np.ndarray]
 
@@ -72,9 +74,7 @@ def make(name: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{k: v for k, v in choices.items() if v is not None})
     )
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.3 * torch.randn(p.shape)  # biases and gains too
+    perturb(model)  # biases and gains too
     return model.double().eval()
 
 
@@ -131,28 +131,10 @@ def metadata(config: Any) -> dict[str, Any]:
 
 
 def write(path: Path, architecture: str, values: dict[str, Any], tensors: Tensors, packed: str = "") -> Path:
-    writer = GGUFWriter(path, architecture)
-    for key, value in values.items():
-        key = key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            writer.add_string(key, value)
-    for name, w in tensors.items():
-        if packed and w.ndim == 2:
-            kind = GGMLQuantizationType[packed]
-            writer.add_tensor(name, gguf.quants.quantize(w, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, w)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
-    return path
+    """`values` have the architecture's name before them, or a complete one."""
+    whole = ("general.", "tokenizer.")
+    named = {key if key.startswith(whole) else f"{architecture}.{key}": value for key, value in values.items()}
+    return write_gguf(path, architecture, named, tensors, packed)
 
 
 def divisors(rope: dict[str, Any], d_head: int) -> np.ndarray:

@@ -49,8 +49,7 @@ def assert_same(a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[s
 
 def adapted(model: hg.GPT, **options: Any) -> hg.GPT:
     hg.lora.inject(model, 3, seed=4, **options)
-    for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
-        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.dtype)
+    perturb(model, scale=0.1)
     return model
 
 
@@ -170,10 +169,6 @@ def test_packed_weights_cannot_change(tmp_path: Path) -> None:
         hg.save(model, tmp_path / "out")
     with pytest.raises(hg.HandgradError, match="packed weight cannot be changed"):
         hg.lora.merge(adapted(model))
-    with pytest.raises(hg.HandgradError, match="not a GGUF file"):
-        hg.load(tmp_path / "m", packed=True)
-    with pytest.raises(hg.HandgradError, match="GGUF file, which has its own types"):
-        hg.load(path, base_dtype="bfloat16")
     with pytest.raises(hg.HandgradError, match="base_dtype must be bfloat16 or float16"):
         hg.load(tmp_path / "m", base_dtype="int8")
     assert not (tmp_path / "out").exists()
@@ -191,10 +186,12 @@ def test_a_base_that_was_moved_is_named_as_the_adapters_base(tmp_path: Path) -> 
 
 def test_messages_name_options(tmp_path: Path) -> None:
     path = gguf_file(tmp_path, "Q8_0")
-    with pytest.raises(hg.HandgradError, match=r"leave out base_dtype .* packed=True"):
+    with pytest.raises(
+        hg.HandgradError, match=r"GGUF file, which has its own types: leave out base_dtype .* packed=True"
+    ):
         hg.load(path, base_dtype="bfloat16")
     hg.save(hg.load(path), tmp_path / "folder")
-    with pytest.raises(hg.HandgradError, match=r"leave out packed=True, .* base_dtype='bfloat16'"):
+    with pytest.raises(hg.HandgradError, match=r"not a GGUF file, .* leave out packed=True, .* base_dtype='bfloat16'"):
         hg.load(tmp_path / "folder", packed=True)
     with pytest.raises(hg.HandgradError, match="gguf writes an adapter, and full=True trains all weights"):
         FinetuneOptions.parse({"gguf": True, "full": True})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import perturb
+from conftest import save_adapter
 from handgrad.formats.models import chat_template_of
 from handgrad.inference.conversation import Chat
 from handgrad.inference.sampling import Sampling
@@ -167,19 +167,12 @@ def test_why_of_one_word(chat: Chat) -> None:
         chat.why("hello")
 
 
-def adapter_of(base: Path, folder: Path, seed: int) -> Path:
-    model = hg.load(base)
-    hg.lora.inject(model, rank=2, modules_to_save=["model.norm"])
-    perturb(model, seed, 0.2)
-    hg.lora.save(model, folder)
-    return folder
-
-
 def test_adapters_are_switched_at_run_time(folder: Path, tmp_path: Path) -> None:
     chat = chat_with(folder)
-    one, two = (adapter_of(folder, tmp_path / name, seed) for seed, name in enumerate(("one", "two"), 1))
-    write_chat_model(tmp_path / "other", seed=1, steps=0)
-    other = adapter_of(tmp_path / "other", tmp_path / "three", 3)
+    write_chat_model(tmp_path / "base", seed=1, steps=0)
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    for seed, (base, adapter) in enumerate(((folder, one), (folder, two), (tmp_path / "base", other)), 1):
+        save_adapter(hg.load(base), adapter, seed, 0.2, modules_to_save=["model.norm"])
     plain = ask(chat, "hello")
     answers = []
     for adapter in (one, two):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import make_model
+from conftest import make_model, perturb, save_adapter
 from families.members import TYPICAL, family_of, transformers_model
 from handgrad import optim
 from handgrad.inference import kv_cache
@@ -121,11 +121,17 @@ def test_waiting_sequences() -> None:
     assert [x.new for x in found] == [greedy(model, [i], 3) for i in range(5)]
 
 
-def test_a_shared_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(n_context=64, n_blocks=2)
-    rows: list[int] = []
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of every pass."""
+    found: list[int] = []
     embeddings = GPT.embeddings
-    monkeypatch.setattr(GPT, "embeddings", lambda self, ids, at: rows.append(len(ids)) or embeddings(self, ids, at))
+    monkeypatch.setattr(GPT, "embeddings", lambda self, ids, at: found.append(len(ids)) or embeddings(self, ids, at))
+    return found
+
+
+def test_a_shared_beginning_is_computed_once(rows: list[int]) -> None:
+    model = make_model(n_context=64, n_blocks=2)
     beginning = prompts_of(11, [30])[0]
     prompts = [[*beginning, i, 3] for i in range(4)] + [beginning, [4, 5, 6]]
     for n in (1, 5):  # also if the first sequence has left before the second begins
@@ -148,12 +154,9 @@ def test_a_shared_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.cache.nbytes == 0
 
 
-def test_log_probabilities_of_a_shared_beginning_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_a_shared_beginning_are_computed_once(rows: list[int]) -> None:
     """As an evaluation harness asks: one question, several answers. A prompt without log-probabilities has none to give."""
     model = make_model(n_context=64, n_blocks=2)
-    rows: list[int] = []
-    embeddings = GPT.embeddings
-    monkeypatch.setattr(GPT, "embeddings", lambda self, ids, at: rows.append(len(ids)) or embeddings(self, ids, at))
     question, *others = prompts_of(11, [30, 3, 4, 2, 3])
     answers = [question + other for other in others] + [question[:20]]
     engine = Engine(model, max_running=3)
@@ -260,10 +263,7 @@ def _other_tensors(model: GPT) -> None:
 
 def _adapter(model: GPT) -> None:
     hg.lora.inject(model, rank=2, targets=["all-linear"])
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.normal_()
+    perturb(model, scale=1)
 
 
 @pytest.mark.parametrize("change", [_step, _other_tensors, _adapter])
@@ -291,9 +291,7 @@ def test_keys_of_other_weights_are_not_used(change: Callable[[GPT], None]) -> No
 
 
 def test_factors_of_a_named_adapter_count_as_weights(tmp_path: Path) -> None:
-    model = make_model(n_vocab=29, n_context=64)
-    _adapter(model)
-    hg.lora.save(model, tmp_path / "a")
+    save_adapter(make_model(n_vocab=29, n_context=64), tmp_path / "a")
     model = make_model(n_vocab=29, n_context=64)
     load_named(model, {"a": tmp_path / "a"})
     engine = Engine(model)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import make_model
-from handgrad.inference.engine import Engine
+from conftest import make_model, perturb, save_with_bytes
+from handgrad.inference.engine import Engine, Options
 from handgrad.text import tokenizer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [2, 2]]
@@ -19,19 +19,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1], [2, 2]]
 @pytest.fixture
 def talking(tmp_path: Path) -> hg.GPT:
     """A model of bytes that was loaded from a folder, with the newline as its end of text."""
-    model = make_model(n_vocab=256, n_context=64, d_model=24)
-    hg.save(model, tmp_path / "m")
-    tokenizer.make("bytes", []).write(tmp_path / "m")
+    save_with_bytes(make_model(n_vocab=256, n_context=64, d_model=24), tmp_path / "m")
     return hg.load(tmp_path / "m")
-
-
-def test_greedy_picks_the_most_probable_token() -> None:
-    model = make_model()
-    tokens = torch.randint(11, (3, 4))
-    new = hg.generate(model, tokens, 6)
-    sequence = torch.cat([tokens, new], 1)
-    for i in range(6):
-        assert torch.equal(model.logits(sequence[:, : 4 + i])[:, -1].argmax(1), new[:, i])
 
 
 def test_stream_equals_batch_and_seed_and_top_k_take_effect() -> None:
@@ -115,9 +104,7 @@ def test_same_seed_same_tokens_alone_and_in_a_batch(family: str, dtype: torch.dt
     torch.manual_seed(1)
     shape = {"n_vocab": 97, "n_context": 64, "d_model": 24, "n_heads": 4, "n_blocks": 2}
     model = hg.GPT(hg.preset(family, **shape), dtype=dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
+    perturb(model, scale=0.1)
     prompts = [torch.randint(97, (n,)).tolist() for n in (3, 17, 1, 9, 17)]
     seeds = [7, 1, 5, 5, 0]
     options = {"temperature": 0.9, **options}
@@ -176,17 +163,11 @@ def test_logprobs_are_those_of_the_model() -> None:
     only = hg.generate(model, PROMPTS[2], 0, prompt_logprobs=True, details=True)
     assert only.ids == [] and only.finish == "length" and len(only.prompt_logprobs) == 6
     pieces = Engine(model, tokens_at_once=2)  # a prompt in several pieces
-    found = pieces.add(PROMPTS[2], hg_options(prompt_logprobs=True, max_new_tokens=1))
+    found = pieces.add(PROMPTS[2], Options(1, prompt_logprobs=True))
     while pieces.busy:
         pieces.step()
     expected = [x.logprob for x in only.prompt_logprobs]
     assert [x.logprob for x in found.prompt_logprobs] == pytest.approx(expected, abs=1e-9)
-
-
-def hg_options(**options: object) -> object:
-    from handgrad.inference.engine import Options
-
-    return Options(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +189,11 @@ def hg_options(**options: object) -> object:
         ({"logprobs": 12, "details": True}, "logprobs must be a number of tokens from 0 to 11"),
         ({"context_full": "wrap"}, "context_full must be 'stop' or 'slide'"),
         ({"stream": True, "details": True}, "choose one"),
+        ({"logit_bias": {11: 1.0}}, "logit_bias: id 11 is outside the vocabulary"),
+        ({"logit_bias": {1: math.nan}}, "give finite numbers by token id"),
+        ({"logit_bias": {"1": 1.0}}, "give finite numbers by token id"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty must be"),
+        ({"presence_penalty": "x"}, "presence_penalty must be"),
     ],
 )
 def test_invalid_options_are_rejected(change: dict[str, float], message: str) -> None:
@@ -271,16 +257,3 @@ def test_json_of_a_schema(talking: hg.GPT) -> None:
         hg.generate(talking, "a", json_schema={"type": "foo"})
     with pytest.raises(hg.HandgradError, match="no tokenizer"):
         hg.generate(make_model(), [1], json_schema={"type": "object"})
-
-
-@pytest.mark.parametrize(
-    "options,reason",
-    [
-        ({"logit_bias": {11: 1.0}}, "logit_bias: id 11 is outside the vocabulary"), ({"logit_bias": {1: math.nan}}, "give"),
-        ({"logit_bias": {"1": 1.0}}, "by token id"), ({"frequency_penalty": math.inf}, "frequency_penalty must be"),
-        ({"presence_penalty": "x"}, "presence_penalty must be"),
-    ],
-)  # fmt: skip
-def test_wrong_penalties(options: dict[str, object], reason: str) -> None:
-    with pytest.raises(hg.HandgradError, match=reason):
-        hg.generate(make_model(), [1, 2], 3, **options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import handgrad as hg
 import tiny_gguf
-from conftest import handgrad, perturb
+from conftest import handgrad, perturb, save_with_bytes
 from handgrad.errors import HandgradError
 from handgrad.inference import engine
 from handgrad.inference.quantization_loss import PASSAGE, measure_cost
@@ -191,10 +191,7 @@ def test_directories_and_adapters(tmp_path: Path) -> None:
     tokens = torch.randint(256, (1, 9))
     assert torch.equal(low.logits(tokens), quantize(plain, 8).logits(tokens))
     hg.lora.inject(low, 2, seed=1)
-    with torch.no_grad():
-        for p in low.parameters():
-            if p.requires_grad:
-                p += 0.1
+    perturb(low)
     hg.lora.save(low, tmp_path / "adapter")
     again = hg.load(tmp_path / "adapter", bits=8)
     assert torch.equal(again.logits(tokens), low.logits(tokens))
@@ -232,8 +229,7 @@ def test_refused(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     folder, text = tmp_path / "m", tmp_path / "text.txt"
-    hg.save(model("llama"), folder)
-    make("bytes", []).write(folder)
+    save_with_bytes(model("llama"), folder)
     text.write_text("Some text to compare on.")
     low = hg.load(folder, bits=4)
     greedy = "generate", "--model", folder, "--temperature", 0, "--max-new-tokens", 9

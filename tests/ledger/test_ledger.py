@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,21 +108,9 @@ RMS, QK = ({f"L-{layer}-{what}" for what in ("fwd", "bwd", "grad")} for layer in
 SCORES = {"E-draw", "E-dq", "E-dk", "E-dwq", "E-dwk", "E-dbq", "E-head-dx", "E-mha-dx", "P-mha-compose", "D-table1"}
 
 
-def printed_mask(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled * torch.ones_like(scaled).tril()
-
-
-def without_the_correction(delta_rho: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    return delta_rho * rho
-
-
 def with_a_wrong_sign(delta: torch.Tensor, a_bar: torch.Tensor, sigma: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     g = delta * w
     return (g - g.mean(1, keepdim=True) + a_bar * (g * a_bar).mean(1, keepdim=True)) / sigma[:, None]
-
-
-def with_the_last_row(y_pred: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return y_pred - loss.y_gt(targets, y_pred.shape[1], y_pred.dtype)
 
 
 def embedding_part_only(
@@ -138,15 +127,15 @@ def adapter_path_only(delta_12: torch.Tensor, p: transformer.Network) -> torch.T
     )
 
 
-def without_the_smooth_part(x: torch.Tensor, name: str) -> torch.Tensor:
-    return (x > 0).to(x.dtype)
+Activation = Callable[[torch.Tensor, str], torch.Tensor]
 
 
-def with_relu2(
-    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor, str], torch.Tensor]:
-    """`right`, but for relu2."""
-    return lambda x, name: wrong(x) if name == "relu2" else right(x, name)
+def but_for(which: str, right: Activation, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
+    """`right`, but for one name."""
+    return lambda x, name: wrong(x) if name == which else right(x, name)
+
+
+with_relu2, with_silu = partial(but_for, "relu2"), partial(but_for, "silu")
 
 
 def with_eps_outside(a: torch.Tensor, w: torch.Tensor, eps: float) -> rmsnorm.Forward:
@@ -189,23 +178,8 @@ def with_a_power_of_the_position(
     )
 
 
-def with_silu(
-    right: Callable[[torch.Tensor, str], torch.Tensor], wrong: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor, str], torch.Tensor]:
-    """`right`, but for silu."""
-    return lambda x, name: wrong(x) if name == "silu" else right(x, name)
-
-
 def overwriting(delta: torch.Tensor, ids: torch.Tensor, n_rows: int) -> torch.Tensor:
     return delta.new_zeros(n_rows, delta.shape[1]).index_copy_(0, ids, delta)
-
-
-def with_key_heads_in_turn(i: int, n_heads: int, n_kv: int) -> int:
-    return i % n_kv
-
-
-def with_one_key_more(scaled: torch.Tensor, window: int | None) -> torch.Tensor:
-    return WINDOW(scaled, None if window is None else window + 1)
 
 
 def of_the_last_head(x: Sequence[torch.Tensor], n_kv: int) -> list[torch.Tensor]:
@@ -213,17 +187,13 @@ def of_the_last_head(x: Sequence[torch.Tensor], n_kv: int) -> list[torch.Tensor]
     return list(x[repeat - 1 :: repeat])
 
 
-ROTATE, PERMUTATION, YARN_SHARE = (
-    rotary.forward,
-    rotary.permutation,
-    rotary.yarn_share,
-)  # a broken one is made from the right one
-
+# a broken one is made from the right one
+ROTATE, PERMUTATION, YARN_SHARE = rotary.forward, rotary.permutation, rotary.yarn_share
 WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
 PRODUCT_M, PRODUCT_U = per_example.product_m, per_example.product_u
 
 BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
-    "the mask as printed": (attention, "mask", printed_mask, FORWARD | FROM_12 | {
+    "the mask as printed": (attention, "mask", lambda scaled: scaled.tril(), FORWARD | FROM_12 | {
         "E-mask", "E-out-tri", "E-rho", "E-attn-fwd", "E-compose", "E-weighted-1", "E-weighted-2", "E-weighted-3",
         "E-dbk-zero", "E-dscaled", "E-mha-fwd", "P-bk-impotent", "P-swap-bq", "P-drho-free", "P-linmix-causal",
         "P-kv-lastcol", "P-kv-oldrows", "P-mha-compose", "D-gen-loop", "D-table1",
@@ -236,14 +206,16 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a missing 1/√d_ρ in the cache": (kv_cache, "scale", lambda raw, d_rho: raw, {
         "E-kv-rho", "E-kv-out", "P-qv-cache", "D-gen-loop", "R4",
     }),
-    "a dropped softmax correction": (attention, "delta_causal", without_the_correction, FROM_10 | SCORES | {
+    "a dropped softmax correction": (attention, "delta_causal", lambda delta_rho, rho: delta_rho * rho, FROM_10 | SCORES | {
         "E-attn-dcausal", "P-dcausal-rowsum", "E-softmax-diff", "E-dbk-zero", "P-drho-free", "P-identity",
         "X-first-row", "X-stack", "R2", "R18", "L-gqa-heads",
     }),
     "a wrong sign in LayerNorm": (layernorm, "delta_prev", with_a_wrong_sign, FROM_10 | {
         "E-ln-dx", "X-ln-rowsum", "X-stack", "R8", "R19",
     }),
-    "a loss on the last row": (loss, "delta_logits", with_the_last_row, FROM_12 | {
+    "a loss on the last row": (loss, "delta_logits", lambda y_pred, targets: (
+        y_pred - loss.y_gt(targets, y_pred.shape[1], y_pred.dtype)
+    ), FROM_12 | {
         "E-dlogits", "X-last-dead", "X-logit-rowsum", "X-stack", "R5",
     }),
     "a missing tied contribution": (transformer, "grad_w_tok", embedding_part_only, {"T3-wtok", "R9"}),
@@ -251,7 +223,7 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "E-lora-logits-fwd", "R3",
     }),
     "a dropped scale": (lora, "grad_u", lambda delta, a, d, scale: (a @ d).t() @ delta, {"E-lora-du", "T3-u11"}),
-    "a wrong activation slope": (activation, "g_prime", without_the_smooth_part, FROM_10 | {
+    "a wrong activation slope": (activation, "g_prime", lambda x, name: (x > 0).to(x.dtype), FROM_10 | {
         "E-act", "X-stack", "L-relu2-bwd", "L-gate-bwd", "L-gate-branches",
     }),
     "a squared ReLU without its 2": (activation, "g_prime", with_relu2(activation.g_prime, torch.relu), {"L-relu2-bwd"}),
@@ -313,7 +285,7 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
         "L-gate-bwd", "L-gate-branches",
     }),
     "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
-    "key heads assigned in turn": (grouped_query, "group", with_key_heads_in_turn, {
+    "key heads assigned in turn": (grouped_query, "group", lambda i, n_heads, n_kv: i % n_kv, {
         "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum",
     }),
     "the keys of the first group for all": (
@@ -326,7 +298,9 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a missing 1/√d_ρ in a group": (grouped_query, "scale", lambda raw, d_rho: raw, {
         "L-gqa-fwd", "L-gqa-bwd", "L-gqa-sum", "L-gqa-heads", "L-window-fwd", "L-window-bwd",
     }),
-    "a window with one key more": (grouped_query, "mask", with_one_key_more, {"L-window-fwd", "L-window-bwd"}),
+    "a window with one key more": (grouped_query, "mask", lambda scaled, window: (
+        WINDOW(scaled, None if window is None else window + 1)
+    ), {"L-window-fwd", "L-window-bwd"}),
     "a batch that averages examples": (
         per_example, "batch_loss", lambda losses, counts: sum(losses) / len(losses), {"L-example-fwd"},
     ),

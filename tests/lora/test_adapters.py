@@ -125,24 +125,16 @@ def test_we_load_peft_adapter_and_take_the_same_step(kind: str, tmp_path: Path) 
         assert relative_error(tensor, after[name]) <= 1e-8, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_save_and_load_round_trip_is_bit_identical(kind: str, tmp_path: Path) -> None:
-    source, other = adapted_model(torch.float32, **KINDS[kind]), small_model(dtype=torch.float32)
+@pytest.mark.parametrize("options", [*KINDS.values(), {"rank": 2, "freeze_down": True}], ids=[*KINDS, "freeze_down"])
+def test_save_and_load_round_trip_is_bit_identical(options: dict[str, Any], tmp_path: Path) -> None:
+    source, other = adapted_model(torch.float32, **options), small_model(dtype=torch.float32)
     lora.save(source, tmp_path / "adapter")
     lora.load(other, tmp_path / "adapter")
     tokens, _, lengths = small_batch()
     assert torch.equal(source.logits(tokens, lengths), other.logits(tokens, lengths))
-    assert {n for n, p in source.named_parameters() if p.requires_grad} == {
-        n for n, p in other.named_parameters() if p.requires_grad
-    }
-
-
-def test_freeze_down_survives_save_and_load(tmp_path: Path) -> None:
-    source, other = small_model(), small_model()
-    lora.inject(source, 2, freeze_down=True)
-    lora.save(source, tmp_path / "adapter")
-    lora.load(other, tmp_path / "adapter")
-    assert {n.rpartition(".")[2] for n, p in other.named_parameters() if p.requires_grad} == {"up"}
+    trained = {n for n, p in other.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in source.named_parameters() if p.requires_grad}
+    assert "freeze_down" not in options or {n.rpartition(".")[2] for n in trained} == {"up"}
 
 
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +231,7 @@ def test_model_with_adapters_passes_verify(dora: bool) -> None:
      (r".*\.h\.0\..*", 4), (("h.0.mlp.c_fc",), 1), (r".*\.(c_attn|c_fc)", 4), ("lm_head|.*c_fc", 3),
      (r"h\.[01]\.attn\.c_attn", 2), ("(?i:C_ATTN|C_FC)", 4), ("(c_attn)|(c_fc)", 4), ("(?i)C_FC", 2)],
 )  # fmt: skip
-def test_labelsmatch_name_suffix_or_regex(targets: Any, count: int) -> None:
+def test_labels_match_name_suffix_or_regex(targets: Any, count: int) -> None:
     assert len(lora.choose(small_model(), targets)) == count
 
 
@@ -260,7 +252,7 @@ def test_labelsmatch_name_suffix_or_regex(targets: Any, count: int) -> None:
         "^c_attn",
     ],
 )
-def test_unmatched_labelsare_rejected_with_available_layers(targets: Any) -> None:
+def test_unmatched_labels_are_rejected_with_available_layers(targets: Any) -> None:
     with pytest.raises(hg.HandgradError) as error:
         lora.inject(small_model(), targets=targets)
     if targets not in ("(", "[", ()):
@@ -294,6 +286,9 @@ def test_peft_rank_above_layer_width_is_loaded(tmp_path: Path) -> None:
         ({"rank": 0}, "rank"), ({"rank": True}, "rank"), ({"rank": 9}, "larger than"), ({"alpha": -1}, "alpha"),
         ({"alpha": float("nan")}, "alpha"), ({"dropout": 1.0}, "dropout"), ({"rank_pattern": {"q": 2}}, "'q'"),
         ({"alpha_pattern": {"(": 2}}, "regular expression"), ({"modules_to_save": ("ln_9",)}, "ln_9"),
+        ({"rank": 10**9}, "must be"), ({"alpha": 1e308}, "must be"), ({"rank_pattern": {"c_fc": 10**9}}, "must be"),
+        ({"alpha_pattern": {"c_fc": float("inf")}}, "must be"), ({"rank_pattern": {"rank": 4}, "rank": 0}, "must be"),
+        ({"alpha_pattern": {"alpha": 4}, "alpha": -1.0}, "must be"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
@@ -310,8 +305,6 @@ def test_inject_once_and_remove() -> None:
     assert relative_error(model.logits(tokens, lengths), logits) <= 1e-12  # a new adapter has no effect
     with pytest.raises(hg.HandgradError, match="already"):
         lora.inject(model, 4)
-    with pytest.raises(hg.HandgradError, match="adapter"):
-        hg.save(model, "nowhere")
     lora.remove(model)
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in before.items()}
     assert torch.equal(model.logits(tokens, lengths), logits)

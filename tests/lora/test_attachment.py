@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import make_model, perturb
+from conftest import make_model, save_adapter
 from handgrad.lora.injection import adapters_of
 
 IDS = torch.tensor([1, 5, 2, 9])
@@ -15,13 +15,6 @@ IDS = torch.tensor([1, 5, 2, 9])
 def base_in(folder: Path, seed: int = 0, **shape: object) -> hg.GPT:
     hg.save(make_model(seed, torch.float32, n_blocks=2, **shape), folder)
     return hg.load(folder)
-
-
-def adapter_of(base: Path, folder: Path, seed: int, **options: object) -> None:
-    model = hg.load(base)
-    hg.lora.inject(model, rank=2, **options)  # type: ignore[arg-type]
-    perturb(model, seed)
-    hg.lora.save(model, folder)
 
 
 OPTIONS: list[dict[str, object]] = [
@@ -36,7 +29,7 @@ OPTIONS: list[dict[str, object]] = [
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp_path: Path) -> None:
     model = base_in(tmp_path / "base", tied=tied)
-    adapter_of(tmp_path / "base", tmp_path / "a", 1, **options)
+    save_adapter(hg.load(tmp_path / "base"), tmp_path / "a", **options)
     before = {name: p.clone() for name, p in model.named_parameters()}
     config, logits = model.config, model.logits(IDS)
     for _ in range(2):
@@ -54,8 +47,8 @@ def test_the_base_comes_back_exactly(options: dict[str, object], tied: bool, tmp
 
 def test_low_bit_weights_stay_as_they_are(tmp_path: Path) -> None:
     base_in(tmp_path / "base", d_model=32, n_heads=2)
-    adapter_of(tmp_path / "base", tmp_path / "a", 1)
-    adapter_of(tmp_path / "base", tmp_path / "b", 1, modules_to_save=["lm_head"])
+    save_adapter(hg.load(tmp_path / "base"), tmp_path / "a")
+    save_adapter(hg.load(tmp_path / "base"), tmp_path / "b", modules_to_save=["lm_head"])
     model = hg.load(tmp_path / "base", bits=8)
     logits = model.logits(IDS)
     attached = hg.lora.Attachment(model, tmp_path / "a")
@@ -70,8 +63,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     model = base_in(tmp_path / "base")
     base_in(tmp_path / "same shape", seed=1)
     base_in(tmp_path / "other shape", d_model=24)
-    adapter_of(tmp_path / "same shape", tmp_path / "b", 1)
-    adapter_of(tmp_path / "other shape", tmp_path / "c", 1)
+    save_adapter(hg.load(tmp_path / "same shape"), tmp_path / "b")
+    save_adapter(hg.load(tmp_path / "other shape"), tmp_path / "c")
     logits = model.logits(IDS)
     with pytest.raises(hg.HandgradError, match=r"is an adapter of .*same shape, not of .*base"):
         hg.lora.Attachment(model, tmp_path / "b")
@@ -85,7 +78,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     model = base_in(tmp_path / "base")
-    adapter_of(tmp_path / "base", tmp_path / "a", 1)
+    save_adapter(hg.load(tmp_path / "base"), tmp_path / "a")
     hg.lora.Attachment(model, tmp_path / "a")
     logits = model.logits(IDS)
     with pytest.raises(hg.HandgradError, match="detach it"):

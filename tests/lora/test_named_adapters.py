@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import handgrad as hg
-from conftest import make_model, perturb
+from conftest import make_model, save_adapter
 from handgrad.files import manifest
 from handgrad.inference.engine import Engine, Options
 from handgrad.lora.named import NamedAdapters, groups, load_named, selected
@@ -24,10 +24,7 @@ KINDS = {
 def folders(tmp_path: Path) -> dict[str, Path]:
     """Adapters of different kinds, with factors far from zero, for one base."""
     for i, (name, options) in enumerate(KINDS.items()):
-        model = make_model(**SHAPE)
-        hg.lora.inject(model, **options)  # type: ignore[arg-type]
-        perturb(model, seed=i)
-        hg.lora.save(model, tmp_path / name)
+        save_adapter(make_model(**SHAPE), tmp_path / name, i, **options)
     return {name: tmp_path / name for name in KINDS}
 
 
@@ -87,12 +84,8 @@ def test_rows_of_each_adapter() -> None:
 
 
 def test_what_cannot_be_loaded_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
-    other = make_model(d_model=24)
-    hg.lora.inject(other, rank=2)
-    hg.lora.save(other, tmp_path / "other")
-    full = make_model(**SHAPE)
-    hg.lora.inject(full, rank=2, modules_to_save=("ln_f",))
-    hg.lora.save(full, tmp_path / "full")
+    save_adapter(make_model(d_model=24), tmp_path / "other")
+    save_adapter(make_model(**SHAPE), tmp_path / "full", modules_to_save=("ln_f",))
     model = make_model(**SHAPE)
     before = {name: p.clone() for name, p in model.named_parameters()}
     for name, reason in (("other", "belongs to another model"), ("full", "modules_to_save")):

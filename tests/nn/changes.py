@@ -30,11 +30,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 Change = Callable[[Any, random.Random], None]
 
 
-def model_of(kind: str, seed: int = 0, **options: Any) -> Any:
-    """A small model of transformers, in training."""
+def model_of(kind: str, seed: int = 0, attention: str = "sdpa", **changes: Any) -> Any:
+    """A small model of transformers, in training; `changes` are those of its configuration."""
     family, fields = KINDS[kind]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), **options).train()
+    config = AutoConfig.for_model(family, **{**fields, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.05 * torch.randn_like(p)

@@ -278,7 +278,7 @@ def masks() -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mistral"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_masks_of_every_kind(kind: str, implementation: str) -> None:
-    model = model_of(kind, attn_implementation=implementation)
+    model = model_of(kind, attention=implementation)
     plain = copy.deepcopy(model)
     result = hg.nn.replace(model, loss=True)
     given = [{"attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)} for mask in masks().values()]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from changes import KINDS
+from changes import model_of
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import handgrad as hg
@@ -37,14 +37,7 @@ def tokenizer() -> Any:
 
 def folder_of(kind: str, where: Path) -> Path:
     """A small model on disk."""
-    family, fields = KINDS[kind]
-    torch.manual_seed(0)
-    shape = {**fields, "vocab_size": 258, "eos_token_id": 257, "pad_token_id": 256}
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
-    with torch.no_grad():
-        for p in network.parameters():
-            p += 0.05 * torch.randn_like(p)
-    network.save_pretrained(where)
+    model_of(kind, vocab_size=258, eos_token_id=257, pad_token_id=256).save_pretrained(where)
     return where
 
 

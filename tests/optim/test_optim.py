@@ -18,7 +18,6 @@ from handgrad import optim
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.optim import OptimizerInBackward, align
 from handgrad.proof.oracles import relative_error
-from handgrad.training.distributed import Ranks
 
 LENGTHS = [9, 2, 13, 5, 16]
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -191,19 +190,6 @@ def test_step_with_grad_scale_equals_scaled_gradients(kind: str) -> None:
         assert not hasattr(optimizer, "grad_scale")
         results.append(p.detach())
     assert torch.allclose(*results, atol=1e-6, rtol=0) and not torch.allclose(results[0], start)
-
-
-@pytest.mark.parametrize(("device", "backend"), [(None, "gloo"), ("cpu", "gloo"), ("cuda:1", "nccl")])
-def test_backend_follows_the_models_device(device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on the CPU uses gloo even if the machine has a GPU."""
-    backends: list[str] = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: backends.append(backend))
-    monkeypatch.setattr(Ranks, "_open_store", lambda self: None)
-    Ranks() if device is None else Ranks(device)
-    assert backends == [backend]
 
 
 def test_a_run_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Plans of every family: parameters and bytes against real models, FLOP against torch's counter."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import handgrad as hg
-from conftest import handgrad
+from conftest import handgrad, plan_of
 from handgrad.families import FAMILIES
 from handgrad.inference.kv_cache import Cache
 from handgrad.kernels import library
@@ -29,9 +28,12 @@ TOKENS = 16
 SHAPE = {"n_vocab": 11, "n_context": TOKENS, "d_model": 12, "n_heads": 6, "n_kv_heads": 3, "n_blocks": 3, "d_hidden": 7}
 LLAMA = hg.preset("nano-llama", **SHAPE)
 FUSED = "fused"  # a family that stores q, k and v in one matrix, and gate and up in another
+GPT2: dict[str, Any] = {"family": "gpt2", **{x: getattr(hg.preset("gpt2"), x) for x in (
+    "norm", "positions", "gated", "activation", "qkv_bias", "out_bias", "mlp_bias")}, "n_kv_heads": None}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"family": "gpt2", **{x: getattr(hg.preset("gpt2"), x) for x in (
-        "norm", "positions", "gated", "activation", "qkv_bias", "out_bias", "mlp_bias")}, "n_kv_heads": None},
+    "gpt2": GPT2,
+    "gpt2, untied, with a bias of the logits": {**GPT2, "tied": False, "logits_bias": True},
+    "gpt2 without biases of keys": {**GPT2, "key_bias": False, "d_rho": 3, "d_head": 5},
     "llama": {},
     "llama with biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": False},
     "one key head": {"n_kv_heads": 1},
@@ -255,27 +257,20 @@ def test_parts_and_the_papers_targets() -> None:
         make_plan(LLAMA, rank=2, targets="q")
 
 
-def planned(*arguments: object) -> dict[str, Any]:
-    run = handgrad("plan", *arguments, "--json", "-")
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
 def test_command(tmp_path: Path) -> None:
     """Presets, folders and adapters of a Llama."""
-    assert planned("--model", "smollm2-shape")["total"] == 134_515_008
+    assert plan_of("--model", "smollm2-shape")["total"] == 134_515_008
     model = hg.GPT(LLAMA)
     hg.save(model, tmp_path / "llama")
-    whole = planned("--model", tmp_path / "llama")
+    whole = plan_of("--model", tmp_path / "llama")
     assert whole["total"] == sum(p.numel() for p in model.parameters())
     assert whole["config"]["rope_scaling"]["rope_type"] == "default"
-    some = planned("--model", tmp_path / "llama", "--rank", "2", "--targets", "q_proj,gate_proj")
+    some = plan_of("--model", tmp_path / "llama", "--rank", "2", "--targets", "q_proj,gate_proj")
     assert some["trainable"] == 3 * 2 * (12 + 12 + 12 + 7)
     model = hg.load(tmp_path / "llama")
     hg.lora.inject(model, 2, targets=("q_proj", "gate_proj"))
     hg.lora.save(model, tmp_path / "adapter")
-    assert planned("--model", tmp_path / "adapter")["backward_flop"] == some["backward_flop"]
+    assert plan_of("--model", tmp_path / "adapter")["backward_flop"] == some["backward_flop"]
     shown = handgrad("plan", "--model", tmp_path / "llama", "--rank", "1")
     assert shown.returncode == 0 and "3 blocks" in shown.stdout
     assert "trainable parameters" in shown.stdout

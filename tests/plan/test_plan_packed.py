@@ -1,10 +1,8 @@
 """Plans of models whose matrices stay packed: bytes against the model and against what a step allocates."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import handgrad as hg
 import tiny_gguf
-from conftest import handgrad
+from conftest import handgrad, plan_of
 from handgrad.plan import packing, timing
 from handgrad.plan.estimate import Plan, make_plan
 from handgrad.plan.memory import workspace
@@ -89,26 +87,19 @@ def test_seconds_include_unpacking(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert timing.predict(plan, 0.0) > 100 * sum(uses(plan.config, plan.kinds, 1).values())
 
 
-def command(*arguments: object) -> dict[str, Any]:
-    run = handgrad("plan", *arguments, "--json", "-")
-    assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
 def test_the_command_reads_the_types_of_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     tiny_gguf.write_tiny_smollm2(tmp_path / "tiny.gguf")
     model = hg.load(tmp_path / "tiny.gguf", packed=True)
     hg.lora.inject(model, 2)
-    found = command("--model", tmp_path / "tiny.gguf", "--packed", "--rank", 2)
+    found = plan_of("--model", tmp_path / "tiny.gguf", "--packed", "--rank", 2)
     assert found["packed"] == ["Q8_0"] and found["bytes_weights"] == held(model)
     hg.lora.save(model, tmp_path / "adapter")
-    assert command("--model", tmp_path / "adapter", "--packed")["bytes_weights"] == held(model)
-    two = command("--model", folder / "tied", "--base-dtype", "float16", "--rank", 2)
+    assert plan_of("--model", tmp_path / "adapter", "--packed")["bytes_weights"] == held(model)
+    two = plan_of("--model", folder / "tied", "--base-dtype", "float16", "--rank", 2)
     preset = [f"--{name.replace('_', '-')}={SHAPE[name]}" for name in ("n_vocab", "n_blocks", "d_hidden", "n_context")]
     assert two["packed"] == ["F16"]
-    assert two["bytes_weights"] < command("--model", folder / "tied", "--rank", 2)["bytes_weights"]
-    assert command("--model", "nano-llama", *preset, "--base-dtype", "float16", "--rank", 2)["packed"] == ["F16"]
+    assert two["bytes_weights"] < plan_of("--model", folder / "tied", "--rank", 2)["bytes_weights"]
+    assert plan_of("--model", "nano-llama", *preset, "--base-dtype", "float16", "--rank", 2)["packed"] == ["F16"]
 
 
 @pytest.mark.parametrize(

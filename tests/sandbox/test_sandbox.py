@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,18 +104,12 @@ def test_a_forked_process_starts_another_child() -> None:
 
 def test_threads_share_the_child() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
-    found: dict[int, bool] = {}
 
-    def render_all(n: int) -> None:
-        texts = [template.render([{"role": "user", "content": f"{n}.{i}"}]) for i in range(50)]
-        found[n] = texts == [f"{n}.{i}" for i in range(50)]
+    def render_all(n: int) -> list[str]:
+        return [template.render([{"role": "user", "content": f"{n}.{i}"}]) for i in range(50)]
 
-    threads = [threading.Thread(target=render_all, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict.fromkeys(range(4), True)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(render_all, range(4))) == [[f"{n}.{i}" for i in range(50)] for n in range(4)]
 
 
 @pytest.mark.parametrize(

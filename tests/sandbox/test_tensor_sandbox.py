@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,14 +58,9 @@ def test_a_killed_child_is_replaced_and_threads_share_it() -> None:
     result(call("return x0", X))
     assert tensor_client._service.child is not None
     os.kill(tensor_client._service.child._process.pid, signal.SIGKILL)
-    found: dict[int, float] = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: result(call("return x0 * x1", X, i)).sum().item()}))
-               for i in range(4)]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: 15.0 * i for i in range(4)}
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda i: result(call("return x0 * x1", X, i)).sum().item(), range(4))
+        assert list(found) == [15.0 * i for i in range(4)]
 
 
 def test_a_reply_that_cannot_be_read_is_a_crash() -> None:

@@ -13,9 +13,7 @@ from handgrad.serve.routes import Server
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    return path
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def test_the_requests_of_local_completions(folder: Path) -> None:

@@ -22,9 +22,7 @@ PROMPT = "To be, or not to be"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models")
-    write_models(path)
-    return path
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

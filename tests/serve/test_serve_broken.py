@@ -1,8 +1,7 @@
 """A broken adapter is refused when it is loaded; one that breaks later fails its own requests only."""
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ SOUND = {"model": "one", "prompt": "To be, or not", "max_tokens": 24, "temperatu
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_models(tmp_path)
-    return tmp_path
+    return write_models(tmp_path)
 
 
 def break_adapter(models: Models, name: str) -> None:
@@ -89,22 +87,6 @@ def test_sequences_beside_a_broken_one_are_what_they_are_alone(
         assert logprobs == pytest.approx(logprobs_beside, abs=1e-10)
 
 
-@contextlib.contextmanager
-def clients(server: Server, bodies: list[dict[str, Any]]) -> Iterator[list[tuple[int, Any]]]:
-    """All at once; what they get is complete when the context is left."""
-    found: list[tuple[int, Any]] = [(0, None)] * len(bodies)
-
-    def ask(i: int) -> None:
-        found[i] = post(server, "/v1/completions", bodies[i])
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    yield found
-    for thread in threads:
-        thread.join()
-
-
 def test_requests_to_a_sound_adapter_beside_a_broken_one(folder: Path) -> None:
     models = open_tiny(folder)
     server = Server(models)
@@ -114,8 +96,8 @@ def test_requests_to_a_sound_adapter_beside_a_broken_one(folder: Path) -> None:
         break_adapter(models, "two")
         bodies = [SOUND if i % 2 else {**SOUND, "model": "two"} for i in range(30)]
         bodies[0] = {**SOUND, "model": "two", "echo": True}
-        with clients(server, bodies) as found:
-            pass
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            found = list(clients.map(partial(post, server, "/v1/completions"), bodies))
         for body, (status, answer) in zip(bodies, found, strict=True):
             if body["model"] == "one":
                 assert status == 200 and answer["choices"][0]["text"] == expected[1]["choices"][0]["text"]

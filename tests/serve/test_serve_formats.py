@@ -242,6 +242,16 @@ def test_tool_choice(client: openai.OpenAI) -> None:
     assert all(x.message.tool_calls or json.loads(x.message.content) in (1, 2) for x in found)
 
 
+def assert_calls_f(folder: Path) -> None:
+    """A call that must come is one of f, with its arguments."""
+    opened = open_models(folder, "base")
+    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
+        choice = client.chat.completions.create(
+            model="base", messages=ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}
+        ).choices[0]
+    assert json.loads(choice.message.tool_calls[0].function.arguments)["x"] in range(10)
+
+
 @pytest.mark.parametrize(
     "template,written",
     [
@@ -258,12 +268,7 @@ def test_calls_of_other_families(tmp_path: Path, template: str, written: str) ->
         + "{% endraw %}{% endif %}"
         + TEMPLATE.partition("endif %}")[2].replace("<tool", "<")
     )
-    opened = open_models(write_model(tmp_path / "m", source), "base")
-    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
-        choice = client.chat.completions.create(
-            model="base", messages=ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}
-        ).choices[0]
-    assert json.loads(choice.message.tool_calls[0].function.arguments)["x"] in range(10)
+    assert_calls_f(write_model(tmp_path / "m", source))
     notation = next(x for x in NOTATIONS if x.mark in source)
     reader = CallReader(notation, {"f"}, single=False)
     assert "".join(map(reader.add, written)) == ""
@@ -277,12 +282,7 @@ def test_calls_between_special_tokens(tmp_path: Path) -> None:
     hg.save(make_model(**{**SHAPE, "n_vocab": found.n_vocab + 2, "n_context": 2048}), tmp_path / "m")
     found.write(tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
-    opened = open_models(tmp_path / "m", "base")
-    with Server(opened) as url, openai.OpenAI(base_url=f"{url}v1", api_key="none", max_retries=0) as client:
-        choice = client.chat.completions.create(
-            model="base", messages=ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}
-        ).choices[0]
-    assert json.loads(choice.message.tool_calls[0].function.arguments)["x"] in range(10)
+    assert_calls_f(tmp_path / "m")
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

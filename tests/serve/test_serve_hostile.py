@@ -3,7 +3,6 @@
 import http.client
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ CHAT = {"model": "base", "messages": [{"role": "user", "content": "ab"}], "max_t
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    made = Server(open_tiny(folder), limits=Limits(parallel=2, queue=4, max_tokens=50, body=20_000))
+    models = open_tiny(write_models(tmp_path_factory.mktemp("models")))
+    made = Server(models, limits=Limits(parallel=2, queue=4, max_tokens=50, body=20_000))
     with made:
         yield made
 
@@ -96,38 +94,48 @@ def test_parts_that_are_wrong_are_named(server: Server, body: dict[str, Any], pa
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize(
-    "body,param",
-    [
-        ({"tools": [FUNCTION]}, "tools"), ({"tools": {}}, "tools"), ({"tools": [{}]}, "tools[0].type"),
-        ({"tools": [FUNCTION, FUNCTION]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),
-        ({"tools": [FUNCTION], "tool_choice": "maybe"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_tools(server: Server, body: dict[str, Any], param: str) -> None:
-    """The template of this model has none."""
-    refused(server, "/v1/chat/completions", {**CHAT, **body}, 400, param)
-    assert post(server, "/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "none"})[0] == 200
+WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [  # the template of this model has none
+    ({"tools": [FUNCTION]}, "tools"), ({"tools": {}}, "tools"), ({"tools": [{}]}, "tools[0].type"),
+    ({"tools": [FUNCTION, FUNCTION]}, "tools"), ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),
+    ({"tools": [FUNCTION], "tool_choice": "maybe"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+]  # fmt: skip
+WRONG_EMBEDDINGS: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": ["a"] * 2049}, "input"),
+    ({"input": [9999]}, "input"),
+    ({"dimensions": 8}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"), ({"input": "x" * 161}, "input"),
+    ({"truncate": True}, "truncate"),
+]  # fmt: skip
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
+    ({"echo": 1}, "echo"), ({"model": None}, "model"), ({"prompt": None}, "prompt"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+]  # fmt: skip
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [3]}, "messages[0]"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2}, "logprobs"), ({"max_completion_tokens": 1}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages"), ({"echo": True}, "echo"),
+]  # fmt: skip
+REQUESTS = [
+    *(("/v1/chat/completions", {**CHAT, **body}, param) for body, param in WRONG_TOOLS + WRONG_CHATS),
+    *(("/v1/embeddings", {"model": "base", "input": "ab", **body}, param) for body, param in WRONG_EMBEDDINGS),
+    *(("/v1/completions", {**COMPLETION, **body}, param) for body, param in WRONG_COMPLETIONS),
+]
 
 
-@pytest.mark.parametrize(
-    "body,param",
-    [
-        ({"input": None}, "input"), ({"input": ""}, "input"), ({"input": ["a"] * 2049}, "input"),
-        ({"input": [9999]}, "input"),
-        ({"dimensions": 8}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"), ({"input": "x" * 161}, "input"),
-        ({"truncate": True}, "truncate"),
-    ],
-    ids=lambda x: str(x)[:40],
-)  # fmt: skip
-def test_wrong_embeddings(server: Server, body: dict[str, Any], param: str) -> None:
-    refused(server, "/v1/embeddings", {"model": "base", "input": "ab", **body}, 400, param)
+@pytest.mark.parametrize("path,body,param", REQUESTS, ids=lambda x: str(x)[-60:])
+def test_wrong_requests(server: Server, path: str, body: dict[str, Any], param: str) -> None:
+    refused(server, path, body, 400, param)
 
 
 @pytest.mark.parametrize(
@@ -138,38 +146,6 @@ def test_wrong_embeddings(server: Server, body: dict[str, Any], param: str) -> N
 def test_wrong_prompts(server: Server, prompt: Any) -> None:
     param = None if prompt == "\ud800" else "prompt"
     refused(server, "/v1/completions", {**COMPLETION, "prompt": prompt}, 400, param)
-
-
-@pytest.mark.parametrize(
-    "body,param",
-    [
-        ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
-        ({"echo": 1}, "echo"), ({"model": None}, "model"), ({"prompt": None}, "prompt"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_completions(server: Server, body: dict[str, Any], param: str) -> None:
-    refused(server, "/v1/completions", {**COMPLETION, **body}, 400, param)
-
-
-@pytest.mark.parametrize(
-    "body,param",
-    [
-        ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [3]}, "messages[0]"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "messages[0].tool_calls[0].function.arguments"),
-        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2}, "logprobs"), ({"max_completion_tokens": 1}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages"), ({"echo": True}, "echo"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_chats(server: Server, body: dict[str, Any], param: str) -> None:
-    refused(server, "/v1/chat/completions", {**CHAT, **body}, 400, param)
 
 
 @pytest.mark.parametrize(
@@ -221,5 +197,6 @@ def test_values_that_change_nothing_are_accepted(server: Server) -> None:
         "metadata": {"run": "3"}, "stop_token_ids": [], "ignore_eos": False,
     }  # fmt: skip
     assert post(server, "/v1/completions", {**COMPLETION, **neutral})[0] == 200
-    assert post(server, "/v1/chat/completions", {**CHAT, **neutral})[0] == 200
+    for more in ({}, {"tools": [FUNCTION], "tool_choice": "none"}):
+        assert post(server, "/v1/chat/completions", {**CHAT, **neutral, **more})[0] == 200
     assert post(server, "/v1/chat/completions", CHAT, {"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -28,9 +27,7 @@ LONG = {"model": "base", "prompt": "ab", "max_tokens": 100_000, "seed": 1}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder: Path = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return open_tiny(folder)
+    return open_tiny(write_models(tmp_path_factory.mktemp("models")))
 
 
 @contextlib.contextmanager

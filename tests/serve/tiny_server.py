@@ -19,8 +19,8 @@ TEMPLATE = (
 SHAPE = {"n_vocab": 256, "n_context": 160, "d_model": 16, "n_heads": 2, "n_blocks": 2}
 
 
-def write_models(folder: Path) -> None:
-    """The folders base, one and two, in float64: results can be compared to the last digits."""
+def write_models(folder: Path) -> Path:
+    """Write the folders base, one and two, in float64: results can be compared to the last digits."""
     model = make_model(**SHAPE)
     hg.save(model, folder / "base")
     tokenizer.make("bytes", []).write(folder / "base")
@@ -30,6 +30,7 @@ def write_models(folder: Path) -> None:
         hg.lora.inject(model, rank=2, dora=name == "two")
         perturb(model, seed=i)
         hg.lora.save(model, folder / name)
+    return folder
 
 
 def open_tiny(folder: Path) -> Models:

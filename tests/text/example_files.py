@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from rich.console import Console
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from handgrad.display.data_summary import report
 from handgrad.errors import for_command_line
@@ -34,6 +35,17 @@ def chat_tokenizer() -> Tokenizer:
     """A small BPE tokenizer with an end-of-text token and the markers of CHATML."""
     inner = tokenizer.make("bpe:300", [str(TALK)] * 3).inner
     inner.add_special_tokens([AddedToken(marker, special=True) for marker in ("<|im_start|>", "<|im_end|>")])
+    return Tokenizer(inner)
+
+
+def sentencepiece(*words: str) -> Tokenizer:
+    """Words with a sign for the space before them, and bytes for everything else, as in Llama 2. The decoder removes a
+    text's first space."""
+    known = [*words, *(f"<0x{b:02X}>" for b in range(256))]
+    inner = tokenizers.Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(known)}, merges=[], byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
     return Tokenizer(inner)
 
 

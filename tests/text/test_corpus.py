@@ -32,7 +32,6 @@ def test_reading_in_pieces_gives_the_same_tokens(
 ) -> None:
     text = "One line\r\nand  another,\n\n\n   indented — naïve\n" * 20 + "no end"
     made = tokenizer.make(kind, [text])
-    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(corpus, "CHUNK", chunk)
     (tmp_path / "t.txt").write_bytes(text.encode())
     tokens = corpus.prepare([tmp_path / "t.txt"], made)
@@ -55,9 +54,6 @@ def test_jsonl_lines_are_documents_that_end(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": 1}\n', "no text in the field 'text'"),
         ("y.jsonl", b"{]\n", "line 1 is not valid JSON"),
         ("z.jsonl", b'{"body": "a"}\n', "its fields are body"),
-        ("d.jsonl", b"[" * 100_000, "line 1 is not usable JSON: nested too deeply"),
-        ("i.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1 .*5,000 digits"),
-        ("s.jsonl", b'{"text": "\\ud83d"}', "half of a character"),
         ("u.jsonl", b'{"text": "a"}\n\xff', "line 2 is not UTF-8"),
     ],
 )
@@ -87,15 +83,6 @@ def test_the_cache_depends_on_content_not_names(tmp_path: Path) -> None:
     again = corpus.prepare([tmp_path / "u.txt"], tokenizer.make("bytes", []))
     assert again.path == first.path
     assert tokens_of(tmp_path, "other text\n").path != first.path
-
-
-def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
-    first = tokens_of(tmp_path, "some text\n" * 9)
-    original = first.path.read_bytes()
-    first.path.write_bytes(original[:-3] + b"abc")
-    with pytest.raises(HandgradError, match="damaged"):
-        corpus.read(first.path)
-    assert tokens_of(tmp_path, "some text\n" * 9).path.read_bytes() == original
 
 
 def test_every_changed_byte_of_a_token_file_is_detected(tmp_path: Path) -> None:

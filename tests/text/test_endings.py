@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 
 import handgrad as hg
@@ -36,13 +35,9 @@ def test_ids_of_a_folder(
 
 
 def test_ids_of_a_gguf_file(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_eos_token_id(3)
-    writer.add_eot_token_id(5)
-    writer.add_token_list(["a"])
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
-    assert end_ids(tmp_path / "m.gguf", tokenizer.make("bytes", [])) == {3, 5}
+    ids = {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 5}
+    path = tiny_gguf.write_gguf(tmp_path / "m.gguf", "llama", ids | {"tokenizer.ggml.tokens": ["a"]})
+    assert end_ids(path, tokenizer.make("bytes", [])) == {3, 5}
 
 
 def test_a_gguf_model_ends_its_answers(tmp_path: Path) -> None:

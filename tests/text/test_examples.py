@@ -257,7 +257,7 @@ def test_more_reasons_than_an_error_lists(tmp_path: Path) -> None:
 def test_lines_that_cannot_be_encoded_are_bad_lines(tmp_path: Path) -> None:
     three_characters = tokenizer.make("chars", ["abc"])
     files = lines(tmp_path, {"text": "abc"}, {"text": "xa"}, {"text": "cb"}, {"text": "y"})
-    with pytest.raises(HandgradError, match=r"2 lines(.|\n)*line 2: .*'x'(.|\n)*line 4: .*'y'"):
+    with pytest.raises(HandgradError, match=r"2 lines(.|\n)*line 2: .*'x' is not one of them(.|\n)*line 4: .*'y'"):
         read(files, made=three_characters)
     found, summary = read(files, made=three_characters, skip_bad=True)
     assert found.per_epoch == 2 and summary.bad == 2
@@ -269,13 +269,11 @@ def test_a_template_over_its_limit_stops_reading_at_the_first_line(tmp_path: Pat
     line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     (tmp_path / "d.jsonl").write_text(f"{line}\n" * 1000)  # a second each would take a quarter of an hour
     with pytest.raises(LimitError, match="takes too long"):
-        examples.read(
-            [tmp_path / "d.jsonl"], tokenizer.make("bytes", []), 64, template=ChatTemplate(loops), skip_bad=True
-        )
+        read([tmp_path / "d.jsonl"], template=ChatTemplate(loops), skip_bad=True)
 
 
 def test_a_bad_first_line_can_be_skipped(tmp_path: Path) -> None:
     line = json.dumps({"text": "some words"})
     (tmp_path / "d.jsonl").write_text(f"[1, 2]\n{line}\n{line}\n")
-    found, summary = examples.read([tmp_path / "d.jsonl"], tokenizer.make("bytes", []), 64, skip_bad=True)
+    found, summary = read([tmp_path / "d.jsonl"], made=BYTES, skip_bad=True)
     assert found.per_epoch == 2 and summary.bad == 1

@@ -121,9 +121,6 @@ def test_unusable_data_is_rejected_with_a_reason(tmp_path: Path) -> None:
         read(lines(tmp_path, {"messages": TALK}), template=None)
     with pytest.raises(HandgradError, match=r"d\.jsonl, line 1: .*not incremental"):
         read(lines(tmp_path, {"messages": TALK}), template=ChatTemplate("{{ messages[-1].content }}"))
-    three_characters = tokenizer.make("chars", ["abc"])
-    with pytest.raises(HandgradError, match=r"d\.jsonl, line 2: .*'z' is not one of them"):
-        read(lines(tmp_path, {"text": "abc"}, {"text": "abz"}), made=three_characters)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "README.md").write_text("# Data\n")
     with pytest.raises(HandgradError, match=r"folder contains no file named \*\.jsonl"):
@@ -195,15 +192,6 @@ def test_sharegpt_records_are_converted(tmp_path: Path) -> None:
         read(lines(tmp_path, {"conversations": [{"from": "cat", "value": "meow"}]}))
     with pytest.raises(HandgradError, match="line 1: conversations is 3, not a list"):
         read(lines(tmp_path, {"conversations": 3}))
-
-
-def test_content_in_parts_is_joined(tmp_path: Path) -> None:
-    parts = [{"role": m["role"], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in TALK]
-    found, _ = read(lines(tmp_path, {"messages": parts}))
-    assert found.fingerprint == read(lines(tmp_path, {"messages": TALK}))[0].fingerprint
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(HandgradError, match=r"message 1: its content is .*not a string or a list of text parts"):
-        read(lines(tmp_path, {"messages": image}))
 
 
 @pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])

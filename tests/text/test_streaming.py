@@ -3,25 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models
+from example_files import sentencepiece
 
 from handgrad.text import tokenizer
 from handgrad.text.streaming import MAX_PENDING, TextStream
 from handgrad.text.tokenizer import Tokenizer
 
 TEXT = "Naïve 👩‍🚀 résumé, 你好世界! 🎉🎉\n\tΔx = ∂ℓ/∂w  é́ \u200d fin"
-
-
-def sentencepiece() -> Tokenizer:
-    """Words with a sign for the space before them, and bytes for everything else, as in Llama 2."""
-    words = ["<unk>", "▁", "▁the", "▁cat", "s", "▁sat", ",", *(f"<0x{b:02X}>" for b in range(256))]
-    inner = tokenizers.Tokenizer(
-        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
-    )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(steps)
-    return Tokenizer(inner)
 
 
 def streamed(made: Tokenizer, ids: list[int], stop: Sequence[str] = ()) -> list[str]:
@@ -45,7 +33,7 @@ def test_pieces_are_whole_characters(kind: str) -> None:
 
 
 def test_sentencepiece_keeps_spaces_and_joins_bytes() -> None:
-    made = sentencepiece()
+    made = sentencepiece("<unk>", "▁", "▁the", "▁cat", "s", "▁sat", ",")
     ids = [2, 3, 4, 5, 6, 1, 1, *(7 + b for b in "世界🎉".encode()), 3, *(7 + b for b in "é".encode()), 4, 1]
     assert made.decode(ids) == "the cats sat,  世界🎉 catés "
     assert "".join(streamed(made, ids)) == made.decode(ids)

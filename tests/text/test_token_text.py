@@ -1,24 +1,13 @@
 """The text of single tokens: bytes, names and offsets, for byte-level and sentencepiece-like vocabularies."""
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from example_files import sentencepiece
 
 from handgrad.text.token_text import Offsets, TokenText
-from handgrad.text.tokenizer import Tokenizer, make
-
-
-def sentencepiece_like() -> Tokenizer:
-    """Words begin with ▁, the first space of a text is removed, and unknown characters are bytes."""
-    words = ["a", "▁a", "▁b", "c", "▁", *(f"<0x{b:02X}>" for b in range(256))]
-    inner = tokenizers.Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(parts)
-    return Tokenizer(inner)
+from handgrad.text.tokenizer import make
 
 
 def test_sentencepiece_like_tokens() -> None:
-    tokenizer = sentencepiece_like()
+    tokenizer = sentencepiece("a", "▁a", "▁b", "c", "▁")
     tokens = TokenText(tokenizer)
     euro = [5 + b for b in "€".encode()]
     ids = [1, 3, *euro, 2]  # "ac€ b": the first space is removed

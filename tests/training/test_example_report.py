@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import handgrad as hg
-from conftest import handgrad, run_processes
-from handgrad.text import tokenizer
+from conftest import handgrad, run_processes, save_with_bytes, succeed
 from handgrad.training.run import Run
 
 BASE = [
@@ -37,9 +36,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     right = [{"prompt": f"{i} and 1 is ", "completion": f"{i + 1} green bottles"} for i in range(10, 34)]
     Path("right.jsonl").write_text("".join(json.dumps(r) + "\n" for r in right))
-    model = hg.GPT(hg.preset("nano", n_context=48, d_model=16, n_heads=2, n_blocks=1), seed=0)
-    hg.save(model, tmp_path / "new")
-    tokenizer.make("bytes", []).write(tmp_path / "new")
+    save_with_bytes(hg.GPT(hg.preset("nano", n_context=48, d_model=16, n_heads=2, n_blocks=1)), tmp_path / "new")
     result = hg.finetune(
         "new",
         "right.jsonl",
@@ -63,8 +60,7 @@ def norms_of(folder: str) -> list[list[float]]:
 
 
 def test_outlying_example_is_listed_and_answers_open_to_their_examples(workdir: Path) -> None:
-    done = handgrad("finetune", *OPTIONS, "--out", "run")
-    assert done.returncode == 0, done.stderr
+    done = succeed("finetune", *OPTIONS, "--out", "run")
     assert "examples that fit the others least" in done.stdout and WRONG in done.stdout
     assert "It cannot find wrong answers that are as plausible as right ones" in " ".join(done.stdout.split())
     listed = re.split(r"record +score.*\n", done.stdout)[1].splitlines()[0]
@@ -75,7 +71,7 @@ def test_outlying_example_is_listed_and_answers_open_to_their_examples(workdir: 
     assert "Examples that fit the others least" in text and text.index(WRONG) < text.index("What pushed these answers")
     assert text.count('<details class="query"') == 2 and "default-src 'none'" in text and "<script" not in text
     # gradients and so the adapter are those of a run that measures nothing
-    assert handgrad("finetune", *BASE, "--out", "plain").returncode == 0
+    succeed("finetune", *BASE, "--out", "plain")
     losses = [[r["loss"] for r in Run(Path(name)).records() if "loss" in r] for name in ("run", "plain")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert "Examples that fit" not in Path("plain/report.html").read_text()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import handgrad as hg
-from conftest import handgrad, run_processes
+from conftest import error_of, handgrad, run_processes, succeed
 from handgrad.files.atomic import LEFTOVER
 from handgrad.training.run import Run
 from runs import SMALL, finetune_options, leftovers, make_runs, same_weights, train_options, weights
@@ -53,8 +53,7 @@ def test_resume_without_usable_checkpoint_changes_nothing(workdir: Path, command
     for folder in Run(run).folders():
         next(folder.glob("*config.json")).unlink()
     before = file_contents(run)
-    done = handgrad(command, "--resume", "--out", run, "--steps", 9)
-    assert done.returncode == 1 and "is usable (nothing was changed)" in done.stderr
+    assert "is usable (nothing was changed)" in error_of(command, "--resume", "--out", run, "--steps", 9)
     assert file_contents(run) == before
 
 
@@ -99,8 +98,7 @@ DAMAGES = {
 def test_damaged_checkpoint_is_set_aside_and_an_older_one_used(workdir: Path, damage: str) -> None:
     expected = weights(workdir / "train", 6)
     DAMAGES[damage](workdir / "train" / "checkpoints" / "step-00000006")
-    done = handgrad("train", "--resume", "--out", "train")
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--resume", "--out", "train")
     assert "skipped: " in done.stdout and "resuming train from step 4" in done.stdout
     assert same_weights(weights(workdir / "train", 6), expected)
     assert (workdir / "train" / "checkpoints" / "damaged-step-00000006").is_dir(), (
@@ -114,8 +112,7 @@ def test_checkpoint_of_another_run_is_rejected(workdir: Path) -> None:
     shutil.copytree(workdir / "train", workdir / "other")
     settings = json.loads((workdir / "other" / "run.json").read_text())
     Run(workdir / "other").configure({k: v for k, v in settings.items() if k != "digest"} | {"id": "f" * 32})
-    done = handgrad("train", "--resume", "--out", "other")
-    assert done.returncode == 1 and "belongs to another run" in done.stderr
+    assert "belongs to another run" in error_of("train", "--resume", "--out", "other")
 
 
 def test_damaged_model_of_a_run_is_rejected(workdir: Path) -> None:
@@ -143,8 +140,7 @@ def test_damaged_run_json_is_restored_from_newest_checkpoint(workdir: Path, text
         file.write_text(json.dumps(before | {"training": before["training"] | {text: 7}}))
     else:
         file.write_text(text)
-    done = handgrad("train", "--resume", "--out", "train", "--steps", 8)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--resume", "--out", "train", "--steps", 8)
     after = json.loads(file.read_text())
     assert (
         after["training"]["lr"] == before["training"]["lr"] and after["training"]["seed"] == before["training"]["seed"]
@@ -156,8 +152,7 @@ def test_damaged_run_json_without_checkpoint_is_rejected(workdir: Path) -> None:
     shutil.rmtree(workdir / "train" / "checkpoints")
     (workdir / "train" / "run.json").write_text("[]")
     before = file_contents(workdir / "train")
-    done = handgrad("train", "--resume", "--out", "train")
-    assert done.returncode == 1 and "Restore it, or start a new run" in done.stderr
+    assert "Restore it, or start a new run" in error_of("train", "--resume", "--out", "train")
     assert file_contents(workdir / "train") == before
 
 
@@ -172,8 +167,7 @@ def test_bad_line_in_metrics_is_ignored(workdir: Path, line: bytes) -> None:
     file = workdir / "train" / "metrics.jsonl"
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]) + b"\n")
-    done = handgrad("train", "--resume", "--out", "train", "--steps", 8)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--resume", "--out", "train", "--steps", 8)
     assert len(Run(workdir / "train").records()) == len(lines) + 2
     assert "8 steps" in (workdir / "train" / "report.html").read_text()
 
@@ -198,8 +192,7 @@ def test_resume_starts_continues_and_finishes_a_run(finished_runs: Path, workdir
     Path("text.txt").write_text("other text " * 400)
     other = handgrad("train", "--resume", "--data", "text.txt", "--out", "new")
     assert other.returncode == 1 and "--data cannot change when a run is resumed" in other.stderr
-    changed = handgrad(*full, "--lr", "0.5")
-    assert changed.returncode == 1 and "--lr cannot change when a run is resumed" in changed.stderr
+    assert "--lr cannot change when a run is resumed" in error_of(*full, "--lr", "0.5")
 
 
 def test_start_killed_before_run_json_can_be_repeated(finished_runs: Path, workdir: Path) -> None:
@@ -208,8 +201,7 @@ def test_start_killed_before_run_json_can_be_repeated(finished_runs: Path, workd
         (workdir / "new" / "checkpoints").mkdir(parents=True)
         (workdir / "new" / ".lock").touch()
         (workdir / "new" / f"{LEFTOVER}new.x").write_text("{")
-        done = handgrad("train", *resume, *train_options(finished_runs), "--out", "new")
-        assert done.returncode == 0, done.stderr
+        succeed("train", *resume, *train_options(finished_runs), "--out", "new")
         assert not leftovers(workdir / "new")
 
 
@@ -221,10 +213,10 @@ def test_run_restarted_by_torchrun_continues(
     done = handgrad("train", *train_options(finished_runs), "--out", "train")
     assert done.returncode == 0 and "resuming train from step 4" in done.stdout, done.stderr
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
-    assert handgrad("train", *train_options(finished_runs)).returncode == 0
+    succeed("train", *train_options(finished_runs))
     assert "resuming runs/nano-1" in handgrad("train", *train_options(finished_runs)).stdout
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "def")
-    assert handgrad("train", *train_options(finished_runs)).returncode == 0
+    succeed("train", *train_options(finished_runs))
     assert sorted(p.name for p in (workdir / "runs").iterdir()) == ["nano-1", "nano-2"]
 
 
@@ -242,8 +234,7 @@ def test_lock_does_not_follow_symlinks(workdir: Path) -> None:
     (workdir / "user.txt").write_text("user data")
     (workdir / "train" / ".lock").unlink()
     (workdir / "train" / ".lock").symlink_to(workdir / "user.txt")
-    done = handgrad("train", "--resume", "--out", "train", "--steps", 8)
-    assert done.returncode == 1 and "it is a symbolic link; remove it" in done.stderr
+    assert "it is a symbolic link; remove it" in error_of("train", "--resume", "--out", "train", "--steps", 8)
     assert (workdir / "user.txt").read_text() == "user data"
 
 
@@ -253,13 +244,13 @@ def test_no_file_is_written_through_a_symlink(workdir: Path) -> None:
         (workdir / "train" / name).unlink()
         (workdir / "train" / name).symlink_to(workdir / f"user-{name}")
     before = {name: (workdir / name).read_bytes() for name in os.listdir(workdir) if name.startswith("user-")}
-    assert handgrad("train", "--resume", "--out", "train", "--steps", 8).returncode == 0
+    succeed("train", "--resume", "--out", "train", "--steps", 8)
     assert {name: (workdir / name).read_bytes() for name in before} == before
     assert Run(workdir / "train").records()[-1]["step"] == 8 and not (workdir / "train" / "report.html").is_symlink()
     (workdir / "outside").mkdir()
     shutil.rmtree(workdir / "finetune" / "adapter")
     (workdir / "finetune" / "adapter").symlink_to(workdir / "outside")
-    assert handgrad("finetune", "--resume", "--out", "finetune").returncode == 0
+    succeed("finetune", "--resume", "--out", "finetune")
     assert not list((workdir / "outside").iterdir()) and hg.load(workdir / "finetune" / "adapter").adapter.rank == 2
 
 
@@ -279,8 +270,10 @@ def test_file_modes_follow_the_umask(workdir: Path) -> None:
 
 def test_resume_cannot_shorten_a_run(workdir: Path) -> None:
     shutil.rmtree(workdir / "train" / "checkpoints" / "step-00000006")
+    before = (workdir / "train" / "run.json").read_text()
     done = handgrad("train", "--resume", "--out", "train", "--steps", 5)
     assert done.returncode == 1 and "runs until step 6: --steps can only extend it" in done.stderr
+    assert (workdir / "train" / "run.json").read_text() == before
 
 
 def test_run_created_concurrently_is_not_overwritten(
@@ -333,8 +326,7 @@ def test_warning_when_the_base_model_was_better(finished_runs: Path, workdir: Pa
     diverging = ["--lr", 50, "--schedule", "constant", "--warmup", 0, "--clip", 0, "--full"]
     options = [*finetune_options(finished_runs), *diverging]
     rank = options.index("--rank")
-    done = handgrad("finetune", *options[:rank], *options[rank + 2 :], "--out", "worse")
-    assert done.returncode == 0, done.stderr
+    done = succeed("finetune", *options[:rank], *options[rank + 2 :], "--out", "worse")
     losses = {r["step"]: r["val_loss"] for r in Run(workdir / "worse").records() if "val_loss" in r}
     assert losses[0] < min(losses[2], losses[4], losses[6]), "training must make the model worse here"
     assert "was better before training" in done.stderr
@@ -477,7 +469,7 @@ def test_process_that_does_not_answer_ends_the_group(
     (line,) = error_lines(done.stderr)
     assert "another of the 2 processes did not answer within 1 second" in line and "--peer-timeout" in line
     assert "ended" not in line
-    assert handgrad("train", "--resume", "--out", "two").returncode == 0
+    succeed("train", "--resume", "--out", "two")
 
 
 WORKS_LONG = """

@@ -15,18 +15,15 @@ import torch
 from bench.process import busy_cores
 
 import handgrad as hg
-from conftest import SilentDisplay, handgrad, use_empty_cache
+from conftest import handgrad, succeed, use_empty_cache
 from handgrad import checks, lora, machine, optim
 from handgrad.errors import HandgradError
 from handgrad.files import manifest
 from handgrad.training import threads
-from handgrad.training.config import TrainOptions
 from handgrad.training.distributed import Ranks
-from handgrad.training.job import Job
-from handgrad.training.pretrain import prepare
 from handgrad.training.run import Run
 from handgrad.training.threads import ROUNDS, candidates, choose, trial_step
-from runs import OFTEN, SMALL, TEXT, same_weights, weights
+from runs import OFTEN, SMALL, TEXT, same_weights, small_job, weights
 
 
 @pytest.fixture
@@ -75,13 +72,10 @@ def test_candidates_are_halves_of_the_most() -> None:
     assert [candidates(n) for n in (1, 2, 6, 8)] == [[1], [2, 1], [6, 3, 1], [8, 4, 2, 1]]
 
 
-def test_fastest_number_is_chosen() -> None:
+def test_fastest_number_is_chosen_and_the_first_kept_without_a_clear_gain() -> None:
     assert FakeMachine(n4=0.02, n2=0.01, n1=0.015).choose(4, 2, 1) == 2
     assert FakeMachine(n2=1.0, n1=0.01).choose(2, 1) == 1
     assert FakeMachine(n2=0.01, n1=0.02).choose(1, 2) == 2
-
-
-def test_first_candidate_is_kept_without_a_clear_gain() -> None:
     assert FakeMachine(n2=0.012, n1=0.01).choose(2, 1) == 2
     assert FakeMachine(n2=0.01, n1=0.012).choose(1, 2) == 1
 
@@ -120,19 +114,13 @@ def test_failed_measurement_sets_the_first_candidate() -> None:
 # ── the trial step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_job(text: Path, **options: object) -> Job:
-    shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
-    config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 9, **options})
-    return prepare(config, Ranks(), SilentDisplay())
-
-
 @pytest.mark.parametrize("options", [{}, {"update_inside": True}, {"recompute": "blocks"}])
 @pytest.mark.parametrize("flop", [threads.TRIAL_FLOP, 0.0])
 def test_trial_step_changes_nothing(
     text: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], flop: float
 ) -> None:
     monkeypatch.setattr(threads, "TRIAL_FLOP", flop)
-    job = make_job(text, **options)
+    job = small_job(text, **options)
     lora.inject(job.model, rank=2, targets="all-linear", dropout=0.5)
     before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
     state, random = optim.state_of(job.optimizer, job.names), torch.get_rng_state()
@@ -182,8 +170,7 @@ def metrics(run: Path) -> dict[int, int]:
 
 
 def train(text: Path, out: str, *more: object, steps: int = 6) -> str:
-    done = handgrad("train", "--data", text, "--out", out, "--steps", steps, *SMALL, *OFTEN, "--keep", 9, *more)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--data", text, "--out", out, "--steps", steps, *SMALL, *OFTEN, "--keep", 9, *more)
     return done.stdout
 
 
@@ -268,7 +255,7 @@ def test_a_run_that_follows_the_load(text: Path, two_threads: None, monkeypatch:
 def test_following_the_load_is_refused_where_it_cannot_be(text: Path) -> None:
     with pytest.raises(HandgradError, match="follow_load=True chooses what threads decides: give one"):
         hg.train(text, threads=1, follow_load=True, out="run")
-    ranks, job = Ranks(), make_job(text, follow_load=True)
+    ranks, job = Ranks(), small_job(text, follow_load=True)
     ranks.size = 2
     with pytest.raises(HandgradError, match="follow_load=True is for a run of one process"):
         threads.Threads(job, ranks, print)
@@ -276,7 +263,7 @@ def test_following_the_load_is_refused_where_it_cannot_be(text: Path) -> None:
 
 def test_several_processes_measure_nothing(text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = choosing(monkeypatch)
-    ranks, job = Ranks(), make_job(text)
+    ranks, job = Ranks(), small_job(text)
     ranks.size = 2
     with threads.Threads(job, ranks, print) as chosen:
         assert (chosen.number, chosen.describe(), calls) == (2, "", [])
@@ -303,7 +290,7 @@ def test_a_killed_run_keeps_its_bits_when_the_load_changes(text: Path) -> None:
     assert done.returncode == 0 and "resuming run from step" in done.stdout, done.stderr
     for n in (number, 3 - number) if number in (1, 2) else (number,):
         with mock.patch.object(checks, "available_cores", lambda: 2):
-            assert handgrad("train", *options, "--threads", n, "--out", f"with-{n}").returncode == 0
+            succeed("train", *options, "--threads", n, "--out", f"with-{n}")
         assert same_weights(weights(Path("run"), 10), weights(Path(f"with-{n}"), 10)) == (n == number)
 
 

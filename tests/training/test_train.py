@@ -15,17 +15,15 @@ from bench.peers import EagerGPT, oriented
 from safetensors.torch import load_file
 
 import handgrad as hg
-from conftest import SilentDisplay, handgrad, run_processes, use_empty_cache
+from conftest import handgrad, run_processes, succeed, use_empty_cache
 from handgrad import optim
 from handgrad.formats.run_folder import model_folder
 from handgrad.training.config import TrainOptions
 from handgrad.training.distributed import Ranks
-from handgrad.training.job import Job
 from handgrad.training.loop import evaluate, take_step
 from handgrad.training.option_file import read_option_file
-from handgrad.training.pretrain import prepare
 from handgrad.training.run import Run
-from runs import TEXT, same_weights, weights
+from runs import TEXT, same_weights, small_job, weights
 
 SMALL = ["--n-blocks", "2", "--d-model", "16", "--n-heads", "2", "--n-context", "16", "--batch-tokens", "64"]
 SMALL += ["--eval-every", "10", "--eval-batches", "2", "--save-every", "5", "--sample-tokens", "8", "--log-every", "5"]
@@ -43,22 +41,11 @@ def train_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "handgrad", "train", *map(str, arguments)]
 
 
-def handgrad_train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return handgrad("train", *arguments)
-
-
-def small_job(text: Path, **options: object) -> Job:
-    shape = (("d_model", 16), ("n_blocks", 2), ("n_context", 16), ("n_heads", 2))
-    config = TrainOptions(data=(str(text),), shape=shape, **{"batch_tokens": 64, "steps": 100, **options})
-    return prepare(config, Ranks(), SilentDisplay())
-
-
 # ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_run_folder_has_records_report_and_checkpoints(text: Path, tmp_path: Path) -> None:
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
-    assert done.returncode == 0, done.stderr
+    done = succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)
     assert "finished after 20 steps, validation loss" in done.stdout
     run = Run(tmp_path / "r")
     records = run.records()
@@ -85,31 +72,25 @@ def test_peak_memory_stays_flat(text: Path, tmp_path: Path) -> None:
 def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 6, "--tokenizer", "bpe:300", *SMALL)
     folder = model_folder(tmp_path / "r")
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("green bottles hanging", return_tensors="pt")["input_ids"]
     ours = hg.load(folder)
     assert torch.allclose(ours.logits(ids), theirs(ids).logits, atol=1e-5)
     assert theirs.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == ids.shape[1] + 3
-    shown = subprocess.run(
-        [sys.executable, "-m", "handgrad", "generate", "--model", str(tmp_path / "r"), "--prompt", "green", "--seed", "1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    shown = handgrad("generate", "--model", tmp_path / "r", "--prompt", "green", "--seed", 1)
     assert shown.returncode == 0 and shown.stdout.startswith("green"), shown.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--update-inside"], ["--optimizer", "SGD"], ["--dtype", "bfloat16"]])
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
-        done = handgrad_train("--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
-        assert done.returncode == 0, done.stderr
+        succeed("train", "--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)
     # make the second run resume from its checkpoint of step 10
     for last in (tmp_path / "b" / "checkpoints").glob("step-00000012"):
         (last / "handgrad-manifest.json").write_text("{")
-    resumed = handgrad_train("--resume", "--out", tmp_path / "b")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = succeed("train", "--resume", "--out", tmp_path / "b")
     assert "skipped: " in resumed.stdout and "from step 10" in resumed.stdout
     assert same_weights(weights(tmp_path / "a", 12), weights(tmp_path / "b", 12))
     steps = [(r["step"], "loss" in r) for r in Run(tmp_path / "b").records()]
@@ -133,16 +114,18 @@ def test_signal_saves_a_checkpoint_and_exits_cleanly(text: Path, tmp_path: Path,
 
 def test_diverging_loss_is_diagnosed(text: Path, tmp_path: Path) -> None:
     diverging = ["--lr", "1e18", "--warmup", "0", "--clip", "0", "--optimizer", "SGD", "--schedule", "constant"]
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging)
+    done = handgrad(
+        "train", "--data", text, "--out", tmp_path / "r", "--steps", 50, *SMALL, "--save-every", 1, *diverging
+    )
     assert done.returncode == 1
     assert "first to become NaN or infinite" in done.stderr
+    assert "try a smaller learning rate than 1e18 (--lr)" in done.stderr
     for checkpoint in Run(tmp_path / "r").usable():
         assert all(torch.isfinite(x).all() for x in load_file(checkpoint.folder / "model.safetensors").values())
 
 
 def test_full_disk_leaves_no_partial_checkpoint(text: Path, tmp_path: Path) -> None:
-    fill_cache = handgrad_train("--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
-    assert fill_cache.returncode == 0, fill_cache.stderr
+    succeed("train", "--data", text, "--out", tmp_path / "q", "--steps", 1, *SMALL)
     arguments = train_command("--data", text, "--out", tmp_path / "r", "--steps", 20, *SMALL)[2:]
     code = (
         "import resource, runpy, signal, sys\n"
@@ -182,27 +165,24 @@ def test_invalid_arguments_are_rejected_and_write_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = arguments if "--data" in arguments or "--resume" in arguments else ["--data", str(text), *arguments]
-    done = handgrad_train(*given)
+    done = handgrad("train", *given)
     assert done.returncode == 1, done.stdout
     assert message in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_existing_and_locked_run_folders_are_rejected(text: Path, tmp_path: Path) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL).returncode == 0
-    done = handgrad_train("--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
-    assert done.returncode == 1 and "exists: choose another --out" in done.stderr
+def test_a_locked_run_folder_is_rejected(text: Path, tmp_path: Path) -> None:
+    succeed("train", "--data", text, "--out", tmp_path / "r", "--steps", 1, *SMALL)
     run = Run(tmp_path / "r")
     run.lock()
-    done = handgrad_train("--resume", "--out", tmp_path / "r", "--steps", 9)
+    done = handgrad("train", "--resume", "--out", tmp_path / "r", "--steps", 9)
     run.release()
     assert done.returncode == 1 and "another process is training" in done.stderr
 
 
 def test_flags_override_the_config_file(text: Path, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f'data = "{text}"\nsteps = 3\nlr = 0.5\nn-blocks = 1\nd_model = 8\nn_heads = 1\n')
-    done = handgrad_train("--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--config", tmp_path / "c.toml", "--lr", "0.001", "--out", tmp_path / "r", "--n-context", 16)
     settings = json.loads((tmp_path / "r" / "run.json").read_text())
     assert settings["training"]["lr"] == 0.001 and settings["training"]["steps"] == 3
     assert settings["model"]["d_model"] == 8 and settings["model"]["n_context"] == 16
@@ -235,16 +215,11 @@ def test_invalid_config_files_are_rejected(tmp_path: Path, text: str, message: s
         read_config(tmp_path, "c.toml", text)
 
 
-def test_existing_model_keeps_its_shape_and_run_cannot_be_shortened(text: Path, tmp_path: Path) -> None:
-    assert handgrad_train("--data", text, "--out", tmp_path / "a", "--steps", 6, *SMALL).returncode == 0
-    before = (tmp_path / "a" / "run.json").read_text()
-    done = handgrad_train("--resume", "--out", tmp_path / "a", "--steps", 3)
-    assert done.returncode == 1 and "--steps can only extend it" in done.stderr
-    assert (tmp_path / "a" / "run.json").read_text() == before
-    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
+def test_existing_model_keeps_its_shape(text: Path, tmp_path: Path) -> None:
+    succeed("train", "--data", text, "--out", tmp_path / "a", "--steps", 1, *SMALL)
+    done = handgrad("train", "--data", text, "--model", tmp_path / "a", "--d-model", 64, "--out", tmp_path / "b")
     assert done.returncode == 1 and "--d-model cannot change an existing model" in done.stderr
-    done = handgrad_train("--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--data", text, "--model", tmp_path / "a", "--steps", 2, "--out", tmp_path / "b")
     assert json.loads((tmp_path / "b" / "run.json").read_text())["model"]["d_model"] == 16
 
 
@@ -299,15 +274,10 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def torchrun(n: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(n), "--standalone", "-m", "handgrad", "train"]
-    return subprocess.run([sys.executable, *launch, *map(str, arguments)], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
-    assert handgrad_train(*base, "--out", tmp_path / "1").returncode == 0
+    succeed("train", *base, "--out", tmp_path / "1")
     expected = weights(tmp_path / "1", 10)
     done = run_processes(n, "train", *base, "--out", tmp_path / str(n))
     assert done.returncode == 0, done.stderr
@@ -321,11 +291,12 @@ def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n:
 
 def test_run_of_two_processes_resumes_with_one(text: Path, tmp_path: Path) -> None:
     base = ["--data", text, *SMALL, "--dtype", "float64", "--lr", "1e-3", "--schedule", "constant", "--warmup", 0]
-    assert handgrad_train(*base, "--steps", 10, "--out", tmp_path / "a").returncode == 0
-    done = torchrun(2, *base, "--steps", 5, "--out", tmp_path / "b")
+    succeed("train", *base, "--steps", 10, "--out", tmp_path / "a")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*launch, "-m", "handgrad", "train", *map(str, base), "--steps", "5", "--out", tmp_path / "b"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    done = handgrad_train("--resume", "--out", tmp_path / "b", "--steps", 10)
-    assert done.returncode == 0, done.stderr
+    succeed("train", "--resume", "--out", tmp_path / "b", "--steps", 10)
     one, other = weights(tmp_path / "a", 10), weights(tmp_path / "b", 10)
     assert all(torch.allclose(one[name], other[name], atol=1e-9, rtol=0) for name in one)
 

@@ -128,7 +128,7 @@ def _judge_shape(computed: Tensor, expected: Tensor, bound: float) -> Diagnosis:
             named = " and ".join(map(str, axes))
             text = f"lacks the sum over axis {named}: it is {given}, and its sum, {wanted}, is right"
             return Diagnosis("missing sum", text, math.inf, bound, detail=named)
-    if computed.ndim == 2 and _norm_or_inf(computed.t(), expected) <= bound:
+    if computed.ndim == 2 and computed.t().shape == expected.shape and norm(computed.t() - expected) <= bound:
         return Diagnosis("transpose", f"is transposed: {given} instead of {wanted}", math.inf, bound)
     text = f"has the shape {given} instead of {wanted}"
     if computed.numel() == expected.numel() and norm(computed.reshape(expected.shape) - expected) <= bound:
@@ -186,7 +186,3 @@ def _describe(computed: Tensor, expected: Tensor, bound: float) -> str:
         if 0 < len(wrong) <= n / 2:
             return f"{text}, in {len(wrong)} of the {n} slices of axis {axis}: {ranges(wrong)}"
     return text
-
-
-def _norm_or_inf(x: Tensor, y: Tensor) -> float:
-    return norm(x - y) if x.shape == y.shape else math.inf

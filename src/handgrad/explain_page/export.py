@@ -11,11 +11,11 @@ from typing import Any
 from ..errors import HandgradError
 from ..formatting import size
 from .course import Judge, course_view
+from .json_numbers import as_json
 from .json_types.questions import Error, Stepped
 from .page_files import asset, modules
 from .proofs.prover import CheckResults, Prover, report, summary
 from .routes import ROUTES, Served
-from .server import nonfinite_to_null
 from .session.session import Session, TracedSentence
 from .stations.table import Station
 from .views.step import take_step
@@ -69,7 +69,8 @@ def _page(embedded: dict[str, Any]) -> str:
 
 
 def _json(answers: dict[str, Any]) -> str:
-    return json.dumps(_rounded(nonfinite_to_null(answers)), ensure_ascii=False, separators=(",", ":"))
+    """With six digits of every number, which keeps the file small."""
+    return json.dumps(as_json(answers, 6), ensure_ascii=False, separators=(",", ":"))
 
 
 def answers(session: Session, sentence: TracedSentence, watch: Watch = iter) -> dict[str, Any]:
@@ -163,14 +164,3 @@ def _destructured(found: re.Match[str]) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _rounded(x: Any) -> Any:
-    """Round floats to six significant digits, which keeps the file small."""
-    if isinstance(x, float):
-        return float(f"{x:.6g}")
-    if isinstance(x, dict):
-        return {key: _rounded(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_rounded(value) for value in x]
-    return x

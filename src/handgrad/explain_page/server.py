@@ -9,7 +9,6 @@ in the time they take to arrive, connections in number.
 
 import asyncio
 import json
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -27,6 +26,7 @@ from ..errors import HandgradError
 from ..machine import trim_heap
 from ..web.connection import BackgroundServer
 from .course import BusyError, Judge
+from .json_numbers import as_json
 from .page_files import asset
 from .page_files import served as served_files
 from .proofs.prover import Prover
@@ -43,18 +43,7 @@ class JSONAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(nonfinite_to_null(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def nonfinite_to_null(x: Any) -> Any:
-    """Replace infinity and NaN, which JSON does not have, by null."""
-    if isinstance(x, float):
-        return x if math.isfinite(x) else None
-    if isinstance(x, dict):
-        return {key: nonfinite_to_null(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [nonfinite_to_null(value) for value in x]
-    return x
+        return json.dumps(as_json(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def make_app(session: Session, prover: Prover, key: str) -> FastAPI:

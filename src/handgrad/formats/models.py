@@ -102,11 +102,8 @@ def weights_folder(name: str | None) -> Path:
     if found.folder is not None:
         return found.folder
     remedy = f"for the folder of that name write ./{name}" if found.note else "give the folder of a trained model"
-    raise HandgradError(f"{name} is a preset, a shape without weights: {remedy}{_hub_hint(found.name)}")
-
-
-def _hub_hint(name: str) -> str:
-    return f", or openai-community/{name} to download it from the hub" if name.startswith("gpt2") else ""
+    on_hub = f", or openai-community/{name} to download it from the hub" if found.name.startswith("gpt2") else ""
+    raise HandgradError(f"{name} is a preset, a shape without weights: {remedy}{on_hub}")
 
 
 def load(

@@ -148,7 +148,8 @@ class Engine:
             if rows:
                 some = a if len(rows) == len(a) else a[rows]
                 run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]), weights=weights)
-                logits = model.head.forward(model.final_norm.forward(some)[0], run)
+                normed = model.final_norm.forward(some, self._operand(len(some)))[0]
+                logits = model.head.forward(normed, run)
         events += [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
         return events if logits is None else events + self._choose(wanted, logits)
 
@@ -224,7 +225,10 @@ class Engine:
         positions = step.positions
         rotation = model.rotation(positions)
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
-        run = Pass(rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]))
+        run = Pass(
+            rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]),
+            operand=self._operand(len(ids)),
+        )  # fmt: skip
         if self._blocks is not None and not self._blocks.current:
             self._blocks = describe(model)
         if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
@@ -236,6 +240,10 @@ class Engine:
         step.finish()
         return a, _last_rows([count for _, count in work])
 
+    def _operand(self, rows: int) -> torch.dtype | None:
+        """What products read. Those of a few rows wait for the weights, whatever they compute with: nothing is rounded."""
+        return self.model.operand if rows > FEW_ROWS else None
+
     def _forward_uncached(self, work: list[tuple[Sequence, int]]) -> tuple[Tensor, list[int]]:
         """The same without a cache: complete sequences, as in training."""
         model = self.model
@@ -244,7 +252,7 @@ class Engine:
         a = model.embeddings(batch.ids, batch.positions)
         run = Pass(
             attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions),
-            adapters=groups([(x.options.adapter, count) for x, count in work]),
+            adapters=groups([(x.options.adapter, count) for x, count in work]), operand=self._operand(len(batch.ids)),
         )  # fmt: skip
         for block in model.blocks:
             with model.weights(block, few_rows=True) as weights:
@@ -264,7 +272,8 @@ class Engine:
                 rows = a[start : start + len(targets)]
                 for part in row_groups(len(rows), model.head) if len(rows) else ():
                     run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]), weights=weights)
-                    logits = model.head.forward(model.final_norm.forward(rows[part])[0], run)
+                    normed = model.final_norm.forward(rows[part], self._operand(len(rows[part])))[0]
+                    logits = model.head.forward(normed, run)
                     if not torch.isfinite(logits.sum()):
                         failed.append(self._fail(sequence, self._non_finite(sequence, logits)))
                         break

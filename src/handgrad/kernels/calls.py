@@ -20,8 +20,8 @@ COMPUTED = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bf
 
 
 def fits(*tensors: Tensor, operands: tuple[Tensor, ...] = ()) -> bool:
-    """Whether kernels exist for these tensors, on the CPU, with contiguous rows: all of one dtype, except that `operands`, which
-    products read, may be bfloat16 where everything else is float32."""
+    """Whether kernels exist for these tensors, on the CPU, with contiguous rows: all of one dtype, except that `operands`,
+    which products read, may be bfloat16 where everything else is float32."""
     dtype = (operands or tensors)[0].dtype
     if not library.allowed() or library.load(dtype) is None:
         return False
@@ -143,8 +143,8 @@ DEEPEST_ROUNDED = 1024  # DEEP of mixed.c: longer sums are added up in the resul
 
 
 def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
-    """out (m, w) (+)= a (m, n) b (n, w) + bias (w), with a and b rounded to bfloat16 and sums in float32. Each is float32 or bfloat16,
-    contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
+    """out (m, w) (+)= a (m, n) b (n, w) + bias (w), with a and b rounded to bfloat16 and sums in float32. Each is float32 or
+    bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
     (m, n), w = a.shape, b.shape[1]
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):

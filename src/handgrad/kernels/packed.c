@@ -3,7 +3,7 @@
  *     kind 0   Q8_0   34 bytes: d, 32 q (int8)           w = d q
  *     kind 1   Q4_0   18 bytes: d, 16 bytes of nibbles   w = d (q − 8)
  *     kind 2   Q4_1   20 bytes: d, m, 16 nibbles         w = d q + m
- *     kind 3   BF16   64 bytes: 32 numbers               w, the upper half of a float
+ *     kind 3   BF16   64 bytes: 32 w (bfloat16)
  *
  * A product with one or a few rows waits for the weights to arrive from memory, so a weight of 4 bits is used in an eighth of
  * the time of a float. A block becomes the same 32 floats as those that ops/packed.py unpacks, in registers; the sums are of
@@ -30,6 +30,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 /* a float16; exponent and fraction move to their places in a float, whose exponent is larger by 112 */
@@ -57,23 +58,13 @@ INLINE ints widen(const uint8_t *x) {
 #endif
 }
 
-/* LANES numbers of two bytes as floats */
-INLINE floats from_bfloat16(const uint8_t *x) {
-#if LANES == 16
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
-#elif LANES == 8
-    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
-#else
-    return (floats)(__builtin_convertvector(*(const shorts *)x, ints) << 16);
-#endif
-}
-
 INLINE size block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64; }
 
 /* the 32 numbers of a block */
 INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {
     if (kind == 3) {
-        for (int v = 0; v < VECTORS; v++) w[v] = from_bfloat16(x + 2 * v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            w[v] = (floats)(__builtin_convertvector(*(const shorts *)(x + 2 * v * LANES), words) << 16);
         return;
     }
     float d = half(x);
@@ -153,13 +144,14 @@ void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a,
     packed_product_part(kind, n, f_in, f_out, a, as, w, out, os);
 }
 
-/* out: 32 floats of each block; not of kind 3, which torch converts as fast */
+/* out: 32 floats of each block */
 void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out) {
     ROWS(blocks, PER_BLOCK) for (size b = 0; b < blocks; b++) {
         floats *x = (floats *)(out + b * PER_BLOCK), y[VECTORS];
         if (kind == 0) unpack_block(0, w + b * block_bytes(0), y);
         else if (kind == 1) unpack_block(1, w + b * block_bytes(1), y);
-        else unpack_block(2, w + b * block_bytes(2), y);
+        else if (kind == 2) unpack_block(2, w + b * block_bytes(2), y);
+        else unpack_block(3, w + b * block_bytes(3), y);
         for (int v = 0; v < VECTORS; v++) x[v] = y[v];
     }
 }

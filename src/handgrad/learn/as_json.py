@@ -1,6 +1,5 @@
 """Exercises, grades and progress as JSON, for the page and for `--json`."""
 
-import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,8 @@ def exercise_json(exercise: Exercise) -> dict[str, Any]:
     """The texts of an exercise; lines of `text` that are indented are formulas."""
     return {
         "name": exercise.name, "number": number(exercise), "title": exercise.title,
-        "text": _unwrapped(exercise.text), "arguments": _lines(exercise.arguments), "returns": _lines(exercise.returns),
+        "text": "\n\n".join(exercise.paragraphs()),
+        "arguments": _lines(exercise.arguments), "returns": _lines(exercise.returns),
         "starter": exercise.starter(), "hints": list(exercise.hints), "solution": exercise.solution(),
         "page": f"docs/layers/{exercise.page}.md",
     }  # fmt: skip
@@ -22,12 +22,6 @@ def exercise_json(exercise: Exercise) -> dict[str, Any]:
 
 def _lines(lines: tuple[Line, ...]) -> list[dict[str, str]]:
     return [{"name": x.name, "shape": x.shape, "meaning": x.meaning} for x in lines]
-
-
-def _unwrapped(text: str) -> str:
-    """One line per paragraph; formulas keep their lines."""
-    parts = textwrap.dedent(text).strip().split("\n\n")
-    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 def grade_json(grade: Grade) -> dict[str, Any]:

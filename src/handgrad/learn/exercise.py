@@ -99,7 +99,13 @@ class Exercise:
     def task(self) -> str:
         """The text with the tables of arguments and returned values, 100 characters wide."""
         tables = f"Arguments:\n{_columns(self.arguments)}", f"Return:\n{_columns(self.returns)}"
-        return "\n\n".join([wrapped(self.text), *tables])
+        filled = (p if p.startswith(" ") else textwrap.fill(p, 100) for p in self.paragraphs())
+        return "\n\n".join([*filled, *tables])
+
+    def paragraphs(self) -> list[str]:
+        """The text, each paragraph as one line; formulas keep their lines."""
+        parts = textwrap.dedent(self.text).strip().split("\n\n")
+        return [part if part.startswith(" ") else " ".join(part.split()) for part in parts]
 
     def importable(self) -> list[str]:
         """What an answer can import: modules, and names of modules."""
@@ -113,12 +119,6 @@ class Exercise:
     def hidden(self) -> list[str]:
         """The functions that are the solution, which an answer must not find in the modules that it can import."""
         return [f"{function.__module__}.{function.__name__}" for function in self.quoted]
-
-
-def wrapped(text: str, width: int = 100) -> str:
-    """Wrap paragraphs; indented lines stay as they are."""
-    parts = textwrap.dedent(text).strip().split("\n\n")
-    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(" ".join(p.split()), width) for p in parts)
 
 
 def _columns(lines: Sequence[Line]) -> str:

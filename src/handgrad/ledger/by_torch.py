@@ -28,12 +28,12 @@ def masked(scores: Tensor) -> Tensor:
     return scores.masked_fill(future(len(scores)), -math.inf)
 
 
-def head_forward(a: Tensor, head: Head, causal: bool = True) -> attention.Forward:
+def head_forward(a: Tensor, head: Head) -> attention.Forward:
     """Everything that `attention.backward` needs from the forward pass."""
     q, k, v = project(a, head)
     raw = q @ k.t()
     scaled = raw / math.sqrt(q.shape[1])
-    scores = masked(scaled) if causal else scaled
+    scores = masked(scaled)
     rho = F.softmax(scores, 1)
     return attention.Forward(q, k, v, raw, scaled, scores, rho, rho @ v)
 

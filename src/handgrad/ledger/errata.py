@@ -234,9 +234,8 @@ def epsilon(rng: RandomInputs) -> tuple[float, str]:
     )
     printed = relative_error(layernorm.delta_prev(delta, without.a_bar, without.sigma, w), expected)
     not_nan = torch.isfinite(layernorm.forward(flat, w, b, 0.0).a).sum().item()
-    error, note = _compare(
-        right, printed, 0.1
-    )  # ‖error‖ ≥ ‖expected‖: of 64 entries at most, the largest is off by 1/8
+    # ‖error‖ ≥ ‖expected‖: of 64 entries at most, the largest is off by 1/8
+    error, note = _compare(right, printed, 0.1)
     return error + not_nan, f"{note}; a constant row printed: NaN"
 
 
@@ -331,9 +330,8 @@ def which_term_is_rewritten(rng: RandomInputs) -> tuple[float, str]:
     n = rng.size(5, 8)
     s, delta = torch.tanh(rng.matrix(n, n)), rng.matrix(n, n)
     rho = torch.softmax(s, 1)
-    (ds,) = differentiate(
-        lambda x: torch.softmax(x, 1), s, upstream=delta
-    )  # along the gradient, so that the terms differ
+    # along the gradient, so that the terms differ
+    (ds,) = differentiate(lambda x: torch.softmax(x, 1), s, upstream=delta)
     size = ((delta * rho).norm() * ds.norm()).item()
     left_most = notation.frobenius(delta, rho * ds)
     right_most = notation.frobenius(delta, rho * notation.tilde_columns(notation.row_dot(rho, ds), n))

@@ -6,6 +6,7 @@ in the forward formulas does not fail here; only the checks about the mask, and 
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,17 @@ def _inputs(rng: RandomInputs) -> tuple[Tensor, Head, Tensor]:
     return rng.matrix(n, d), rng.head(d, d_rho, d_h), rng.matrix(n, d_h)
 
 
-def _signal_error(name: str, output: Callable[[Tensor, Tensor, Head], Tensor], rng: RandomInputs) -> float:
-    """The error of one Δ of the head; output(x, a, head) is the head's output with x in the inputs that Δ belongs to."""
+def _signal_error(name: str, through: str, rng: RandomInputs) -> float:
+    """The error of one Δ of the head: that of its input through queries, keys or values, by their letters."""
     a, head, delta = _inputs(rng)
     ours = getattr(attention.backward(delta, a, head, by_torch.head_forward(a, head)), name)
-    return gradient_error(ours, lambda x: output(x, a, head), a, delta, rng)
+    return gradient_error(ours, lambda x: _output(x, a, head, through), a, delta, rng)
+
+
+def _output(x: Tensor, a: Tensor, head: Head, through: str) -> Tensor:
+    """The head's output with x as its input where queries, keys or values are computed, and a elsewhere."""
+    a_q, a_k, a_v = (x if letter in through else a for letter in "qkv")
+    return by_torch.head_output(a_q, a_k, a_v, head)
 
 
 def _parameter_error(name: str, rng: RandomInputs) -> float:
@@ -89,22 +96,11 @@ def bias_of_the_values_simplified(rng: RandomInputs) -> float:
     return max(errors)
 
 
-@check("E-dv", 4, "22", AUTOGRAD)
-def error_signal_of_the_values(rng: RandomInputs) -> float:
-    """Δ_v = ρᵗ Δ w_vᵗ ∈ (n_T, d): the error signal of a_{i−1} through the values only"""
-    return _signal_error("delta_v", lambda x, a, head: by_torch.head_output(a, a, x, head), rng)
-
-
-@check("E-dwv", 4, "23", AUTOGRAD)
-def gradient_of_the_values_weights(rng: RandomInputs) -> float:
-    """∂w_v = (ρ a_{i−1})ᵗ Δ ∈ (d, d_h)"""
-    return _parameter_error("w_v", rng)
-
-
-@check("E-dbv", 4, "24", AUTOGRAD)
-def gradient_of_the_values_bias(rng: RandomInputs) -> float:
-    """∂b_v = Σ_tok Δ ∈ (d_h), for any attention weights"""
-    return _parameter_error("b_v", rng)
+check("E-dv", 4, "22", AUTOGRAD, "Δ_v = ρᵗ Δ w_vᵗ ∈ (n_T, d): the error signal of a_{i−1} through the values only")(
+    partial(_signal_error, "delta_v", "v")
+)
+check("E-dwv", 4, "23", AUTOGRAD, "∂w_v = (ρ a_{i−1})ᵗ Δ ∈ (d, d_h)")(partial(_parameter_error, "w_v"))
+check("E-dbv", 4, "24", AUTOGRAD, "∂b_v = Σ_tok Δ ∈ (d_h), for any attention weights")(partial(_parameter_error, "b_v"))
 
 
 # ── the attention weights: softmax, mask, scale ─────────────────────────────────────────────────────────────────────
@@ -204,34 +200,15 @@ def bias_of_the_keys_gets_no_gradient(rng: RandomInputs) -> float:
     return relative_error(total, torch.zeros_like(total), floor=size)
 
 
-@check("E-dq", 4, "30.a", AUTOGRAD)
-def error_signal_of_the_queries(rng: RandomInputs) -> float:
-    """Δ_q = Δ_raw k w_qᵗ ∈ (n_T, d): the error signal of a_{i−1} through the queries only"""
-    return _signal_error("delta_q", lambda x, a, head: by_torch.head_output(x, a, a, head), rng)
-
-
-@check("E-dk", 4, "30.b", AUTOGRAD)
-def error_signal_of_the_keys(rng: RandomInputs) -> float:
-    """Δ_k = Δ_rawᵗ q w_kᵗ ∈ (n_T, d): the error signal of a_{i−1} through the keys only"""
-    return _signal_error("delta_k", lambda x, a, head: by_torch.head_output(a, x, a, head), rng)
-
-
-@check("E-dwq", 4, "31.a", AUTOGRAD)
-def gradient_of_the_queries_weights(rng: RandomInputs) -> float:
-    """∂w_q = a_{i−1}ᵗ Δ_raw k ∈ (d, d_ρ)"""
-    return _parameter_error("w_q", rng)
-
-
-@check("E-dwk", 4, "31.b", AUTOGRAD)
-def gradient_of_the_keys_weights(rng: RandomInputs) -> float:
-    """∂w_k = (Δ_raw a_{i−1})ᵗ q ∈ (d, d_ρ)"""
-    return _parameter_error("w_k", rng)
-
-
-@check("E-dbq", 4, "32.a", AUTOGRAD)
-def gradient_of_the_queries_bias(rng: RandomInputs) -> float:
-    """∂b_q = Σ_tok Δ_raw k ∈ (d_ρ)"""
-    return _parameter_error("b_q", rng)
+check(
+    "E-dq", 4, "30.a", AUTOGRAD, "Δ_q = Δ_raw k w_qᵗ ∈ (n_T, d): the error signal of a_{i−1} through the queries only"
+)(partial(_signal_error, "delta_q", "q"))
+check("E-dk", 4, "30.b", AUTOGRAD, "Δ_k = Δ_rawᵗ q w_kᵗ ∈ (n_T, d): the error signal of a_{i−1} through the keys only")(
+    partial(_signal_error, "delta_k", "k")
+)
+check("E-dwq", 4, "31.a", AUTOGRAD, "∂w_q = a_{i−1}ᵗ Δ_raw k ∈ (d, d_ρ)")(partial(_parameter_error, "w_q"))
+check("E-dwk", 4, "31.b", AUTOGRAD, "∂w_k = (Δ_raw a_{i−1})ᵗ q ∈ (d, d_ρ)")(partial(_parameter_error, "w_k"))
+check("E-dbq", 4, "32.a", AUTOGRAD, "∂b_q = Σ_tok Δ_raw k ∈ (d_ρ)")(partial(_parameter_error, "b_q"))
 
 
 @check("E-dbk", 4, "32.b", AUTOGRAD)
@@ -252,10 +229,13 @@ def gradient_of_the_keys_bias(rng: RandomInputs) -> float:
 # ── the complete head ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@check("E-head-dx", 4, "33", AUTOGRAD)
-def error_signal_of_the_head(rng: RandomInputs) -> float:
-    """Δ^h_{i−1} = Δ_v + Δ_q + Δ_k ∈ (n_T, d): the three branches that end at a_{i−1}, added"""
-    return _signal_error("delta", lambda x, a, head: by_torch.head_output(x, x, x, head), rng)
+check(
+    "E-head-dx",
+    4,
+    "33",
+    AUTOGRAD,
+    "Δ^h_{i−1} = Δ_v + Δ_q + Δ_k ∈ (n_T, d): the three branches that end at a_{i−1}, added",
+)(partial(_signal_error, "delta", "qkv"))
 
 
 @check("D-table1", 4, "Table 1", AUTOGRAD)
@@ -268,9 +248,8 @@ def table_1(rng: RandomInputs) -> float:
     back = attention.backward(delta, a, head, saved)
     root = math.sqrt(saved.q.shape[1])
 
-    forward_errors = [
-        relative_error(x, y) for x, y in zip(saved, exact, strict=True) if x is not saved.causal
-    ]  # it holds −∞
+    # ρ_causal holds −∞
+    forward_errors = [relative_error(x, y) for x, y in zip(saved, exact, strict=True) if x is not saved.causal]
     forward_errors.append(mismatch((saved.causal.isinf().tolist(), exact.causal.isinf().tolist())))
 
     signals: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = [
@@ -278,10 +257,10 @@ def table_1(rng: RandomInputs) -> float:
         (back.delta_causal, lambda s: F.softmax(s, 1) @ exact.v, exact.causal),
         (back.delta_scaled, lambda s: F.softmax(by_torch.masked(s), 1) @ exact.v, exact.scaled),
         (back.delta_raw, lambda s: F.softmax(by_torch.masked(s / root), 1) @ exact.v, exact.raw),
-        (back.delta_v, lambda x: by_torch.head_output(a, a, x, head), a),
-        (back.delta_q, lambda x: by_torch.head_output(x, a, a, head), a),
-        (back.delta_k, lambda x: by_torch.head_output(a, x, a, head), a),
-        (back.delta, lambda x: by_torch.head_output(x, x, x, head), a),
+        (back.delta_v, lambda x: _output(x, a, head, "v"), a),
+        (back.delta_q, lambda x: _output(x, a, head, "q"), a),
+        (back.delta_k, lambda x: _output(x, a, head, "k"), a),
+        (back.delta, lambda x: _output(x, a, head, "qkv"), a),
     ]
     signal_errors = [relative_error(ours, differentiate(f, x, upstream=delta)[0]) for ours, f, x in signals]
 

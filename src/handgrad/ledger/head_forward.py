@@ -1,6 +1,7 @@
 """Section 3.1: the forward pass of one head, from the paper's three attempts at attention weights to its output."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ def values_depend_on_one_token(rng: RandomInputs) -> float:
     return error
 
 
-def _weighted(rng: RandomInputs, t: int) -> float:
+def _weighted(t: int, rng: RandomInputs) -> float:
     """The error of row t of a_i^h against its weighted sum of values, and of the sum of the weights against 1."""
     a, head = head_inputs(rng, n_least=4)
     f = attention.forward(a, head)
@@ -77,28 +78,13 @@ def _weighted(rng: RandomInputs, t: int) -> float:
     return max(relative_error(f.a[t], average, floor=f.v.abs().max().item()), abs(weights.item() - 1))
 
 
-@check("E-weighted-1", 3, "5.a", IDENTITY)
-def first_token(rng: RandomInputs) -> float:
-    """a_i^h(1) = ρ_11 v(1) with ρ_11 = 1: the first token has no context"""
-    return _weighted(rng, 0)
-
-
-@check("E-weighted-2", 3, "5.b", IDENTITY)
-def second_token(rng: RandomInputs) -> float:
-    """a_i^h(2) = ρ_21 v(1) + ρ_22 v(2) with ρ_21 + ρ_22 = 1"""
-    return _weighted(rng, 1)
-
-
-@check("E-weighted-3", 3, "5.c", IDENTITY)
-def third_token(rng: RandomInputs) -> float:
-    """a_i^h(3) = ρ_31 v(1) + ρ_32 v(2) + ρ_33 v(3) with ρ_31 + ρ_32 + ρ_33 = 1"""
-    return _weighted(rng, 2)
-
-
-@check("E-weighted-4", 3, "5.d", IDENTITY)
-def last_token(rng: RandomInputs) -> float:
-    """a_i^h(n_T) = Σ_β ρ_{n_T β} v(β) over all tokens, with weights that sum to 1"""
-    return _weighted(rng, -1)
+for _id, _equation, _t, _statement in (
+    ("E-weighted-1", "5.a", 0, "a_i^h(1) = ρ_11 v(1) with ρ_11 = 1: the first token has no context"),
+    ("E-weighted-2", "5.b", 1, "a_i^h(2) = ρ_21 v(1) + ρ_22 v(2) with ρ_21 + ρ_22 = 1"),
+    ("E-weighted-3", "5.c", 2, "a_i^h(3) = ρ_31 v(1) + ρ_32 v(2) + ρ_33 v(3) with ρ_31 + ρ_32 + ρ_33 = 1"),
+    ("E-weighted-4", "5.d", -1, "a_i^h(n_T) = Σ_β ρ_{n_T β} v(β) over all tokens, with weights that sum to 1"),
+):
+    check(_id, 3, _equation, IDENTITY, _statement)(partial(_weighted, _t))
 
 
 @check("E-out-tri", 3, "6", EXACT)

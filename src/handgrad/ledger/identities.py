@@ -3,6 +3,9 @@
 A Frobenius product may cancel almost completely, so its error is relative to the size of the terms.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,49 +25,49 @@ def _three(rng: RandomInputs) -> tuple[Tensor, Tensor, Tensor]:
     return rng.matrix(n, m), rng.matrix(n, m), rng.matrix(n, m)
 
 
-def _trace_error(cycled: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> float:
+def _mixing_error(causal: bool, rng: RandomInputs) -> float:
+    """Rows of a head's output against their sums over all tokens, or over the tokens before them."""
+    d = rng.size(1, 8)
+    f = attention.forward(rng.matrix(rng.size(2, 8), d), rng.head(d, rng.size(1, 8), rng.size(1, 8)), causal)
+    n = len(f.v)
+    mixed = [
+        sum((f.rho[t, j] * f.v[j] for j in range(t + 1 if causal else n)), torch.zeros_like(f.v[0])) for t in range(n)
+    ]
+    return relative_error(f.a, torch.stack(mixed))
+
+
+check(
+    "P-linmix",
+    12,
+    "47",
+    IDENTITY,
+    "row t of ρa mixes all rows of a: Σ_j ρ_tj a(j); here with the weights and the values of a head without a mask",
+)(partial(_mixing_error, False))
+check(
+    "P-linmix-causal",
+    12,
+    "48",
+    IDENTITY,
+    "with a triangular ρ, row t of ρv mixes only the rows 1 … t, which is (5.a)–(5.d)",
+)(partial(_mixing_error, True))
+
+
+def _trace_error(cycled: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], rng: RandomInputs) -> float:
     """Both A·(BCD) and its cycled form must be Tr(AᵗBCD)."""
+    a, b, c, d = _four(rng)
     expected, size = torch.trace(a.t() @ b @ c @ d), (a.norm() * (b @ c @ d).norm()).item()
-    return max(relative_error(x, expected, size) for x in (notation.frobenius(a, b @ c @ d), cycled))
+    return max(relative_error(x, expected, size) for x in (notation.frobenius(a, b @ c @ d), cycled(a, b, c, d)))
 
 
-@check("P-linmix", 12, "47", IDENTITY)
-def linear_mixing(rng: RandomInputs) -> float:
-    """row t of ρa mixes all rows of a: Σ_j ρ_tj a(j); here with the weights and the values of a head without a mask"""
-    d = rng.size(1, 8)
-    f = attention.forward(rng.matrix(rng.size(2, 8), d), rng.head(d, rng.size(1, 8), rng.size(1, 8)), causal=False)
-    mixed = [sum((f.rho[t, j] * f.v[j] for j in range(len(f.v))), torch.zeros_like(f.v[0])) for t in range(len(f.v))]
-    return relative_error(f.a, torch.stack(mixed))
-
-
-@check("P-linmix-causal", 12, "48", IDENTITY)
-def causal_mixing(rng: RandomInputs) -> float:
-    """with a triangular ρ, row t of ρv mixes only the rows 1 … t, which is (5.a)–(5.d)"""
-    d = rng.size(1, 8)
-    f = attention.forward(rng.matrix(rng.size(2, 8), d), rng.head(d, rng.size(1, 8), rng.size(1, 8)))
-    mixed = [sum((f.rho[t, j] * f.v[j] for j in range(t + 1)), torch.zeros_like(f.v[0])) for t in range(len(f.v))]
-    return relative_error(f.a, torch.stack(mixed))
-
-
-@check("P-frob-D", 12, "", IDENTITY)
-def frobenius_last_factor(rng: RandomInputs) -> float:
-    """A·(BCD) = [(BC)ᵗA]·D, both Tr(AᵗBCD)"""
-    a, b, c, d = _four(rng)
-    return _trace_error(notation.frobenius((b @ c).t() @ a, d), a, b, c, d)
-
-
-@check("P-frob-C", 12, "", IDENTITY)
-def frobenius_middle_factor(rng: RandomInputs) -> float:
-    """A·(BCD) = (BᵗADᵗ)·C, both Tr(AᵗBCD)"""
-    a, b, c, d = _four(rng)
-    return _trace_error(notation.frobenius(b.t() @ a @ d.t(), c), a, b, c, d)
-
-
-@check("P-frob-B", 12, "", IDENTITY)
-def frobenius_first_factor(rng: RandomInputs) -> float:
-    """A·(BCD) = [A(CD)ᵗ]·B, both Tr(AᵗBCD)"""
-    a, b, c, d = _four(rng)
-    return _trace_error(notation.frobenius(a @ (c @ d).t(), b), a, b, c, d)
+check("P-frob-D", 12, "", IDENTITY, "A·(BCD) = [(BC)ᵗA]·D, both Tr(AᵗBCD)")(
+    partial(_trace_error, lambda a, b, c, d: notation.frobenius((b @ c).t() @ a, d))
+)
+check("P-frob-C", 12, "", IDENTITY, "A·(BCD) = (BᵗADᵗ)·C, both Tr(AᵗBCD)")(
+    partial(_trace_error, lambda a, b, c, d: notation.frobenius(b.t() @ a @ d.t(), c))
+)
+check("P-frob-B", 12, "", IDENTITY, "A·(BCD) = [A(CD)ᵗ]·B, both Tr(AᵗBCD)")(
+    partial(_trace_error, lambda a, b, c, d: notation.frobenius(a @ (c @ d).t(), b))
+)
 
 
 @check("P-frob-T", 12, "49", IDENTITY)

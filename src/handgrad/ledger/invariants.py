@@ -106,13 +106,10 @@ def logit_signal_sums_to_zero(rng: RandomInputs) -> float:
 @check("X-bv-b3", INVARIANTS, "", IDENTITY)
 def value_bias_is_redundant(rng: RandomInputs) -> float:
     """concat_h(∂b_v) = ∂b_3 w_3ᵗ: the values' bias is redundant with that of the projection"""
-    worst = 0.0
-    for c in cases(rng):
-        for p, g in zip(c.p.blocks, c.b.grads.blocks, strict=True):
-            worst = max(
-                worst, relative_error(torch.cat([head.b_v for head in g.heads]), g.b_3 @ p.w_3.t(), _largest(g.w_3))
-            )
-    return worst
+    blocks = [pair for c in cases(rng) for pair in zip(c.p.blocks, c.b.grads.blocks, strict=True)]
+    return max(
+        relative_error(torch.cat([head.b_v for head in g.heads]), g.b_3 @ p.w_3.t(), _largest(g.w_3)) for p, g in blocks
+    )
 
 
 @check("X-flash-delta", INVARIANTS, "", IDENTITY)

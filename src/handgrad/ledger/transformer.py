@@ -5,6 +5,7 @@ of blocks, tied or untied head, and an adapter on the logits layer. A row's erro
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -92,7 +93,7 @@ _BACKWARD = {
 }
 
 
-def _worst(case: Case, ours: Forward | Backward, name: str, expected: dict[str, Tensor], number: int) -> float:
+def _worst(ours: Forward | Backward, name: str, expected: dict[str, Tensor], number: int) -> float:
     """The largest error of a_number or delta_number over the blocks of one network."""
     if number > 10:
         return relative_error(getattr(ours, f"{name}_{number}"), expected[f"{name}_{number}"])
@@ -102,36 +103,16 @@ def _worst(case: Case, ours: Forward | Backward, name: str, expected: dict[str, 
     )
 
 
-def _add_table_2() -> None:
-    for number, statement in _FORWARD.items():
-
-        def forward(rng: RandomInputs, number: int = number) -> float:
-            return max(_worst(c, c.f, "a", c.expected.values, number) for c in cases(rng))
-
-        check(f"T2-a{number}", TABLE_2, "Table 2", IDENTITY, statement=statement)(forward)
-        if number == 12:
-            _add_softmax()
-    for number, statement in _BACKWARD.items():
-
-        def backward(rng: RandomInputs, number: int = number) -> float:
-            worst = max(_worst(c, c.b, "delta", c.expected.deltas, number) for c in cases(rng))
-            if number == 1:  # also Δ of the one-hot input
-                one_hot = [(c.b.delta_0, c.expected.deltas["blocks.0.delta_1"] @ c.p.w_tok.t()) for c in cases(rng)]
-                worst = max(worst, *(relative_error(x, y) for x, y in one_hot))
-            return worst
-
-        check(f"T2-D{number}", TABLE_2, "Table 2", AUTOGRAD, statement=statement)(backward)
+def _forward_error(number: int, rng: RandomInputs) -> float:
+    return max(_worst(c.f, "a", c.expected.values, number) for c in cases(rng))
 
 
-def _add_softmax() -> None:
-    @check("T2-soft", TABLE_2, "Table 2", IDENTITY)
-    def softmax(rng: RandomInputs) -> float:
-        """y_pred = softmax a_12 ∈ (n_T, n_vocab), each row a distribution"""
-        worst = 0.0
-        for c in cases(rng):
-            worst = max(worst, relative_error(c.f.y_pred, c.expected.values["a_12"].softmax(1)))
-            worst = max(worst, (c.f.y_pred.sum(1) - 1).abs().max().item(), shortfall(c.f.y_pred.min().item(), 0.0))
-        return worst
+def _backward_error(number: int, rng: RandomInputs) -> float:
+    worst = max(_worst(c.b, "delta", c.expected.deltas, number) for c in cases(rng))
+    if number == 1:  # also Δ of the one-hot input
+        one_hot = [(c.b.delta_0, c.expected.deltas["blocks.0.delta_1"] @ c.p.w_tok.t()) for c in cases(rng)]
+        worst = max(worst, *(relative_error(x, y) for x, y in one_hot))
+    return worst
 
 
 @check("T2-a0", TABLE_2, "Table 2", EXACT)
@@ -144,7 +125,22 @@ def ids(rng: RandomInputs) -> float:
     return wrong
 
 
-_add_table_2()
+for _number, _statement in _FORWARD.items():
+    check(f"T2-a{_number}", TABLE_2, "Table 2", IDENTITY, _statement)(partial(_forward_error, _number))
+
+
+@check("T2-soft", TABLE_2, "Table 2", IDENTITY)
+def softmax(rng: RandomInputs) -> float:
+    """y_pred = softmax a_12 ∈ (n_T, n_vocab), each row a distribution"""
+    worst = 0.0
+    for c in cases(rng):
+        worst = max(worst, relative_error(c.f.y_pred, c.expected.values["a_12"].softmax(1)))
+        worst = max(worst, (c.f.y_pred.sum(1) - 1).abs().max().item(), shortfall(c.f.y_pred.min().item(), 0.0))
+    return worst
+
+
+for _number, _statement in _BACKWARD.items():
+    check(f"T2-D{_number}", TABLE_2, "Table 2", AUTOGRAD, _statement)(partial(_backward_error, _number))
 
 # ── Table 3 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,9 +195,8 @@ def of_network(p: Network, symbol: str) -> list[Tensor]:
     return [getattr(head, symbol) for block in p.blocks for head in block.heads]
 
 
-def _loss_as_function_of(c: Case, symbol: str, which: int) -> Callable[[Tensor], float]:
-    """The reference loss as a function of one tensor."""
-    target = of_network(c.p, symbol)[which]
+def _loss_as_function_of(c: Case, target: Tensor) -> Callable[[Tensor], float]:
+    """The reference loss as a function of one tensor of the network."""
 
     def f(x: Tensor) -> float:
         before = target.clone()
@@ -214,28 +209,24 @@ def _loss_as_function_of(c: Case, symbol: str, which: int) -> Callable[[Tensor],
     return f
 
 
-def _add_table_3() -> None:
-    for id, symbol, size, statement in _GRADIENTS:
-
-        def gradient(rng: RandomInputs, symbol: str = symbol, size: int = size) -> tuple[float, str]:
-            worst, seen = 0.0, 0
-            for c in cases(rng):
-                ours, expected = of_network(c.b.grads, symbol), of_network(c.grads, symbol)
-                scale = of_network(c.grads, "b_q") if symbol == "b_k" else expected  # the expected about b_k is 0
-                for x, y, z in zip(ours, expected, scale, strict=True):
-                    worst = max(worst, relative_error(x, y, floor=z.abs().max().item()))
-                    seen += 1
-            # finite differences as a second oracle, on a smooth network that has the symbol
-            c = next(c for c in reversed(cases(rng)) if of_network(c.p, symbol))
-            x = of_network(c.p, symbol)[0]
-            f = _loss_as_function_of(c, symbol, 0)
-            floor = of_network(c.grads, "b_q" if symbol == "b_k" else symbol)[0].norm().item()
-            differences = directional_error(f, x.clone(), of_network(c.b.grads, symbol)[0], rng.generator, floor)
-            disagree = 0.0 if differences < FINITE_DIFFERENCE_TOLERANCE else differences
-            count = mismatch((printed_size(symbol), size)) + shortfall(seen, 1)
-            return worst + disagree + count, f"finite differences: {differences:.0e}; {size:,} entries"
-
-        check(id, TABLE_3, "Table 3", AUTOGRAD, statement=statement)(gradient)
+def _gradient_error(symbol: str, size: int, rng: RandomInputs) -> tuple[float, str]:
+    worst, seen = 0.0, 0
+    for c in cases(rng):
+        ours, expected = of_network(c.b.grads, symbol), of_network(c.grads, symbol)
+        scale = of_network(c.grads, "b_q") if symbol == "b_k" else expected  # the expected about b_k is 0
+        for x, y, z in zip(ours, expected, scale, strict=True):
+            worst = max(worst, relative_error(x, y, floor=z.abs().max().item()))
+            seen += 1
+    # finite differences as a second oracle, on a smooth network that has the symbol
+    c = next(c for c in reversed(cases(rng)) if of_network(c.p, symbol))
+    x = of_network(c.p, symbol)[0]
+    floor = of_network(c.grads, "b_q" if symbol == "b_k" else symbol)[0].norm().item()
+    f = _loss_as_function_of(c, x)
+    differences = directional_error(f, x.clone(), of_network(c.b.grads, symbol)[0], rng.generator, floor)
+    disagree = 0.0 if differences < FINITE_DIFFERENCE_TOLERANCE else differences
+    count = mismatch((printed_size(symbol), size)) + shortfall(seen, 1)
+    return worst + disagree + count, f"finite differences: {differences:.0e}; {size:,} entries"
 
 
-_add_table_3()
+for _id, _symbol, _size, _statement in _GRADIENTS:
+    check(_id, TABLE_3, "Table 3", AUTOGRAD, _statement)(partial(_gradient_error, _symbol, _size))

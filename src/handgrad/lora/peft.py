@@ -121,8 +121,7 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
     config = read_config(folder)
     manifest.check_present(folder)
     file = folder / TENSORS
-    tensors = {_model_name(name, file): t for name, t in read_tensors(file).items()}
-    factors, rest, copies = _sort_tensors(tensors, file)
+    factors, rest, copies = _read_sorted(file)
     layers = layers_of(model)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
@@ -228,8 +227,7 @@ def is_adapter(folder: Path) -> bool:
 
 def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
     """The rank of each layer's adapter, and the number of trained parameters besides the factors."""
-    file = folder / TENSORS
-    factors, rest, _ = _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)
+    factors, rest, _ = _read_sorted(folder / TENSORS)
     others = [parts["lora_magnitude_vector"] for parts in factors.values() if "lora_magnitude_vector" in parts]
     named = sorted(factors, key=lambda name: name == "lm_head")  # the head comes last
     ranks = {name: len(factors[name]["lora_A"]) for name in named if "lora_A" in factors[name]}
@@ -239,14 +237,12 @@ def ranks_of(folder: Path) -> tuple[dict[str, int], int]:
 def replaced_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the adapter has besides its factors, under the model's names: layers trained in full, and PEFT's copies of layers
     that have an adapter."""
-    file = folder / TENSORS
-    return _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)[1:]
+    return _read_sorted(folder / TENSORS)[1:]
 
 
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor, float]]:
     """The factors d (f_in, r) and u (r, f_out) of every layer, and what their product is multiplied by."""
-    file, config = folder / TENSORS, read_config(folder)
-    factors, _, _ = _sort_tensors({_model_name(name, file): t for name, t in read_tensors(file).items()}, file)
+    config, (factors, _, _) = read_config(folder), _read_sorted(folder / TENSORS)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     return {name: (p["lora_A"].t(), p["lora_B"].t(), config.scale_of(name)) for name, p in factors.items()}
 
@@ -281,13 +277,13 @@ def _model_name(name: str, file: Path) -> str:
     return full_name(name.removeprefix(PREFIX))
 
 
-def _sort_tensors(
-    tensors: dict[str, Tensor], file: Path
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    """Factors by layer; layers trained in full; PEFT's copies of layers that have an adapter."""
+def _read_sorted(file: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a file under the model's names: factors by layer; layers trained in full; PEFT's copies of layers that
+    have an adapter."""
     factors: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
+    tensors = {_model_name(name, file): tensor for name, tensor in read_tensors(file).items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise HandgradError(f"{file}: {name} holds {tensor.dtype}, not floating-point numbers")

@@ -144,8 +144,8 @@ class Network(Parts):
 
     @property
     def operand(self) -> torch.dtype | None:
-        """The dtype of what products and attention read, if it is not that of everything else. On a machine that does not multiply
-        bfloat16, mixed precision is float32."""
+        """The dtype of what products and attention read, if it is not that of everything else. On a machine that does not
+        multiply bfloat16, mixed precision is float32."""
         return torch.bfloat16 if self._mixed and self.dtype == torch.float32 and why_not_mixed() is None else None
 
     def extra_repr(self) -> str:

@@ -68,71 +68,53 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
 # ── norms ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LayerNormFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, b: Tensor, eps: float, shared: Shared) -> tuple[Tensor, ...]:
-        out, saved = layernorm.forward(rows(a), w, b, eps)
-        ctx.save_for_backward(*saved, w, b)
-        ctx.shared = shared
-        ctx.mark_non_differentiable(saved.mu, saved.inv_sigma)
-        return shaped(out, *a.shape), saved.mu, saved.inv_sigma
+class NormFunction(Function):
+    """LayerNorm with the gains w and b, or RMSNorm with w alone: `op` is the module of `ops` that has the formulas."""
 
     @staticmethod
-    @first_derivative
-    def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_layer, tensors)
-        needs = ctx.needs_input_grad
-        before = layernorm.backward(signal, a_bar, tensors[2], tensors[3]).view(delta.shape) if needs[0] else None
-        grad_w = layernorm.grad_w(signal, a_bar, None) if needs[1] else None
-        return before, grad_w, layernorm.grad_b(signal, None) if needs[2] else None, None, None
-
-
-class RMSNormFunction(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, eps: float, shared: Shared) -> tuple[Tensor, Tensor]:
-        out, saved = rmsnorm.forward(rows(a), w, eps)
-        ctx.save_for_backward(*saved, w)
-        ctx.shared = shared
-        ctx.mark_non_differentiable(saved.inv_rms)
-        return shaped(out, *a.shape), saved.inv_rms
+    def forward(ctx: Any, op: Any, eps: float, shared: Shared, a: Tensor, *gains: Tensor) -> tuple[Tensor, ...]:
+        out, saved = op.forward(rows(a), *gains, eps)
+        ctx.save_for_backward(*saved, *gains)
+        ctx.op, ctx.shared = op, shared
+        ctx.mark_non_differentiable(*saved[1:])
+        return shaped(out, *a.shape), *saved[1:]
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, delta: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = list(ctx.saved_tensors)
-        signal, (a_bar, _out) = rows(delta), ctx.shared.get(_rebuild_rms, tensors)
-        needs = ctx.needs_input_grad
-        before = rmsnorm.backward(signal, a_bar, tensors[1], tensors[2]).view(delta.shape) if needs[0] else None
-        return before, rmsnorm.grad_w(signal, a_bar, None) if needs[1] else None, None, None
+        op, tensors, needs = ctx.op, list(ctx.saved_tensors), ctx.needs_input_grad[3:]  # of a and of the gains
+        signal, (a_bar, _out) = rows(delta), ctx.shared.get(partial(_rebuild_norm, op), tensors)
+        inverse, w, *_b = tensors[len(op.Saved._fields) - 1 :]  # 1/σ or 1/rms
+        before = op.backward(signal, a_bar, inverse, w).view(delta.shape) if needs[0] else None
+        grads = [op.grad_w(signal, a_bar, None) if needs[1] else None]
+        grads += [op.grad_b(signal, None) if x else None for x in needs[2:]]
+        return None, None, None, before, *grads
 
 
-def _rebuild_layer(a: Tensor, mu: Tensor, inv_sigma: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    a_bar, out = layernorm.rebuild(layernorm.Saved(a, mu, inv_sigma), w, b)
-    return a_bar, out.to(a.dtype)  # as in the forward pass, where gains may be wider than activations
+def _rebuild_norm(op: Any, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    n = len(op.Saved._fields)
+    a_bar, out = op.rebuild(op.Saved(*tensors[:n]), *tensors[n:])
+    return a_bar, out.to(tensors[0].dtype)  # as in the forward pass, where gains may be wider than activations
 
 
-def _rebuild_rms(a: Tensor, inv_rms: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    a_bar, out = rmsnorm.rebuild(rmsnorm.Saved(a, inv_rms), w)
-    return a_bar, out.to(a.dtype)
+def _norm(op: Any, a: Tensor, eps: float, *gains: Tensor) -> Tensor:
+    shared = Shared(readers=1)  # its own backward pass needs ā
+    out, *statistics = NormFunction.apply(op, eps, shared, a, *gains)  # type: ignore[no-untyped-call]
+    return mark(out, partial(_rebuild_norm, op), shared, _detached(rows(a), *statistics, *gains))
 
 
 @opaque
 def layer_norm(a: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """ā diag(w) + b with ā = (a − μ)/σ, over the last dimension"""
     check_norm(a, w=w, b=b)
-    shared = Shared(readers=1)  # its own backward pass needs ā
-    out, mu, inv_sigma = LayerNormFunction.apply(a, w, b, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_layer, shared, _detached(rows(a), mu, inv_sigma, w, b))
+    return _norm(layernorm, a, eps, w, b)
 
 
 @opaque
 def rms_norm(a: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
     """ā diag(w) with ā = a/√(mean(a²) + ε), over the last dimension"""
     check_norm(a, w=w)
-    shared = Shared(readers=1)  # its own backward pass needs ā
-    out, inv_rms = RMSNormFunction.apply(a, w, eps, shared)  # type: ignore[no-untyped-call]
-    return mark(out, _rebuild_rms, shared, _detached(rows(a), inv_rms, w))
+    return _norm(rmsnorm, a, eps, w)
 
 
 def _detached(*tensors: Tensor) -> list[Tensor]:
@@ -179,9 +161,8 @@ class LinearFunction(Function):
         out = affine.forward(flat, w, bias if magnitude is None else None)
         h = c = None
         if down is not None and up is not None:
-            dtype = torch.promote_types(
-                out.dtype, down.dtype
-            )  # PEFT's factors may be wider than the layer, or narrower
+            # PEFT's factors may be wider than the layer, or narrower
+            dtype = torch.promote_types(out.dtype, down.dtype)
             wide, d, u = out.to(dtype), down.t().to(dtype), up.t().to(dtype)
             h = lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
             if magnitude is not None:

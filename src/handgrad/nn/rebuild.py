@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-Rebuild = Callable[
-    ..., tuple[Tensor | None, Tensor]
-]  # saved tensors → something for the function itself, and the output
+# saved tensors → something for the function itself, and the output
+Rebuild = Callable[..., tuple[Tensor | None, Tensor]]
 
 
 class Shared:

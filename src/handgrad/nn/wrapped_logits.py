@@ -30,6 +30,10 @@ class Packed(NamedTuple):
     positions: Tensor | None  # (n)   None: from 0 in each sequence
 
 
+def options_of(recompute: bool) -> PassOptions:
+    return PassOptions(recompute="blocks" if recompute else "none")
+
+
 def prepare(
     model: GPT, packed: Packed, targets: Tensor, n_targets: int | None = None, options: PassOptions = DEFAULTS
 ) -> Work:
@@ -38,14 +42,6 @@ def prepare(
     if packed.positions is not None:
         batch = batch._replace(positions=packed.positions.to(batch.positions))
     return model.prepare(batch, targets, n_targets=n_targets, options=options)
-
-
-def loss_and_grads(
-    model: GPT, packed: Packed, targets: Tensor, *, n_targets: int | None = None, recompute: bool = False
-) -> float:
-    """`GPT.loss_and_grads`, for positions that do not begin at 0 as well."""
-    options = PassOptions(recompute="blocks" if recompute else "none")
-    return model.differentiate(prepare(model, packed, targets, n_targets, options), options)
 
 
 def gradients_of(parameters: Sequence[Tensor], compute: Callable[[], float]) -> tuple[float, list[Tensor]]:
@@ -66,54 +62,30 @@ class GivenSignal(Objective):
         return logits.new_zeros(()), self.delta[at.rows]
 
 
-class LogitsFunction(Function):
-    """(n) ids of sequences packed end to end → (n, V); its inputs are the trainable parameters."""
+class End(NamedTuple):
+    """Where a forward pass ends: what is read there, and where its error signal enters the backward pass."""
+
+    value: Callable[[GPT, ForwardState], Tensor]
+    backward: Callable[[GPT, ForwardState, Tensor, bool], float]
+    without_gradients: Callable[[GPT, Packed], Tensor]
+
+
+class EndFunction(Function):
+    """(n) ids of sequences packed end to end → the logits (n, V) or a_11 (n, d); its inputs are the trainable parameters."""
 
     @staticmethod
-    def forward(ctx: Any, model: GPT, packed: Packed, recompute: bool, *parameters: Any) -> Tensor:
-        _run(ctx, model, packed, recompute, parameters)
-        return _logits(model, ctx.state)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        state, once = _state_of(ctx)
-        given = state._replace(work=state.work._replace(objective=GivenSignal(delta)))
-        compute = partial(ctx.model.backward_pass, given, once=once)
-        return None, None, None, *gradients_of(ctx.parameters, compute)[1]
-
-
-class HiddenFunction(Function):
-    """(n) ids of sequences packed end to end → a_11 (n, d); its inputs are the trainable parameters below the head."""
-
-    @staticmethod
-    def forward(ctx: Any, model: GPT, packed: Packed, recompute: bool, *parameters: Any) -> Tensor:
-        _run(ctx, model, packed, recompute, parameters)
-        return hidden(model, ctx.state)
+    def forward(ctx: Any, end: End, model: GPT, packed: Packed, recompute: bool, *parameters: Any) -> Tensor:
+        ctx.end, ctx.model, ctx.parameters = end, model, parameters
+        ctx.state = model.forward_pass(every_row(model, packed), options_of(recompute))
+        ctx.save_for_backward(*parameters)  # torch then refuses a backward pass after the weights have changed
+        return end.value(model, ctx.state)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         state, once = _state_of(ctx)
-        model, sizes = ctx.model, [len(a_10) for a_10 in state.a_10]
-
-        def compute() -> float:
-            deltas = []
-            for a_10, delta_11 in zip(state.a_10, torch.split(delta.contiguous(), sizes), strict=True):
-                saved = model.final_norm.forward(a_10)[1]
-                a_bar = model.final_norm.rebuild_output(saved)[0]
-                deltas.append(model.final_norm.backward(delta_11, a_bar, saved, PLAIN))
-            return model.backward_pass(state, once=once, delta_10=deltas)  # type: ignore[no-any-return]
-
-        return None, None, None, *gradients_of(ctx.parameters, compute)[1]
-
-
-def _run(ctx: Any, model: GPT, packed: Packed, recompute: bool, parameters: tuple[Any, ...]) -> None:
-    """Compute a_10 of every row, and save what the backward pass needs."""
-    options = PassOptions(recompute="blocks" if recompute else "none")
-    ctx.model, ctx.parameters = model, parameters
-    ctx.state = model.forward_pass(every_row(model, packed), options)
-    ctx.save_for_backward(*parameters)  # torch then refuses a backward pass after the weights have changed
+        compute = partial(ctx.end.backward, ctx.model, state, delta, once)
+        return None, None, None, None, *gradients_of(ctx.parameters, compute)[1]
 
 
 def every_row(model: GPT, packed: Packed) -> Work:
@@ -140,21 +112,30 @@ def _graph_is_kept() -> bool:
     return ask is not None and bool(ask())
 
 
-def hidden(model: GPT, state: ForwardState) -> Tensor:
+def _hidden(model: GPT, state: ForwardState) -> Tensor:
     """a_11 of every row"""
     return model.check_finite(torch.cat([model.final_norm.forward(a_10)[0] for a_10 in state.a_10]))
 
 
-def state_without_gradients(model: GPT, packed: Packed) -> ForwardState:
+def _from_hidden(model: GPT, state: ForwardState, delta: Tensor, once: bool) -> float:
+    """Δ_11 of every row → the gradients of what is below the head"""
+    deltas = []
+    for a_10, delta_11 in zip(state.a_10, torch.split(delta.contiguous(), [len(x) for x in state.a_10]), strict=True):
+        saved = model.final_norm.forward(a_10)[1]
+        a_bar = model.final_norm.rebuild_output(saved)[0]
+        deltas.append(model.final_norm.backward(delta_11, a_bar, saved, PLAIN))
+    return model.backward_pass(state, once=once, delta_10=deltas)
+
+
+def _state_without_gradients(model: GPT, packed: Packed) -> ForwardState:
     """a_10 of every row, and nothing for a backward pass."""
     return model.forward_pass(every_row(model, packed), lowest=len(model.blocks))
 
 
-def logits_without_gradients(model: GPT, packed: Packed) -> Tensor:
-    """(n, V)"""
+def _logits_without_gradients(model: GPT, packed: Packed) -> Tensor:
     if packed.positions is None:
         return model.logits(packed.tokens, packed.lengths)
-    return _logits(model, state_without_gradients(model, packed))
+    return _logits(model, _state_without_gradients(model, packed))
 
 
 def _logits(model: GPT, state: ForwardState) -> Tensor:
@@ -169,3 +150,13 @@ def _logits(model: GPT, state: ForwardState) -> Tensor:
                 )
                 found.append(model.head.forward(a_11[rows], run))
     return model.check_finite(torch.cat(found))
+
+
+def _from_logits(model: GPT, state: ForwardState, delta: Tensor, once: bool) -> float:
+    """Δ_12 of every row → the gradients of all"""
+    given = state._replace(work=state.work._replace(objective=GivenSignal(delta)))
+    return model.backward_pass(given, once=once)
+
+
+LOGITS = End(_logits, _from_logits, _logits_without_gradients)
+HIDDEN = End(_hidden, _from_hidden, lambda model, packed: _hidden(model, _state_without_gradients(model, packed)))

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +25,7 @@ from ..lora import peft
 from ..model.gpt import GPT
 from ..ops import loss as softmax_loss
 from .functions import first_derivative, opaque, without_autocast
-from .wrapped_logits import (
-    HiddenFunction,
-    LogitsFunction,
-    Packed,
-    gradients_of,
-    hidden,
-    logits_without_gradients,
-    loss_and_grads,
-    state_without_gradients,
-)
+from .wrapped_logits import HIDDEN, LOGITS, End, EndFunction, Packed, gradients_of, options_of, prepare
 
 
 class LossFunction(Function):
@@ -45,9 +35,9 @@ class LossFunction(Function):
     def forward(
         ctx: Any, wrapped: "Wrapped", packed: Packed, targets: Tensor, n_targets: int | None, *parameters: Any
     ) -> Tensor:
-        model, recompute = wrapped.handgrad_model, wrapped.gradient_checkpointing
-        compute = partial(loss_and_grads, model, packed, targets, n_targets=n_targets, recompute=recompute)
-        value, grads = gradients_of(parameters, compute)
+        model, options = wrapped.handgrad_model, options_of(wrapped.gradient_checkpointing)
+        work = prepare(model, packed, targets, n_targets, options)
+        value, grads = gradients_of(parameters, lambda: model.differentiate(work, options))
         ctx.save_for_backward(*grads)
         return torch.tensor(value, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
 
@@ -140,7 +130,7 @@ class Wrapped(nn.Module):
         packed = self._pack(input_ids, attention_mask, position_ids, options)
         model = self.handgrad_model
         if labels is None:
-            logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, model.parameters())
+            logits = self._spread(input_ids.shape, packed, LOGITS, model.parameters())
             if isinstance(logits_to_keep, Tensor) or logits_to_keep:
                 kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
                 logits = logits[:, kept]
@@ -154,7 +144,7 @@ class Wrapped(nn.Module):
                 loss = LossFunction.apply(self, packed, targets, whole, *trained)  # type: ignore[no-untyped-call]
             return Output(loss=loss if whole == n_targets else loss * (whole / n_targets))  # type: ignore[operator]
         with torch.no_grad():
-            logits = self._spread(input_ids.shape, packed, LogitsFunction, logits_without_gradients, ())
+            logits = self._spread(input_ids.shape, packed, LOGITS, ())
             chosen = softmax_loss.rows_with_target(targets)
             rows = logits.reshape(-1, logits.shape[-1])[packed.rows][chosen]
             summed = softmax_loss.forward(rows, targets[chosen])
@@ -173,24 +163,18 @@ class Wrapped(nn.Module):
         packed = self._pack(input_ids, attention_mask, position_ids, options)
         own = set() if model.config.tied else set(model.head.parameters())
         below = (p for p in model.parameters() if p not in own)
+        return Output(last_hidden_state=self._spread(input_ids.shape, packed, HIDDEN, below))
 
-        def plain(model: GPT, packed: Packed) -> Tensor:
-            return hidden(model, state_without_gradients(model, packed))
-
-        return Output(last_hidden_state=self._spread(input_ids.shape, packed, HiddenFunction, plain, below))
-
-    def _spread(
-        self, shape: torch.Size, packed: Packed, function: Any, plain: Any, parameters: Iterable[Any]
-    ) -> Tensor:
-        """What a function computes of the packed rows, (B, T, …) and 0 at padding; by `plain` if no gradient is wanted"""
+    def _spread(self, shape: torch.Size, packed: Packed, end: End, parameters: Iterable[Any]) -> Tensor:
+        """What is read at this end of the model, (B, T, …) and 0 at padding; it carries gradients if these are wanted"""
         model = self.handgrad_model
         trained = [p for p in parameters if p.requires_grad]
         with without_autocast(model.device.type):
             if torch.is_grad_enabled() and trained:
-                found: Tensor = function.apply(model, packed, self.gradient_checkpointing, *trained)
+                found: Tensor = EndFunction.apply(end, model, packed, self.gradient_checkpointing, *trained)  # type: ignore
             else:
                 with torch.no_grad():
-                    found = plain(model, packed)
+                    found = end.without_gradients(model, packed)
         if len(packed.tokens) < shape.numel():
             found = found.new_zeros(shape.numel(), found.shape[-1]).index_copy(0, packed.rows, found)
         return found.view(*shape, -1)

@@ -1,8 +1,8 @@
 """Activation: a_8 = g(a_7) and Δ_7 = Δ_8 ∘ g'(a_7) (Table 2), for ReLU, GELU, GPT-2's tanh form of GELU (R39)
 and squared ReLU.
 
-`backward` also returns a_8, which is not stored: g and g' share the expensive part. bfloat16 is computed in float32; in mixed
-precision Δ_8 is float32 and the results, operands of products, bfloat16.
+`backward` also returns a_8, which is not stored: g and g' share the expensive part. bfloat16 is computed in float32; in
+mixed precision Δ_8 is float32 and the results, operands of products, bfloat16.
 """
 
 import math

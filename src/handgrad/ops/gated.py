@@ -3,8 +3,8 @@
     gate, up, a_8, Δ  (n, f)
 
 g is SiLU or one of the two forms of GELU in `activation`. `backward` also returns a_8, which is not stored: the error
-signals and a_8 share the expensive part. bfloat16 is computed in float32, so that only results are rounded; in mixed precision
-Δ_8 is float32.
+signals and a_8 share the expensive part. bfloat16 is computed in float32, so that only results are rounded; in mixed
+precision Δ_8 is float32.
 """
 
 import torch

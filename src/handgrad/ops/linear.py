@@ -2,8 +2,8 @@
 
 a_{i−1}  (n, f_in)      w  (f_in, f_out)      b  (f_out)      a_i, Δ_i  (n, f_out)
 
-Mixed precision: operands of a product may be bfloat16, or float32 that is rounded to bfloat16, and `dtype` is that of the result.
-Sums are float32. Without any bfloat16 nothing is rounded.
+Mixed precision: if one operand of a product is bfloat16, or `rounded` says so, float32 operands are rounded to it. Sums are
+float32, and `dtype` is that of the result.
 """
 
 import torch
@@ -19,7 +19,7 @@ def forward(
     a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
-    if torch.bfloat16 in (a.dtype, w.dtype, dtype):
+    if torch.bfloat16 in (a.dtype, w.dtype):
         return product(a, w, out, dtype, bias=b)
     by_rows = w.stride(1) == 1
     if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
@@ -32,9 +32,11 @@ def forward(
     return torch.mm(a, w, out=out) if b is None else torch.addmm(b, a, w, out=out)
 
 
-def backward(delta: Tensor, w: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def backward(
+    delta: Tensor, w: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None, rounded: bool = False
+) -> Tensor:
     """Δ_{i−1} = Δ_i wᵗ, or Δ_{i−1} += Δ_i wᵗ"""
-    return product(delta, w.t(), into, dtype, add=into is not None)
+    return product(delta, w.t(), into, dtype, add=into is not None, rounded=rounded)
 
 
 def grad_w(delta: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -56,10 +58,11 @@ def product(
     *,
     add: bool = False,
     bias: Tensor | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """x y + bias in `dtype` (default: that of x), written, or added, to `out` if that is given"""
     dtype = out.dtype if out is not None else dtype or x.dtype
-    if torch.bfloat16 in (x.dtype, y.dtype, dtype):
+    if rounded or torch.bfloat16 in (x.dtype, y.dtype):
         return _mixed(x, y, out, dtype, add, bias)
     if calls.multiplies(x, y):
         return calls.product(x, y, out, add, bias)
@@ -71,9 +74,9 @@ def product(
 
 def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bool, bias: Tensor | None) -> Tensor:
     """The same with operands rounded to bfloat16 and sums in float32; a result in bfloat16 is rounded once."""
-    rounded = dtype == torch.bfloat16
-    if calls.mixes(x, y) and not (add and rounded):
-        exact = not rounded or x.shape[1] <= calls.DEEPEST_ROUNDED  # whether the kernel writes the result itself
+    narrow = dtype == torch.bfloat16
+    if calls.mixes(x, y) and not (add and narrow):
+        exact = not narrow or x.shape[1] <= calls.DEEPEST_ROUNDED  # whether the kernel writes the result itself
         if exact and out is not None:
             result = out
         else:
@@ -81,7 +84,7 @@ def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bo
         calls.mixed_product(x, y, result, add, None if bias is None else bias.float())
         if exact:
             return result
-    elif x.dtype == y.dtype == dtype and bias is None:
+    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None:
         result = torch.mm(x, y)
     else:
         result = torch.mm(x.bfloat16().float(), y.bfloat16().float())

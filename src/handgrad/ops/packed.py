@@ -61,8 +61,14 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
             f" {(rows, bytes_per_row(f_in, kind))} and a contiguous `out`"
         )
     result = out.view(-1, numbers)
-    ours = kind in calls.PACKED and numbers == calls.NUMBERS_OF_BLOCK
-    if ours and data.is_contiguous() and data.is_cpu and out.dtype == torch.float32 and calls.fits(out):
+    if (
+        kind in calls.PACKED
+        and kind not in FLOATS
+        and data.is_contiguous()
+        and data.is_cpu
+        and out.dtype == torch.float32
+        and calls.fits(out)
+    ):
         calls.packed_unpack(kind, data.view(-1, size), result)
         return out
     blocks = _aligned(data).view(-1, size)

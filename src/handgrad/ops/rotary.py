@@ -2,8 +2,8 @@
 
     x, y, Δ  (n, h, d_ρ)      positions  (n)      θ  (d_ρ/2)      cos, sin  (n, d_ρ/2), with the factor m
 
-`dtype` is that of y, where it is the operand of a product in mixed precision. The tables are float32, as in Hugging Face's models, or float64 for a float64 model. bfloat16 is rotated in float32, so
-that only results are rounded.
+The tables are float32, as in Hugging Face's models, or float64 for a float64 model. bfloat16 is rotated in float32, so
+that only results are rounded; `dtype` is that of y where mixed precision has it as an operand.
 """
 
 import math

@@ -11,6 +11,7 @@ from .. import lora
 from ..checks import check_integer
 from ..errors import HandgradError
 from ..model.gpt import GPT
+from ..model.inspect.trace import own_gradients
 from ..model.passes.batch import TOKENS_AT_ONCE
 from ..model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, ExamplesAgainst, Several
 from ..text.examples import Examples
@@ -90,18 +91,11 @@ def products_with(model: GPT, found: Examples, others: Examples) -> tuple[Tensor
 def _gradients(model: GPT, found: Examples, chosen: Sequence[int]) -> dict[nn.Parameter, Tensor]:
     """The gradients of these examples, (K, *shape) of every parameter that trains."""
     trained = _trained(model)
-    before = [p.grad for p in trained]
     rows: list[list[Tensor]] = []
-    try:
-        for i in chosen:
-            for p in trained:
-                p.grad = None
-            with _without_dropout(model):
-                model.loss_and_grads(*found.select([i]))
+    for i in chosen:
+        with own_gradients(trained), _without_dropout(model):
+            model.loss_and_grads(*found.select([i]))
             rows.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained])
-    finally:
-        for p, grad in zip(trained, before, strict=True):
-            p.grad = grad
     return {p: torch.stack([row[k] for row in rows]) for k, p in enumerate(trained)}
 
 

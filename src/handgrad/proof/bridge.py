@@ -51,18 +51,16 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
     """Of the network without dropout, by its own backward pass. Its `.grad`, its modes and its random numbers are
     restored."""
     modes = {module: module.training for module in network.modules()}
-    state = torch.get_rng_state()
     network.eval()
     for module in modes:
         if "lm_head" in module._modules:
             module.training = True  # of this module alone: it then computes its loss as in training
     try:
-        with new_adapters.filled(network):
+        with torch.random.fork_rng(devices=()), new_adapters.filled(network):
             loss, grads = loss_gradients(network, dict(batch))
     finally:
         for module, mode in modes.items():
             module.training = mode
-        torch.set_rng_state(state)
     if not math.isfinite(loss):
         raise HandgradError(f"the loss of this batch is {loss}: there is nothing to compare")
     if not grads:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from pathlib import Path as FilePath
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..checks import check_integer
 from ..errors import HandgradError
 from ..lora.injection import adapters_of
+from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import block_of
 from ..model.passes.objective import MEAN_LOSS, Objective
@@ -36,9 +36,8 @@ from .reference_model import Part
 from .tensor_errors import TensorErrors
 from .wide_layers import float64_copy, shared_copy
 
-WHOLE = (
-    8 * 5
-)  # bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+# bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
+WHOLE = 8 * 5
 BY_BLOCK = 8 * 6  # bytes per parameter of the largest block: the same, and autograd's intermediates
 SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
 
@@ -231,7 +230,7 @@ class _Verification:
 
 def fits_whole(model: GPT) -> bool:
     """Whether a model fits into the memory in float64 as a whole; raises if it does not even a block at a time."""
-    free = free_memory()
+    free, _ = available_memory()
     if WHOLE * model.size <= free:
         return True
     largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
@@ -258,12 +257,3 @@ def verify_on_random_batch(model: GPT, seed: int, precision: str | None = None) 
     targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
     targets[0] = tokens[-1]
     return verify(model, tokens, targets, lengths, seed=seed, precision=precision)
-
-
-def free_memory() -> float:
-    """Bytes of available memory; infinity if the system does not report it."""
-    try:
-        lines = FilePath("/proc/meminfo").read_text().splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return math.inf

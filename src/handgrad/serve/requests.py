@@ -69,13 +69,9 @@ def prompts(name: str, value: Any) -> list[str | list[int]]:
     given = [value] if isinstance(value, str) or _are_ids(value) else value
     if isinstance(given, list) and "" in given:
         raise invalid(name, f"{name} is empty: give at least one character or token")
-    if isinstance(given, list) and given and (_are_texts(given) or all(_are_ids(x) for x in given)):
+    if isinstance(given, list) and given and (all(isinstance(x, str) for x in given) or all(map(_are_ids, given))):
         return given
     raise invalid(name, f"{name} must be a string, a list of strings, of token ids, or of lists of token ids")
-
-
-def _are_texts(value: list[Any]) -> bool:
-    return all(isinstance(x, str) for x in value)
 
 
 def _are_ids(value: Any) -> bool:

@@ -35,7 +35,7 @@ def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Exampl
             return examples, None
         budget = min(max(1, round(n_records * share)), n_records - 1)
         held_out = _choose_groups(sizes, budget, seed)[group_of][record_of]
-    return _select(examples, ~held_out), _select(examples, held_out)
+    return examples.part(np.flatnonzero(~held_out)), examples.part(np.flatnonzero(held_out))
 
 
 def count_shared(training: Examples, validation: Examples) -> int:
@@ -75,12 +75,3 @@ def _choose_groups(sizes: np.ndarray, budget: int, seed: int) -> np.ndarray:
     if not chosen.any():
         chosen[min(order, key=sizes.__getitem__)] = True
     return chosen
-
-
-def _select(examples: Examples, chosen: np.ndarray) -> Examples:
-    lengths = np.diff(examples.offsets)
-    tokens = np.repeat(chosen, lengths)
-    offsets = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
-    return Examples(
-        examples.ids[tokens], examples.is_target[tokens], offsets, examples.record_numbers[chosen], examples.seed
-    )

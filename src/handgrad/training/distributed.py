@@ -37,8 +37,7 @@ class LostPeerError(HandgradError):
 class Ranks:
     """This process's rank in the group. Without torchrun the group has one process, and nothing is sent."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """`device` is where the gradients are; it decides the backend."""
+    def __init__(self) -> None:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.pending: list[Any] = []
@@ -47,9 +46,8 @@ class Ranks:
         if self.size > 1 and not dist.is_initialized():
             with self._peers():
                 self.store = self._open_store()
-                backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
                 limit = timedelta(seconds=self.timeout)
-                dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit)
+                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=limit)
         if self.size > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.size))
 

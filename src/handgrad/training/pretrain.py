@@ -11,7 +11,7 @@ from ..errors import HandgradError, option
 from ..formats.models import config_of, find_model, open_folder
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
-from ..model.config import ModelConfig, preset
+from ..model.config import preset
 from ..model.gpt import GPT
 from ..text import batches, corpus, tokenizer
 from ..text.batches import Windows
@@ -34,7 +34,8 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
         fixed = option(options.shape[0][0] if options.shape else "tokenizer")
         raise HandgradError(f"{fixed} cannot change an existing model ({directory}): leave it out")
     text_tokenizer = tokenizer.read(directory) if directory is not None else _tokenizer(options, files, ranks)
-    shape = config_of(directory) if directory is not None else _shape(options, text_tokenizer)
+    changes = {"n_vocab": text_tokenizer.n_vocab, **dict(options.shape)}
+    shape = config_of(directory) if directory is not None else preset(options.model, **changes)
     check_vocabulary(text_tokenizer, shape)
     total = sum(file.stat().st_size for file in files)
     progress = display.reading(total) if ranks.first else lambda n: None
@@ -77,10 +78,6 @@ def _tokenizer(options: TrainOptions, files: list[Path], ranks: Ranks) -> Tokeni
     kind = options.tokenizer or ("gpt2" if options.model.startswith("gpt2") else "bytes" if options.data else "chars")
     texts = (piece.text for piece in corpus.texts(files, options.text_field))
     return tokenizer.from_json(ranks.broadcast(lambda: tokenizer.make(kind, texts).to_json()))
-
-
-def _shape(options: TrainOptions, text_tokenizer: Tokenizer) -> ModelConfig:
-    return preset(options.model, **{"n_vocab": text_tokenizer.n_vocab, **dict(options.shape)})
 
 
 def _decide(options: TrainOptions, batch: int, training: Windows, width: int) -> Recipe:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +81,8 @@ class Run(RunFolder):
         """Whether the folder is new: nothing in it but what `lock` and `create` write before run.json."""
         if any(self.checkpoints.glob("*")):
             return False
-        return all(
-            path.name in (LOCK, "checkpoints") or path.name.startswith(".handgrad-") for path in self._contents()
-        )
-
-    def _contents(self) -> Iterator[Path]:
-        return self.folder.iterdir() if self.folder.is_dir() else iter(())
+        inside = self.folder.iterdir() if self.folder.is_dir() else ()
+        return all(path.name in (LOCK, "checkpoints") or path.name.startswith(".handgrad-") for path in inside)
 
     def create(self, settings: dict[str, Any]) -> None:
         """Write run.json of a new run."""

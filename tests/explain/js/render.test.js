@@ -77,8 +77,14 @@ test("attributes come and go, handlers are replaced, and what the reader changed
 });
 
 test("null, undefined and booleans are not shown, 0 is", () => {
-  render(root, [h("p", {}, null, undefined, false, true, 0, [["a"], []])]);
+  render(root, [h("p", null, undefined, false, true, 0, [["a"], []])]);
   assert.equal(root.text, "0a");
+});
+
+test("classes follow the tag, and attributes may be left out", () => {
+  render(root, [h("p.soft.wide", { id: "x" }, h("b", "1")), h("p.soft", h("b", "2")), h("p")]);
+  assert.deepEqual(root.childNodes.map((node) => node.attributes), [{ class: "soft wide", id: "x" }, { class: "soft" }, {}]);
+  assert.equal(root.text, "12");
 });
 
 test("a widget is made once and then updated", () => {

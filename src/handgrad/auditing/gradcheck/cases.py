@@ -57,6 +57,21 @@ class Template:
     scale: float
     ranges: tuple[tuple[float, float] | None, ...]  # of tensors that were given: values like theirs
 
+    @property
+    def names(self) -> list[str]:
+        """The dimensions whose size may vary."""
+        return list(dict.fromkeys(d for dims in self.dims if dims is not None for d in dims if not d.isdigit()))
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether an input is a tensor of integers, which fixes the sizes."""
+        return any(isinstance(x, Tensor) and not is_float(x) for x in self.arguments)
+
+    def shapes(self, sizes: list[int]) -> tuple[tuple[int, ...] | None, ...]:
+        """The shapes of the inputs if their dimensions have these sizes."""
+        size = {name: sizes[i % len(sizes)] for i, name in enumerate(self.names)}
+        return tuple(None if d is None else tuple(size.get(x) or int(x) for x in d) for d in self.dims)
+
     def inputs(self, case: Case, dtype: torch.dtype | None = None, layout: str | None = None) -> list[Any]:
         """The inputs of a case: random numbers that its dtype represents, in `dtype` (default: the case's).
 
@@ -114,14 +129,11 @@ def make_template(arguments: Sequence[Any], scale: float) -> Template:
 
 def cases_of(template: Template, dtypes: Sequence[torch.dtype], seed: int) -> Iterator[Case]:
     """The cases of a check: every shape in the first dtype, then the other dtypes, layouts and broadcast inputs."""
-    whole = any(isinstance(x, Tensor) and not is_float(x) for x in template.arguments)  # ids fix the sizes
-    names = list(dict.fromkeys(d for dims in template.dims if dims is not None for d in dims if not d.isdigit()))
     shapes = []
     if not template.described:
         shapes.append(tuple(tuple(x.shape) if is_float(x) else None for x in template.arguments))
-    for sizes in () if whole and not template.described else SIZES:
-        size = {name: sizes[i % len(sizes)] for i, name in enumerate(names)}
-        shapes.append(tuple(None if d is None else tuple(size.get(x) or int(x) for x in d) for d in template.dims))
+    if template.described or not template.has_ids:
+        shapes += [template.shapes(sizes) for sizes in SIZES]
     unique = list(dict.fromkeys(shapes))
     for i, shape in enumerate(unique):
         yield Case(shape, dtypes[0], seed=seed, may_refuse=not template.described and i > 0)
@@ -140,16 +152,8 @@ def cases_of(template: Template, dtypes: Sequence[torch.dtype], seed: int) -> It
 
 def smaller(case: Case, template: Template) -> Iterator[Case]:
     """The same kind of case with fewer numbers, the smallest first."""
-    names = list(dict.fromkeys(d for dims in template.dims if dims is not None for d in dims if not d.isdigit()))
-    if (
-        case.broadcast is not None
-        or not names
-        or any(isinstance(x, Tensor) and not is_float(x) for x in template.arguments)
-    ):
+    if case.broadcast is not None or not template.names or template.has_ids:
         return
-    options = []
-    for sizes in ([1] * 4, [1, 2, 1, 2], [2] * 4, [1, 3, 1, 3], [2, 3, 2, 3], [3, 2, 3, 2], [3, 3, 3, 3]):
-        size = {name: sizes[i % 4] for i, name in enumerate(names)}
-        shapes = tuple(None if d is None else tuple(size.get(x) or int(x) for x in d) for d in template.dims)
-        options.append(replace(case, shapes=shapes, may_refuse=True))
+    sizes = ([1] * 4, [1, 2, 1, 2], [2] * 4, [1, 3, 1, 3], [2, 3, 2, 3], [3, 2, 3, 2], [3, 3, 3, 3])
+    options = [replace(case, shapes=template.shapes(x), may_refuse=True) for x in sizes]
     yield from sorted((x for x in options if x.size < case.size), key=lambda x: x.size)

@@ -187,7 +187,7 @@ class Suspects:
         mistakes, fitted = self.averaged(tracked), dict[str, Tensor]()
         names = c.table.names
         sequences = parts_of_sequences(self.subject, self.batch, name)
-        terms = {part: _turned(x, tracked) for part, x in sequences.items()}
+        terms = {part: tracked.turned(x) for part, x in sequences.items()}
         if len(terms) > 2:
             mistakes |= {f"only {part.removeprefix('the part of ')} contributed": x for part, x in terms.items()}
         if c.tied and name == self._embed_name():
@@ -203,13 +203,13 @@ class Suspects:
             heads_step = next(step for step in steps.steps if step.kind == "attention")
             signal = self._signals(f"blocks.{i}.")(heads_step.outputs[0], padded=True)
             known, fitted = self._heads(
-                i, lambda found: _turned(found.grads[own], tracked), signal, self.seen.grads[tracked.name]
+                i, lambda found: tracked.turned(found.grads[own]), signal, self.seen.grads[tracked.name]
             )
             mistakes |= known
-        mistakes |= {what: _turned(x, tracked) for what, x in self._wrong_rows(name, layer).items()}
+        mistakes |= {what: tracked.turned(x) for what, x in self._wrong_rows(name, layer).items()}
         if path in (adapters := adapters_of(ours)):
             norms = with_undetached_norms(adapters[path], path, name.rpartition(".")[2], self.right.grads)
-            mistakes |= {what: _turned(x, tracked) for what, x in norms.items()}
+            mistakes |= {what: tracked.turned(x) for what, x in norms.items()}
         if layer is not None and layer.adapted:
             return Causes(terms, mistakes, {**self.scales(), **self._adapter_scale(layer)}, parts, fitted)
         return Causes(terms, mistakes, self.scales(), parts, fitted)
@@ -250,7 +250,7 @@ class Suspects:
     def _parts(self, layer: Affine, tracked: Tracked) -> dict[str, Part]:
         """Where q, k and v, or gate and up, are in a gradient that holds them side by side."""
         plain = layer.plain()
-        shape = list(_turned(dict(self.subject.ours.named_parameters())[tracked.ours], tracked).shape)
+        shape = list(tracked.turned(self.subject.ours.get_parameter(tracked.ours)).shape)
         if not plain.parts or tracked.ours.endswith(".down") or sum(plain.widths) not in shape:
             return {}
         starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
@@ -285,7 +285,7 @@ class Suspects:
 
     def averaged(self, tracked: Tracked) -> dict[str, Tensor]:
         """A gradient with wrong averages over the sequences."""
-        return self._averaged(lambda x: _turned(x.grads[tracked.ours], tracked))
+        return self._averaged(lambda x: tracked.turned(x.grads[tracked.ours]))
 
     def _averaged(self, of: Callable[[Expected], Tensor]) -> dict[str, Tensor]:
         """What wrong averages over the sequences would have given."""
@@ -364,10 +364,6 @@ class Suspects:
     def _rows(self, x: Tensor | None) -> Tensor:
         assert x is not None
         return x[self.batch.rows]
-
-
-def _turned(x: Tensor, tracked: Tracked) -> Tensor:
-    return x.detach().t() if tracked.transposed else x.detach()
 
 
 def _norm_of(step: Step) -> Norm:

@@ -6,12 +6,14 @@ The model is left as it was: gradients, dropout and modes are restored. Autograd
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import HandgradError
+from ...model.inspect.trace import own_gradients
 from .batch import AuditBatch
 from .points import Point, points_of
 from .subject import Subject
@@ -55,7 +57,8 @@ def observe(subject: Subject, batch: AuditBatch, loss: Loss = plain_loss, *, poi
     device = next(subject.base.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.inputs.items()}
     parameters = {t.name: t.parameter for t in subject.tracked}
-    with _quiet(subject.model), _without_gradients(parameters) as before:
+    before = {name: p.grad for name, p in parameters.items()}
+    with _quiet(subject.model), own_gradients(parameters.values()):
         tape = _Tape(subject) if points else None
         try:
             with torch.enable_grad():
@@ -125,24 +128,6 @@ def _quiet(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-@contextlib.contextmanager
-def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor | None]]:
-    """Take the gradients away, and put them back in the end."""
-    before = {name: p.grad for name, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = None
-    try:
-        yield before
-    finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
-
-
-def kept_gradients(subject: Subject) -> contextlib.AbstractContextManager[Any]:
-    """Whatever happens, the audited parameters keep the gradients they have."""
-    return _without_gradients({t.name: t.parameter for t in subject.tracked})
-
-
 class _Tape:
     """What passes the points of a model: a value each time its module runs, and the signal that comes back for it."""
 
@@ -155,24 +140,18 @@ class _Tape:
         for point in self.points:
             module = subject.module(point.module)
             if module is not None:
-                hook = self._input(point) if point.side == "in" else self._output(point)
-                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(partial(self._passed, point), with_kwargs=True))
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _input(self, point: Point) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _passed(self, point: Point, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """A hook: store what enters or leaves the module of a point."""
+        if point.side == "in":
             self._store(point, args[0] if args else kwargs.get("hidden_states", kwargs.get("input")))
-
-        return hook
-
-    def _output(self, point: Point) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        else:
             self._store(point, out[0] if isinstance(out, tuple) and out else out)
-
-        return hook
 
     def _store(self, point: Point, x: Any) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():

@@ -18,7 +18,7 @@ from .expect import Bounds, Expected, bounds, expect
 from .observe import Loss, Observed, observe, plain_loss
 from .points import Point, layers_by_signal, points_of, same_signals
 from .setup import check_setup
-from .subject import Names, Subject, Tracked, gradient_of_ours, make_subject
+from .subject import Names, Subject, Tracked, make_subject
 
 
 def audit(
@@ -112,8 +112,7 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
             causes: Any, absent: str = "") -> None:  # fmt: skip
         diagnosis = diagnose(computed, expected, bound, scales=suspects.scales())
         if not diagnosis.right and all(x.right for x in found):
-            known: Causes = causes()
-            diagnosis = diagnose(computed, expected, bound, **_given(known))
+            diagnosis = diagnose(computed, expected, bound, **vars(causes()))
         if absent and diagnosis.kind == "not trained":
             diagnosis = replace(diagnosis, sentence=f"was never computed: {absent}")
         diagnosis = _overflow(diagnosis, expected, allowed)
@@ -140,10 +139,6 @@ def compare(subject: Subject, batch: AuditBatch, seen: Observed, right: Expected
     return found
 
 
-def _given(causes: Causes) -> dict[str, Any]:
-    return {name: getattr(causes, name) for name in ("terms", "mistakes", "scales", "parts", "fitted")}
-
-
 def _point_name(p: Point) -> str:
     return f"{p.what} ({p.module})"
 
@@ -162,7 +157,7 @@ def _add_gradients(
             if stale is not None:
                 add("gradient", t.name, owner, stale, None, 0.0, Causes)
             continue
-        expected = gradient_of_ours(subject, t, right.grads)
+        expected = t.expected(right.grads)
         add("gradient", t.name, owner, computed, expected, allowed.grads.get(t.ours, 0.0),
             lambda t=t: suspects.of_gradient(t), _reason(subject, t, owner, seen))  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...formatting import number, plural
+from ...model.inspect.trace import own_gradients
 from ...ops.loss import NO_TARGET
 from ...tolerances import merge_tolerance
 from ..diagnosis import diagnose
@@ -21,8 +22,8 @@ from ..findings import SetUp
 from .batch import AuditBatch
 from .causes import Suspects
 from .expect import Bounds, Expected, bounds, expect
-from .observe import Loss, Observed, kept_gradients, logits_of, observe, plain_loss, shared_loss, take_step
-from .subject import Subject, gradient_of_ours
+from .observe import Loss, Observed, logits_of, observe, plain_loss, shared_loss, take_step
+from .subject import Subject
 
 Grads = dict[str, Tensor | None]
 PADDING = 3  # tokens of padding added to a batch that has none
@@ -74,7 +75,7 @@ class _Context:
         expected = [t for t in self.subject.tracked if t.adapter and t.trains]
         without = []
         for t in expected:
-            grad, wanted = self.seen.grads[t.name], gradient_of_ours(self.subject, t, self.right.grads)
+            grad, wanted = self.seen.grads[t.name], t.expected(self.right.grads)
             if (grad is None or not grad.any()) and wanted is not None and wanted.any():
                 without.append(t.name)
         note = (
@@ -168,14 +169,12 @@ class _Context:
         batch already is compared with what it was there, or not at all if the targets are others."""
         judged = 0
         for t in self.subject.tracked:
-            expected = gradient_of_ours(self.subject, t, right.grads) if t.trains else None
+            expected = t.expected(right.grads) if t.trains else None
             if expected is None:
                 continue
             bound = allowed.grads[t.ours]
             before = self.seen.grads[t.name]
-            if not diagnose(
-                before, gradient_of_ours(self.subject, t, self.right.grads), self.allowed.grads[t.ours]
-            ).right:
+            if not diagnose(before, t.expected(self.right.grads), self.allowed.grads[t.ours]).right:
                 if before is None or right is not self.right or not torch.isfinite(before).all():
                     continue
                 expected = before
@@ -212,7 +211,9 @@ class _Context:
         device = next(self.subject.base.parameters()).device
         inputs = {name: x.to(device) for name, x in self.batch.inputs.items()}
         straight = copy.deepcopy(self.subject.model)
-        with kept_gradients(self.subject):  # a kernel patched into the copy may still use the model's own weights
+        with own_gradients(
+            t.parameter for t in self.subject.tracked
+        ):  # a kernel patched into the copy may still use the model's own weights
             return self._resumed(straight, inputs)
 
     def _not_saved(self) -> str:

@@ -22,9 +22,9 @@ from ...lora.injection import adapters_of, layers_of, put
 from ...lora.layer import LoRA
 from ...lora.patterns import prepare_matches
 from ...lora.peft import config_of
+from ...machine import available_memory
 from ...model.config import ModelConfig
 from ...model.gpt import GPT
-from ...proof.verify import free_memory
 
 BYTES_PER_PARAMETER = 8 * 5  # float64: weights, hand-derived and perturbed gradients, and the signals beside them
 _WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
@@ -41,6 +41,14 @@ class Tracked:
     transposed: bool  # ours is its transpose
     adapter: bool  # belongs to an adapter
     trains: bool  # should receive a gradient
+
+    def turned(self, ours: Tensor) -> Tensor:
+        """A tensor of ours in the orientation of the audited parameter."""
+        return ours.detach().t() if self.transposed else ours.detach()
+
+    def expected(self, grads: dict[str, Tensor]) -> Tensor | None:
+        """Our gradient in that orientation; None where there should be none."""
+        return self.turned(grads[self.ours]) if self.ours in grads else None
 
 
 @dataclass(frozen=True)
@@ -183,10 +191,11 @@ def _build(config: ModelConfig, found: dict[str, tuple[str, nn.Parameter]], tran
         )
     config = replace(config, tied=head is None or head[1] is embed[1])
     size = sum(p.numel() for _, p in found.values())
-    if BYTES_PER_PARAMETER * size > free_memory():
+    needed, (free, _) = BYTES_PER_PARAMETER * size, available_memory()
+    if needed > free:
         raise HandgradError(
-            f"auditing {size:,} parameters in float64 needs about {BYTES_PER_PARAMETER * size / 1e9:.0f} GB, but"
-            f" {free_memory() / 1e9:.0f} GB are free: audit a smaller model of the same family, with the same code"
+            f"auditing {size:,} parameters in float64 needs about {needed / 1e9:.0f} GB, but {free / 1e9:.0f} GB"
+            " are free: audit a smaller model of the same family, with the same code"
         )
     shapes = {name: p.shape for name, p in GPT(config, device="meta").named_parameters()}
     weights: dict[str, Any] = {}
@@ -289,11 +298,3 @@ def _with_parents(modules: dict[str, str]) -> dict[str, str]:
             if i > shift >= 0:
                 found.setdefault(".".join(mine[:i]), ".".join(other[: i - shift]))
     return found
-
-
-def gradient_of_ours(subject: Subject, tracked: Tracked, grads: dict[str, Tensor]) -> Tensor | None:
-    """Our gradient in the orientation of the audited parameter; None where there should be none."""
-    grad = grads.get(tracked.ours)
-    if grad is None:
-        return None
-    return grad.t() if tracked.transposed else grad

@@ -71,6 +71,9 @@ export async function post(name, body) {
   });
 }
 
+/** Wait before asking again. @param {number} ms */
+export const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
 /** Whether the exported file has an answer; a server has all. @param {string} key */
 export const has = (key) => !offline || key in answers;
 

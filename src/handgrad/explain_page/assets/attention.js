@@ -5,7 +5,7 @@ import { offline } from "./api.js";
 import { pythonOf } from "./csv.js";
 import { number } from "./format.js";
 import { heat, positioned } from "./heatmap.js";
-import { chips } from "./parts.js";
+import { caption, chips, foldable, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { whatIfButton } from "./what_if.js";
@@ -23,11 +23,7 @@ export function attentionCard(head, state, actions, labels) {
       label: `Head ${i + 1}, incoming error ${number(one.incoming)}`,
       data: { "data-head-button": i },
       content: [
-        h(
-          "span",
-          { class: "gauge", "aria-hidden": "true" },
-          h("i", { style: { height: `${(100 * one.incoming) / most}%` } }),
-        ),
+        h("span.gauge", { "aria-hidden": "true" }, h("i", { style: { height: `${(100 * one.incoming) / most}%` } })),
         String(i + 1),
       ],
     })),
@@ -73,27 +69,22 @@ export function attentionCard(head, state, actions, labels) {
   };
   const group = head.group.map((i) => i + 1).join(", ");
   return h(
-    "section",
-    { class: "card attention", "aria-label": "Attention", "data-shown-head": head.head, key: "attention" },
-    h("h3", {}, `Head ${head.head + 1} of ${head.heads.length}`),
-    h(
-      "p",
-      { class: "soft" },
-      "Choose a head. The bar next to each number shows the size of the error that reaches this head.",
-    ),
+    "section.card.attention",
+    { "aria-label": "Attention", "data-shown-head": head.head, key: "attention" },
+    h("h3", `Head ${head.head + 1} of ${head.heads.length}`),
+    soft("Choose a head. The bar next to each number shows the size of the error that reaches this head."),
     picker,
     head.group.length > 1
       ? h(
-          "p",
-          { class: "soft", id: "head-group" },
+          "p.soft",
+          { id: "head-group" },
           `Heads ${group} share their keys and values; the errors that reach these add up.`,
         )
       : null,
-    h("p", { class: "caption", id: "head-caption" }, head.caption),
+    h("p.caption", { id: "head-caption" }, head.caption),
     whatIfButton({ kind: "head", block: head.block, head: head.head }, "this head", actions),
     h(
-      "div",
-      { class: "squares" },
+      "div.squares",
       square(
         "rho",
         "ρ · attention weights",
@@ -111,12 +102,7 @@ export function attentionCard(head, state, actions, labels) {
       square("sent", "error sent back between tokens", "size", true, head.sent_caption, " → "),
     ),
     branches(head),
-    h(
-      "details",
-      { key: "vectors" },
-      h("summary", {}, "Queries, keys and values"),
-      h("div", { class: "vectors" }, ["q", "k", "v"].map(vector)),
-    ),
+    foldable("Queries, keys and values", { key: "vectors" }, h("div.vectors", ["q", "k", "v"].map(vector))),
   );
 }
 
@@ -128,7 +114,7 @@ function branches(head) {
     most = Math.max(...lengths);
   const width = (x) =>
     x > 0 ? (2 + (most > least ? (10 * (Math.log(x) - least)) / (most - least) : 4)).toFixed(1) : "0";
-  const line = (d, x) => h("path", { d, class: "flow backward", "stroke-width": width(x), fill: "none" });
+  const line = (d, x) => h("path.flow.backward", { d, "stroke-width": width(x), fill: "none" });
   const text = (x, y, content) => h("text", { x, y, "text-anchor": "middle" }, content);
   const label =
     `The error of this head: ${number(head.incoming)} arrives, ${number(value)} flows back through the values, ` +
@@ -140,7 +126,7 @@ function branches(head) {
     line("M70 95C130 95 130 130 190 130H300", Math.max(query, key)),
     line("M300 130C350 130 340 100 390 100H450C510 100 510 95 570 95", query),
     line("M300 130C350 130 340 160 390 160H450C510 160 510 95 570 95", key),
-    [62, 578].map((cx) => h("circle", { cx, cy: 95, r: 8, class: "joint backward" })),
+    [62, 578].map((cx) => h("circle.joint.backward", { cx, cy: 95, r: 8 })),
     text(62, 75, "Δ₃ʰ"),
     text(62, 122, number(head.incoming)),
     text(320, 22, `values: ρᵗ Δ wᵥᵗ  (22) · ${number(value)}`),
@@ -161,11 +147,7 @@ function branches(head) {
   ];
   return savedFigure(
     { class: "branches", key: "branches", title, python, values: () => rows, columnLabels: ["branch", "length"] },
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Branches" }, drawing),
-    h(
-      "p",
-      { class: "caption" },
-      `${head.branches_caption} Summed over all heads, Δ₂ has length ${number(head.all_heads)} (35).`,
-    ),
+    h("div.scroll", { tabindex: "0", role: "region", "aria-label": "Branches" }, drawing),
+    caption(`${head.branches_caption} Summed over all heads, Δ₂ has length ${number(head.all_heads)} (35).`),
   );
 }

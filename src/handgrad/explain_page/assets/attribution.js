@@ -4,7 +4,7 @@
 import { has, offline } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, number, probability, quote, signed, visible } from "./format.js";
-import { chips, choice, table, viewHead } from "./parts.js";
+import { button, caption, chips, choice, field, figureCell, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -40,8 +40,7 @@ export const attributionView = {
         choice("Method", METHODS, shown, change),
       ),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         `Three answers to the same question: what did each token contribute to this ${unit}? Two come from ` +
           "gradients, and are estimates. The third removes the token and runs the model again.",
       ),
@@ -63,18 +62,17 @@ function explained(found, state, actions) {
     : `Attributed here, in units of log-probability (natural logarithm): log p of ${word}, ${after}: `;
   const whole = state.overview.objective.kind === "sentence";
   return h(
-    "p",
-    { class: "caption", key: "explained", id: "attributed-value" },
+    "p.caption",
+    { key: "explained", id: "attributed-value" },
     what,
     h("b", { "data-value": found.value }, number(found.value)),
     found.against ? "." : `, ${probability(chance(-found.value))}.`,
     whole ? ` One ${unit} at a time: not the mean loss of the sentence, which the rest of the page explains. ` : null,
     whole && !offline
-      ? h(
-          "button",
-          { type: "button", class: "small", id: "explain-attributed", onclick: () => actions.explainWord(found.position) },
-          `explain this ${unit} everywhere`,
-        )
+      ? button(`explain this ${unit} everywhere`, () => actions.explainWord(found.position), {
+          class: "small",
+          id: "explain-attributed",
+        })
       : null,
   );
 }
@@ -83,7 +81,7 @@ function sentence(found, state, actions) {
   const values = found.rows.map((row) => row[shown]);
   const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 1e-300);
   const items = found.rows.map((row) => ({
-    content: [h("b", {}, visible(row.label)), h("small", {}, row[shown] === null ? "–" : signed(row[shown], 2))],
+    content: [h("b", visible(row.label)), h("small", row[shown] === null ? "–" : signed(row[shown], 2))],
     label: `${visible(row.label)}: ${row[shown] === null ? "not measured" : signed(row[shown])}`,
     style: row[shown] === null ? null : filled("delta", (-0.9 * row[shown]) / most),
     data: { "data-value": row[shown] ?? "" },
@@ -106,12 +104,10 @@ function sentence(found, state, actions) {
       class: "strip story-words",
       id: "attributed",
     }),
-    h(
-      "p",
-      { class: "soft" },
+    soft(
       `Blue: the token raises ${found.against ? "the difference of logits" : "log p"}. Red: it lowers it. In ${unitOf(found)}.`,
     ),
-    h("p", { class: "caption" }, found.caption),
+    caption(found.caption),
   );
 }
 
@@ -119,15 +115,9 @@ const unitOf = (/** @type {any} */ found) => (found.against ? "logits" : "log-pr
 
 function comparison(found) {
   const value = (row, key) =>
-    h("td", { class: "figure", "data-value": row[key] ?? "" }, row[key] === null ? "–" : signed(row[key]));
+    figureCell(row[key] === null ? "–" : signed(row[key]), { "data-value": row[key] ?? "" });
   const rows = found.rows.map((row, t) =>
-    h(
-      "tr",
-      { key: t },
-      h("td", { class: "figure" }, t + 1),
-      h("td", {}, h("b", {}, visible(row.label))),
-      Object.keys(METHODS).map((key) => value(row, key)),
-    ),
+    tr({ key: t }, figureCell(t + 1), h("b", visible(row.label)), Object.keys(METHODS).map((key) => value(row, key))),
   );
   const columns = Object.values(METHODS).map((name) => `${name}, in ${unitOf(found)}`);
   return table("Comparison", ["position", "token", ...columns], rows, {
@@ -137,31 +127,19 @@ function comparison(found) {
 }
 
 function gap(found, actions) {
-  const change = (/** @type {any} */ event) => {
-    steps = event.target.value;
+  const choices = ["4", "8", "16", "32", "64", "128"].map((n) => /** @type {[string, string]} */ ([n, n]));
+  const change = (/** @type {string} */ chosen) => {
+    steps = chosen;
     actions.show({ push: false });
   };
   return h(
-    "section",
-    { class: "card controls", "aria-label": "Completeness", key: "gap" },
-    offline
-      ? null
-      : h(
-          "label",
-          { class: "field" },
-          "steps of the integral",
-          h(
-            "select",
-            { id: "ig-steps", value: steps, onchange: change },
-            ["4", "8", "16", "32", "64", "128"].map((n) => h("option", { value: n, key: n }, n)),
-          ),
-        ),
-    h(
-      "p",
-      { class: "caption" },
+    "section.card.controls",
+    { "aria-label": "Completeness", key: "gap" },
+    offline ? null : field("steps of the integral", select({ id: "ig-steps", value: steps }, choices, change)),
+    caption(
       "Integrated gradients must add up to the whole difference between this sentence and a baseline in which every token " +
         "but the first has the mean row of the token table: ",
-      h("b", {}, number(found.total - found.gap)),
+      h("b", number(found.total - found.gap)),
       `. In ${found.steps} steps their sum misses it by `,
       h("b", { id: "gap", "data-value": found.gap }, number(found.gap)),
       ". With more and more steps the gap goes to 0.",

@@ -3,7 +3,7 @@
 // hidden until the reader asks for it.
 
 import { number, quote, visible } from "./format.js";
-import { table } from "./parts.js";
+import { caption, figureCell, foldable, rowHead, table, tr } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -12,17 +12,15 @@ export function byHand({ symbol, name, by_hand: { row, column, factors, digits }
   const entry = `∂${symbol.split(" ")[0]} [${row}, ${column}]`;
   const typeset = (/** @type {string} */ x) => (x.includes("e") ? number(Number(x), 9) : x.replace("-", "−"));
   const rows = tokens.map(({ label }, t) =>
-    h(
-      "tr",
+    tr(
       { key: t },
-      h("th", { scope: "row" }, `${t + 1} ${quote(label)}`),
-      factors.map((f) => h("td", { class: "figure", "data-value": f.digits[t] }, typeset(f.digits[t]))),
+      rowHead(`${t + 1} ${quote(label)}`),
+      factors.map((f) => figureCell(typeset(f.digits[t]), { "data-value": f.digits[t] })),
     ),
   );
-  return h(
-    "details",
+  return foldable(
+    `One entry by hand: ${entry}`,
     { class: "by-hand", key: "by-hand", "data-name": name },
-    h("summary", {}, `One entry by hand: ${entry}`),
     savedFigure(
       {
         title: `The factors of ${entry}`,
@@ -30,9 +28,9 @@ export function byHand({ symbol, name, by_hand: { row, column, factors, digits }
         rowLabels: tokens.map(({ label }, t) => `${t + 1} ${visible(label)}`),
         columnLabels: factors.map((f) => f.title),
       },
-      h("p", { class: "caption" }, `Multiply the two numbers of every token, and add the products up: that is ${entry}.`),
+      caption(`Multiply the two numbers of every token, and add the products up: that is ${entry}.`),
       table(`The factors of ${entry}`, ["token", ...factors.map((f) => f.title)], rows, { class: "digits", tall: true }),
-      h("details", {}, h("summary", {}, "Show the sum"), h("p", { class: "sum", "data-value": digits }, typeset(digits))),
+      foldable("Show the sum", {}, h("p.sum", { "data-value": digits }, typeset(digits))),
     ),
   );
 }

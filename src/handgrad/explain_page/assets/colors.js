@@ -9,75 +9,24 @@ import { isDark } from "./theme.js";
 /** @typedef {[number, number, number]} RGB */
 /** @typedef {"a" | "delta" | "size"} Kind */
 
-/** @type {Record<"light" | "dark", { zero: RGB } & Record<Kind, [[RGB, RGB], [RGB, RGB]]>>} */
+/** Of 0, and by kind: halfway below 0 and at −1, halfway above 0 and at 1. @type {Record<string, Record<string, string[]>>} */
 const STOPS = {
   light: {
-    zero: [250, 248, 245],
-    a: [
-      [
-        [94, 190, 180],
-        [6, 95, 86],
-      ],
-      [
-        [245, 166, 92],
-        [150, 60, 0],
-      ],
-    ],
-    delta: [
-      [
-        [110, 170, 226],
-        [16, 66, 132],
-      ],
-      [
-        [232, 130, 150],
-        [140, 18, 62],
-      ],
-    ],
-    size: [
-      [
-        [110, 170, 226],
-        [16, 66, 132],
-      ],
-      [
-        [110, 170, 226],
-        [16, 66, 132],
-      ],
-    ],
+    zero: ["#faf8f5"],
+    a: ["#5ebeb4", "#065f56", "#f5a65c", "#963c00"],
+    delta: ["#6eaae2", "#104284", "#e88296", "#8c123e"],
+    size: ["#6eaae2", "#104284", "#6eaae2", "#104284"],
   },
   dark: {
-    zero: [38, 35, 33],
-    a: [
-      [
-        [28, 122, 112],
-        [120, 232, 214],
-      ],
-      [
-        [186, 92, 22],
-        [255, 200, 140],
-      ],
-    ],
-    delta: [
-      [
-        [42, 104, 176],
-        [168, 214, 255],
-      ],
-      [
-        [160, 50, 84],
-        [255, 170, 186],
-      ],
-    ],
-    size: [
-      [
-        [42, 104, 176],
-        [168, 214, 255],
-      ],
-      [
-        [42, 104, 176],
-        [168, 214, 255],
-      ],
-    ],
+    zero: ["#262321"],
+    a: ["#1c7a70", "#78e8d6", "#ba5c16", "#ffc88c"],
+    delta: ["#2a68b0", "#a8d6ff", "#a03254", "#ffaaba"],
+    size: ["#2a68b0", "#a8d6ff", "#2a68b0", "#a8d6ff"],
   },
 };
+
+/** "#faf8f5" → 250, 248, 245 @param {string} hex */
+const rgb = (hex) => /** @type {RGB} */ ([1, 3, 5].map((i) => Number.parseInt(hex.slice(i, i + 2), 16)));
 
 const theme = () => (isDark() ? "dark" : "light");
 
@@ -87,10 +36,10 @@ const theme = () => (isDark() ? "dark" : "light");
  * @param {"light" | "dark"} shown
  * @returns {RGB} */
 export function color(kind, x, shown = theme()) {
-  const { zero, [kind]: scales } = STOPS[shown];
-  const [middle, end] = scales[x < 0 ? 0 : 1];
+  const { zero, [kind]: scale } = STOPS[shown];
+  const [start, middle, end] = [...zero, ...scale.slice(x < 0 ? 0 : 2)].map(rgb);
   const t = Math.min(1, Math.abs(x));
-  const [from, to, share] = t < 0.5 ? [zero, middle, 2 * t] : [middle, end, 2 * t - 1];
+  const [from, to, share] = t < 0.5 ? [start, middle, 2 * t] : [middle, end, 2 * t - 1];
   return /** @type {RGB} */ (from.map((c, i) => Math.round(c + (to[i] - c) * share)));
 }
 

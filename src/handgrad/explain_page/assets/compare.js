@@ -7,7 +7,7 @@ import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
 import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
-import { table, viewHead } from "./parts.js";
+import { button, caption, field, figureCell, ofBlock, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { entriesOf, savedFigure } from "./save.js";
 
@@ -66,11 +66,9 @@ function chooser(state, actions) {
   const base = () =>
     choose(() => post("sentence", { text, version: -1, ...wanted(state) }), "the model without its adapters", actions);
   return h(
-    "form",
-    { class: "card controls", "aria-label": "Compare with", onsubmit: sentence, key: "chooser" },
-    h(
-      "label",
-      { class: "field" },
+    "form.card.controls",
+    { "aria-label": "Compare with", onsubmit: sentence, key: "chooser" },
+    field(
       "another sentence",
       h("input", {
         id: "other-sentence",
@@ -82,25 +80,18 @@ function chooser(state, actions) {
       }),
     ),
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       h("button", { type: "submit", id: "compare-sentence" }, "compare with it"),
-      h(
-        "button",
-        {
-          type: "button",
-          id: "compare-before",
-          "aria-disabled": steps ? null : "true",
-          title: steps ? "" : "take a step first",
-          onclick: () => steps && before(),
-        },
+      button(
         "with the weights before the steps",
+        () => steps && before(),
+        { id: "compare-before", "aria-disabled": steps ? null : "true", title: steps ? "" : "take a step first" },
       ),
       state.table.lora
-        ? h("button", { type: "button", id: "compare-base", onclick: base }, "with the model without its adapters")
+        ? button("with the model without its adapters", base, { id: "compare-base" })
         : null,
     ),
-    problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
+    problem ? h("p.problem", { role: "alert" }, problem) : null,
   );
 }
 
@@ -114,7 +105,7 @@ const wanted = (state) => {
 const stationFor = (state) => (state.station === "a_0" ? "a_1" : state.station);
 
 function results(all, found, state, actions) {
-  const name = (s) => `${s.title}${s.block === null ? "" : ` of block ${s.block + 1}`}`;
+  const name = (s) => s.title + ofBlock(s.block);
   const known = state.table.stations.filter((s) => s.id !== "a_0");
   const open = (id) => {
     state.station = id;
@@ -123,21 +114,15 @@ function results(all, found, state, actions) {
   const after = (steps) => (steps ? `, after ${count(steps, "step")}` : "");
   const what = state.overview.objective.kind === "difference" ? "difference" : "loss";
   const side = ({ text, loss, steps }) => `${quote(text)}${after(steps)}, ${what} ${number(loss, 4)}`;
-  const options = known.map((s) => h("option", { value: s.id, key: s.id }, `${name(s)} ${s.symbol}`));
-  const change = (event) => open(event.target.value);
+  const options = known.map((s) => [s.id, `${name(s)} ${s.symbol}`]);
   return [
     h(
-      "section",
-      { class: "card", "aria-label": "Station to compare", key: "station" },
-      h("p", { class: "caption" }, `This trace: ${side(found.one)}.`),
-      h("p", { class: "caption" }, `Compared with ${other.what}: ${side(found.other)}.`),
-      h("p", { class: "caption", id: "compare-caption" }, all.caption),
-      h(
-        "label",
-        { class: "field" },
-        "station",
-        h("select", { id: "compare-station", value: found.station, onchange: change }, options),
-      ),
+      "section.card",
+      { "aria-label": "Station to compare", key: "station" },
+      caption(`This trace: ${side(found.one)}.`),
+      caption(`Compared with ${other.what}: ${side(found.other)}.`),
+      h("p.caption", { id: "compare-caption" }, all.caption),
+      field("station", select({ id: "compare-station", value: found.station }, options, open)),
     ),
     ...found.maps.map((map) => trio(map, found, state)),
     stations(all, known, name, found.station, open),
@@ -172,8 +157,8 @@ function trio(map, found, state) {
   const { one: mine, other: theirs, rows } = found;
   const share = `Altogether the difference is ${percent(map.relative)} of the length of ${map.symbol}.`;
   return h(
-    "section",
-    { class: "trio", "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
+    "section.trio",
+    { "aria-label": `${map.symbol} compared`, key: map.name, "data-map": map.name },
     one("one", `${map.symbol} · this trace`, mine.tokens, {
       name: map.name,
       sentence: mine.id,
@@ -188,20 +173,19 @@ function trio(map, found, state) {
       values: () => difference(map, found),
       python: map.python,
     }),
-    h("p", { class: "caption", "data-relative": map.relative }, `${map.caption} ${share}`),
+    h("p.caption", { "data-relative": map.relative }, `${map.caption} ${share}`),
   );
 }
 
 function stations(all, known, name, shown, open) {
   const largest = Math.min(1, Math.max(...all.stations.flatMap((row) => [row.a, row.delta]), 1e-300));
   const cell = (x) =>
-    h("td", { class: "figure", "data-value": x, style: filled("size", Math.min(1, (0.6 * x) / largest)) }, percent(x));
+    figureCell(percent(x), { "data-value": x, style: filled("size", Math.min(1, (0.6 * x) / largest)) });
   const rows = all.stations.map((row) => {
     const label = name(known.find((one) => one.id === row.station));
-    return h(
-      "tr",
+    return tr(
       { key: row.station, class: row.station === shown ? "chosen" : null },
-      h("td", {}, h("button", { type: "button", class: "small", onclick: () => open(row.station) }, label)),
+      button(label, () => open(row.station), { class: "small" }),
       cell(row.a),
       cell(row.delta),
     );

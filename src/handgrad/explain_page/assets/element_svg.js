@@ -7,7 +7,7 @@ const DRAWN = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size"
 /** @typedef {{ left: number, top: number, width: number, height: number }} Box */
 
 /** @param {string} text */
-const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+export const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
 /** @param {Record<string, string | number>} attributes */
 const written = (attributes) =>

@@ -2,7 +2,7 @@
 // What the prover says about an answer: right, or what is wrong and where.
 
 import { number } from "./format.js";
-import { table } from "./parts.js";
+import { button, figureCell, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
 const MARKS = { right: "✔", wrong: "✘", unwritten: "…" };
@@ -17,8 +17,8 @@ export function judgment(result, exactly, reveal, next) {
   const more = !exactly && wrong.some((o) => o.general !== o.sentence);
   const cases = result.cases.length && !problem ? `Judged on: ${result.cases.join("; ")}.` : "";
   return h(
-    "div",
-    { class: "judgment", "aria-live": "polite", key: "judgment" },
+    "div.judgment",
+    { "aria-live": "polite", key: "judgment" },
     h(
       "p",
       { class: `badge ${style}`, id: "judgment" },
@@ -29,13 +29,13 @@ export function judgment(result, exactly, reveal, next) {
     passed ? next : null,
     problem?.line ? h("pre", { tabindex: "0" }, `line ${problem.line}: ${problem.source}`) : null,
     wrong.map((o) => fault(o, exactly)),
-    more ? h("p", {}, h("button", { type: "button", id: "exactly", onclick: reveal }, "what exactly?")) : null,
+    more ? h("p", button("what exactly?", reveal, { id: "exactly" })) : null,
     problem ? null : outputs(result.outputs),
     [...result.notes, result.note_on_case]
       .filter(Boolean)
-      .map((note, i) => h("p", { class: "caption", key: `note ${i}` }, note)),
+      .map((note, i) => h("p.caption", { key: `note ${i}` }, note)),
     result.printed ? h("pre", { tabindex: "0", key: "printed" }, result.printed) : null,
-    cases ? h("p", { class: "soft" }, cases) : null,
+    cases ? soft(cases) : null,
   );
 }
 
@@ -45,27 +45,26 @@ function fault(output, exactly) {
     ? ` At [${output.place.join(", ")}] it is ${number(output.yours)}; right is ${number(output.right)}.`
     : "";
   return h(
-    "p",
-    { class: "fault", key: output.name, "data-fault": output.kind },
-    output.start ? h("b", {}, "Begin here: ") : null,
-    output.kind ? h("b", {}, `${output.kind}. `) : null,
+    "p.fault",
+    { key: output.name, "data-fault": output.kind },
+    output.start ? h("b", "Begin here: ") : null,
+    output.kind ? h("b", `${output.kind}. `) : null,
     `${said}${place}`,
   );
 }
 
 function outputs(list) {
   const rows = list.map((o) =>
-    h(
-      "tr",
+    tr(
       { key: o.name, class: o.state === "wrong" ? "failed" : null },
-      h("td", {}, MARKS[o.state]),
-      h("td", {}, h("code", {}, o.name)),
-      h("td", { class: "figure" }, error(o.error)),
-      h("td", { class: "figure" }, error(o.difference)),
-      h("td", {}, o.case),
+      MARKS[o.state],
+      h("code", o.name),
+      figureCell(error(o.error)),
+      figureCell(error(o.difference)),
+      o.case,
     ),
   );
-  const unseen = h("span", { class: "unseen" }, "result");
+  const unseen = h("span.unseen", "result");
   return table(
     "Results",
     [unseen, "result", "error against autograd", "against finite differences", "worst case"],

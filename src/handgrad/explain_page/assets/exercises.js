@@ -3,7 +3,7 @@
 
 import { has, post } from "./api.js";
 import { judgment } from "./exercise_result.js";
-import { chips, table, viewHead } from "./parts.js";
+import { button, chips, field, ofBlock, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 
 let chosen = ""; // name of the exercise
@@ -35,9 +35,9 @@ export function exerciseButtons({ id, exercises }, actions) {
     Object.assign((work[name] ??= {}), { station: id });
     actions.open("exercises");
   };
-  const button = (/** @type {string} */ name) =>
-    h("button", { type: "button", class: "small", "data-open": name, key: name, onclick: () => open(name) }, name);
-  return h("p", { class: "walk", key: "exercises" }, "Write the backward pass yourself: ", exercises.map(button));
+  const opener = (/** @type {string} */ name) =>
+    button(name, () => open(name), { class: "small", "data-open": name, key: name });
+  return h("p.walk", { key: "exercises" }, "Write the backward pass yourself: ", exercises.map(opener));
 }
 
 export const exercisesView = {
@@ -71,9 +71,9 @@ export const exercisesView = {
 function picker(course, exercise, actions) {
   const items = course.exercises.map((e) => ({
     content: [
-      h("small", {}, String(e.number)),
-      h("b", {}, e.title),
-      progressOf(e)?.solved ? h("span", { class: "good" }, " ✔") : null,
+      h("small", String(e.number)),
+      h("b", e.title),
+      progressOf(e)?.solved ? h("span.good", " ✔") : null,
     ],
     label: `Exercise ${e.number}: ${e.title}${progressOf(e)?.solved ? ", solved" : ""}`,
     data: { "data-exercise": e.name },
@@ -92,7 +92,7 @@ function picker(course, exercise, actions) {
 }
 
 /** Paragraphs, and formulas where the text is indented. @param {string} text */
-export const paragraphs = (text) =>
+const paragraphs = (text) =>
   text
     .split("\n\n")
     .map((part, i) =>
@@ -103,27 +103,18 @@ export const paragraphs = (text) =>
 
 function task(exercise) {
   const rows = (list, role) =>
-    list.map((x) =>
-      h(
-        "tr",
-        { key: x.name },
-        h("td", {}, role),
-        h("td", {}, h("code", {}, x.name)),
-        h("td", {}, x.shape),
-        h("td", {}, x.meaning),
-      ),
-    );
+    list.map((x) => tr({ key: x.name }, role, h("code", x.name), x.shape, x.meaning));
   return h(
-    "section",
-    { class: "card task", "aria-label": "Task", key: `task ${exercise.name}` },
-    h("h3", {}, `${exercise.number}. ${exercise.title}`),
+    "section.card.task",
+    { "aria-label": "Task", key: `task ${exercise.name}` },
+    h("h3", `${exercise.number}. ${exercise.title}`),
     paragraphs(exercise.text),
     table(
       "Arguments and results",
       ["", "name", "shape", "meaning"],
       [...rows(exercise.arguments, "given"), ...rows(exercise.returns, "to return")],
     ),
-    h("p", { class: "soft" }, `Derived in ${exercise.page}.`),
+    soft(`Derived in ${exercise.page}.`),
   );
 }
 
@@ -155,11 +146,12 @@ function editor(course, exercise, state, actions) {
   };
   const restart = () => replace(exercise.starter, mine.code === exercise.starter ? mine.before : mine.code);
   return h(
-    "section",
-    { class: "card", "aria-label": "Answer", key: `editor ${exercise.name}` },
+    "section.card",
+    { "aria-label": "Answer", key: `editor ${exercise.name}` },
     exercise.stations.length > 1 ? stationChoice(exercise, state, mine) : null,
-    h("textarea", {
-      class: "editor",
+    h(
+      "textarea.editor",
+      {
       id: "code",
       "aria-label": "Your backward function",
       spellcheck: "false",
@@ -169,27 +161,23 @@ function editor(course, exercise, state, actions) {
       oninput: (event) => (mine.code = event.target.value),
       onkeydown: indent,
       "aria-describedby": "editor-keys",
-    }),
+    },
+    ),
     h(
-      "div",
-      { class: "walk" },
-      h(
-        "button",
-        { type: "button", id: "grade", class: "primary", "aria-disabled": mine.busy ? "true" : null, onclick: grade },
-        mine.busy ? "judging…" : "Check my answer",
-      ),
-      h("button", { type: "button", id: "restart", onclick: restart }, "start again"),
+      "div.walk",
+      button(mine.busy ? "judging…" : "Check my answer", grade, {
+        id: "grade",
+        class: "primary",
+        "aria-disabled": mine.busy ? "true" : null,
+      }),
+      button("start again", restart, { id: "restart" }),
       mine.before && mine.code === exercise.starter
-        ? h("button", { type: "button", id: "undo", onclick: () => replace(mine.before) }, "bring my answer back")
+        ? button("bring my answer back", () => replace(mine.before), { id: "undo" })
         : null,
     ),
-    h("p", { class: "soft", id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
-    h(
-      "p",
-      { class: "soft" },
-      `Your code runs on this machine only, when you press the button. ${course.confinement}`,
-    ),
-    mine.problem ? h("p", { class: "problem", role: "alert" }, mine.problem) : null,
+    h("p.soft", { id: "editor-keys", key: "keys" }, "Tab indents. To leave the editor, press Escape, then Tab."),
+    soft(`Your code runs on this machine only, when you press the button. ${course.confinement}`),
+    mine.problem ? h("p.problem", { role: "alert" }, mine.problem) : null,
     mine.result
       ? judgment(mine.result, mine.exactly || mine.progress.attempts > 1, reveal, following(course, exercise, actions))
       : null,
@@ -205,27 +193,18 @@ function following(course, exercise, actions) {
     chosen = next.name;
     actions.redraw();
   };
-  return h("p", { key: "next" }, h("button", { type: "button", id: "next", onclick: go }, `next: ${next.title}`));
+  return h("p", { key: "next" }, button(`next: ${next.title}`, go, { id: "next" }));
 }
 
 function stationChoice(exercise, state, mine) {
-  const name = (id) => {
+  const options = exercise.stations.map((id) => {
     const station = state.table.stations.find((s) => s.id === id);
-    return station ? `${station.title}${station.block === null ? "" : ` of block ${station.block + 1}`}` : id;
-  };
-  return h(
-    "label",
-    { class: "field" },
+    return [id, station ? station.title + ofBlock(station.block) : id];
+  });
+  const value = mine.station ?? exercise.stations[0];
+  return field(
     "judged with the numbers of this sentence at",
-    h(
-      "select",
-      {
-        id: "exercise-station",
-        value: mine.station ?? exercise.stations[0],
-        onchange: (event) => (mine.station = event.target.value),
-      },
-      exercise.stations.map((id) => h("option", { value: id, key: id }, name(id))),
-    ),
+    select({ id: "exercise-station", value }, options, (id) => (mine.station = id)),
   );
 }
 
@@ -264,23 +243,18 @@ function help(course, exercise, actions) {
     tell("solution");
   };
   return h(
-    "section",
-    { class: "card", "aria-label": "Help", key: `help ${exercise.name}` },
+    "section.card",
+    { "aria-label": "Help", key: `help ${exercise.name}` },
     shown
-      ? h(
-          "ol",
-          { class: "hints" },
-          exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)),
-        )
+      ? h("ol.hints", exercise.hints.slice(0, shown).map((text, i) => h("li", { key: i }, text)))
       : null,
     h(
-      "div",
-      { class: "walk" },
+      "div.walk",
       shown < exercise.hints.length
-        ? h("button", { type: "button", id: "hint", onclick: hint }, `hint ${shown + 1} of ${exercise.hints.length}`)
+        ? button(`hint ${shown + 1} of ${exercise.hints.length}`, hint, { id: "hint" })
         : null,
-      solution ? null : h("button", { type: "button", id: "solution", onclick: reveal }, "show the solution"),
+      solution ? null : button("show the solution", reveal, { id: "solution" }),
     ),
-    solution ? h("pre", { tabindex: "0", class: "solution" }, exercise.solution) : null,
+    solution ? h("pre.solution", { tabindex: "0" }, exercise.solution) : null,
   );
 }

@@ -2,34 +2,30 @@
 // The formulas of a station, with equation numbers, shapes and errata, and the code that computes them.
 
 import { shapeOf } from "./format.js";
+import { foldable } from "./parts.js";
 import { h, math } from "./render.js";
 
 /** @param {any} station @param {any} state @param {any} view */
 export function formulas(station, state, view) {
   const shape = (kind) => view.maps.find((m) => m.kind === kind)?.shape;
-  const errata = station.errata.map((id) => h("li", {}, h("b", {}, id), ` ${state.table.errata[id]}`));
+  const errata = station.errata.map((id) => h("li", h("b", id), ` ${state.table.errata[id]}`));
   return h(
-    "section",
-    { class: "formulas", "aria-label": "Formulas", key: "formulas" },
+    "section.formulas",
+    { "aria-label": "Formulas", key: "formulas" },
     column("forward", station, state, shape),
     column("backward", station, state, shape),
     station.derived_in.length
       ? h(
-          "p",
-          { class: "soft derived", id: "derived-in" },
+          "p.soft.derived",
+          { id: "derived-in" },
           `Beyond the paper: derived in ${station.derived_in.join(", ")}. L-… names a check of handgrad verify.`,
         )
       : null,
     errata.length
-      ? h(
-          "details",
+      ? foldable(
+          `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`,
           { class: "errata", key: station.errata.join() },
-          h(
-            "summary",
-            {},
-            `${errata.length === 1 ? "Erratum" : "Errata"} of the paper here: ${station.errata.join(", ")}`,
-          ),
-          h("ul", {}, errata),
+          h("ul", errata),
         )
       : null,
   );
@@ -38,21 +34,17 @@ export function formulas(station, state, view) {
 function column(way, station, state, shape) {
   const line = (f, i) =>
     h(
-      "div",
-      { class: "math", key: i },
-      h(
-        "div",
-        { class: "side" },
-        f.math.map((part, j) => math(String(j), { mathml: part })),
-      ),
-      h("span", { class: "equation" }, /^\d/.test(f.equation) ? `(${f.equation})` : f.equation),
+      "div.math",
+      { key: i },
+      h("div.side", f.math.map((part, j) => math(String(j), { mathml: part }))),
+      h("span.equation", /^\d/.test(f.equation) ? `(${f.equation})` : f.equation),
     );
   return h(
     "div",
     { class: `formula ${way}${state.direction === way ? " lit" : ""}` },
-    h("h3", {}, way === "forward" ? "forward ↓" : "backward ↑"),
-    h("div", { class: "lines-of-math" }, station[way].map(line)),
-    h("p", { class: "shape" }, shapeText(way, station, shape)),
+    h("h3", way === "forward" ? "forward ↓" : "backward ↑"),
+    h("div.lines-of-math", station[way].map(line)),
+    h("p.shape", shapeText(way, station, shape)),
   );
 }
 
@@ -77,9 +69,9 @@ export function code(station, state) {
     station.sources.filter(([w, name]) => w === way && name.startsWith("paper/") === readable).map(([, name]) => name);
   const figure = (name) =>
     h(
-      "figure",
-      { class: "code", key: name },
-      h("figcaption", {}, `handgrad/${name}`),
+      "figure.code",
+      { key: name },
+      h("figcaption", `handgrad/${name}`),
       h("pre", { tabindex: "0" }, state.table.code[name]),
     );
   const side = (title, way, readable) =>
@@ -88,10 +80,9 @@ export function code(station, state) {
     names(way, true).length
       ? [side(`${way}, as in the paper`, way, true), side(`${way}, as the model computes it`, way, false)]
       : [side(`${way}, as the model computes it`, way, false)];
-  return h(
-    "details",
+  return foldable(
+    "Source code of this layer: to read, and as it runs",
     { class: "card", key: "code" },
-    h("summary", {}, "Source code of this layer: to read, and as it runs"),
-    h("div", { class: "codes" }, pair("forward"), pair("backward")),
+    h("div.codes", pair("forward"), pair("backward")),
   );
 }

@@ -6,7 +6,7 @@ import { cellsOfRow, growth, largestOf, logarithmic, meanShares, pythonRows, sho
 import { count, number, percent, quote } from "./format.js";
 import { pictureOf } from "./heat_geometry.js";
 import { heat, positioned } from "./heatmap.js";
-import { choice, table, viewHead } from "./parts.js";
+import { caption, choice, rowHead, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -74,12 +74,11 @@ export const flowView = {
       viewHead("the whole network at once", "Gradient flow", choice("What to show", MODES, mode, change)),
       state.table.blocks > 1 ? rowChoice(state, actions) : null,
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         "Each row is the error signal at one station, each column a token. The error starts at the loss, " +
           "below the last row, Δ₁₁, and flows up to the embedding. Click a cell to open its station.",
       ),
-      h("section", { class: "card flow-card", "aria-label": "Stations by tokens" }, picture(state, actions)),
+      h("section.card.flow-card", { "aria-label": "Stations by tokens" }, picture(state, actions)),
       groups(state.overview, actions),
     ];
   },
@@ -87,23 +86,17 @@ export const flowView = {
 
 /** Which stations have a row. */
 function rowChoice(state, actions) {
-  const blocks = [...Array(state.table.blocks).keys()];
-  const choices = [["all", "every station"], ["none", "the end of every block"]];
-  const onchange = (event) => {
-    unfolded = event.target.value;
+  const blocks = [...Array(state.table.blocks).keys()].map((b) => [String(b), `block ${b + 1} unfolded`]);
+  const choices = [["all", "every station"], ["none", "the end of every block"], ...blocks];
+  const choose = (value) => {
+    unfolded = value;
     actions.redraw();
   };
   return h(
-    "p",
-    { class: "field flow-rows", key: "rows" },
+    "p.field.flow-rows",
+    { key: "rows" },
     h("label", { for: "flow-rows" }, "rows"),
-    h(
-      "select",
-      { id: "flow-rows", value: unfolded, onchange },
-      [...choices, ...blocks.map((b) => [String(b), `block ${b + 1} unfolded`])].map(([value, text]) =>
-        h("option", { value, key: value }, text),
-      ),
-    ),
+    select({ id: "flow-rows", value: unfolded }, choices, choose),
   );
 }
 
@@ -149,7 +142,7 @@ function groups(overview, actions) {
   const logs = logarithmic([overview.groups.map((g) => g.norm)]).shares[0];
   const cell = (layer, symbol) => {
     const i = overview.groups.findIndex((g) => g.layer === layer && g.symbol === symbol);
-    if (i < 0) return h("td", { class: "none" });
+    if (i < 0) return h("td.none");
     const { station, norm } = overview.groups[i];
     const about = {
       tabindex: i ? -1 : 0,
@@ -159,17 +152,11 @@ function groups(overview, actions) {
     };
     return h(
       "td",
-      {},
       h("button", { type: "button", onclick: () => actions.go(station, "backward"), ...about }, number(norm, 2)),
     );
   };
   const rows = layers.map((layer) =>
-    h(
-      "tr",
-      { key: layer },
-      h("th", { scope: "row" }, layer),
-      symbols.map((symbol) => cell(layer, symbol)),
-    ),
+    tr({ key: layer }, rowHead(layer), symbols.map((symbol) => cell(layer, symbol))),
   );
   return savedFigure(
     {
@@ -181,7 +168,7 @@ function groups(overview, actions) {
       values: () => overview.groups.map((g) => [g.layer, g.symbol, g.norm]),
       columnLabels: ["layer", "parameter", "length of its gradient"],
     },
-    h("p", { class: "caption" }, overview.groups_caption),
+    caption(overview.groups_caption),
     table("Lengths of the gradients", ["", ...symbols.map((s) => `∂${s}`)], rows, { class: "groups", keys: true }),
   );
 }

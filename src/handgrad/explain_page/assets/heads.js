@@ -4,7 +4,7 @@
 import { has } from "./api.js";
 import { number } from "./format.js";
 import { pixelsOf } from "./heat_paint.js";
-import { choice, chips, viewHead } from "./parts.js";
+import { caption, choice, chips, leftBar, viewHead } from "./parts.js";
 import { h, widget } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -32,8 +32,7 @@ export const headsView = {
     return [
       viewHead("every layer at a glance", "All heads", choice("What to show", MAPS, shown, change)),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         `${ABOUT[shown]} Every head has its own scale. The bar below shows how much error reaches the ` +
           `head. Choose a head to enter it.`,
       ),
@@ -47,7 +46,7 @@ export const headsView = {
           columnLabels: ["block", "head", "incoming error", "largest error between two tokens"],
         },
         heads.blocks.map((row, b) => block(row, b, most, state, actions)),
-        h("p", { class: "caption" }, heads.caption),
+        caption(heads.caption),
       ),
     ];
   },
@@ -67,11 +66,7 @@ function block(row, b, most, state, actions) {
         kind: KINDS[shown],
         dark: document.documentElement.dataset.theme,
       }),
-      h(
-        "span",
-        { class: "track" },
-        h("i", { class: "fill size", style: { width: `${(100 * head.incoming) / most}%` } }),
-      ),
+      leftBar(head.incoming / most, "size"),
     ],
   }));
   const { id } = state.table.stations.find((s) => s.block === b && s.kind === "attention");
@@ -81,9 +76,9 @@ function block(row, b, most, state, actions) {
     actions.go(id, "backward");
   };
   return h(
-    "div",
-    { class: "head-row", key: b },
-    h("span", { class: "head-block" }, `block ${b + 1}`),
+    "div.head-row",
+    { key: b },
+    h("span.head-block", `block ${b + 1}`),
     chips({ label: `Heads of block ${b + 1}`, items, chosen: here, choose: enter, class: "thumbnails", moves: false }),
   );
 }

@@ -11,7 +11,7 @@ import { fit, visible } from "./format.js";
  */
 
 const LETTER = 7.3; // width of a letter of a label, in pixels
-export const ROW_LABEL = 12,
+const ROW_LABEL = 12,
   SQUARE_LABEL = 8,
   COLUMN_LABEL = 7; // most letters
 

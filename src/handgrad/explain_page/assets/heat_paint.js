@@ -2,6 +2,7 @@
 // Drawing a heat map: on a canvas for the page, and as SVG for a file.
 
 import { color, css, palette } from "./colors.js";
+import { escape } from "./element_svg.js";
 import { cellsOf, labelsAt } from "./heat_geometry.js";
 
 /** @typedef {import("./heat_geometry.js").Picture} Picture */
@@ -24,7 +25,7 @@ export function pixelsOf(picture, kind) {
  * @param {Picture} picture
  * @param {Layout} at
  * @param {{ selected: number, cursor: number[] | null, drag: number[] | null }} marks */
-export function marksAt(picture, at, { selected, cursor, drag }) {
+function marksAt(picture, at, { selected, cursor, drag }) {
   const [rows, columns] = picture.cells;
   const found = [];
   if (selected >= 0 && selected < rows)
@@ -87,7 +88,6 @@ const labelFont = (at) => `${Math.min(12, Math.max(9, at.ch - 1))}px ui-monospac
 /** The picture as an SVG file: labels as text, cells as an image that is not smoothed.
  * @param {HTMLCanvasElement} pixels @param {Picture} picture @param {Layout} at @param {any} labels */
 export function svgText(pixels, picture, at, labels) {
-  const escape = (/** @type {string} */ text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
   const [rows, columns] = picture.cells;
   const texts = labelsAt(picture, at, labels).map(({ text, x, y, anchor, turned }) => {
     const turn = turned ? ` transform="rotate(-90 ${x} ${y})"` : "";

@@ -51,15 +51,9 @@ export function heat(options) {
   return h(
     "figure",
     { key, class: `heat ${kind}${square ? " square" : ""}` },
-    h(
-      "figcaption",
-      {},
-      h("span", { class: "heat-title" }, title),
-      h("span", { class: "shape" }, shownShape(options)),
-      saveMenu(options),
-    ),
+    h("figcaption", h("span.heat-title", title), h("span.shape", shownShape(options)), saveMenu(options)),
     widget("map", heatmap, options),
-    h("p", { class: "caption" }, caption || ""),
+    h("p.caption", caption || ""),
   );
 }
 

@@ -2,12 +2,11 @@
 // Input that does not belong to one view: the sentence, the keyboard, the browser's Back button, the theme, the window.
 
 import { offline } from "./api.js";
+import { find } from "./render.js";
 import { isDark, keepTheme } from "./theme.js";
 import { endTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
-/** @param {string} id @returns {any} */
-const find = (id) => document.getElementById(id);
 
 export function fitSentence() {
   const box = find("sentence");

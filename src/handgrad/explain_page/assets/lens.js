@@ -2,7 +2,7 @@
 // The lens: the residual stream at one station, read through the last norm and the head.
 
 import { percent, quote, visible } from "./format.js";
-import { bar, chips, pushBar } from "./parts.js";
+import { caption, chips, probabilityBars, pushBars, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -23,13 +23,14 @@ export function lensCard(lens, state, actions, labels) {
       const best = r.predictions[0],
         correct = r.target !== null && best.word === r.target;
       return {
-        content: [h("small", {}, visible(labels[i])), h("b", {}, visible(best.word))],
+        content: [h("small", visible(labels[i])), h("b", visible(best.word))],
         class: correct ? "correct" : "",
         label: `after ${visible(labels[i])}: ${visible(best.word)}, ${percent(best.p)}${correct ? ", correct" : ""}`,
       };
     }),
   });
   const pushes = [...row.towards, ...row.away];
+  const isTarget = (x) => x.word === row.target;
   return savedFigure(
     {
       class: "card lens",
@@ -44,37 +45,15 @@ export function lensCard(lens, state, actions, labels) {
       ],
       columnLabels: ["what", "token", "value"],
     },
-    h("p", { class: "caption" }, row.caption),
+    caption(row.caption),
     strip,
-    h("div", { class: "lens-columns" }, predictions(row), push(pushes, row.target)),
-    h("p", { class: "soft" }, ABOUT),
-  );
-}
-
-const predictions = (row) =>
-  h(
-    "div",
-    {},
-    h("h4", {}, "prediction at this layer"),
     h(
-      "ul",
-      { class: "bars a" },
-      row.predictions.map((x) => bar(x.word, x.p, "a", percent(x.p), x.word === row.target)),
+      "div.lens-columns",
+      h("div", h("h4", "prediction at this layer"), probabilityBars(row.predictions, isTarget)),
+      pushes.length
+        ? h("div", h("h4", "push −Δ on the words"), pushBars(pushes, (x) => x.change, isTarget))
+        : soft("No error reaches this position."),
     ),
-  );
-
-function push(pushes, target) {
-  if (!pushes.length)
-    return h("p", { class: "soft" }, "No error reaches this position.");
-  const most = Math.max(...pushes.map((x) => Math.abs(x.change)), 1e-300);
-  return h(
-    "div",
-    {},
-    h("h4", {}, "push −Δ on the words"),
-    h(
-      "ul",
-      { class: "bars push" },
-      pushes.map((x) => pushBar(x.word, x.change, most, x.word === target)),
-    ),
+    soft(ABOUT),
   );
 }

@@ -3,7 +3,7 @@
 
 import { filled } from "./colors.js";
 import { count, number, percent, quote, visible } from "./format.js";
-import { bar, chips, pushBar } from "./parts.js";
+import { caption, chips, probabilityBars, pushBars, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -16,7 +16,7 @@ export function lossCard(view, state, actions) {
     chosen: t,
     choose: (token) => actions.select({ token }),
     items: view.positions.map((p, i) => ({
-      content: [h("small", {}, visible(p.token)), h("b", {}, p.target === null ? "–" : visible(p.target))],
+      content: [h("small", visible(p.token)), h("b", p.target === null ? "–" : visible(p.target))],
       label:
         p.target === null
           ? `position ${i + 1}, no target`
@@ -38,45 +38,29 @@ export function lossCard(view, state, actions) {
       ],
       columnLabels: ["what", "token", "value"],
     },
-    h("p", { class: "caption" }, view.loss_caption),
+    caption(view.loss_caption),
     strip,
-    h(
-      "p",
-      { class: "soft" },
+    soft(
       "Small: a token. Below it: the token that follows, the target. The stronger the blue, the less " +
         "probable the target was.",
     ),
-    h("p", { class: "caption", id: "push-caption" }, row.caption),
-    h("div", { class: "lens-columns" }, predictions(row), push(row, view.positions, state)),
-  );
-}
-
-const predictions = (row) =>
-  h(
-    "div",
-    {},
-    h("h4", {}, "prediction"),
+    h("p.caption", { id: "push-caption" }, row.caption),
     h(
-      "ul",
-      { class: "bars a" },
-      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.id === row.target_id)),
+      "div.lens-columns",
+      h("div", h("h4", "prediction"), probabilityBars(row.top, (x) => x.id === row.target_id)),
+      push(row, view.positions, state),
     ),
   );
+}
 
 function push(row, positions, { table, overview: { objective } }) {
   if (!row.push.length) return null;
   const targets = positions.filter((p) => p.target !== null).length;
-  const most = Math.max(...row.push.map((x) => Math.abs(x.delta)), 1e-300);
   return h(
     "div",
-    {},
-    h("h4", {}, "push −Δ₁₂ on each logit"),
-    h(
-      "ul",
-      { class: "bars push" },
-      row.push.map((x) => pushBar(x.word, -x.delta, most, x.target)),
-    ),
-    h("p", { class: "soft" }, ABOUT[objective.kind](targets, objective, table.unit)),
+    h("h4", "push −Δ₁₂ on each logit"),
+    pushBars(row.push, (x) => -x.delta, (x) => x.target),
+    soft(ABOUT[objective.kind](targets, objective, table.unit)),
   );
 }
 

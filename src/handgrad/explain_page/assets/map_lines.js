@@ -27,13 +27,8 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
   const widthOf = { a: widths(Object.values(a)), delta: widths(Object.values(delta)) };
   /** @type {Line[]} */
   const lines = [];
-  const arrow = (
-    /** @type {any} */ kind,
-    /** @type {number} */ x,
-    /** @type {number} */ from,
-    /** @type {number} */ to,
-    /** @type {number} */ width,
-  ) => {
+  /** @param {Line["kind"]} kind @param {number} x @param {number} from @param {number} to @param {number} width */
+  const arrow = (kind, x, from, to, width) => {
     if (!width) return;
     const way = Math.sign(to - from),
       half = width / 2 + 2.5,
@@ -41,6 +36,8 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
     lines.push({ kind, part: "flow", width, d: `M${x} ${from}V${end}` });
     lines.push({ kind, part: "tip", width: 0, d: `M${x - half} ${end}H${x + half}L${x} ${to}Z` });
   };
+  /** @param {Line["kind"]} kind @param {number} width @param {string} d */
+  const skip = (kind, width, d) => lines.push({ kind, part: "skip", width: Math.min(5, width), d });
   const forward = shown !== "delta",
     backward = shown !== "a";
   rows.forEach((row, i) => {
@@ -56,30 +53,15 @@ export function mapLines(rows, wide, a, delta, shown, stations) {
       const from = addition.skips_from === null ? top : find(addition.skips_from),
         to = find(addition.id);
       if (!from || !to) continue;
-      if (forward)
-        lines.push({
-          kind: "forward",
-          part: "skip",
-          width: Math.min(5, widthOf.a(a[from.id])),
-          d: arc(BEND, LINE, from.y, to.y),
-        });
-      if (backward)
-        lines.push({
-          kind: "backward",
-          part: "skip",
-          width: Math.min(5, widthOf.delta(delta[to.id])),
-          d: arc(wide - BEND, wide - LINE, to.y, from.y),
-        });
+      if (forward) skip("forward", widthOf.a(a[from.id]), arc(BEND, LINE, from.y, to.y));
+      if (backward) skip("backward", widthOf.delta(delta[to.id]), arc(wide - BEND, wide - LINE, to.y, from.y));
     }
   }
   return lines.filter((line) => line.part === "tip" || line.width);
 }
 
 /** From (inner, from) out to the edge and back to (inner, to).
- * @param {number} edge
- * @param {number} inner
- * @param {number} from
- * @param {number} to */
+ * @param {number} edge @param {number} inner @param {number} from @param {number} to */
 function arc(edge, inner, from, to) {
   const way = 16 * Math.sign(to - from);
   return (

@@ -36,23 +36,21 @@ export function drawMap(nav, state, actions) {
   const isUnfolded = nav.classList.contains("unfolded");
   render(nav, [
     h(
-      "button",
+      "button.map-fold",
       {
         type: "button",
-        class: "map-fold",
         "aria-expanded": String(isUnfolded),
         onclick: () => {
           unfold(nav, !isUnfolded);
           redraw(); // the lines depend on where the rows are
         },
       },
-      h("span", { class: "turn", "aria-hidden": "true" }, isUnfolded ? "▾" : "▸"),
+      turn(isUnfolded),
       ` Map · ${here.block === null ? "" : `block ${here.block + 1} · `}${here.title}`,
     ),
     h(
-      "div",
-      { class: "map-head" },
-      h("span", { class: "forward" }, "forward ↓"),
+      "div.map-head",
+      h("span.forward", "forward ↓"),
       choice(
         "What the width of the arrows shows",
         { a: "‖a‖", both: "both", delta: "‖Δ‖" },
@@ -63,29 +61,22 @@ export function drawMap(nav, state, actions) {
         },
         { class: "map-choice" },
       ),
-      h("span", { class: "backward" }, "↑ backward"),
+      h("span.backward", "↑ backward"),
     ),
     h(
-      "div",
-      { class: "map-scroll" },
+      "div.map-scroll",
       h(
-        "div",
-        { class: "map-sheet" },
-        h("svg", { class: "lines", "aria-hidden": "true" }),
+        "div.map-sheet",
+        h("svg.lines", { "aria-hidden": "true" }),
         h(
-          "ol",
-          { class: "stations" },
+          "ol.stations",
           outside(true).map((station) => item(station, state, actions, lengths)),
           blocks.map((b) => block(b, state, actions, lengths, redraw)),
           outside(false).map((station) => item(station, state, actions, lengths)),
         ),
       ),
     ),
-    h(
-      "p",
-      { class: "map-note" },
-      NOTE,
-    ),
+    h("p.map-note", NOTE),
   ]);
   drawLines(nav, lengths, table.stations);
   if (moved) scrollTo(nav);
@@ -93,6 +84,19 @@ export function drawMap(nav, state, actions) {
 
 /** Show or hide the map of a narrow page; a wide one always shows it. @param {HTMLElement} nav @param {boolean} wanted */
 const unfold = (nav, wanted) => void nav.classList.toggle("unfolded", wanted);
+
+const turn = (unfolded) => h("span.turn", { "aria-hidden": "true" }, unfolded ? "▾" : "▸");
+
+/** What a row of the map shows. */
+const columns = (forward, label, mark, backward) => [
+  h("span.num.forward", forward),
+  h("span.label", label),
+  h("span", { class: `tick ${mark === "✘" ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
+  h("span.num.backward", backward),
+];
+
+/** A length, unless only the others are shown. @param {"a" | "delta"} kind @param {number | null} length */
+const shownLength = (kind, length) => (["both", kind].includes(shownFlow) && length !== null ? short(length) : "");
 
 const short = (x) => number(Number(x.toPrecision(2)), x >= 1e-3 && x < 1e5 ? 2 : 1); // little space
 
@@ -108,8 +112,7 @@ function item(station, state, actions, lengths) {
   const current = station.id === state.station && state.view === "station";
   const [mark, status] = markOf(proof ? [proof] : []);
   const symbol = station.id === "loss" ? "L" : station.symbol;
-  const numbers = (kind, hidden) =>
-    shownFlow !== hidden && lengths[kind][station.id] !== null ? short(lengths[kind][station.id]) : "";
+  const numbers = (kind) => shownLength(kind, lengths[kind][station.id]);
   return h(
     "li",
     { key: station.id, "data-row": station.id, "data-block": station.block },
@@ -124,10 +127,7 @@ function item(station, state, actions, lengths) {
           `${symbol} ${station.title}${station.block === null ? "" : `, block ${station.block + 1}`}${status}`,
         onclick: () => actions.go(station.id),
       },
-      h("span", { class: "num forward" }, numbers("a", "delta")),
-      h("span", { class: "label" }, h("b", {}, symbol), ` ${station.title.replace(" connection", "")}`),
-      h("span", { class: `tick ${mark === "✘" ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
-      h("span", { class: "num backward" }, numbers("delta", "a")),
+      columns(numbers("a"), [h("b", symbol), ` ${station.title.replace(" connection", "")}`], mark, numbers("delta")),
     ),
   );
 }
@@ -137,6 +137,7 @@ function block(b, state, actions, lengths, redraw) {
   const unfolded = open.has(b),
     last = inside.at(-1).id;
   const [mark, status] = markOf(inside.map((s) => state.proofs?.[s.id]));
+  const numbers = (kind) => (unfolded ? "" : shownLength(kind, lengths[kind][last]));
   const toggle = () => {
     unfolded ? open.delete(b) : open.add(b);
     redraw();
@@ -145,10 +146,9 @@ function block(b, state, actions, lengths, redraw) {
     "li",
     { key: `block ${b}`, class: `block${unfolded ? " open" : ""}` },
     h(
-      "button",
+      "button.fold",
       {
         type: "button",
-        class: "fold",
         "aria-expanded": String(unfolded),
         "data-key": `block ${b}`,
         "data-row": unfolded ? "" : last,
@@ -156,23 +156,9 @@ function block(b, state, actions, lengths, redraw) {
         "aria-label": `Block ${b + 1}${status}, ${unfolded ? "fold" : "unfold"}`,
         onclick: toggle,
       },
-      h("span", { class: "num forward" }, unfolded || shownFlow === "delta" ? "" : short(lengths.a[last])),
-      h(
-        "span",
-        { class: "label" },
-        h("span", { class: "turn", "aria-hidden": "true" }, unfolded ? "▾" : "▸"),
-        ` Block ${b + 1}`,
-      ),
-      h("span", { class: `tick ${mark === "✘" ? "bad" : "good"}`, "aria-hidden": "true" }, mark),
-      h("span", { class: "num backward" }, unfolded || shownFlow === "a" ? "" : short(lengths.delta[last])),
+      columns(numbers("a"), [turn(unfolded), ` Block ${b + 1}`], mark, numbers("delta")),
     ),
-    unfolded
-      ? h(
-          "ol",
-          {},
-          inside.map((station) => item(station, state, actions, lengths)),
-        )
-      : null,
+    unfolded ? h("ol", inside.map((station) => item(station, state, actions, lengths))) : null,
   );
 }
 

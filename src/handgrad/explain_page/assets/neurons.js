@@ -4,7 +4,7 @@
 
 import { filled } from "./colors.js";
 import { number, quote, signed, visible } from "./format.js";
-import { chips } from "./parts.js";
+import { caption, chips, soft } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { whatIfButton } from "./what_if.js";
@@ -20,7 +20,7 @@ export function neuronCard(found, state, actions) {
     actions.redraw();
   };
   const items = found.neurons.map((n) => ({
-    content: [h("small", {}, `neuron ${n.neuron}`), h("b", {}, signed(n.blame, 2))],
+    content: [h("small", `neuron ${n.neuron}`), h("b", signed(n.blame, 2))],
     label: `Neuron ${n.neuron}, blame ${signed(n.blame)}`,
     style: filled("delta", (0.7 * n.blame) / most),
     data: { "data-neuron": n.neuron },
@@ -38,21 +38,18 @@ export function neuronCard(found, state, actions) {
         found.neurons.map((n) => [n.neuron, n.blame, n.cosine, listed(n.writes.more), listed(n.would_write.more)]),
       columnLabels: ["neuron", "blame", "cosine", "writes", "should write"],
     },
-    h("p", { class: "caption" }, found.caption),
+    caption(found.caption),
     chips({ label: "Neurons with the largest blame", items, chosen: found.neurons.indexOf(neuron), choose }),
-    h(
-      "p",
-      { class: "soft" },
+    soft(
       "Blame: Σ Δ₈ a₈, what the neuron adds to the explained number, to first order. Red: it raises it. Blue: it lowers it.",
     ),
     h(
-      "div",
-      { class: "lens-columns" },
+      "div.lens-columns",
       words("it writes", "its row of w₈, read through the last norm and the head", neuron.writes),
       words("the gradient would have it write", "−∂ of that row", neuron.would_write),
       firing(neuron, found, actions, state),
     ),
-    h("p", { class: "soft" }, `Cosine of what it writes and what it should: ${number(neuron.cosine)}.`),
+    soft(`Cosine of what it writes and what it should: ${number(neuron.cosine)}.`),
     whatIfButton({ kind: "neuron", block: found.block, neuron: neuron.neuron }, `neuron ${neuron.neuron}`, actions),
   );
 }
@@ -62,11 +59,10 @@ function words(title, what, { more, less }) {
     h("span", { class: `word-chip ${kind}`, title: `logit ${signed(x.logit)}` }, visible(x.word));
   return h(
     "div",
-    {},
-    h("h4", {}, title),
-    h("p", { class: "soft" }, what),
-    h("p", {}, h("span", { class: "soft" }, "more "), more.map(chip("up"))),
-    h("p", {}, h("span", { class: "soft" }, "less "), less.map(chip("down"))),
+    h("h4", title),
+    soft(what),
+    h("p", h("span.soft", "more "), more.map(chip("up"))),
+    h("p", h("span.soft", "less "), less.map(chip("down"))),
   );
 }
 
@@ -85,10 +81,9 @@ function firing(neuron, found, actions, state) {
     h("li", { key: name }, `${name === "7" ? "a₇" : name} is ${number(values[at])}; push ${signed(push[at])}`);
   return h(
     "div",
-    {},
-    h("h4", {}, "when it fires"),
+    h("h4", "when it fires"),
     chips({ label: "How strongly the neuron fires", items, chosen: at, choose: select, class: "chips" }),
-    h("p", { class: "soft" }, `At ${quote(found.tokens[at])}:`),
-    h("ul", { class: "inputs" }, Object.entries(neuron.inputs).map(input)),
+    soft(`At ${quote(found.tokens[at])}:`),
+    h("ul.inputs", Object.entries(neuron.inputs).map(input)),
   );
 }

@@ -9,9 +9,10 @@ import { redrawHeatmaps } from "./heatmap.js";
 import { listen, fitSentence } from "./input.js";
 import { drawMap } from "./network_map.js";
 import { decodeObjective, encodeObjective } from "./objective.js";
+import { button } from "./parts.js";
 import { withProgress } from "./progress.js";
 import { follow as followProofs } from "./proofs.js";
-import { h, keepFocus, render } from "./render.js";
+import { find, h, keepFocus, render } from "./render.js";
 import { state } from "./state.js";
 import { discardSteps, lastStep } from "./step.js";
 import { firstToken } from "./story.js";
@@ -23,8 +24,6 @@ import { applyTheme, opensDark } from "./theme.js";
 import { startTour } from "./tour.js";
 import { VIEWS } from "./views.js";
 
-/** @param {string} id @returns {any} */
-const find = (id) => document.getElementById(id);
 let newest = 0; // number of the newest sentence requested; older answers are ignored
 let tracing = /** @type {Promise<string> | null} */ (null); // the newest trace, until it ends
 let shownView = ""; // the view that was drawn last
@@ -58,12 +57,11 @@ function redraw() {
 }
 
 /** @param {any} view */
-function failed(view) {
-  const retry = h("button", { type: "button", id: "retry", onclick: () => actions.retry() }, "try again");
-  return (
-    view.failed?.(state, loaded.problem, actions) ?? [h("p", { class: "problem" }, loaded.problem), h("p", {}, retry)]
-  );
-}
+const failed = (view) => [
+  view.heading?.(state, actions), // never the previous station under this one's name
+  h("p.problem", loaded.problem),
+  h("p", button("try again", () => actions.retry(), { id: "retry" })),
+];
 
 // In an exported file only the step view shows new weights; the stations show the original ones.
 function drawHeader() {

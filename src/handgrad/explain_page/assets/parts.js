@@ -1,8 +1,36 @@
 // @ts-check
-// Parts that several views use: chips to choose from, bars, tables that scroll.
+// Parts that several views use: texts, buttons, fields, chips to choose from, bars, tables that scroll.
 
-import { signed, visible } from "./format.js";
+import { percent, signed, visible } from "./format.js";
 import { h } from "./render.js";
+
+/** What to notice. @param {...any} content */
+export const caption = (...content) => h("p.caption", content);
+
+/** How to read or to use what is shown. @param {...any} content */
+export const soft = (...content) => h("p.soft", content);
+
+/** @param {any} text @param {(event: any) => any} onclick @param {Record<string, any>} [attributes] */
+export const button = (text, onclick, attributes) => h("button", { type: "button", onclick, ...attributes }, text);
+
+/** A control below its label. @param {string} label @param {any} control */
+export const field = (label, control) => h("label.field", label, control);
+
+/** @param {Record<string, any>} attributes @param {[any, string][]} options  value and text of each
+ * @param {(value: string) => void} choose */
+export const select = (attributes, options, choose) =>
+  h(
+    "select",
+    { ...attributes, onchange: (/** @type {any} */ event) => choose(event.target.value) },
+    options.map(([value, text]) => h("option", { value, key: value }, text)),
+  );
+
+/** “ of block 3”, or nothing outside the blocks. @param {number | null} block */
+export const ofBlock = (block) => (block === null ? "" : ` of block ${block + 1}`);
+
+/** A section that opens. @param {string} title @param {Record<string, any>} attributes @param {...any} content */
+export const foldable = (title, attributes, ...content) =>
+  h("details", attributes, h("summary", title), content);
 
 /**
  * @typedef {{ content: any, label: string, style?: any, title?: string, class?: string, data?: Record<string, any> }} Chip
@@ -75,47 +103,42 @@ export const choice = (label, choices, chosen, choose, options = {}) =>
     })),
   });
 
-/** A word, a bar from the left, a number.
- * @param {string} word
- * @param {number} share
- * @param {string} kind
- * @param {string} text */
-export const bar = (word, share, kind, text, target = false) =>
-  h(
-    "li",
-    { class: target ? "target" : null },
-    h("span", { class: "word", title: visible(word) }, visible(word)),
-    h(
-      "span",
-      { class: "track" },
-      h("i", { class: `fill ${kind}`, style: { width: `${Math.min(100, 100 * share)}%` } }),
-    ),
-    h("span", { class: "figure" }, text),
-  );
+/** A bar from the left. @param {number} share @param {string} kind */
+export const leftBar = (share, kind) =>
+  h("span.track", h("i", { class: `fill ${kind}`, style: { width: `${Math.min(100, 100 * share)}%` } }));
 
 /** A bar from the middle: to the right if the value is above 0, to the left if below.
  * @param {number} value @param {number} most @param {string} kind */
 export const middleBar = (value, most, kind) =>
   h(
-    "span",
-    { class: "track middle" },
+    "span.track.middle",
     h("i", {
       class: `fill ${kind} ${value < 0 ? "down" : "up"}`,
       style: { width: `${Math.min(50, (50 * Math.abs(value)) / (most || 1))}%` },
     }),
-    h("i", { class: "zero" }),
+    h("i.zero"),
   );
 
-/** A push −Δ on a word: to the right and blue if it makes the word more likely, to the left and red if less.
- * @param {string} word @param {number} push @param {number} most */
-export const pushBar = (word, push, most, target = false) =>
-  h(
-    "li",
-    { class: target ? "target" : null },
-    h("span", { class: "word", title: visible(word) }, visible(word)),
-    middleBar(push, most, "push"),
-    h("span", { class: "figure", "data-value": push }, signed(push)),
+/** @param {string} word @param {any} drawn @param {any} figure @param {boolean} target  whether it is the word that follows */
+const barOf = (word, drawn, figure, target) =>
+  h("li", { class: target ? "target" : null }, h("span.word", { title: visible(word) }, visible(word)), drawn, figure);
+
+/** Predicted words with their probabilities p. @param {any[]} words @param {(word: any) => boolean} isTarget */
+export function probabilityBars(words, isTarget) {
+  const figure = (/** @type {number} */ p) => h("span.figure", percent(p));
+  return h("ul.bars.a", words.map((x) => barOf(x.word, leftBar(x.p, "a"), figure(x.p), isTarget(x))));
+}
+
+/** Pushes −Δ on words: to the right and blue if it makes the word more likely, to the left and red if less.
+ * @param {any[]} words @param {(word: any) => number} pushOn @param {(word: any) => boolean} isTarget */
+export function pushBars(words, pushOn, isTarget) {
+  const most = Math.max(...words.map((x) => Math.abs(pushOn(x))), 1e-300);
+  const figure = (/** @type {number} */ push) => h("span.figure", { "data-value": push }, signed(push));
+  return h(
+    "ul.bars.push",
+    words.map((x) => barOf(x.word, middleBar(pushOn(x), most, "push"), figure(pushOn(x)), isTarget(x))),
   );
+}
 
 /** Move between the buttons of a table with the arrow keys; the Tab key reaches one of them. @param {any} event */
 function moveInTable(event) {
@@ -135,6 +158,16 @@ function moveInTable(event) {
   next.tabIndex = 0;
   next.focus();
 }
+
+/** A row of a table; what is no cell is put into one. @param {Record<string, any>} attributes @param {...any} cells */
+export const tr = (attributes, ...cells) =>
+  h("tr", attributes, cells.flat().map((cell) => (["td", "th"].includes(cell?.tag) ? cell : h("td", cell))));
+
+/** A cell with a number. @param {any} text @param {Record<string, any>} [attributes] */
+export const figureCell = (text, attributes) => h("td", { class: "figure", ...attributes }, text);
+
+/** The name of a row. @param {string} text */
+export const rowHead = (text) => h("th", { scope: "row" }, text);
 
 const ROWS = 12; // of a tall table, that are seen without scrolling
 
@@ -156,29 +189,12 @@ export const table = (label, head, rows, { class: style, tall, keys } = {}) =>
     h(
       "table",
       { class: style },
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          head.map((cell) => (cell === "" ? h("td", {}) : h("th", { scope: "col" }, cell))),
-        ),
-      ),
-      h("tbody", {}, rows),
+      h("thead", h("tr", head.map((cell) => (cell === "" ? h("td") : h("th", { scope: "col" }, cell))))),
+      h("tbody", rows),
     ),
-    tall && rows.length > ROWS ? h("p", { class: "rows-note" }, `${rows.length} rows: scroll to see all`) : null,
+    tall && rows.length > ROWS ? h("p.rows-note", `${rows.length} rows: scroll to see all`) : null,
   );
 
 /** The heading of a view. @param {string} where @param {string} title @param {...any} rest */
 export const viewHead = (where, title, ...rest) =>
-  h(
-    "div",
-    { class: "station-head backward" },
-    h("div", {}, h("p", { class: "where" }, where), h("h2", {}, title)),
-    rest,
-  );
-
-/** A card with a heading. @param {string} label @param {any} title @param {...any} content */
-export const card = (label, title, ...content) =>
-  h("section", { class: "card", "aria-label": label, key: label }, title ? h("h3", {}, title) : null, content);
+  h("div.station-head.backward", h("div", h("p.where", where), h("h2", title)), rest);

@@ -2,18 +2,16 @@
 // The progress of a trace: which pass has reached which block. Before the first view it is shown in the middle of the page,
 // later in the status line.
 
-import { get, offline } from "./api.js";
+import { get, offline, pause } from "./api.js";
+import { find } from "./render.js";
 import { setStatus } from "./status.js";
 
 const FIRST = 200,
   INTERVAL = 250; // milliseconds
 
-/** @param {string} id @returns {any} */
-const find = (id) => document.getElementById(id);
-const pause = (/** @type {number} */ ms) => new Promise((done) => setTimeout(done, ms));
 
 /** “Forward pass, block 3 of 30” @param {{ busy: boolean, backward: boolean, block: number, blocks: number }} found */
-export const progressText = ({ busy, backward, block, blocks }) =>
+const progressText = ({ busy, backward, block, blocks }) =>
   busy ? `${backward ? "Backward" : "Forward"} pass, block ${block + 1} of ${blocks}` : "Preparing the page…";
 
 /** Show how far the server's trace has come until a request is answered.

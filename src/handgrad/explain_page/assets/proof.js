@@ -2,7 +2,7 @@
 // The badge that says whether a station's formulas hold on this sentence, and the table of all checks.
 
 import { number } from "./format.js";
-import { table } from "./parts.js";
+import { figureCell, foldable, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
 const KINDS = {
@@ -43,28 +43,21 @@ export function proofCard(proof) {
   const { style, text } = badge(proof);
   const checks = proof?.checks ?? [];
   const rows = checks.map((c) =>
-    h(
-      "tr",
+    tr(
       { class: c.passed ? null : "failed" },
-      h("td", {}, c.passed ? "✔" : "✘"),
-      h("td", {}, c.what),
-      h("td", {}, KINDS[c.kind]),
-      h("td", { class: "figure" }, error(c.error)),
-      h("td", { class: "figure" }, error(c.limit)),
+      c.passed ? "✔" : "✘",
+      c.what,
+      KINDS[c.kind],
+      figureCell(error(c.error)),
+      figureCell(error(c.limit)),
     ),
   );
-  const head = [h("span", { class: "unseen" }, "result"), "quantity", "compared with", "relative error", "limit"];
+  const head = [h("span.unseen", "result"), "quantity", "compared with", "relative error", "limit"];
   return h(
-    "section",
-    { class: "card proof", "aria-label": "Proof", key: "proof" },
+    "section.card.proof",
+    { "aria-label": "Proof", key: "proof" },
     h("p", { class: `badge ${style}`, id: "badge", role: "status", "data-state": proof?.state ?? "waiting" }, text),
-    h(
-      "details",
-      {},
-      h("summary", {}, "Show all checks"),
-      h("p", { class: "soft" }, aboutChecks(proof)),
-      table("Checks", head, rows, { class: "checks" }),
-    ),
+    foldable("Show all checks", {}, soft(aboutChecks(proof)), table("Checks", head, rows, { class: "checks" })),
   );
 }
 

@@ -1,13 +1,11 @@
 // @ts-check
 // Follows the checks while the server makes them: of all stations in brief, and of the open station in full.
 
-import { get, offline } from "./api.js";
+import { get, offline, pause } from "./api.js";
 import { state } from "./state.js";
 
 let brief = ""; // the sentence whose stations are being followed
 let full = ""; // the sentence and the station that are being followed in full
-
-const pause = (/** @type {number} */ ms) => new Promise((done) => setTimeout(done, ms));
 
 /** Follow what is shown now; call `redraw` on news. @param {() => void} redraw */
 export function follow(redraw) {

@@ -10,14 +10,19 @@ const PROPERTIES = new Set(["value", "checked"]); // the reader may change them:
  * @typedef {{ node: HTMLElement | Element, update: (options: any) => void }} Widget
  */
 
-/** Describe an element. `key` tells siblings apart; `style` is an object; null, undefined and false are left out.
- * @param {string} tag @param {Record<string, any>} attributes @param {...any} children @returns {Description} */
-export function h(tag, attributes = {}, ...children) {
-  const kept = children
+/** Describe an element: h("p.soft", { id: "note" }, "text"). Classes follow the tag; attributes may be left out. `key` tells
+ * siblings apart; `style` is an object; null, undefined and false are left out.
+ * @param {string} selector @param {...any} content  attributes, if any, and children @returns {Description} */
+export function h(selector, ...content) {
+  const [tag, ...classes] = selector.split(".");
+  const given = isAttributes(content[0]) ? content.shift() : {};
+  const children = content
     .flat(Infinity)
     .filter((child) => child !== null && child !== undefined && typeof child !== "boolean");
-  return { tag, attributes, children: kept };
+  return { tag, attributes: classes.length ? { class: classes.join(" "), ...given } : given, children };
 }
+
+const isAttributes = (/** @type {any} */ x) => x?.constructor === Object && !("tag" in x); // a description has a tag
 
 /** Describe an element that draws itself: make(options) returns its node and a function that takes new options.
  * @param {string} key @param {(options: any) => Widget} make @param {any} options */
@@ -28,6 +33,9 @@ export const widget = (key, make, options) => ({
   make,
   options,
 });
+
+/** An element of page.html, or of a view. @param {string} id @returns {any} */
+export const find = (id) => document.getElementById(id);
 
 const described = new WeakMap(); // node → its description
 const widgets = new WeakMap(); // node → its widget

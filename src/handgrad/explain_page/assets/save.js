@@ -4,6 +4,7 @@
 import { get, offline } from "./api.js";
 import { csvText } from "./csv.js";
 import { elementSvg } from "./element_svg.js";
+import { button } from "./parts.js";
 import { h } from "./render.js";
 
 /** Files of pictures that are drawn on a canvas, by that canvas. @type {WeakMap<Element, { svg: () => string }>} */
@@ -43,21 +44,20 @@ export const pythonMenu = (label, python) => menu(label, "as Python ▾", lines(
 /** @param {string} label @param {string} text @param {any} items */
 const menu = (label, text, items) =>
   h(
-    "details",
-    { class: "save", onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
+    "details.save",
+    { onkeydown: closeOnEscape, ontoggle: closeWhenLeft },
     h("summary", { "aria-label": label }, text),
-    h("div", { class: "save-menu" }, items, h("output", { class: "saved", "aria-live": "polite" })),
+    h("div.save-menu", items, h("output.saved", { "aria-live": "polite" })),
   );
 
 /** @param {string} python */
 const lines = (python) => [
-  h("pre", { class: "python", tabindex: "0" }, python),
+  h("pre.python", { tabindex: "0" }, python),
   item("copy as Python", () => navigator.clipboard.writeText(python)),
 ];
 
 /** @param {string} text @param {(figure: Element) => Promise<any>} act */
-const item = (text, act) =>
-  h("button", { type: "button", class: "small", onclick: (event) => run(event, act) }, text);
+const item = (text, act) => button(text, (event) => run(event, act), { class: "small" });
 
 /** A picture with its title, a heading if `tag` is one, and its menu.
  * @param {Saved & { class?: string, key?: string, tag?: string, attributes?: any }} about @param {...any} content */
@@ -65,7 +65,7 @@ export const savedFigure = (about, ...content) =>
   h(
     "figure",
     { class: about.class, key: about.key ?? about.title, ...about.attributes },
-    h("figcaption", {}, h(about.tag ?? "span", {}, about.title), saveMenu(about)),
+    h("figcaption", h(about.tag ?? "span", about.title), saveMenu(about)),
     content,
   );
 

@@ -12,7 +12,7 @@ import { heat, numbered, positioned, worded } from "./heatmap.js";
 import { lensCard } from "./lens.js";
 import { lossCard } from "./loss.js";
 import { neuronCard } from "./neurons.js";
-import { table } from "./parts.js";
+import { button, caption, figureCell, table, tr } from "./parts.js";
 import { proofCard } from "./proof.js";
 import { h } from "./render.js";
 import { swapTable } from "./swaps.js";
@@ -54,7 +54,7 @@ export const stationView = {
     const labels = state.overview.tokens.map((t) => t.label);
     return [
       heading(station, state, actions),
-      h("p", { class: "summary", key: "summary" }, station.summary),
+      h("p.summary", { key: "summary" }, station.summary),
       formulas(station, state, view),
       proofCard(state.proof),
       station.id === "a_0" ? swapTable(view, swaps, state) : null,
@@ -71,12 +71,8 @@ export const stationView = {
     ];
   },
 
-  /** What is shown if a request fails: never the previous station under this one's name. */
-  failed: (state, problem, actions) => [
-    heading(stationOf(state), state, actions),
-    h("p", { class: "problem" }, problem),
-    h("p", {}, h("button", { type: "button", id: "retry", onclick: () => actions.retry() }, "try again")),
-  ],
+  /** What is shown also if a request fails. */
+  heading: (state, actions) => heading(stationOf(state), state, actions),
 };
 
 function heading(station, state, actions) {
@@ -87,20 +83,18 @@ function heading(station, state, actions) {
     { class: `station-head ${state.direction}`, key: "head" },
     h(
       "div",
-      {},
-      h("p", { class: "where" }, `${where}${state.direction} pass · stop ${state.stop + 1} of ${state.stops}`),
-      h("h2", {}, station.title, h("span", {}, station.id === "loss" ? "" : ` ${station.symbol}`)),
+      h("p.where", `${where}${state.direction} pass · stop ${state.stop + 1} of ${state.stops}`),
+      h("h2", station.title, h("span", station.id === "loss" ? "" : ` ${station.symbol}`)),
     ),
     h(
-      "div",
-      { class: "walk", role: "group", "aria-label": "Go to another station" },
-      h("button", { type: "button", id: "walk-back", onclick: () => actions.walk(-1) }, "← back"),
-      h(
-        "button",
-        { type: "button", id: "walk-turn", onclick: () => actions.turn(), "aria-pressed": String(!forward) },
-        forward ? "show backward" : "show forward",
-      ),
-      h("button", { type: "button", id: "walk-on", class: "primary", onclick: () => actions.walk(1) }, "next →"),
+      "div.walk",
+      { role: "group", "aria-label": "Go to another station" },
+      button("← back", () => actions.walk(-1), { id: "walk-back" }),
+      button(forward ? "show backward" : "show forward", () => actions.turn(), {
+        id: "walk-turn",
+        "aria-pressed": String(!forward),
+      }),
+      button("next →", () => actions.walk(1), { id: "walk-on", class: "primary" }),
     ),
   );
 }
@@ -134,7 +128,7 @@ function matrices(view, station, state, actions, labels) {
         ? {}
         : { choose: (row, column) => actions.follow(m.name, row, column, null), chooses }),
     });
-  return h("section", { class: "maps", "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
+  return h("section.maps", { "aria-label": "Matrices", key: "maps" }, view.maps.map(map));
 }
 
 const STATISTICS = {
@@ -148,14 +142,13 @@ const STATISTICS = {
 function statistics(view) {
   if (!view.maps.length) return null;
   const cell = (m, k) =>
-    h(
-      "td",
-      { class: "figure", title: m.statistics[k], "data-stat": `${m.kind} ${k}`, "data-value": m.statistics[k] },
-      number(m.statistics[k]),
-    );
+    figureCell(number(m.statistics[k]), {
+      title: m.statistics[k],
+      "data-stat": `${m.kind} ${k}`,
+      "data-value": m.statistics[k],
+    });
   const rows = view.maps.map((m) =>
-    h(
-      "tr",
+    tr(
       { "data-name": m.name, key: m.name },
       h("th", { scope: "row", class: m.kind === "a" ? "forward" : "backward" }, m.symbol),
       Object.keys(STATISTICS).map((k) => cell(m, k)),
@@ -181,16 +174,11 @@ function parameters(view, state, actions) {
     h(
       "div",
       { class: p.vocabulary ? "parameter wide" : "parameter", key: p.symbol },
-      h("h4", {}, p.symbol),
+      h("h4", p.symbol),
       h(
-        "p",
-        { class: "figures" },
+        "p.figures",
         `${shapeOf(p.shape)} · length ${number(p.norm)}`,
-        h(
-          "span",
-          { class: "backward", "data-grad": p.name, "data-value": p.grad_norm },
-          ` · ‖∂‖ ${number(p.grad_norm)}`,
-        ),
+        h("span.backward", { "data-grad": p.name, "data-value": p.grad_norm }, ` · ‖∂‖ ${number(p.grad_norm)}`),
       ),
       p.picture
         ? heat({
@@ -210,23 +198,23 @@ function parameters(view, state, actions) {
       p.by_hand ? byHand(p, state.overview.tokens) : null,
     );
   return h(
-    "section",
-    { class: "card", "aria-label": "Parameters", key: "parameters" },
-    h("h3", {}, "Parameters of this layer and their gradients"),
-    h("p", { class: "caption" }, view.parameters_caption),
+    "section.card",
+    { "aria-label": "Parameters", key: "parameters" },
+    h("h3", "Parameters of this layer and their gradients"),
+    caption(view.parameters_caption),
     zeroDown
       ? h(
-          "p",
-          { class: "caption", id: "zero-down" },
+          "p.caption",
+          { id: "zero-down" },
           "∂d is exactly 0 at the first step: it is computed through u, and u starts at 0. After one step " +
             "u has moved, and d is trained too.",
         )
       : null,
-    h("div", { class: "parameters" }, trained.map(one)),
+    h("div.parameters", trained.map(one)),
     frozen.length
       ? h(
-          "p",
-          { class: "soft", id: "frozen" },
+          "p.soft",
+          { id: "frozen" },
           `Frozen, without a gradient: ` +
             `${frozen.map((p) => `${p.symbol} (${shapeOf(p.shape)}, length ${number(p.norm)})`).join(", ")}.`,
         )

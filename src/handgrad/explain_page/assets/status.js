@@ -1,8 +1,8 @@
 // @ts-check
 // The progress bar and the line that says what is happening or what went wrong.
 
-/** @param {string} id @returns {any} */
-const find = (id) => document.getElementById(id);
+import { find } from "./render.js";
+
 let pending = 0; // open requests
 
 /** Show the progress bar until a promise settles. @template T @param {Promise<T>} promise @returns {Promise<T>} */

@@ -3,7 +3,7 @@
 
 import { embeddedSteps, offline, post } from "./api.js";
 import { count, number, percent, quote, signed, visible } from "./format.js";
-import { table, viewHead } from "./parts.js";
+import { button, caption, figureCell, select, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 import { plotOf, sentenceOf } from "./step_plot.js";
@@ -45,11 +45,11 @@ export const stepView = {
     const all = model.lora ? "only the adapters are trained" : "all parameters are trained";
     return [
       viewHead(all, "Take a step"),
-      h("p", { class: "summary" }, about(model, nameOf(objective))),
+      h("p.summary", about(model, nameOf(objective))),
       controls(state, actions),
       lastStep()
         ? outcome(lastStep(), nameOf(objective))
-        : h("p", { class: "soft", key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
+        : h("p.soft", { key: "before" }, `Now ${objective.label} is ${number(objective.value, 4)}. ${BEFORE}`),
       steps.length ? curve(objective) : null,
       moves.length ? changes() : null,
     ];
@@ -89,16 +89,12 @@ function controls(state, actions) {
   };
   const work = running === "waits" ? "Waiting for the trace…" : state.table.large && !offline && WORK[running];
   const can = { one: !running && left > 0, many: (!running || running === "many") && left > 0, reset: !running };
-  const choose = (event) => {
-    optimizer = event.target.value;
+  const choose = (name) => {
+    optimizer = name;
     actions.redraw();
   };
-  const button = (id, style, enabled, act, text) =>
-    h(
-      "button",
-      { type: "button", id, class: style, "aria-disabled": enabled ? null : "true", onclick: () => enabled && act() },
-      text,
-    );
+  const control = (id, style, enabled, act, text) =>
+    button(text, () => enabled && act(), { id, class: style, "aria-disabled": enabled ? null : "true" });
   const slider = {
     type: "range",
     id: "rate",
@@ -109,13 +105,11 @@ function controls(state, actions) {
     "aria-valuetext": number(10 ** rate),
     oninput: setRate,
   };
-  const options = Object.entries(state.table.optimizers).map(([key, text]) => h("option", { value: key, key }, text));
   return h(
-    "section",
-    { class: "card controls", "aria-label": "Step", key: "controls" },
+    "section.card.controls",
+    { "aria-label": "Step", key: "controls" },
     h(
-      "div",
-      { class: "field" },
+      "div.field",
       h(
         "label",
         { for: "rate" },
@@ -125,35 +119,29 @@ function controls(state, actions) {
       h("input", slider),
     ),
     h(
-      "div",
-      { class: "field" },
+      "div.field",
       h("label", { for: "optimizer" }, "optimizer"),
-      h(
-        "select",
-        { id: "optimizer", disabled: offline, value: optimizer, onchange: choose },
-        options,
-      ),
+      select({ id: "optimizer", disabled: offline, value: optimizer }, Object.entries(state.table.optimizers), choose),
     ),
     h(
-      "div",
-      { class: "walk" },
-      button("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
-      button(
+      "div.walk",
+      control("step-one", "primary", can.one, () => take(1, prepared, state, actions), "Take one step"),
+      control(
         "step-many",
         null,
         can.many,
         () => take(left, prepared, state, actions),
         running === "many" ? "stop" : `run ${left || ""}`.trim(),
       ),
-      button("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
+      control("step-reset", null, can.reset, () => actions.resetWeights(), "reset"),
     ),
-    problem ? h("p", { class: "problem", role: "alert" }, problem) : null,
-    work ? h("p", { class: "soft", role: "status", key: "work" }, work) : null,
+    problem ? h("p.problem", { role: "alert" }, problem) : null,
+    work ? h("p.soft", { role: "status", key: "work" }, work) : null,
     left || !prepared
       ? null
       : h(
-          "p",
-          { class: "soft", role: "status" },
+          "p.soft",
+          { role: "status" },
           prepared.at(-1).error ?? "This file contains no more steps. To take more, run handgrad explain.",
         ),
   );
@@ -206,21 +194,20 @@ async function take(number_, prepared, state, actions) {
 
 function outcome(last, name) {
   const fact = (id, label, value) =>
-    h("div", {}, h("b", { id, "data-value": value }, number(value, 5)), h("span", {}, label));
+    h("div", h("b", { id, "data-value": value }, number(value, 5)), h("span", label));
   const change =
     `The step changed the ${name} by ${signed(last.measured - last.loss)}; the gradient predicted ` +
     `${signed(last.predicted - last.loss)}.`;
   return h(
-    "section",
-    { class: "card outcome", "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
+    "section.card.outcome",
+    { "aria-label": "Outcome", "aria-live": "polite", key: "outcome" },
     h(
-      "div",
-      { class: "facts" },
+      "div.facts",
       fact("loss-before", `${name} before`, last.loss),
       fact("loss-predicted", "predicted to first order", last.predicted),
       fact("loss-measured", "measured", last.measured),
     ),
-    h("p", { class: "caption" }, `${change} ${sentenceOf(last, name)}`),
+    caption(`${change} ${sentenceOf(last, name)}`),
   );
 }
 
@@ -257,15 +244,13 @@ function curve(objective) {
       role: "img",
       "aria-label": `${capital(name)} over ${count(steps.length, "step")}, from ${number(first)} to ${number(last)}`,
     },
-    h("path", { class: "axis", d: plot.axis, fill: "none" }),
-    plot.guesses.map((g) =>
-      h("path", { class: "guess", d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" }),
-    ),
-    h("polyline", { class: "measured", points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
-    plot.points.map((p) => h("circle", { class: "measured-point", cx: p.x, cy: p.y, r: 3.5 })),
-    plot.zero ? h("path", { class: "axis", d: plot.zero, fill: "none" }) : null,
+    h("path.axis", { d: plot.axis, fill: "none" }),
+    plot.guesses.map((g) => h("path.guess", { d: `M${g.x0} ${g.y0}L${g.x1} ${g.y1}`, fill: "none" })),
+    h("polyline.measured", { points: plot.points.map((p) => `${p.x},${p.y}`).join(" "), fill: "none" }),
+    plot.points.map((p) => h("circle.measured-point", { cx: p.x, cy: p.y, r: 3.5 })),
+    plot.zero ? h("path.axis", { d: plot.zero, fill: "none" }) : null,
     plot.ticks.flatMap(({ value, y }) => [
-      h("path", { class: "axis", d: `M86 ${y}H90`, fill: "none" }),
+      h("path.axis", { d: `M86 ${y}H90`, fill: "none" }),
       edge(y + 4, number(value)),
     ]),
     text(90, 174, "middle", "0"),
@@ -282,9 +267,7 @@ function curve(objective) {
       columnLabels: ["step", "before", "predicted", "measured"],
     },
     drawing,
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       `Solid: measured. Dashed: predicted by the gradient.` +
         ` After ${count(steps.length, "step")} the ${name} went from ${number(first, 4)} to ${number(last, 4)}.`,
     ),
@@ -293,23 +276,20 @@ function curve(objective) {
 
 function changes() {
   const rows = moves.map((m, t) =>
-    h(
-      "tr",
+    tr(
       { key: t },
-      h("td", {}, visible(m.token)),
-      h("td", {}, h("b", {}, visible(m.target))),
+      visible(m.token),
+      h("b", visible(m.target)),
       h(
-        "td",
-        { class: "move" },
+        "td.move",
         h(
-          "span",
-          { class: "track" },
-          h("i", { class: "is", style: { width: `${100 * m.after}%` } }),
-          h("i", { class: "was", style: { left: `${100 * m.before}%` } }),
+          "span.track",
+          h("i.is", { style: { width: `${100 * m.after}%` } }),
+          h("i.was", { style: { left: `${100 * m.before}%` } }),
         ),
       ),
-      h("td", { class: "figure" }, percent(m.before)),
-      h("td", { class: "figure" }, percent(m.after)),
+      figureCell(percent(m.before)),
+      figureCell(percent(m.after)),
     ),
   );
   const most = moves.reduce((best, m) =>
@@ -325,9 +305,7 @@ function changes() {
       values: () => moves.map((m) => [m.token, m.target, m.before, m.after]),
       columnLabels: ["after token", "target", "before", "now"],
     },
-    h(
-      "p",
-      { class: "caption" },
+    caption(
       `The largest change: ${quote(most.target)} after ${quote(most.token)}, from ` +
         `${percent(most.before)} to ${percent(most.after)}.`,
     ),

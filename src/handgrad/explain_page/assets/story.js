@@ -4,8 +4,8 @@
 import { offline } from "./api.js";
 import { filled } from "./colors.js";
 import { chance, count, number, percent, probability, quote, visible } from "./format.js";
-import { bar, chips } from "./parts.js";
-import { h } from "./render.js";
+import { button, caption, chips, leftBar, probabilityBars, soft } from "./parts.js";
+import { find, h } from "./render.js";
 import { savedFigure } from "./save.js";
 
 let chosen = { text: "", position: -1 }; // the reader's word, in a sentence that is not traced yet
@@ -13,7 +13,7 @@ let chosen = { text: "", position: -1 }; // the reader's word, in a sentence tha
 const CONTEXT = 3; // at the beginning everything is improbable: the story starts after so many predictions, if there are enough
 
 /** The position whose next token the model found least probable. @param {number[]} losses */
-export function worst(losses) {
+function worst(losses) {
   const first = losses.length > 2 * CONTEXT ? CONTEXT : 0;
   return first + losses.slice(first).indexOf(Math.max(...losses.slice(first)));
 }
@@ -24,7 +24,7 @@ export const firstToken = ({ objective, losses }) => objective.position ?? worst
 
 /** The end of the text before the next token: at least a word, so that tokens of one letter can be read.
  * @param {{ label: string }[]} tokens @param {number} position */
-export function context(tokens, position) {
+function context(tokens, position) {
   const enough = tokens[position].label.length > 1 ? 8 : 1; // letters: one word is little if tokens are words
   let text = "";
   for (let t = position; t >= 0 && text.length < 12; t--) {
@@ -65,7 +65,7 @@ export const storyView = {
 };
 
 /** Which token the story is about. @param {number[]} losses @param {number} position @param {string} unit */
-export function aboutChoice(losses, position, unit) {
+function aboutChoice(losses, position, unit) {
   const first = worst(losses),
     late = losses.length > 2 * CONTEXT;
   if (losses[position] !== losses[first] || (late && position < CONTEXT)) return `the ${unit} that you chose`;
@@ -76,9 +76,9 @@ export function aboutChoice(losses, position, unit) {
 
 function headline(before, row, about) {
   return h(
-    "div",
-    { class: "story-head", key: "headline" },
-    h("p", { class: "where" }, about),
+    "div.story-head",
+    { key: "headline" },
+    h("p.where", about),
     h(
       "h2",
       { id: "story" },
@@ -95,7 +95,7 @@ function words(tokens, losses, position, choose, unit) {
   const items = tokens.map((token, i) => {
     const p = i ? chance(losses[i - 1]) : null;
     return {
-      content: [h("b", {}, visible(token.label)), h("small", {}, p === null ? "–" : percent(p))],
+      content: [h("b", visible(token.label)), h("small", p === null ? "–" : percent(p))],
       label:
         p === null
           ? `${visible(token.label)}, the first token, not predicted`
@@ -104,11 +104,9 @@ function words(tokens, losses, position, choose, unit) {
     };
   });
   return h(
-    "section",
-    { class: "card", "aria-label": "The sentence", key: "words" },
-    h(
-      "p",
-      { class: "caption" },
+    "section.card",
+    { "aria-label": "The sentence", key: "words" },
+    caption(
       `${offline ? "Below" : "Change the sentence above and watch: below"} each ${unit} is the probability that the model gave ` +
         `it, from the ${unit}s before it alone. The stronger the blue, the more it was surprised. Choose a ${unit}.`,
     ),
@@ -117,9 +115,8 @@ function words(tokens, losses, position, choose, unit) {
 }
 
 function guesses(before, row, loss, position, unit) {
-  const target = row.top.some((x) => x.id === row.target_id)
-    ? []
-    : [bar(row.target, row.probability, "a", percent(row.probability), true)];
+  const isTarget = (x) => x.id === row.target_id;
+  const target = { id: row.target_id, word: row.target, p: row.probability };
   return savedFigure(
     {
       class: "card",
@@ -130,30 +127,21 @@ function guesses(before, row, loss, position, unit) {
       values: () => row.top.map((x) => [x.word, x.p]),
       columnLabels: ["token", "probability"],
     },
-    h(
-      "ul",
-      { class: "bars a" },
-      row.top.map((x) => bar(x.word, x.p, "a", percent(x.p), x.id === row.target_id)),
-      target,
-    ),
-    h(
-      "p",
-      { class: "caption" },
-      `${aboutRank(row)} The loss of this ${unit} is −log p = ${number(loss)}: the less probable, the larger.`,
-    ),
+    probabilityBars(row.top.some(isTarget) ? row.top : [...row.top, target], isTarget),
+    caption(`${aboutRank(row)} The loss of this ${unit} is −log p = ${number(loss)}: the less probable, the larger.`),
   );
 }
 
 /** The rank of a target; equal logits share it. @param {any} row */
-export const aboutRank = ({ target, rank, ties, probability: p }) =>
+const aboutRank = ({ target, rank, ties, probability: p }) =>
   `${quote(target)} had rank ${rank.toLocaleString("en")}${ties ? `, shared with ${count(ties, "other token")}` : ""}, ` +
   `with ${probability(p)}.`;
 
 /** What the model would write after the whole sentence. */
 const nextWord = (last) =>
   h(
-    "p",
-    { class: "caption", key: "next", id: "next-word" },
+    "p.caption",
+    { key: "next", id: "next-word" },
     `After the whole sentence the model finds most probable: ` +
       `${last.top.slice(0, 3).map((x) => `${quote(x.word)} (${percent(x.p)})`).join(", ")}.`,
   );
@@ -162,41 +150,22 @@ function blame(position, state, actions) {
   const { objective, groups } = state.overview;
   const known = !state.preview && objective.kind === "position" && objective.position === position;
   return h(
-    "section",
-    { class: "card doors", "aria-label": "Which weights are to blame?", key: "doors" },
-    h("h3", {}, "Which weights are to blame?"),
-    h(
-      "p",
-      { class: "caption" },
+    "section.card.doors",
+    { "aria-label": "Which weights are to blame?", key: "doors" },
+    h("h3", "Which weights are to blame?"),
+    caption(
       "Backpropagation follows this error up through the network, layer by layer, and gives every weight its share. " +
         "Every layer on the way shows its formula with your numbers, and checks it.",
     ),
     known ? shares(groups, actions) : null,
     h(
-      "div",
-      { class: "walk" },
-      h(
-        "button",
-        { type: "button", class: "primary", id: "follow-up", onclick: () => actions.followError(position) },
-        "Follow the error up ↑",
-      ),
+      "div.walk",
+      button("Follow the error up ↑", () => actions.followError(position), { class: "primary", id: "follow-up" }),
       known || offline
         ? null
-        : h(
-            "button",
-            { type: "button", id: "blame", onclick: () => actions.explainWord(position) },
-            "Show their shares",
-          ),
-      h(
-        "button",
-        { type: "button", id: "story-tour", onclick: () => document.getElementById("tour-button")?.click() },
-        "Take the tour",
-      ),
-      h(
-        "button",
-        { type: "button", id: "story-map", onclick: () => actions.go("a_1", "forward") },
-        "Walk forward from the first layer",
-      ),
+        : button("Show their shares", () => actions.explainWord(position), { id: "blame" }),
+      button("Take the tour", () => find("tour-button").click(), { id: "story-tour" }),
+      button("Walk forward from the first layer", () => actions.go("a_1", "forward"), { id: "story-map" }),
     ),
   );
 }
@@ -210,17 +179,9 @@ function shares(groups, actions) {
     h(
       "li",
       { key: `${g.layer} ${g.symbol}` },
-      h(
-        "button",
-        { type: "button", class: "word", onclick: () => actions.go(g.station, "backward") },
-        `${g.symbol} in ${g.where}`,
-      ),
-      h(
-        "span",
-        { class: "track" },
-        h("i", { class: "fill size", style: { width: `${(100 * g.norm ** 2) / total / most}%` } }),
-      ),
-      h("span", { class: "figure" }, percent(g.norm ** 2 / total)),
+      button(`${g.symbol} in ${g.where}`, () => actions.go(g.station, "backward"), { class: "word" }),
+      leftBar(g.norm ** 2 / total / most, "size"),
+      h("span.figure", percent(g.norm ** 2 / total)),
     );
   return savedFigure(
     {
@@ -229,11 +190,7 @@ function shares(groups, actions) {
       values: () => groups.map((g) => [g.layer, g.symbol, g.norm ** 2 / total]),
       columnLabels: ["layer", "parameter", "share"],
     },
-    h("ul", { class: "bars shares", id: "shares" }, largest.map(row)),
-    h(
-      "p",
-      { class: "soft" },
-      "Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from.",
-    ),
+    h("ul.bars.shares", { id: "shares" }, largest.map(row)),
+    soft("Share of the squared length of the whole gradient. Choose a matrix to see where its gradient comes from."),
   );
 }

@@ -2,7 +2,7 @@
 // Station a_0: the tokens, and what the loss would be if another token stood in place of one of them.
 
 import { quote, signed, visible } from "./format.js";
-import { table } from "./parts.js";
+import { caption, figureCell, soft, table, tr } from "./parts.js";
 import { h } from "./render.js";
 
 const ABOUT =
@@ -15,23 +15,22 @@ export function swapTable(view, measured, state) {
   const { tokens } = state.overview;
   const rows = view.swaps.map((row, t) => {
     const swaps = measured?.position === t ? measured.swaps : row.swaps;
-    return h(
-      "tr",
+    return tr(
       { key: t, class: t === state.token ? "chosen" : null },
-      h("td", { class: "figure" }, t + 1),
-      h("td", {}, h("b", {}, visible(tokens[t].label))),
-      h("td", { class: "figure" }, row.id),
-      h("td", {}, swaps.length ? h("ul", { class: "swaps" }, swaps.map(swap)) : "none"),
+      figureCell(t + 1),
+      h("b", visible(tokens[t].label)),
+      figureCell(row.id),
+      h("td", swaps.length ? h("ul.swaps", swaps.map(swap)) : "none"),
     );
   });
-  const caption = measured ? `${quote(tokens[measured.position].label)}: ${measured.caption}` : null;
+  const about = measured ? `${quote(tokens[measured.position].label)}: ${measured.caption}` : null;
   return h(
-    "section",
-    { class: "card", "aria-label": "Replacements", key: "tokens" },
-    h("h3", {}, "The sentence as token ids, and what could have stood there"),
-    h("p", { class: "caption" }, view.swaps_caption),
-    caption ? h("p", { class: "caption", id: "swaps-measured" }, caption) : null,
-    h("p", { class: "soft" }, ABOUT),
+    "section.card",
+    { "aria-label": "Replacements", key: "tokens" },
+    h("h3", "The sentence as token ids, and what could have stood there"),
+    caption(view.swaps_caption),
+    about ? h("p.caption", { id: "swaps-measured" }, about) : null,
+    soft(ABOUT),
     table("Tokens and possible replacements", HEAD, rows, { tall: true }),
   );
 }

@@ -1,7 +1,7 @@
 // @ts-check
 // The tabs of the views, of which one is selected.
 
-import { h, render } from "./render.js";
+import { find, h, render } from "./render.js";
 import { VIEWS } from "./views.js";
 
 /** @param {HTMLElement} tabs @param {any} state @param {any} actions */
@@ -22,8 +22,8 @@ export function drawTabs(tabs, state, actions) {
       view.title,
     );
   render(tabs, VIEWS.map(tab));
-  for (const { id } of VIEWS) /** @type {HTMLElement} */ (document.getElementById(`view-${id}`)).hidden = id !== state.view;
-  scrollTo(tabs, /** @type {HTMLElement} */ (document.getElementById(`tab-${state.view}`)));
+  for (const { id } of VIEWS) find(`view-${id}`).hidden = id !== state.view;
+  scrollTo(tabs, find(`tab-${state.view}`));
 }
 
 /** Bring a tab into view where the row of tabs is wider than the page. @param {HTMLElement} tabs @param {HTMLElement} tab */

@@ -3,7 +3,7 @@
 
 import { offline } from "./api.js";
 import { chance, count, number, percent, quote, visible } from "./format.js";
-import { choice } from "./parts.js";
+import { choice, select } from "./parts.js";
 import { h } from "./render.js";
 import { pythonMenu } from "./save.js";
 
@@ -19,7 +19,7 @@ export function targetBar(state, actions) {
   const { objective, losses, tokens } = state.overview;
   const { kind } = objective;
   const python = pythonMenu("The lines of Python that make this trace", setUp(state));
-  if (offline) return [h("p", { class: "target-label" }, `Explained here: ${objective.label}.`), python];
+  if (offline) return [h("p.target-label", `Explained here: ${objective.label}.`), python];
   const position = objective.position ?? Math.min(state.token, losses.length - 1);
   const choose = (/** @type {string} */ wanted) => {
     if (wanted === "sentence") return actions.explain(null);
@@ -27,13 +27,13 @@ export function targetBar(state, actions) {
     return actions.explain({ kind: "difference", position, against: tokens[position + 1].id });
   };
   return [
-    h("span", { class: "target-name", id: "target-name" }, "Explain"),
+    h("span.target-name", { id: "target-name" }, "Explain"),
     choice("What is differentiated", kinds(state.table.unit), kind, choose, { class: "target-kinds", moves: false }),
     kind === "sentence" ? null : positions(objective, state, actions),
     kind === "difference" ? against(objective, actions) : null,
     h(
-      "p",
-      { class: "target-label", id: "objective", "data-value": objective.value },
+      "p.target-label",
+      { id: "objective", "data-value": objective.value },
       `${objective.label}: ${number(objective.value)}`,
     ),
     python,
@@ -61,23 +61,17 @@ function setUp({ table, overview }) {
 
 function positions(objective, state, actions) {
   const { tokens, losses } = state.overview;
-  const options = losses.map((loss, t) =>
-    h(
-      "option",
-      { value: String(t), key: t },
-      `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(chance(loss))}`,
-    ),
-  );
-  const onchange = (event) => {
-    const position = Number(event.target.value);
+  const options = losses.map((loss, t) => [
+    String(t),
+    `after ${quote(tokens[t].label)}: ${quote(tokens[t + 1].label)}, ${percent(chance(loss))}`,
+  ]);
+  const choose = (value) => {
+    const position = Number(value);
     const { kind } = objective;
     actions.explain(kind === "position" ? { kind, position } : { kind, position, against: tokens[position + 1].id });
   };
-  return h(
-    "select",
-    { id: "position", "aria-label": "Token to explain", value: String(objective.position), onchange },
-    options,
-  );
+  const about = { id: "position", "aria-label": "Token to explain", value: String(objective.position) };
+  return select(about, options, choose);
 }
 
 function against(objective, actions) {
@@ -87,8 +81,8 @@ function against(objective, actions) {
       actions.explain({ kind: "difference", position: objective.position, token: objective.token.id, against: other });
   };
   return h(
-    "form",
-    { class: "against", onsubmit: submit },
+    "form.against",
+    { onsubmit: submit },
     h("label", { for: "against" }, `why ${visible(objective.token.word)} and not`),
     h("input", {
       id: "against",
@@ -98,6 +92,6 @@ function against(objective, actions) {
       placeholder: visible(objective.against.word),
       oninput: (event) => (other = event.target.value),
     }),
-    h("button", { type: "submit", class: "small" }, "explain"),
+    h("button.small", { type: "submit" }, "explain"),
   );
 }

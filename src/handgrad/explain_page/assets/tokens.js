@@ -36,7 +36,7 @@ export function tokenStrip(state, actions) {
     };
   });
   const swatch = (/** @type {number} */ x) =>
-    h("i", { class: "swatch", style: { background: css(color("size", x)) }, "aria-hidden": "true" });
+    h("i.swatch", { style: { background: css(color("size", x)) }, "aria-hidden": "true" });
   return [
     chips({
       label: "Tokens: choose one to follow through the network",
@@ -46,8 +46,7 @@ export function tokenStrip(state, actions) {
       class: "chips",
     }),
     h(
-      "p",
-      { class: "strip-note" },
+      "p.strip-note",
       swatch(0),
       swatch(0.3),
       swatch(0.6),

@@ -1,6 +1,7 @@
 // @ts-check
 // The tour: ten stops. Each scrolls to its subject, highlights it, and puts its box where it does not cover it.
 
+import { button } from "./parts.js";
 import { h, render } from "./render.js";
 import { freeCorner } from "./tour_place.js";
 
@@ -155,15 +156,14 @@ async function show(aside, state, visit) {
   const last = at === STOPS.length - 1;
   aside.hidden = false;
   render(aside, [
-    h("p", { class: "where" }, `Tour · ${at + 1} of ${STOPS.length}`),
+    h("p.where", `Tour · ${at + 1} of ${STOPS.length}`),
     h("h2", { tabindex: "-1" }, title),
-    h("p", {}, text),
+    h("p", text),
     h(
-      "div",
-      { class: "walk" },
-      h("button", { type: "button", id: "tour-end", onclick: () => endTour(aside) }, last ? "done" : "end tour"),
-      h("button", { type: "button", id: "tour-back", disabled: at === 0, onclick: () => move(-1) }, "back"),
-      last ? null : h("button", { type: "button", id: "tour-next", class: "primary", onclick: () => move(1) }, "next"),
+      "div.walk",
+      button(last ? "done" : "end tour", () => endTour(aside), { id: "tour-end" }),
+      button("back", () => move(-1), { id: "tour-back", disabled: at === 0 }),
+      last ? null : button("next", () => move(1), { id: "tour-next", class: "primary" }),
     ),
   ]);
   /** @type {HTMLElement} */ (aside.querySelector("h2")).focus({ preventScroll: true });

@@ -5,7 +5,7 @@
 import { offline } from "./api.js";
 import { filled } from "./colors.js";
 import { number, percent, quote, signed, visible } from "./format.js";
-import { choice, table, viewHead } from "./parts.js";
+import { button, caption, choice, field, figureCell, ofBlock, rowHead, select, soft, table, tr, viewHead } from "./parts.js";
 import { h } from "./render.js";
 import { savedFigure } from "./save.js";
 
@@ -26,7 +26,7 @@ export function whatIfButton(part, name, actions) {
     actions.open("whatif");
   };
   const text = `what if ${name} did not exist?`;
-  return h("p", { key: "what-if" }, h("button", { type: "button", class: "small what-if", onclick: open }, text));
+  return h("p", { key: "what-if" }, button(text, open, { class: "small what-if" }));
 }
 
 export const whatIfView = {
@@ -54,8 +54,7 @@ export const whatIfView = {
     return [
       viewHead("remove a part and measure", "What if it did not exist?", choice("What is set to 0", WAYS, way, turn)),
       h(
-        "p",
-        { class: "summary" },
+        "p.summary",
         "The gradient predicts what happens to the explained number if a part of the model is set to 0: −⟨Δ, a⟩. " +
           "Removing a part is a large step, so the prediction is often wrong. Choose a part to measure.",
       ),
@@ -74,14 +73,10 @@ const same = (/** @type {any} */ a) => place !== null && JSON.stringify(a) === J
 function parts(effects, pick) {
   const { edges, python } = effects;
   return h(
-    "section",
-    { class: "card parts", "aria-label": "Parts", key: "parts" },
-    h("h3", {}, "Predicted change if a head, a skip connection or a neuron were 0"),
-    h(
-      "p",
-      { class: "soft" },
-      "Blue: the number would fall. Red: it would rise. Of each block, the neurons with the largest effect.",
-    ),
+    "section.card.parts",
+    { "aria-label": "Parts", key: "parts" },
+    h("h3", "Predicted change if a head, a skip connection or a neuron were 0"),
+    soft("Blue: the number would fall. Red: it would rise. Of each block, the neurons with the largest effect."),
     grid("Heads", effects.heads[0].map((_, i) => `head ${i + 1}`), effects.heads, pick, {
       python: python.heads,
       part: (b, head) => [{ kind: "head", block: b, head }, `head ${head + 1} of block ${b + 1}`],
@@ -126,15 +121,10 @@ function grid(title, columns, changes, pick, { part, text, python, file, columnL
       style: filled("delta", (0.9 * value) / most),
       onclick: () => pick(chosen),
     };
-    return h("td", {}, h("button", about, text?.(b, i) ?? signed(value, 2)));
+    return h("td", h("button", about, text?.(b, i) ?? signed(value, 2)));
   };
   const rows = changes.map((row, b) =>
-    h(
-      "tr",
-      { key: b },
-      h("th", { scope: "row" }, `block ${b + 1}`),
-      row.map((value, i) => cell(value, b, i)),
-    ),
+    tr({ key: b }, rowHead(`block ${b + 1}`), row.map((value, i) => cell(value, b, i))),
   );
   const numbered = changes.map((row, b) => [b + 1, ...row]);
   return savedFigure(
@@ -148,13 +138,13 @@ function weightForm(state, pick, actions) {
   const labels = state.overview.tokens.map((t) => t.label);
   weight.row = Math.min(weight.row, labels.length - 1);
   weight.column = Math.min(weight.column, weight.row);
-  const field = (name, label, count, text) => {
-    const onchange = (event) => {
-      weight = { ...weight, [name]: Number(event.target.value) };
+  const part = (name, label, count, text) => {
+    const choose = (value) => {
+      weight = { ...weight, [name]: Number(value) };
       actions.redraw();
     };
-    const options = [...Array(count).keys()].map((i) => h("option", { value: String(i), key: i }, text(i)));
-    return h("label", { class: "field" }, label, h("select", { name, value: String(weight[name]), onchange }, options));
+    const options = [...Array(count).keys()].map((i) => [String(i), text(i)]);
+    return field(label, select({ name, value: String(weight[name]) }, options, choose));
   };
   const submit = (event) => {
     event.preventDefault();
@@ -163,13 +153,13 @@ function weightForm(state, pick, actions) {
   const counted = (i) => String(i + 1),
     token = (i) => `${i + 1} ${visible(labels[i])}`;
   return h(
-    "form",
-    { class: "card controls", "aria-label": "One attention weight", key: "weight", onsubmit: submit },
-    h("h3", {}, "One attention weight"),
-    field("block", "block", state.table.blocks, counted),
-    field("head", "head", state.table.heads, counted),
-    field("row", "of token", labels.length, token),
-    field("column", "to token", weight.row + 1, token),
+    "form.card.controls",
+    { "aria-label": "One attention weight", key: "weight", onsubmit: submit },
+    h("h3", "One attention weight"),
+    part("block", "block", state.table.blocks, counted),
+    part("head", "head", state.table.heads, counted),
+    part("row", "of token", labels.length, token),
+    part("column", "to token", weight.row + 1, token),
     h("button", { type: "submit", id: "weight-zero" }, "set to 0"),
   );
 }
@@ -184,19 +174,18 @@ const outcome = (about, ...content) =>
   );
 
 function forwardResult(result) {
-  const fact = (label, text, about = {}) => h("div", {}, h("b", about, text), h("span", {}, label));
+  const fact = (label, text, about = {}) => h("div", h("b", about, text), h("span", label));
   const change = (id, label, value) => fact(label, signed(value, 4), { id, "data-value": value });
   const moves = result.moves.filter((m) => m.target !== null);
   const first = (m) => [...new Set([m.first_before, m.first_after])].map(quote).join(" → ");
   const rows = moves.map((m, t) =>
-    h(
-      "tr",
+    tr(
       { key: t },
-      h("td", {}, visible(m.token)),
-      h("td", {}, h("b", {}, visible(m.target))),
-      h("td", { class: "figure" }, percent(m.before)),
-      h("td", { class: "figure" }, percent(m.after)),
-      h("td", {}, first(m)),
+      visible(m.token),
+      h("b", visible(m.target)),
+      figureCell(percent(m.before)),
+      figureCell(percent(m.after)),
+      first(m),
     ),
   );
   const head = ["after token", "target", "before", "after", "most probable"];
@@ -208,13 +197,13 @@ function forwardResult(result) {
       columnLabels: head,
     },
     h(
-      "div",
-      { class: "facts", "aria-live": "polite" },
+      "div.facts",
+      { "aria-live": "polite" },
       fact("before", number(result.value, 4)),
       change("change-predicted", "change predicted, −⟨Δ, a⟩", result.predicted),
       change("change-measured", "change measured", result.measured),
     ),
-    h("p", { class: "caption" }, result.caption),
+    caption(result.caption),
     table("Predictions before and after", head, rows, { tall: true }),
   );
 }
@@ -222,20 +211,15 @@ function forwardResult(result) {
 const SHOWN = 40; // gradients
 
 function backwardResult(result, actions) {
-  const name = (g) => `∂${g.symbol}${g.block === null ? "" : ` of block ${g.block + 1}`}`;
+  const name = (g) => `∂${g.symbol}${ofBlock(g.block)}`;
   const changed = result.gradients.slice(0, SHOWN);
   const rows = changed.map((g) =>
-    h(
-      "tr",
+    tr(
       { key: g.name },
-      h(
-        "td",
-        {},
-        h("button", { type: "button", class: "small", onclick: () => actions.go(g.station, "backward") }, name(g)),
-      ),
-      h("td", { class: "figure" }, number(g.before)),
-      h("td", { class: "figure" }, number(g.after)),
-      h("td", { class: "figure" }, g.before ? percent(g.change / g.before) : number(g.change)),
+      button(name(g), () => actions.go(g.station, "backward"), { class: "small" }),
+      figureCell(number(g.before)),
+      figureCell(number(g.after)),
+      figureCell(g.before ? percent(g.change / g.before) : number(g.change)),
     ),
   );
   return outcome(
@@ -245,9 +229,9 @@ function backwardResult(result, actions) {
       values: () => result.gradients.map((g) => [name(g), g.before, g.after, g.change]),
       columnLabels: ["gradient", "length before", "length after", "length of the change"],
     },
-    h("p", { class: "caption", id: "cut-caption", "aria-live": "polite" }, result.caption),
+    h("p.caption", { id: "cut-caption", "aria-live": "polite" }, result.caption),
     changed.length < result.gradients.length
-      ? h("p", { class: "soft", id: "cut-shown" }, `Shown: the ${SHOWN} of these ${result.gradients.length} that change most.`)
+      ? h("p.soft", { id: "cut-shown" }, `Shown: the ${SHOWN} of these ${result.gradients.length} that change most.`)
       : null,
     table("Gradients before and after", ["gradient", "length before", "length after", "changed by"], rows, {
       tall: true,

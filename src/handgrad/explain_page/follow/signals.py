@@ -3,7 +3,6 @@ activation is the sum of what the steps that read it send back: a rule per kind 
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -290,10 +289,6 @@ def _query_norm(t: Tensors, here: str, letter: str, j: int) -> Answer:
     norm, sums = wide(step.norm), []
     for h, x in enumerate(t.wide(step.before)):
         a_bar = norm.statistics(norm.forward(x.contiguous())[1])["a_bar"][:, j]
-        beside = number(a_bar, "ā", partial(_in_column, step.before, j, h))
+        beside = number(a_bar, "ā", column(t, step.before, j, h).cell)
         sums.append(Sum((beside, column(t, delta_of(step.after), j, h))))
     return "normalized input · Δ, over the tokens and the heads", sums
-
-
-def _in_column(name: str, j: int, h: int, k: int) -> Cell:
-    return Cell(name, k, j, h)

@@ -51,10 +51,10 @@ def column(t: Tensors, name: str, j: int, head: int | None = None) -> Factor:
     return Factor(x[:, j].double(), lambda k: Cell(name, k, j, head))
 
 
-def one(t: Tensors, name: str, i: int, j: int, head: int | None = None, symbol: str = "") -> Factor:
+def one(t: Tensors, name: str, i: int, j: int, head: int | None = None) -> Factor:
     """A single cell."""
     x = t[name] if head is None else t[name][head]
-    return Factor(x[i, j][None].double(), lambda k: Cell(name, i, j, head), symbol)
+    return Factor(x[i, j][None].double(), lambda k: Cell(name, i, j, head))
 
 
 def number(values: Tensor | float, symbol: str, cell: Callable[[int], Cell | None] = lambda k: None) -> Factor:

@@ -31,7 +31,7 @@ class About:
     forward: tuple[Formula, ...]
     backward: tuple[Formula, ...]
     errata: tuple[str, ...] = ()
-    sources: tuple[tuple[str, str], ...] = ()  # "forward" or "backward", and a name of sources.SOURCES
+    sources: tuple[tuple[str, str], ...] = ()  # "forward" or "backward", and the name of a function
     derived_in: tuple[str, ...] = ()  # pages of docs/layers that derive what is not in the paper
 
 
@@ -92,28 +92,16 @@ def written(name: str) -> str:
     return subscripted("a" if kind == "a" else r"\Delta", number + beside)
 
 
-class NormNames(NamedTuple):
-    """The symbols of a norm: the number of its parameters, input, output, their error signals, and the part of the input's
-    that does not come through the norm."""
-
-    i: str
-    a: str
-    o: str
-    delta_a: str
-    delta_o: str
-    back: str
-
-
 def norm(layer: Norm, i: str, names: tuple[str, str], beside: Sequence[str] = ()) -> About:
     """The norm with the parameters w_i, from one activation to another. `beside` are error signals that reach its input by
     other ways."""
     a, o = names
     back = "".join(f"{written(name)} + " for name in beside)
-    return _NORMS[type(layer)](NormNames(i, written(a), written(o), written(signal(a)), written(signal(o)), back))
+    return _NORMS[type(layer)](i, written(a), written(o), written(signal(a)), written(signal(o)), back)
 
 
-def _layer_norm(names: NormNames) -> About:
-    i, a, o, delta_a, delta_o, back = names
+def _layer_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> About:
+    """i: the number of the parameters; `back`: the part of delta_a that does not come through the norm"""
     return About(
         title="Norm",
         summary="Normalizes each token separately to mean 0 and standard deviation 1, then scales each feature by w and"
@@ -146,8 +134,7 @@ def _layer_norm(names: NormNames) -> About:
     )
 
 
-def _rms_norm(names: NormNames) -> About:
-    i, a, o, delta_a, delta_o, back = names
+def _rms_norm(i: str, a: str, o: str, delta_a: str, delta_o: str, back: str) -> About:
     return About(
         title="Norm",
         summary="Divides each token by the root mean square of its features, then scales each feature by w. Unlike the"
@@ -181,7 +168,7 @@ def _rms_norm(names: NormNames) -> About:
     )
 
 
-_NORMS: dict[type[Norm], Callable[[NormNames], About]] = {LayerNorm: _layer_norm, RMSNorm: _rms_norm}
+_NORMS: dict[type[Norm], Callable[..., About]] = {LayerNorm: _layer_norm, RMSNorm: _rms_norm}
 
 
 def linear(name: str, branches: Sequence[Branch], title: str, summary: str, beyond: str = "") -> About:

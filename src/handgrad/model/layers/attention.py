@@ -90,7 +90,8 @@ class Attention(Parts):
 
     def project(self, a_2: Tensor, run: Pass) -> Projected:
         """a_2 → q, k and v. In mixed precision they are rounded once, after norm and rotation."""
-        direct = None if self.normed or self.rotated else run.operand
+        dtype = None if run.cache is not None else run.operand  # the cache has the dtype of the stream
+        direct = None if self.normed or self.rotated else dtype
         q, k, v = self.by_head(*branches.forward(self.projections(), a_2, run, run.query_rows, direct))
         q_norm = k_norm = None
         if self.normed:
@@ -98,10 +99,10 @@ class Attention(Parts):
             k, k_norm = self.k_norm.forward(k)
         if self.rotated:
             # over what the projections computed for this alone
-            q = rotary.forward(q, *run.query_rotation(), into=q, dtype=run.operand)
-            k = rotary.forward(k, *run.key_rotation(), into=k, dtype=run.operand)
-        if run.operand is not None:
-            q, k, v = (x.to(run.operand) for x in (q, k, v))
+            q = rotary.forward(q, *run.query_rotation(), into=q, dtype=dtype)
+            k = rotary.forward(k, *run.key_rotation(), into=k, dtype=dtype)
+        if dtype is not None:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
         return Projected(q, k, v, q_norm, k_norm)
 
     def forward(self, a_2: Tensor, run: Pass) -> tuple[Tensor, Saved]:
@@ -117,7 +118,8 @@ class Attention(Parts):
             if run.observer is not None:
                 for name, x in zip("qkv", heads[:3], strict=True):
                     run.observer.note(name, x.transpose(0, 1))
-        a_3 = run.at("a_3", heads.a.flatten(1))
+        a_3 = heads.a.flatten(1)
+        a_3 = run.at("a_3", a_3 if run.operand is None else a_3.to(run.operand))
         a_4 = run.at("a_4", self.out.forward(a_3, run))
         return a_4, Saved(heads, a_3, q_norm, k_norm)
 

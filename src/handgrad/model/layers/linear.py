@@ -178,9 +178,9 @@ class Linear(Affine):
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
         if not self.in_parts:
-            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype)
+            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
         for part, w in self._parts(run.weights):
-            into = linear.backward(delta[:, part], w, into, self.dtype)
+            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
         assert into is not None
         return into
 

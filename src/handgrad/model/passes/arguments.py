@@ -102,6 +102,11 @@ class Pass(NamedTuple):
                 self.observer.note(f"{name}_{number}", x)
 
     @property
+    def rounded(self) -> bool:
+        """Whether products round their operands: mixed precision."""
+        return self.operand is not None
+
+    @property
     def edited(self) -> bool:
         """Whether the observer may replace tensors."""
         return self.observer is not None and self.observer.edits

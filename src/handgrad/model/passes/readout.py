@@ -88,7 +88,7 @@ def _in_groups(
         # one mask for all rows: it must not depend on the groups, which differ if examples are measured
         its_run = PLAIN._replace(
             dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(piece.targets)), examples=its_examples,
-            weights=run.weights,
+            weights=run.weights, operand=run.operand,
         )  # fmt: skip
         a_12 = head.forward(a, its_run, buffer[: len(a)]) if objective.needs_logits else buffer[: len(a)]
         if run.observer is not None:

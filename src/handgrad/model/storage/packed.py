@@ -57,7 +57,7 @@ class Packed:
         return self.data.nbytes
 
     def tensor(self) -> Tensor:
-        """The bytes; where they are float numbers and not mapped from an odd address, the numbers themselves, without a copy."""
+        """The bytes; where they are float numbers, and not mapped from an odd address, the numbers, without a copy."""
         dtype = packed.FLOATS.get(self.kind)
         if dtype is None or self.data.storage_offset() % dtype.itemsize:
             return self.data
