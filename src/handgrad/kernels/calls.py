@@ -123,11 +123,9 @@ def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: T
 
 def mixes(*tensors: Tensor) -> bool:
     """Whether `mixed_product` can be called with these."""
-    if not library.allowed() or library.load(torch.bfloat16) is None:
+    if not library.allowed() or library.load(torch.bfloat16) is None or not all(x.numel() for x in tensors):
         return False
-    return all(
-        x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() and x.numel() for x in tensors
-    )
+    return all(x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() for x in tensors)
 
 
 def _either(shape: Shape, x: Tensor) -> list[int]:

@@ -159,7 +159,7 @@ def test_gradients_of_examples(workdir: Path, adapted: bool) -> None:
         model.zero_grad()
         model.loss_and_grads(tokens[i : i + 1], targets[i : i + 1])
         own = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-        assert norm == pytest.approx(own.norm().item(), rel=1e-3)
+        assert norm == pytest.approx(own.norm().item(), rel=5e-3)
     options = ["--data", "data.jsonl", "--prompt", "1", "--answer", "x", *MIXED]
     done = handgrad("influence", "--model", "base", *options)
     assert done.returncode == 0, done.stderr
