@@ -70,7 +70,7 @@ def test_adapters_on_a_base_in_bfloat16(name: str, adapter: dict[str, Any], tmp_
     assert model.packed and not model.unpacks
     assert not any(p.ndim == 2 and not p.requires_grad for p in model.parameters())
     stored = gradients(model, seed=5)
-    assert cosine(stored, found) > 0.9999
+    assert all(torch.equal(stored[x], found[x]) for x in found), "products read the same numbers"
     again = gradients(model, seed=5, recompute="blocks")
     assert all(torch.equal(again[x], stored[x]) for x in stored)
     if not adapter.get("dropout"):  # its masks depend on the pieces
