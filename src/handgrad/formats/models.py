@@ -144,14 +144,18 @@ def open_folder(
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
     precision: str | None = None,
+    rounded: bool = False,
 ) -> GPT:
-    """Load the model or adapter in a folder, or the model in a GGUF file."""
+    """Load the model or adapter in a folder, or the model in a GGUF file. With `rounded`, matrices that do not stay packed
+    are read in bfloat16, frozen, as `round_frozen` stores them."""
     check_choice(precision, dtype)
     dtype = dtype if precision is None else torch.float32
     if bits is not None:
         _check_low_bit(bits, dtype, packed or base_dtype is not None)
     if lora.is_adapter(folder):
-        model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
+        model = open_folder(
+            base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits, rounded=rounded
+        )
         lora.load(model, folder)
     elif bits is not None:
         load_one = partial(load_gguf, packed=True) if is_gguf(folder) else load_directory
@@ -159,9 +163,10 @@ def open_folder(
     else:
         check_packing(folder, packed, base_dtype)
         if is_gguf(folder):
-            model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
+            model = load_gguf(folder, dtype=dtype, device=device, packed=packed, rounded=rounded)
         else:
-            model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+            kept = torch.bfloat16 if rounded and base_dtype is None else base_dtype
+            model = load_directory(folder, dtype=dtype, device=device, base_dtype=kept)
     if precision is not None:
         model.precision = precision
     texts = tokenizer_folder(folder)
@@ -175,9 +180,8 @@ def open_to_generate(folder: Path, bits: int | None = None, precision: str | Non
     """`open_folder` for generation alone. In mixed precision, matrices that are not packed are stored in bfloat16."""
     if precision != MIXED or why_not_mixed() is not None:
         return open_folder(folder, bits=bits, precision=precision)
-    read_rounded = bits is None and not is_gguf(folder) and not lora.is_adapter(folder)
-    kept = "bfloat16" if read_rounded else None
-    model = open_folder(folder, bits=bits, base_dtype=kept, precision=precision)
+    whole = bits is None and not lora.is_adapter(folder)  # an adapter may bring matrices of its own
+    model = open_folder(folder, bits=bits, precision=precision, rounded=whole)
     return round_frozen(model.requires_grad_(False), by_output=True)
 
 

@@ -14,7 +14,6 @@ from ..files.reading import read_text
 from ..formats import models
 from ..formats.run_folder import Checkpoint
 from ..formatting import plural
-from ..gguf.file import is_gguf
 from ..lora import gguf_export
 from ..model.gpt import GPT
 from ..model.precision import MIXED, why_not_mixed
@@ -47,8 +46,8 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         now=clock,
     )
     model = models.open_folder(
-        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=_base_dtype(options, directory),
-        precision=options.precision,
+        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype,
+        precision=options.precision, rounded=_nothing_but_adapters(options, directory),
     )  # fmt: skip
     check_vocabulary(tokenizer, model.config)
     if checkpoint is None:
@@ -156,16 +155,11 @@ def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
         lora.apply(model, options.adapter, options.seed)
 
 
-def _base_dtype(options: FinetuneOptions, directory: Path) -> str | None:
-    """In which dtype matrices are read: for mixed precision in bfloat16, instead of rounding them afterwards, unless some of
-    them will train."""
-    mixes = options.precision == MIXED and why_not_mixed() is None
-    base = models.base_of(directory) if lora.is_adapter(directory) else directory
-    if options.base_dtype is not None or not mixes or is_gguf(base):
-        return options.base_dtype
-    started = directory == base or options.adapter != FinetuneOptions().adapter  # else an adapter of unknown contents
+def _nothing_but_adapters(options: FinetuneOptions, directory: Path) -> bool:
+    """Whether matrices can be read in bfloat16, for mixed precision, instead of being rounded when it is known which train."""
+    known = not lora.is_adapter(directory) or options.adapter != FinetuneOptions().adapter  # else of unknown contents
     frozen = options.adapter is not None and not options.adapter.modules_to_save
-    return "bfloat16" if frozen and started else None
+    return options.precision == MIXED and why_not_mixed() is None and frozen and known
 
 
 def _steps_per_evaluation(training: Examples, validation: Examples | None, batch: int) -> int:
