@@ -53,6 +53,14 @@ def test_products(m: int, n: int, w: int, by_rows: tuple[bool, bool], dtypes: tu
     assert torch.equal(wide[:, 1 : w + 1], found) and not wide[:, 0].any() and not wide[:, w + 1 :].any()
 
 
+@pytest.mark.parametrize(("m", "n", "w"), [(3, 0, 4), (0, 3, 4), (3, 4, 0)])
+def test_empty_products(m: int, n: int, w: int) -> None:
+    """A sum of nothing is 0, not what the memory held."""
+    x, y, before = torch.randn(m, n), torch.randn(n, w), torch.randn(m, w)
+    assert torch.equal(linear.product(x, y, rounded=True), torch.zeros(m, w))
+    assert torch.equal(linear.product(x, y, before.clone(), add=True, rounded=True), before)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e15])
 def test_scales_of_products(scale: float) -> None:
     x, y = torch.randn(20, 40) * scale, torch.randn(40, 30)

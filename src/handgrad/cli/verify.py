@@ -65,8 +65,10 @@ def _verify_model(name: str, seed: int, precision: str | None) -> "Report":
     found = find_model(name)
     console.note(found.note)
     console.note(without_mixing(precision))
-    wanted = None if precision is None else "float32"
-    model = GPT(found.config, seed=seed) if found.folder is None else open_folder(found.folder, wanted)
-    report = verify_on_random_batch(model, seed, precision)
+    if found.folder is None:
+        model = GPT(found.config, seed=seed, precision=precision)
+    else:
+        model = open_folder(found.folder, precision=precision)
+    report = verify_on_random_batch(model, seed)
     report.title = f"{name}: {report.title} (seed {seed})"
     return report

@@ -122,7 +122,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: T
 
 
 def mixes(*tensors: Tensor) -> bool:
-    """Whether `mixed_product` can be called with these."""
+    """Whether `mixed_product` can be called with these, none of them empty."""
     if not library.allowed() or library.load(torch.bfloat16) is None or not all(x.numel() for x in tensors):
         return False
     return all(x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() for x in tensors)

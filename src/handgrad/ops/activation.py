@@ -45,9 +45,9 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
         return (delta * (x > 0)).to(x.dtype), torch.relu(x)
     out, value = torch.empty_like(x), torch.empty_like(x)
     if name in calls.ACTIVATIONS and x.ndim == 2 and delta.shape == x.shape:
-        wide = delta.to(calls.COMPUTED.get(x.dtype, x.dtype))
-        if calls.fits(wide, operands=(x, out, value)):
-            calls.backward_activation(name, wide, x, out, value)
+        given = delta.to(calls.COMPUTED.get(x.dtype, x.dtype))
+        if calls.fits(given, operands=(x, out, value)):
+            calls.backward_activation(name, given, x, out, value)
             return out, value
     slope = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu2": _relu2}[name]
     for part in zip(parts(delta), parts(x), parts(out), parts(value), strict=True):

@@ -16,10 +16,10 @@ from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import block_of
 from ..model.passes.objective import MEAN_LOSS, Objective
-from ..model.precision import MIXED, check_choice
 from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
 from .check_report import Report, Watch, progress_bar, run_check, spinner
 from .checker import Checker, activation_names, check_finite_and_trained, concatenate, loss_of, signal_names
+from .mixed import mixed_paths
 from .oracles import directional_error
 from .paths import (
     Batch,
@@ -32,9 +32,9 @@ from .paths import (
     trace_paths,
     training_paths,
 )
-from .reference_model import Part
+from .reference_model import Part, ReferenceModel
 from .tensor_errors import TensorErrors
-from .wide_layers import float64_copy, shared_copy
+from .wide_layers import float64_copy, in_one_dtype, shared_copy
 
 # bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
 WHOLE = 8 * 5
@@ -51,13 +51,13 @@ def verify(
     objective: Objective = MEAN_LOSS,
     seed: int = 0,
     watch: Watch | None = None,
-    precision: str | None = None,
 ) -> Report:
     """Check every error signal and every parameter gradient of a model on these tokens against autograd and finite
     differences in float64; then the gradients of every code path of training, those computed in the model's own dtype, the
-    log-probabilities that generation computes, low bits and adapters. A model that is too large for that is in float64 a
-    block at a time, and the code paths are computed in its own dtype. Dropout is off, except in separate checks by finite
-    differences. A missing signal or gradient fails.
+    log-probabilities that generation computes, low bits and adapters. In mixed precision (`model.precision`) every product
+    is checked with its rounded operands, and every gradient within what rounding explains. A model that is too large for
+    that is in float64 a block at a time, and the code paths are computed in its own dtype. Dropout is off, except in
+    separate checks by finite differences. A missing signal or gradient fails.
 
     `objective` is what to differentiate instead of the mean loss: hg.PositionLoss(t), hg.LogitDifference(…). `watch` may
     wrap the sequence of names that finite differences test (default: a progress bar, on a terminal). The model is not
@@ -66,9 +66,6 @@ def verify(
     check_integer("seed", seed)
     if not isinstance(objective, Objective):
         raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
-    check_choice(precision, model.dtype)
-    if precision == MIXED:
-        raise HandgradError("mixed precision has no check yet: verify the model in float32")
     check_finite_and_trained(model)
     return _Verification(model, Batch(tokens, targets, lengths, objective), seed).run(watch)
 
@@ -82,7 +79,8 @@ class _Verification:
         self.expected: list[str] = []
         self.report.expected = self.expected
         self.kind = str(model.dtype).removeprefix("torch.")
-        self.own = shared_copy(model)  # as it computes itself
+        self.mixed = shared_copy(model) if model.operand is not None else None
+        self.own = in_one_dtype(shared_copy(model))  # as it computes itself
         checked = float64_copy(model) if fits_whole(model) else self.own
         narrow = gradients_of(self.own, batch) if model.dtype != torch.float64 else None
         self.rounding = TensorErrors()
@@ -112,6 +110,10 @@ class _Verification:
         self._rounding()
         with spinner("traces, generation and adapters"):
             self._add_paths(self._other_paths())
+        if self.mixed is not None:
+            with spinner("products and gradients in mixed precision"):
+                reference = ReferenceModel(in_one_dtype(shared_copy(self.model)), *self.batch)
+                self._add_paths(mixed_paths(self.mixed, self.batch, reference, self.seed))
         return self.report
 
     def _add(self, section: str, id: str, note: str, oracle: str, limit: float, measure: Callable[[], object]) -> None:
@@ -246,7 +248,7 @@ def fits_whole(model: GPT) -> bool:
     return False
 
 
-def verify_on_random_batch(model: GPT, seed: int, precision: str | None = None) -> Report:
+def verify_on_random_batch(model: GPT, seed: int) -> Report:
     """`verify` on three random sequences of different lengths, with a fifth of the targets ignored."""
     check_integer("seed", seed)
     if model.size < SMALL_MODEL:
@@ -256,4 +258,4 @@ def verify_on_random_batch(model: GPT, seed: int, precision: str | None = None) 
     tokens, targets = (torch.randint(model.config.n_vocab, (sum(lengths),), generator=generator) for _ in range(2))
     targets[torch.rand(len(targets), generator=generator) < 0.2] = -100
     targets[0] = tokens[-1]
-    return verify(model, tokens, targets, lengths, seed=seed, precision=precision)
+    return verify(model, tokens, targets, lengths, seed=seed)

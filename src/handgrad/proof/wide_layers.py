@@ -16,7 +16,13 @@ ROWS_AT_ONCE = 4096  # of the head and the embeddings
 
 def float64_copy(model: GPT) -> GPT:
     """A copy of the model in float64, without dropout: it is checked as a whole."""
-    return copy.deepcopy(model).double().eval()
+    return in_one_dtype(copy.deepcopy(model)).double().eval()
+
+
+def in_one_dtype(model: GPT) -> GPT:
+    """The same model, not in mixed precision."""
+    model.precision = str(model.dtype).removeprefix("torch.")
+    return model
 
 
 def shared_copy(model: GPT) -> GPT:

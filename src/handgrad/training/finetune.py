@@ -156,7 +156,8 @@ def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
 
 
 def _nothing_but_adapters(options: FinetuneOptions, directory: Path) -> bool:
-    """Whether matrices can be read in bfloat16, for mixed precision, instead of being rounded when it is known which train."""
+    """Whether matrices can be read in bfloat16, for mixed precision, instead of being rounded after some were chosen to
+    train."""
     known = not lora.is_adapter(directory) or options.adapter != FinetuneOptions().adapter  # else of unknown contents
     frozen = options.adapter is not None and not options.adapter.modules_to_save
     return options.precision == MIXED and why_not_mixed() is None and frozen and known

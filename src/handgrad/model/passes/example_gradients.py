@@ -284,7 +284,7 @@ class PieceExamples:
         self.gradients.row_losses(x, self.target_rows)
 
     def sums(self, p: nn.Parameter, x: Tensor) -> None:
-        self.gradients.sums(p, x, self._rows(x))
+        self.gradients.sums(p, x.to(p.dtype), self._rows(x))
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor) -> None:
         self.gradients.look_up(p, delta, ids, self._rows(ids))
