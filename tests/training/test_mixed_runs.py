@@ -81,7 +81,7 @@ def settings(run: str) -> dict[str, Any]:
         (finetune, ["--targets", "lm_head", "--modules-to-save", "ln_f,wte"]),
         (finetune, ["--full"]),
     ],
-    ids=str,
+    ids=lambda x: x.__name__ if callable(x) else " ".join(map(str, x)) or "plain",
 )
 def test_resume_is_bit_identical(workdir: Path, command: Any, options: list[object]) -> None:
     for name in "ab":
