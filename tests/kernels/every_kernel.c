@@ -92,16 +92,20 @@ static void products(size m, size n, size w) {
 }
 
 static uint8_t *packed(size kind, size blocks) {
-    size bytes = kind == 0 ? 34 : kind == 1 ? 18 : 20;
+    size bytes = kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64;
     uint8_t *data = malloc((size_t)(blocks * bytes));
     for (size i = 0; i < blocks * bytes; i++) data[i] = (uint8_t)(128 + 127 * draw());
+    if (kind == 3) { /* bfloat16 between 2⁻⁴ and 2⁴ */
+        for (size i = 1; i < blocks * bytes; i += 2) data[i] = 0x3e + (data[i] & 0x81);
+        return data;
+    }
     for (size i = 0; i < blocks; i++) /* float16 of about 2⁻⁷ */
         for (int j = 0; j < (kind == 2 ? 2 : 1); j++) data[i * bytes + 2 * j + 1] = 0x20 | (data[i * bytes + 2 * j + 1] & 0x83);
     return data;
 }
 
 static void packed_products(size n, size f_in, size f_out) {
-    for (size kind = 0; kind < 3; kind++) {
+    for (size kind = 0; kind < 4; kind++) {
         uint8_t *w = packed(kind, f_in / 32 * f_out);
         size numbers = f_in * f_out > n * f_out ? f_in * f_out : n * f_out;
         float *a = malloc((size_t)(n * f_in) * 4), *out = malloc((size_t)numbers * 4);
@@ -110,9 +114,11 @@ static void packed_products(size n, size f_in, size f_out) {
         hg_packed_product(kind, n, f_in, f_out, a, f_in, w, out, f_out);
         for (size i = 0; i < n * f_out; i++) wide[i] = (real)out[i];
         show("packed", wide, n * f_out);
-        hg_packed_unpack(kind, f_in / 32 * f_out, w, out);
-        for (size i = 0; i < f_in * f_out; i++) wide[i] = (real)out[i];
-        show("unpacked", wide, f_in * f_out);
+        if (kind < 3) {
+            hg_packed_unpack(kind, f_in / 32 * f_out, w, out);
+            for (size i = 0; i < f_in * f_out; i++) wide[i] = (real)out[i];
+            show("unpacked", wide, f_in * f_out);
+        }
         free(w), free(a), free(out), free(wide);
     }
 }

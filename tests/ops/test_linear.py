@@ -41,3 +41,11 @@ def test_every_dtype_and_scale(scale: float, dtype: torch.dtype) -> None:
     expected = [plain.forward(a, w, b), plain.delta_prev(delta, w), plain.grad_w(delta, a), plain.grad_b(delta)]
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == dtype and relative_error(x, y) <= ROUNDING[dtype]
+
+
+def test_a_mixed_product_over_nothing_is_the_bias() -> None:
+    x, y = torch.empty(5, 0, dtype=torch.bfloat16), torch.empty(0, 7, dtype=torch.bfloat16)
+    for bias in (None, torch.randn(7)):
+        torch.full((300, 300), torch.nan)  # memory that may be used again
+        found = fast.product(x, y, None, torch.float32, bias=bias)
+        assert torch.equal(found, torch.zeros(5, 7) if bias is None else bias.expand(5, 7))

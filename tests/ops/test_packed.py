@@ -154,7 +154,7 @@ def test_four_bits_are_not_worse_than_those_of_gguf(scale: float) -> None:
     assert errors[0].sum() < 0.95 * errors[1].sum()
 
 
-PRODUCTS = ["Q8_0", "Q4_0", "Q4_1"]
+PRODUCTS = ["Q8_0", "Q4_0", "Q4_1", "BF16"]
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

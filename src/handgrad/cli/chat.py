@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import HandgradError, for_command_line
 from ..files.reading import JSON_BYTES, MB, decode
 from . import console
-from .generate import BITS, MIN_P, PENALTY, TEMPERATURE, TOKENS, TOP_K, TOP_P, sampling, text
+from .generate import (
+    BITS,
+    MIN_P,
+    PENALTY,
+    PRECISION,
+    TEMPERATURE,
+    TOKENS,
+    TOP_K,
+    TOP_P,
+    note_precision,
+    sampling,
+    text,
+)
 
 if TYPE_CHECKING:
     from ..inference.conversation import Chat
@@ -52,6 +64,7 @@ def chat(
     repetition_penalty: Annotated[float, PENALTY] = 1.0,
     seed: Annotated[int | None, SEED] = None,
     bits: Annotated[int | None, BITS] = None,
+    precision: Annotated[str | None, PRECISION] = None,
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands, such as /why and /adapter.
 
@@ -67,7 +80,8 @@ def chat(
 
     how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    session = Session(_open(model, system, max_new_tokens, how, bits), interactive)
+    note_precision(precision)
+    session = Session(_open(model, system, max_new_tokens, how, bits, precision), interactive)
     if interactive:
         size = session.chat.model.size
         console.note(
@@ -89,9 +103,11 @@ def chat(
             console.err.print(for_command_line(mistake), style="red", highlight=False, soft_wrap=True, markup=False)
 
 
-def _open(name: str, system: str | None, max_new_tokens: int, how: Any, bits: int | None) -> "Chat":
+def _open(
+    name: str, system: str | None, max_new_tokens: int, how: Any, bits: int | None, precision: str | None
+) -> "Chat":
     """Load the model; an adapter goes onto its base, so that it can be taken off again."""
-    from ..formats.models import base_of, chat_template_of, open_folder, tokenizer_folder, weights_folder
+    from ..formats.models import base_of, chat_template_of, open_to_generate, tokenizer_folder, weights_folder
     from ..inference.conversation import Chat
     from ..lora import is_adapter
     from ..text import downloads
@@ -105,7 +121,7 @@ def _open(name: str, system: str | None, max_new_tokens: int, how: Any, bits: in
         raise HandgradError(
             f"{folder} has no chat template, so it is no chat model: continue a text with handgrad generate --prompt"
         )
-    network = open_folder(base, bits=bits)
+    network = open_to_generate(base, bits, precision)
     if base is not folder:
         network.text_source = str((tokenizer_folder(folder) or base).absolute())
     made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=max_new_tokens)

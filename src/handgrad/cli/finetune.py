@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..training.config import FORMATS, LOSS_ON, TOO_LONG, FinetuneOptions
-from .options import COMMON_LOGGING, COMMON_OPTIMIZATION, Options, with_options
+from .options import COMMON_LOGGING, COMMON_OPTIMIZATION, PRECISION, Options, with_options
 
 OPTIONS: Options = {
     "Data": {
@@ -23,6 +23,7 @@ OPTIONS: Options = {
     "Model": {
         "model": "A model directory, a .gguf file, smollm2, a run folder, an adapter to continue, or a name on the hub.",
         "dtype": "Data type: float32, float64 or bfloat16.",
+        "precision": PRECISION,
         "packed": "Keep the matrices of a GGUF model packed: the same gradients. Least memory with --recompute blocks.",
         "base_dtype": "Keep the matrices of a model directory in two bytes: bfloat16 or float16.",
         "gguf": "Also write the adapter as adapter.gguf, for llama.cpp's --lora.",

@@ -31,6 +31,10 @@ MODEL = text(
     " [default: the newest run in runs/]"
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")
+PRECISION = text(
+    "Precision: float32, or mixed: matrices and operands of products in bfloat16, half the memory. [default: that of the"
+    " weights]"
+)
 PROMPT = text(
     "Prompt, formatted as --format says, or - for standard input; several times for several. [default: continue a line feed]"
 )
@@ -81,6 +85,7 @@ def generate(
     logprobs: Annotated[int | None, LOGPROBS] = None,
     no_cache: Annotated[bool, NO_CACHE] = False,
     bits: Annotated[int | None, BITS] = None,
+    precision: Annotated[str | None, PRECISION] = None,
     cost: Annotated[str | None, COST] = None,
 ) -> None:
     """Continue prompts, or answer messages, token by token.
@@ -97,7 +102,7 @@ def generate(
       handgrad generate --model smollm2 --prompt "The primary colors are" --format raw
       handgrad generate --model smollm2 --bits 4 --cost sample
     """
-    from ..formats.models import open_folder, weights_folder
+    from ..formats.models import open_to_generate, weights_folder
     from ..inference.engine import Engine, Options
     from ..inference.model_text import model_text
     from ..inference.sampling import Sampling
@@ -126,7 +131,8 @@ def generate(
         _print_cost(folder, bits, cost)
         return
     asked = chat or (_lines(prompts_file) if prompts_file else _texts(prompt))
-    network = open_folder(folder, bits=bits)
+    note_precision(precision)
+    network = open_to_generate(folder, bits, precision)
     known = model_text(network)
     if model is None:
         console.note(f"from {folder}")
@@ -158,6 +164,14 @@ def generate(
         _write(batch, [""] * len(prompts) if answers else prompts)
     if any(result.finish == "context" for result in batch.results()):
         console.note(f"the context of {limit:,} tokens is full: --context-full slide continues")
+
+
+def note_precision(precision: str | None) -> None:
+    """Check the precision, and say so if this machine computes in float32 instead."""
+    from ..model.precision import check_choice, without_mixing
+
+    check_choice(precision, None)
+    console.note(without_mixing(precision))
 
 
 def _print_cost(folder: Path, bits: int | None, text: str) -> None:

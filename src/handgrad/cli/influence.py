@@ -9,7 +9,7 @@ import typer
 from ..errors import HandgradError
 from . import console
 from .console import JsonOption
-from .options import FORMAT
+from .options import FORMAT, Precision
 
 
 def influence(
@@ -36,6 +36,7 @@ def influence(
         str, typer.Option(help="Rank by score, the product of the gradients, or by cosine, their direction alone.")
     ] = "score",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the projection.")] = 0,
+    precision: Precision = None,
     format: Annotated[str | None, FORMAT] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page on which answers open.")] = None,
     json: JsonOption = None,
@@ -67,7 +68,7 @@ def influence(
     if html is not None:
         check_writable(html)
     console.check_json_target(json)
-    network = load(model)
+    network = load(model, precision=precision)
     query = queries if queries is not None else {"prompt": prompt or "", "completion": answer}
     with console.working("comparing gradients of the examples"):
         found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)

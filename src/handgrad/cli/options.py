@@ -24,6 +24,11 @@ FORMAT = typer.Option(
 StoredDtype = Annotated[
     str | None, typer.Option(help="Data type to store: float64, float32, bfloat16 or float16. [default: unchanged]")
 ]
+PRECISION = (
+    "Precision: float32, or mixed, which is faster on processors that multiply bfloat16: products of operands rounded to it,"
+    " everything else in float32. [default: that of the data type]"
+)
+Precision = Annotated[str | None, typer.Option("--precision", help=PRECISION)]
 MODEL = (
     f"A preset ({', '.join(PRESETS)}), a model directory, a run folder (its best checkpoint), an adapter, or a name on the"
     " hub. A preset's bare name is the preset; ./NAME is the folder."

@@ -6,7 +6,8 @@ import typer
 
 from . import console
 from .console import JsonOption
-from .options import MODEL, MODEL_SHAPE, PRESET
+from .generate import note_precision
+from .options import MODEL, MODEL_SHAPE, PRESET, Precision
 
 
 def plan(
@@ -16,6 +17,7 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens per sequence. [default: the model's context]")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Data type: float64, float32 or bfloat16.")] = "float32",
+    precision: Precision = None,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the adapters. [default: 0, train all weights]")] = 0,
     targets: Annotated[
         list[str] | None,
@@ -84,6 +86,7 @@ def plan(
 
     console.check_json_target(json_file)
     check_threads(threads)
+    note_precision(precision)
     changes = {
         "n_blocks": n_blocks, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab, "n_context": n_context,
         "d_hidden": d_hidden, "tied": tied, "logits_bias": logits_bias,
@@ -93,7 +96,8 @@ def plan(
     before = peak_memory()
     planned = plan_model(
         found, {k: v for k, v in changes.items() if v is not None}, rank, tuple(targets or ()),
-        packed, base_dtype, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute, update_inside=update_inside,
+        packed, base_dtype, precision, batch=batch, tokens=tokens, dtype=dtype, recompute=recompute,
+        update_inside=update_inside,
     )  # fmt: skip
     if not console.write_json(plan_table.to_json(planned), json_file):
         with using(threads), console.working("timing trial steps"):

@@ -11,6 +11,7 @@ import typer
 
 from ..errors import HandgradError
 from . import console
+from .generate import PRECISION, note_precision
 
 
 def serve(
@@ -50,6 +51,7 @@ def serve(
             metavar="N", help="Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]"
         ),
     ] = None,
+    precision: Annotated[str | None, PRECISION] = None,
     max_body: Annotated[int, typer.Option(min=1000, help="Bytes that a request may have.")] = 4_000_000,
 ) -> None:
     """Serve a model to clients of OpenAI's interface: completions, chats, structured output, tools, embeddings.
@@ -70,7 +72,8 @@ def serve(
 
     folder = weights_folder(model)
     base = name or Path(find_model(model).name).name
-    models = open_models(folder, base, {called: locate(path) for called, path in named.items()}, bits)
+    note_precision(precision)
+    models = open_models(folder, base, {called: locate(path) for called, path in named.items()}, bits, precision)
     server = Server(
         models,
         host=host,

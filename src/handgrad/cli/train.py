@@ -4,7 +4,7 @@ from typing import Any
 
 from ..model.config import PRESETS
 from ..training.config import TrainOptions
-from .options import COMMON_LOGGING, COMMON_OPTIMIZATION, MODEL_SHAPE, Options, with_options
+from .options import COMMON_LOGGING, COMMON_OPTIMIZATION, MODEL_SHAPE, PRECISION, Options, with_options
 
 OPTIONS: Options = {
     "Data": {
@@ -20,6 +20,7 @@ OPTIONS: Options = {
         " name is the preset; ./NAME is the folder.",
         **MODEL_SHAPE,
         "dtype": "Data type: float32, float64 or bfloat16.",
+        "precision": PRECISION,
     },
     "Length": {
         "steps": "Number of optimizer steps. [default: 2000]",

@@ -17,7 +17,7 @@ from ..training.distributed import Ranks
 from ..training.job import Job
 from ..training.lifecycle import GGUF_ADAPTER, Prepare, Request, Result, dry_run, execute
 from ..training.option_file import read_option_file
-from ..training.run_plan import plan_job
+from ..training.run_plan import plan_job, saved_by_mixing
 from ..training.threads import using
 from . import console
 
@@ -74,6 +74,7 @@ def _print_dry_run(job: Job, display: Lines, runtime_bytes: int) -> None:
             f"{plural(job.recipe.steps, 'step')} would take about {duration(job.recipe.steps * predicted.step_seconds)}"
         )
         display.say(f"dry run, nothing was trained: {total}, without evaluations")
+        console.note(saved_by_mixing(job, job.recipe.steps, job.recipe.steps * predicted.step_seconds))
 
 
 def _print_result(result: Result) -> None:
@@ -107,3 +108,5 @@ def _print_result(result: Result) -> None:
     written = [(what, result.path), ("gguf", result.folder / GGUF_ADAPTER), ("report", result.folder / "report.html")]
     for name, path in written if job.options.gguf else (written[0], written[2]):
         console.say(f"{name:<8}{path}")
+    if job.options.command == "finetune":
+        console.note(saved_by_mixing(job, job.step, job.seconds))

@@ -8,7 +8,7 @@ import typer
 from ..errors import HandgradError
 from . import console
 from .console import JsonOption
-from .options import MODEL
+from .options import MODEL, Precision
 
 if TYPE_CHECKING:
     from ..proof.check_report import Report
@@ -21,6 +21,7 @@ def verify(
     ] = None,
     json_file: JsonOption = None,
     model: Annotated[str | None, typer.Option(help=f"{MODEL} [default: none, check the paper]")] = None,
+    precision: Precision = None,
 ) -> None:
     """Prove every equation, number and claim of the paper on this machine.
 
@@ -39,7 +40,9 @@ def verify(
     console.check_json_target(json_file)
     if model is not None and only is not None:
         raise HandgradError("--only selects the paper's checks; with --model every check runs: leave out --only")
-    report = _verify_paper(seed, only) if model is None else _verify_model(model, seed)
+    if model is None and precision is not None:
+        raise HandgradError("--precision is that of a model: give --model as well")
+    report = _verify_paper(seed, only) if model is None else _verify_model(model, seed, precision)
     console.conclude(report, json_file)
 
 
@@ -53,14 +56,19 @@ def _verify_paper(seed: int, only: str | None) -> "Report":
     return ledger.run(seed, only, progress_bar("checking"))
 
 
-def _verify_model(name: str, seed: int) -> "Report":
+def _verify_model(name: str, seed: int, precision: str | None) -> "Report":
     from ..formats.models import find_model, open_folder
     from ..model.gpt import GPT
+    from ..model.precision import without_mixing
     from ..proof.verify import verify_on_random_batch
 
     found = find_model(name)
     console.note(found.note)
-    model = GPT(found.config, seed=seed) if found.folder is None else open_folder(found.folder)
+    console.note(without_mixing(precision))
+    if found.folder is None:
+        model = GPT(found.config, seed=seed, precision=precision)
+    else:
+        model = open_folder(found.folder, precision=precision)
     report = verify_on_random_batch(model, seed)
     report.title = f"{name}: {report.title} (seed {seed})"
     return report

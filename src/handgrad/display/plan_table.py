@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ..formatting import duration, flop, percent, plural, size
 from ..plan.estimate import Plan
+from ..plan.packing import unpacked_kinds
 from ..plan.parameters import parameters
 from ..plan.timing import Forecast
 
@@ -19,7 +20,8 @@ def to_json(plan: Plan) -> str:
          "times": c.n_blocks if p.layer == "block" else 1}
         for p in parameters(c)
     ]  # fmt: skip
-    plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds")}
+    plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds", "mixed")}
+    plain["precision"] = plan.precision
     plain["packed"] = sorted(set(plan.kinds.values()))
     config = {**vars(c), "rope_scaling": c.rope_scaling._asdict()}
     return json.dumps({"config": config, **plain, "bytes_peak": plan.bytes_peak, "parameters": rows}, indent=1)
@@ -63,7 +65,8 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
 def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     """FLOP, bytes and seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {plan.dtype}"
+    how = "mixed precision" if plan.mixed else plan.dtype
+    table.title = f"[bold]A step of {plan.batch:,} × {plural(plan.tokens, 'token')} in {how}"
     table.add_column("quantity", no_wrap=True, min_width=20)
     table.add_column("amount", justify="right", no_wrap=True, min_width=14)
     if width >= 72:
@@ -85,7 +88,7 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     row("gradients", size(plan.bytes_gradients), "")
     row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
     row("saved activations", size(plan.bytes_saved), "for the backward pass")
-    unpacked = ", with its weights unpacked" if kinds else ""
+    unpacked = ", with its weights unpacked" if unpacked_kinds(plan.kinds, plan.mixed) else ""
     row("temporary buffers", size(plan.bytes_temporary), f"of the logits, or a block's backward pass{unpacked}")
     row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
     row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),

@@ -173,7 +173,8 @@ def describe(job: Job) -> list[str]:
     shape = f"{plural(m.n_blocks, 'block')} of width {m.d_model:,}, context {m.n_context:,}"
     return [
         f"model: {plural(total, 'parameter')}, {shape}{part}",
-        f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer}, lr {number(r.lr)}, {o.dtype}",
+        f"training: {until} of {job.training.describe_size(job.batch)}, {o.optimizer}, lr {number(r.lr)},"
+        f" {'mixed precision' if job.model.operand is not None else o.dtype}",
     ]
 
 

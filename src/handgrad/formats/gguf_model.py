@@ -24,16 +24,18 @@ def load_gguf(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     packed: bool = False,
+    rounded: bool = False,
 ) -> GPT:
     """Load in float32 unless another dtype is given. With `packed`, matrices stay in the types of the file, mapped from it,
-    and are unpacked to `dtype` whenever they are used; everything is then frozen."""
+    and are unpacked to `dtype` whenever they are used; with `rounded`, others are stored in bfloat16. Everything is then
+    frozen."""
     computed = torch.float32 if dtype is None else as_dtype(dtype)
     config, tensors, _ = read_model(path)
     unpacked = sum(prod(stored.shape) for stored in tensors.values() if not (packed and _stays_packed(stored)))
     packing = f"finetune {option('packed', True)}, generate {option('bits', 8)} or 4"
     remedy = f"free some, or keep the matrices packed ({packing})"
-    check_memory(4 * unpacked, f"the unpacked weights of {path} need", remedy)
-    weights = {name: _weight(stored, packed) for name, stored in tensors.items()}
+    check_memory((2 if rounded else 4) * unpacked, f"the unpacked weights of {path} need", remedy)
+    weights = {name: _weight(stored, packed, rounded) for name, stored in tensors.items()}
     model = build(read_config(config, path), weights, computed, device)
     model.source = str(path.absolute())
     return model
@@ -54,8 +56,9 @@ def _stays_packed(stored: Stored) -> bool:
     return len(stored.shape) == 2 and stored.kind in KINDS and stored.kind != "F32"
 
 
-def _weight(stored: Stored, packed: bool) -> Tensor | Packed:
+def _weight(stored: Stored, packed: bool, rounded: bool) -> Tensor | Packed:
     if packed and _stays_packed(stored):
         rows, columns = stored.shape
         return Packed(stored.data, stored.kind, (rows, columns))
-    return dequantize(stored)
+    found = dequantize(stored)
+    return Packed.of(found, "BF16") if rounded and found.ndim == 2 else found

@@ -4,6 +4,7 @@
 import importlib.util
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -12,12 +13,14 @@ from pathlib import Path
 import torch
 
 from .. import lora
-from ..errors import HandgradError, option, shown
+from ..errors import HandgradError, HandgradWarning, option, shown
 from ..gguf.file import is_gguf, open_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
+from ..model.precision import MIXED, check_choice, why_not_mixed, without_mixing
 from ..model.storage.quantize import check_bits, quantize
+from ..model.storage.rounded import round_frozen
 from ..text import chat_template, downloads, tokenizer
 from ..text import format as text_format
 from ..text.chat_template import ChatTemplate
@@ -111,6 +114,7 @@ def load(
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
     bits: int | None = None,
+    precision: str | None = None,
 ) -> GPT:
     """Load a model: a Hugging Face directory (config.json and safetensors, in one file or several), a GGUF file, a PEFT
     adapter together with its base model, the best checkpoint of a run folder, "smollm2", which is fetched if necessary, or,
@@ -121,8 +125,14 @@ def load(
     packed       keep the matrices of a GGUF file packed: they are frozen, and unpacked one block at a time when used
     base_dtype   keep the matrices of a directory in two bytes, "bfloat16" or "float16", frozen, and compute in float32
     bits         8 or 4: round the matrices to them, frozen, for fast generation; a GGUF file with as few keeps them
+    precision    "mixed": weights and everything else in float32, and operands of products and of attention rounded to
+                 bfloat16; "float32": no rounding. Default: the precision of the dtype
     """
-    return open_folder(locate(path), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
+    if line := without_mixing(precision):
+        warnings.warn(HandgradWarning(line), stacklevel=2)
+    return open_folder(
+        locate(path), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits, precision=precision
+    )
 
 
 def open_folder(
@@ -133,12 +143,19 @@ def open_folder(
     bits: int | None = None,
     packed: bool = False,
     base_dtype: torch.dtype | str | None = None,
+    precision: str | None = None,
+    rounded: bool = False,
 ) -> GPT:
-    """Load the model or adapter in a folder, or the model in a GGUF file."""
+    """Load the model or adapter in a folder, or the model in a GGUF file. With `rounded`, matrices that do not stay packed
+    are read in bfloat16, frozen, as `round_frozen` stores them."""
+    check_choice(precision, dtype)
+    dtype = dtype if precision is None else torch.float32
     if bits is not None:
         _check_low_bit(bits, dtype, packed or base_dtype is not None)
     if lora.is_adapter(folder):
-        model = open_folder(base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits)
+        model = open_folder(
+            base_of(folder), dtype, device, packed=packed, base_dtype=base_dtype, bits=bits, rounded=rounded
+        )
         lora.load(model, folder)
     elif bits is not None:
         load_one = partial(load_gguf, packed=True) if is_gguf(folder) else load_directory
@@ -146,14 +163,26 @@ def open_folder(
     else:
         check_packing(folder, packed, base_dtype)
         if is_gguf(folder):
-            model = load_gguf(folder, dtype=dtype, device=device, packed=packed)
+            model = load_gguf(folder, dtype=dtype, device=device, packed=packed, rounded=rounded)
         else:
-            model = load_directory(folder, dtype=dtype, device=device, base_dtype=base_dtype)
+            kept = torch.bfloat16 if rounded and base_dtype is None else base_dtype
+            model = load_directory(folder, dtype=dtype, device=device, base_dtype=kept)
+    if precision is not None:
+        model.precision = precision
     texts = tokenizer_folder(folder)
     model.text_source = model.source if texts is None else str(texts.absolute())
     if texts is not None and (not is_gguf(texts) or "tokenizer.ggml.model" in open_gguf(texts).metadata):
         model.read_tokenizer = tokenizer.read
     return model
+
+
+def open_to_generate(folder: Path, bits: int | None = None, precision: str | None = None) -> GPT:
+    """`open_folder` for generation alone. In mixed precision, matrices that are not packed are stored in bfloat16."""
+    if precision != MIXED or why_not_mixed() is not None:
+        return open_folder(folder, bits=bits, precision=precision)
+    whole = bits is None and not lora.is_adapter(folder)  # an adapter may bring matrices of its own
+    model = open_folder(folder, bits=bits, precision=precision, rounded=whole)
+    return round_frozen(model.requires_grad_(False), by_output=True)
 
 
 def _check_low_bit(bits: object, dtype: torch.dtype | str | None, also_packed: bool) -> None:

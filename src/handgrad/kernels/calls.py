@@ -121,11 +121,9 @@ def product(a: Tensor, b: Tensor, out: Tensor | None, add: bool = False, bias: T
 
 def mixes(*tensors: Tensor) -> bool:
     """Whether `mixed_product` can be called with these, none of them empty."""
-    if not library.allowed() or library.load(torch.bfloat16) is None:
+    if not library.allowed() or library.load(torch.bfloat16) is None or not all(x.numel() for x in tensors):
         return False
-    return all(
-        x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() and x.numel() for x in tensors
-    )
+    return all(x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 1 in x.stride() for x in tensors)
 
 
 def _either(shape: Shape, x: Tensor) -> list[int]:
@@ -145,7 +143,7 @@ def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Te
     bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
     (m, n), w = a.shape, b.shape[1]
     exact = out.dtype is torch.float32
-    if not n or (not exact and (add or n > DEEPEST_ROUNDED)):
+    if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
     address, stride = _rows((m, w), torch.float32 if exact else torch.bfloat16, out)
     result = *_numbers(w, torch.float32, bias), address, int(exact), stride, int(add)

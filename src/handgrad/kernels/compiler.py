@@ -91,10 +91,10 @@ def build(real: str, out: Path, log: Path) -> None:
 
 def _run(arguments: list[str], log: Path | None = None) -> str:
     """The output of the compiler. Raises CompilerError, with the first line that speaks of an error, if it fails."""
-    found = command()
-    if found is None:
+    compiler = command()
+    if compiler is None:
         raise CompilerError("there is no C compiler (cc, gcc, clang, or what CC names)")
-    words = [*found, *arguments]
+    words = [*compiler, *arguments]
     try:
         done = subprocess.run(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=300
@@ -105,6 +105,9 @@ def _run(arguments: list[str], log: Path | None = None) -> str:
     except subprocess.TimeoutExpired as late:
         output, status = "", f"no end within {late.timeout:.0f} seconds"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        if found := re.search(r"#error (.+)", line):  # in our own words: what this machine lacks
+            raise CompilerError(found[1])
     errors = [line for line in lines if re.search("error|cannot find", line, re.IGNORECASE)]  # the second by a linker
     said = [*errors, *lines, "it printed nothing"][0]
     where = ""

@@ -31,7 +31,8 @@ from . import compiler, signatures
 REAL = {torch.float32: "float", torch.float64: "double", torch.bfloat16: compiler.MIXED}
 LARGEST = 1 << 26  # bytes of a compiled file
 
-_allowed: ContextVar[bool] = ContextVar("kernels_allowed", default=os.environ.get("HANDGRAD_KERNELS", "1") != "0")
+_switched_on = os.environ.get("HANDGRAD_KERNELS", "1") != "0"
+_allowed: ContextVar[bool] = ContextVar("kernels_allowed", default=_switched_on)
 
 
 @contextlib.contextmanager
@@ -86,7 +87,9 @@ def load(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why there are no kernels for a dtype; None if there are."""
+    """Why there are no kernels for a dtype; None if there are. Not asked again in a context that disables them."""
+    if not _switched_on:
+        return "HANDGRAD_KERNELS=0 switches kernels off"
     if load(dtype) is not None:
         return None
     return _failures.get(dtype, "there are none for this dtype")

@@ -7,7 +7,7 @@
 #ifdef MIXED
 #include <immintrin.h>
 #ifndef __AVX512BF16__
-#error this processor does not multiply bfloat16 (AVX512_BF16 is missing)
+#error this processor does not multiply bfloat16: it has no AVX512_BF16
 #endif
 #endif
 

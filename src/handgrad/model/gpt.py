@@ -198,7 +198,7 @@ class GPT(Network):
         # Pieces processed one after the other hold the activations of one piece only; processed together, block by block,
         # all gradients of a block are final at once.
         # Packed weights are then unpacked once for all pieces.
-        together = options.recomputes or self.packed or not work.pieces or (examples is not None and examples.together)
+        together = options.recomputes or self.unpacks or not work.pieces or (examples is not None and examples.together)
         windows = [work.pieces] if together else [[piece] for piece in work.pieces]
         fresh = [p for p in parameters if p.grad is None]
         # gradients allocated between the activations of two pieces would fragment memory

@@ -20,7 +20,7 @@ from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Linear, freeze
 from .layers.norms import NORMS, Norm
 from .layers.parts import Parts, part
-from .precision import MIXED, check_precision, why_not_mixed
+from .precision import MIXED, check_choice, check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
 
 
@@ -40,6 +40,7 @@ class Network(Parts):
         seed: int = 0,
         dtype: torch.dtype | str = torch.float32,
         device: torch.device | str | None = None,
+        precision: str | None = None,
     ):
         super().__init__()
         if not isinstance(config, ModelConfig):
@@ -49,6 +50,7 @@ class Network(Parts):
             )
         check_integer("seed", seed)
         dtype = as_dtype(dtype)
+        check_choice(precision, dtype)
         self.config = config
         self.adapter: Any = None  # LoRAConfig of the injected adapters; set by handgrad.lora
         self.named_adapters: dict[str, list[str]] = {}  # several adapters by name, with the layers they change
@@ -57,7 +59,7 @@ class Network(Parts):
         self.read_tokenizer: Callable[[Path], Any] | None = None  # reads it; set by handgrad.formats
         self._tokenizer: tuple[str, Any] = ("", None)  # where it was read, and the tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
-        self._mixed = False
+        self._mixed = precision == MIXED
         meta = torch.device("meta")
         self._build(meta)
         self.to(dtype)
@@ -213,6 +215,13 @@ class Network(Parts):
     def packed(self) -> bool:
         """Whether weights are packed."""
         return self.scratch is not None
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether a pass has to unpack weights: not those that are stored as what products read."""
+        wide = self.operand or self.dtype
+        held = (x.packed for x in self.modules() if isinstance(x, Linear) and x.packed is not None)
+        return self.packed and any(matrix.tensor().dtype is not wide for matrix in held)
 
     @contextmanager
     def weights(self, layer: nn.Module, few_rows: bool = False) -> Iterator[Weights]:

@@ -9,10 +9,11 @@ bfloat16: `storage/rounded.py`.
 
 import torch
 
-from ..errors import HandgradError, shown
+from ..errors import HandgradError, option, shown
 from ..kernels import library
 
 MIXED = "mixed"
+PRECISIONS = ("float32", MIXED)  # that a command can ask for
 
 
 def check_precision(precision: object, dtype: torch.dtype) -> str:
@@ -26,6 +27,26 @@ def check_precision(precision: object, dtype: torch.dtype) -> str:
             " model.to(dtype) changes the dtype of the parameters"
         )
     return str(precision)
+
+
+def check_choice(precision: object, dtype: torch.dtype | str | None) -> None:
+    """Raise unless this precision, None for that of the dtype, can be asked for together with a dtype, None for any."""
+    if precision is None:
+        return
+    if precision not in PRECISIONS:
+        raise HandgradError(f"{option('precision')} must be {' or '.join(PRECISIONS)}, not {shown(precision)}")
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name != "float32":
+        raise HandgradError(
+            f"{option('precision', precision)} computes with weights in float32: leave out {option('dtype', name)}, or"
+            f" {option('precision')}"
+        )
+
+
+def without_mixing(precision: str | None) -> str:
+    """A line for the user if mixed precision is asked for and this machine computes in float32 instead, or \"\"."""
+    reason = why_not_mixed() if precision == MIXED else None
+    return "" if reason is None else f"mixed precision needs products of bfloat16, and {reason}; computing in float32"
 
 
 def why_not_mixed() -> str | None:

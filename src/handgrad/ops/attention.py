@@ -383,7 +383,8 @@ def _limit(window: int | None, span: Span) -> int | None:
 
 def _needs_float64(lse: Tensor) -> bool:
     """Whether float32 rounds the scores of these rows too much."""
-    return lse.dtype == torch.float32 and torch.linalg.vector_norm(lse, math.inf).item() > FLOAT32_SCORES
+    wide = lse.dtype != torch.float32 or lse.is_meta  # a plan counts tensors on the meta device
+    return not wide and torch.linalg.vector_norm(lse, math.inf).item() > FLOAT32_SCORES
 
 
 def _correction(delta: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:

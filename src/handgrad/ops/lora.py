@@ -74,5 +74,5 @@ def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:
 def grad_m(delta: Tensor, z: Tensor, c: Tensor, into: Tensor | None) -> Tensor:
     """∂m += Σ_tok Δ ∘ z / c   (f_out)"""
     wide = delta.float() if delta.dtype == torch.bfloat16 else delta  # bfloat16 would round every product
-    grad = torch.linalg.vecdot(wide, z.to(wide.dtype), dim=0).div_(c).to(delta.dtype)
+    grad = torch.linalg.vecdot(wide, z.to(wide.dtype), dim=0).div_(c).to(c.dtype)  # in mixed precision Δ is narrower
     return grad if into is None else into.add_(grad)

@@ -27,9 +27,9 @@ def forming(lengths: Sequence[int], f_in: int, f_out: int, with_grad: bool) -> b
 
 
 def formed(a: Tensor, delta: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """Yield ∂w_i = a_iᵗ Δ_i of each example, in this dtype (default: that of a)."""
+    """Yield ∂w_i = a_iᵗ Δ_i of each example, in this dtype, or in at least float32."""
     for a_i, delta_i in zip(torch.split(a, list(lengths)), torch.split(delta, list(lengths)), strict=True):
-        yield linear.grad_w(delta_i, a_i, None, dtype)
+        yield linear.grad_w(delta_i, a_i, None, dtype or _wide_dtype(a))
 
 
 def grams(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -52,8 +52,7 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
     """⟨∂w_i, ∂w_j⟩ of all pairs   (B, B)"""
     f = a.shape[1] * delta.shape[1]
     if len(a) * f + len(lengths) ** 2 * f < len(a) ** 2 * (a.shape[1] + delta.shape[1]):
-        wide = torch.promote_types(a.dtype, torch.float32)
-        flat = torch.stack([grad.reshape(-1) for grad in formed(a, delta, lengths, wide)])
+        flat = torch.stack([grad.reshape(-1) for grad in formed(a, delta, lengths)])
         return inner(flat, flat)
     a, delta = _wide(a), _wide(delta)
     rows = []
@@ -64,8 +63,9 @@ def products(a: Tensor, delta: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Σ_tok x_i of each example: (n, f) → (B, f), (n) → (B)"""
-    return torch.stack([x_i.sum(0) for x_i in torch.split(x, list(lengths))])
+    """Σ_tok x_i of each example: (n, f) → (B, f), (n) → (B), in at least float32"""
+    dtype = _wide_dtype(x)
+    return torch.stack([x_i.sum(0, dtype=dtype) for x_i in torch.split(x, list(lengths))])
 
 
 def row_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -83,10 +83,11 @@ def products_with(a: Tensor, delta: Tensor, q: Tensor, lengths: Sequence[int]) -
     """⟨∂w_i, Q_k⟩ of given matrices q (K, f_in, f_out)   (B, K). For one matrix (a_i Q) · Δ_i, as cheap as ∂w itself; for
     several, each ∂w_i is formed once."""
     if len(q) == 1:
-        along = torch.linalg.vecdot(linear.forward(a, q[0], None, dtype=q.dtype), delta.to(q.dtype), dim=1)
+        wide = _wide(delta)
+        along = torch.linalg.vecdot(linear.forward(a, q[0], None, dtype=wide.dtype), wide, dim=1)
         return sums(along.double(), lengths)[:, None]
     flat = q.flatten(1)
-    return torch.cat([inner(grad.reshape(1, -1), flat) for grad in formed(a, delta, lengths, q.dtype)])
+    return torch.cat([inner(grad.reshape(1, -1), flat) for grad in formed(a, delta, lengths)])
 
 
 # ── embeddings, and a head that shares their matrix ─────────────────────────────────────────────────────────────────
@@ -124,4 +125,8 @@ def table_head_products(
 
 def _wide(x: Tensor) -> Tensor:
     """In at least float32: sums in bfloat16 have three digits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(_wide_dtype(x))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

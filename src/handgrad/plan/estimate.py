@@ -15,9 +15,10 @@ from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
 from ..model.config import ModelConfig, preset
+from ..model.precision import MIXED, check_choice, why_not_mixed
 from .flop import Work, flop
 from .memory import BYTES, largest_layer, saved, temporary, tokens_per_piece, workspace
-from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes
+from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
 
@@ -57,6 +58,11 @@ class Plan:
     rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
+    mixed: bool = False  # operands of products in two bytes
+
+    @property
+    def precision(self) -> str:
+        return MIXED if self.mixed else self.dtype
 
     @property
     def piece(self) -> int:
@@ -84,6 +90,7 @@ def make_plan(
     extra: int = 0,
     kinds: Kinds | None = None,
     rows: int | None = None,
+    mixed: bool = False,
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -93,6 +100,7 @@ def make_plan(
     extra           its trainable parameters besides the factors: magnitudes, modules_to_save
     kinds           types of the matrices that stay packed, by name
     rows            how many tokens of a sequence have a target (default: all)
+    mixed           compute in mixed precision
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -128,6 +136,9 @@ def make_plan(
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
     piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
+    unpacked = unpacked_kinds(kinds, mixed)
+    of_block, of_head = buffers(config, unpacked)
+    of_buffers = (of_block / 2, of_head / 2) if mixed else (of_block, of_head)
     forward, backward = flop(config, Work.of(tokens, config, rows).times(batch), ranks, recompute)
 
     return Plan(
@@ -144,13 +155,14 @@ def make_plan(
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
         bytes_optimizer=2 * size * trainable,
-        bytes_saved=size * saved(config, batch, tokens, piece, recompute, together=bool(kinds)),
-        bytes_temporary=size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
-        + workspace(config, dtype),
+        bytes_saved=int(size * saved(config, batch, tokens, piece, recompute, bool(unpacked), mixed)),
+        bytes_temporary=int(size * temporary(config, piece, head_trains, recompute, of_buffers, mixed))
+        + workspace(config, dtype, mixed),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,
+        mixed=mixed,
     )  # fmt: skip
 
 
@@ -161,16 +173,23 @@ def plan_model(
     targets: Sequence[str],
     packed: bool = False,
     base_dtype: str | None = None,
+    precision: str | None = None,
     **step: Any,
 ) -> Plan:
     """Plan a step of the model that a user named: a preset with `changes`, a model directory or file, or an existing
-    adapter; its matrices may stay `packed`, or be kept in `base_dtype`. `step` holds the other arguments of `make_plan`."""
+    adapter; its matrices may stay `packed`, or be kept in `base_dtype`. With a `precision` of "mixed", on a machine that
+    multiplies bfloat16, those that do not train are kept in it. `step` holds the other arguments of `make_plan`."""
+    check_choice(precision, step.get("dtype"))
+    mixed = step["mixed"] = precision == MIXED and why_not_mixed() is None
     if changes and not found.is_preset:
         shape = option(next(iter(changes)))
         raise HandgradError(f"{shape} needs a preset, and {found.name} is a folder with a fixed shape: leave it out")
     config = preset(found.name, **changes) if found.is_preset else found.config
     kinds = _kinds(found, config, packed, base_dtype)
-    if found.folder is not None and lora.is_adapter(found.folder):
+    adapted = found.folder is not None and lora.is_adapter(found.folder)
+    if mixed and (rank or adapted):
+        kinds = {**two_bytes(config, "bfloat16"), **kinds}
+    if found.folder is not None and adapted:
         if rank or targets:
             raise HandgradError(
                 f"{found.name} is an adapter, and the plan is for training it: leave out {option('rank')} and"

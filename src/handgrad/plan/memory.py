@@ -21,15 +21,17 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # per number
 
 @lru_cache(maxsize=32)
 @torch.no_grad()
-def saved_per_token(config: ModelConfig, i: int = 0) -> int:
+def saved_per_token(config: ModelConfig, i: int = 0, mixed: bool = False) -> float:
     """Numbers that block i saves per token, counted in a forward pass of one token on the meta device: a_1 and a_5 with
-    their statistics, q, k, v, a_3, the log-sum-exp, a_7 or gate and up."""
-    model = outline(config, i)
-    run = Pass(spans_of((1,)), rotation=model.rotation(torch.zeros(1, device="meta")))
+    their statistics, q, k, v, a_3, the log-sum-exp, a_7 or gate and up. In mixed precision those that products read have two
+    bytes instead of four, and count half."""
+    model = outline(config, i, torch.float32) if mixed else outline(config, i)
+    rotation = model.rotation(torch.zeros(1, device="meta"))
+    run = Pass(spans_of((1,)), rotation=rotation, operand=torch.bfloat16 if mixed else None)
     a_1 = torch.empty(1, config.d_model, device="meta", dtype=model.dtype)
     saved = model.blocks[0].forward(a_1, run)[1]
     storages = [x.untyped_storage() for x in _tensors(saved)]  # a part of a tensor keeps all of it in memory
-    return sum({x._cdata: x.nbytes() for x in storages}.values()) // a_1.itemsize
+    return sum({x._cdata: x.nbytes() for x in storages}.values()) / a_1.itemsize
 
 
 def _tensors(saved: Any) -> list[Tensor]:
@@ -45,13 +47,21 @@ def tokens_per_piece(batch: int, tokens: int, adapted: bool) -> int:
     return -(-batch // pieces) * tokens
 
 
-def saved(config: ModelConfig, batch: int, tokens: int, piece: int, recompute: str, together: bool = False) -> int:
+def saved(
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    piece: int,
+    recompute: str,
+    together: bool = False,
+    mixed: bool = False,
+) -> float:
     """Numbers saved for the backward pass: by every block for one piece; with recompute="blocks" every block's input
     for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position. Pieces that
     are processed `together`, because weights are packed, are all saved, and so are their a_10 and Δ_10."""
     c = config
     angles = c.query_width if c.positions == "rotary" else 0
-    per_token = {i: saved_per_token(c, i) for i in kinds_of_blocks(c)}
+    per_token = {i: saved_per_token(c, i, mixed) for i in kinds_of_blocks(c)}
     if recompute == "blocks":
         return batch * tokens * (c.d_model * (c.n_blocks + 2) + angles) + piece * max(per_token.values())
     of_token = sum(count * per_token[i] for i, count in kinds_of_blocks(c).items()) + angles
@@ -63,25 +73,29 @@ def temporary(
     piece: int,
     head_trains: bool,
     recompute: str = "none",
-    unpacked: tuple[int, int] = (0, 0),
-) -> int:
+    unpacked: tuple[float, float] = (0, 0),
+    mixed: bool = False,
+) -> float:
     """Numbers in temporary buffers at the peak, for pieces of `piece` tokens: the logits of some rows, or a block's
     feed-forward in the backward pass (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by
     side), whichever is more, and a few copies of the residual stream. `unpacked` are the numbers of a block and of the
-    head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do."""
+    head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do. In mixed precision
+    a_8 and Δ_7 have two bytes."""
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     mlp = outline(config).blocks[0].mlp
     signals = len(mlp.letters())
     copies = signals if len(mlp.projections()) < signals else 0
-    feed_forward = (2 + signals + copies) * config.hidden_width
+    feed_forward = (1 + (1 + signals + copies) / (2 if mixed else 1)) * config.hidden_width
     of_block, of_head = unpacked
-    recomputed = piece * max(saved_per_token(config, i) for i in kinds_of_blocks(config))
+    recomputed = piece * max(saved_per_token(config, i, mixed) for i in kinds_of_blocks(config))
     of_head -= recomputed if recompute == "blocks" else 0
     return max(rows * config.n_vocab + of_head, piece * feed_forward + of_block) + 4 * piece * config.d_model
 
 
-def workspace(config: ModelConfig, dtype: str) -> int:
+def workspace(config: ModelConfig, dtype: str, mixed: bool = False) -> int:
     """Bytes that matrix products keep allocated besides tensors: nothing where handgrad computes them itself."""
+    if mixed:
+        return 0
     if library.allowed() and library.multiplies() and library.load(getattr(torch, dtype)) is not None:
         return 0
     return min(WORKSPACE, BYTES[dtype] * config.n_vocab * config.d_model)

@@ -16,9 +16,9 @@ from ..model.names import without_block
 
 
 @lru_cache(maxsize=32)
-def outline(config: ModelConfig, i: int = 0) -> GPT:
+def outline(config: ModelConfig, i: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
     """The model with block i as its only one."""
-    return GPT(with_blocks(config, (i,)), device="meta", dtype=torch.float64)
+    return GPT(with_blocks(config, (i,)), device="meta", dtype=dtype)
 
 
 def with_blocks(config: ModelConfig, blocks: Sequence[int]) -> ModelConfig:

@@ -28,6 +28,11 @@ def two_bytes(config: ModelConfig, dtype: str) -> Kinds:
     return dict.fromkeys(matrices(config), TWO_BYTES[dtype])
 
 
+def unpacked_kinds(kinds: Kinds, mixed: bool) -> Kinds:
+    """Those of the packed matrices that are unpacked to be used: in mixed precision not those in bfloat16."""
+    return {name: kind for name, kind in kinds.items() if not mixed or kind != TWO_BYTES["bfloat16"]}
+
+
 def kinds_of(model: GPT) -> Kinds:
     """The types of a model's packed matrices."""
     names = model.config.table.names

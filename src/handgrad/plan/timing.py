@@ -19,13 +19,16 @@ from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import without_block
 from ..model.passes.readout import rows_at_once
+from ..model.precision import MIXED, why_not_mixed
 from ..model.storage.packed import Packed
+from ..model.storage.rounded import round_frozen
+from ..ops import linear
 from ..ops.loss import NO_TARGET
 from ..ops.packed import bytes_per_row
 from .estimate import Plan, make_plan
 from .memory import BYTES
 from .outline import kinds_of_blocks, linear_layers, with_blocks
-from .packing import uses
+from .packing import unpacked_kinds, uses
 
 LARGEST_FLOP, LARGEST_BYTES = 1e12, 2e9  # of a trial step; a larger one is predicted from the matmul rate alone
 UNPACKED_ROWS = 4096  # most that are unpacked to measure the time
@@ -64,8 +67,8 @@ def predict(plan: Plan, budget: float = 1.5) -> float:
     pieces, with_target = -(-plan.batch * plan.tokens // plan.piece), plan.piece // plan.tokens * plan.rows
     groups = pieces * -(-with_target // rows)
     return _computing(plan, budget) + sum(
-        count * unpack_seconds(kind, shape, plan.dtype)
-        for (kind, shape), count in uses(plan.config, plan.kinds, groups).items()
+        count * unpack_seconds(kind, shape, "bfloat16" if plan.mixed else plan.dtype)
+        for (kind, shape), count in uses(plan.config, unpacked_kinds(plan.kinds, plan.mixed), groups).items()
     )
 
 
@@ -80,7 +83,7 @@ def unpack_seconds(kind: str, shape: tuple[int, int], dtype: str) -> float:
 def too_large(plan: Plan) -> bool:
     """Whether the largest trial step, of three blocks, would take too long or too much memory."""
     config = replace(with_blocks(plan.config, (0, 0, 0)), n_vocab=min(MANY, plan.config.n_vocab))
-    trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype)
+    trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype, mixed=plan.mixed)
     most = min(LARGEST_BYTES, available_memory()[0] / 4)  # four trials exist at once
     return trial.forward_flop + trial.backward_flop > LARGEST_FLOP or trial.bytes_peak > most
 
@@ -88,7 +91,7 @@ def too_large(plan: Plan) -> bool:
 def _computing(plan: Plan, budget: float) -> float:
     """Seconds of a step without unpacking."""
     if too_large(plan):
-        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.dtype)
+        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.precision)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
@@ -119,7 +122,7 @@ class _Trial:
 
     def __init__(self, plan: Plan, blocks: tuple[int, ...], n_vocab: int):
         config = replace(with_blocks(plan.config, blocks), n_vocab=n_vocab)
-        self.model = GPT(config, dtype=getattr(torch, plan.dtype))
+        self.model = GPT(config, dtype=getattr(torch, plan.dtype), precision=MIXED if plan.mixed else None)
         ranks: dict[str, int] = {}
         for name, rank in plan.ranks.items():
             inside = without_block(name)
@@ -128,6 +131,8 @@ class _Trial:
         if ranks:
             adapter = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
             lora.apply(self.model, adapter, any_rank=True)
+        if ranks and plan.mixed:
+            round_frozen(self.model)
         self.tokens = torch.randint(n_vocab, (plan.piece // plan.tokens, plan.tokens))
         self.targets = self.tokens.clone()
         self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
@@ -167,14 +172,17 @@ def _best_times(steps: dict[Shape, _Trial], budget: float) -> dict[Shape, Times]
 SHAPES = ((512, 768, 3072), (512, 1024, 1024))  # n, f_in, f_out of large layers
 
 
-def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
-    """FLOP per second of matrix products alone: the best over large shapes."""
-    if dtype not in BYTES:
-        raise HandgradError(f"unknown dtype {dtype!r}; choose one of {', '.join(BYTES)}")
+def matmul_rate(precision: str = "float32", seconds: float = 0.2) -> float:
+    """FLOP per second of matrix products alone, in a dtype or in mixed precision: the best over large shapes."""
+    if precision not in (*BYTES, MIXED):
+        raise HandgradError(f"unknown dtype {precision!r}; choose one of {', '.join(BYTES)}")
+    mixed = precision == MIXED and why_not_mixed() is None
+    dtype = torch.bfloat16 if mixed else torch.float32 if precision == MIXED else getattr(torch, precision)
     best = 0.0
     for n, f_in, f_out in SHAPES:
-        a, w = (torch.ones(shape, dtype=getattr(torch, dtype)) for shape in ((n, f_in), (f_in, f_out)))
-        product = partial(torch.mm, a, w, out=torch.empty(n, f_out, dtype=a.dtype))
+        a, w = (torch.ones(shape, dtype=dtype) for shape in ((n, f_in), (f_in, f_out)))
+        out = torch.empty(n, f_out, dtype=torch.float32 if mixed else dtype)
+        product = partial(linear.product, a, w, out) if mixed else partial(torch.mm, a, w, out=out)
         best = max(best, 2 * n * f_in * f_out / best_of(product, seconds / len(SHAPES)))
     return best
 
@@ -182,14 +190,14 @@ def matmul_rate(dtype: str = "float32", seconds: float = 0.2) -> float:
 class Peak:
     """The machine's peak matmul rate: measured at first use, and raised by any faster step, so that MFU is at most 1."""
 
-    def __init__(self, dtype: str):
-        self.dtype, self.rate = dtype, 0.0
+    def __init__(self, precision: str):
+        self.precision, self.rate = precision, 0.0
 
     def mfu(self, done: float, seconds: float) -> float:
         """Model FLOP utilization (MFU): `done` FLOP divided by what the peak rate allows in `seconds`."""
         if done <= 0 or seconds <= 0:
             return 0.0
-        self.rate = max(self.rate or matmul_rate(self.dtype), done / seconds)
+        self.rate = max(self.rate or matmul_rate(self.precision), done / seconds)
         return done / seconds / self.rate
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HandgradError
-from ..formats.models import chat_template_of, chat_template_with, open_folder
+from ..formats.models import chat_template_of, chat_template_with, open_to_generate
 from ..inference.model_text import ModelText, model_text
 from ..lora.named import load_named
 from ..lora.peft import check_base, is_adapter
@@ -33,8 +33,14 @@ class Models:
     tokens: TokenText
 
 
-def open_models(folder: Path, name: str, adapters: Mapping[str, Path] | None = None, bits: int | None = None) -> Models:
-    """Load a model, and adapters that were trained on it, by name; `bits` as in `hg.load`."""
+def open_models(
+    folder: Path,
+    name: str,
+    adapters: Mapping[str, Path] | None = None,
+    bits: int | None = None,
+    precision: str | None = None,
+) -> Models:
+    """Load a model, and adapters that were trained on it, by name; `bits` and `precision` as in `hg.load`."""
     adapters = dict(adapters or {})
     if name in adapters:
         raise HandgradError(f"the model and an adapter are both called {name!r}: give the adapter another name")
@@ -42,7 +48,7 @@ def open_models(folder: Path, name: str, adapters: Mapping[str, Path] | None = N
         if not is_adapter(adapter):
             raise HandgradError(f"{adapter} is not the folder of an adapter: it has no adapter_config.json")
         check_base(adapter, folder)
-    network = open_folder(folder, bits=bits)
+    network = open_to_generate(folder, bits, precision)
     text = model_text(network)
     if adapters:
         load_named(network, adapters)

@@ -9,6 +9,7 @@ from ..checks import LIMITS, check_integer, check_number, check_stored, check_th
 from ..errors import HandgradError, option
 from ..lora.config import LoRAConfig
 from ..lora.patterns import split_names
+from ..model.precision import check_choice
 
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
 
@@ -64,6 +65,7 @@ class TrainOptions:
     update_inside: bool = False
     recompute: str = "none"
     dtype: str = "float32"
+    precision: str | None = None  # "float32" or "mixed"; default: that of the dtype
     seed: int = 0
     threads: int | None = None  # default: measured once, and recorded
     follow_load: bool = False  # measure again while training
@@ -91,6 +93,7 @@ class TrainOptions:
             raise HandgradError(f"{option('recompute')} must be none or blocks, not {self.recompute!r}")
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise HandgradError(f"{option('dtype')} must be float32, float64 or bfloat16, not {self.dtype!r}")
+        check_choice(self.precision, self.dtype)
         if not 0 <= self.val_share < 1:
             raise HandgradError(f"{option('val_share')} must be at least 0 and below 1, not {self.val_share}")
         if sum(x is not None for x in (self.steps, self.epochs, self.minutes)) > 1:

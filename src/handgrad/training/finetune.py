@@ -16,6 +16,8 @@ from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..lora import gguf_export
 from ..model.gpt import GPT
+from ..model.precision import MIXED, why_not_mixed
+from ..model.storage.rounded import round_frozen
 from ..optim import FINETUNE_LR, LORA_LR
 from ..text import examples, validation_split
 from ..text import format as text_format
@@ -44,15 +46,18 @@ def prepare(options: FinetuneOptions, ranks: Ranks, display: Display, checkpoint
         now=clock,
     )
     model = models.open_folder(
-        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype
-    )
+        directory, getattr(torch, options.dtype), packed=options.packed, base_dtype=options.base_dtype,
+        precision=options.precision, rounded=_nothing_but_adapters(options, directory),
+    )  # fmt: skip
     check_vocabulary(tokenizer, model.config)
     if checkpoint is None:
         _choose_weights(model, options)
+    if model.operand is not None and model.adapter is not None:
+        round_frozen(model)
 
     if options.gguf:
         gguf_export.check(model)
-    if model.packed and options.sample_tokens and ranks.first:
+    if model.unpacks and options.sample_tokens and ranks.first:
         display.say("The weights are packed: no samples while training, because each token would unpack every block.")
     training, validation, summary = _examples(options, how, tokenizer, model, ranks, display)
     options = replace(options, format=summary.format)
@@ -148,6 +153,14 @@ def _choose_weights(model: GPT, options: FinetuneOptions) -> None:
             )
     elif options.adapter is not None:
         lora.apply(model, options.adapter, options.seed)
+
+
+def _nothing_but_adapters(options: FinetuneOptions, directory: Path) -> bool:
+    """Whether matrices can be read in bfloat16, for mixed precision, instead of being rounded after some were chosen to
+    train."""
+    known = not lora.is_adapter(directory) or options.adapter != FinetuneOptions().adapter  # else of unknown contents
+    frozen = options.adapter is not None and not options.adapter.modules_to_save
+    return options.precision == MIXED and why_not_mixed() is None and frozen and known
 
 
 def _steps_per_evaluation(training: Examples, validation: Examples | None, batch: int) -> int:

@@ -133,7 +133,7 @@ def make_job(
     if checkpoint is not None:
         _restore(job, checkpoint)
     if ranks.first:
-        job.peak = Peak(options.dtype)
+        job.peak = Peak(model.precision)
     return job
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,7 @@ from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..kernels import library
 from ..lora import gguf_export
 from ..model.gpt import GPT
+from ..model.precision import MIXED, why_not_mixed, without_mixing
 from ..per_example.outliers import Outlying
 from . import checkpoint as checkpoint_files
 from . import example_report, tensorboard
@@ -134,6 +135,12 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         for line in start.messages:
             display.say(line)
         options = _options(request, start)
+        mixes = why_not_mixed() is None
+        if start.settings.get("mixes", mixes) != mixes and options.precision == MIXED:
+            options, line = _keep_precision(options, start.folder)
+            display.say(line)
+        elif line := without_mixing(options.precision):
+            display.say(line)
         ranks.set_timeout(options.peer_timeout)
         checkpoint = run.checkpoint(Path(start.checkpoint), contents=False) if start.checkpoint else None
         job = request.prepare(options, ranks, display, checkpoint)
@@ -145,9 +152,13 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         _check_not_shorter(request, job, start)
         if not job.ended:
             library.prepare(job.model.dtype, display.say)  # before steps are timed
+            if job.model.operand is not None:
+                library.prepare(job.model.operand, display.say)
         with Threads(job, ranks, display.say, start.settings.get("threads")) as threads:
             if not job.resumed:
                 settings["threads"] = threads.number  # of the first step
+                if options.precision == MIXED:
+                    settings["mixes"] = mixes  # whether the machine multiplied bfloat16
             ranks.run_on_first(lambda: _begin(run, job, settings))
             new = False
             if job.ended:
@@ -284,6 +295,15 @@ def _options(request: Request[C], start: _Start) -> C:
         return request.kind.parse({**recorded, **changes})
     except TypeError as reason:
         raise HandgradError(f"{start.folder}/run.json was not written by this version: {reason}") from None
+
+
+def _keep_precision(options: C, folder: str) -> tuple[C, str]:
+    """The options of a run in mixed precision that was started on another kind of machine, and a line that says how it is
+    continued."""
+    if line := without_mixing(options.precision):
+        return options, f"{line}: the bits differ from those that {folder} would have where it was started"
+    line = f"{folder} was started on a machine without products of bfloat16, in float32: it continues in float32"
+    return replace(options, precision=None), line
 
 
 def _from_json(options: dict[str, Any]) -> dict[str, Any]:

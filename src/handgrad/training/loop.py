@@ -194,7 +194,7 @@ class Sample(NamedTuple):
 
 def sample(job: Job) -> Sample:
     """A sample whose prompt is the beginning of the validation data."""
-    if not job.options.sample_tokens or job.validation is None or job.model.packed:  # a token would unpack every block
+    if not job.options.sample_tokens or job.validation is None or job.model.unpacks:  # a token would unpack every block
         return Sample()
     prompt = job.validation.sample_prompt()
     count, seed = job.options.sample_tokens, job.options.seed

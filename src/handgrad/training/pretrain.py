@@ -45,8 +45,11 @@ def prepare(options: TrainOptions, ranks: Ranks, display: Display, checkpoint: C
 
     context = shape.n_context
     training, validation = batches.split(tokens, context, options.val_share, options.seed)
-    dtype = getattr(torch, options.dtype)
-    model = open_folder(directory, dtype) if directory is not None else GPT(shape, seed=options.seed, dtype=dtype)
+    dtype, precision = getattr(torch, options.dtype), options.precision
+    if directory is not None:
+        model = open_folder(directory, dtype, precision=precision)
+    else:
+        model = GPT(shape, seed=options.seed, dtype=dtype, precision=precision)
     batch = max(1, round((options.batch_tokens or 12 * context) / context))
     options = replace(options, batch_tokens=batch * context)
     recipe = _decide(options, batch, training, model.config.d_model)

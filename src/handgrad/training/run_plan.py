@@ -4,23 +4,34 @@ from dataclasses import replace
 from functools import partial
 
 from .. import lora
+from ..errors import option
+from ..formatting import duration, size
+from ..model.precision import why_not_mixed
 from ..plan.estimate import Plan, make_plan
-from ..plan.packing import kinds_of
+from ..plan.packing import kinds_of, two_bytes
+from ..plan.timing import matmul_rate
 from .job import Job
 
 EXAMPLES = 1000  # that are measured, of a large set
+LEAST_SAVED = 0.1  # of the time, for a line about it
 
 
-def plan_job(job: Job) -> Plan:
-    """Plan a step of this job. Where examples have different lengths, time and FLOP are those of a step with their mean
-    numbers of tokens and targets, and the memory is that of the largest step and of the longest example."""
+def plan_job(job: Job, mixed: bool | None = None) -> Plan:
+    """Plan a step of this job; with `mixed`, as if that were its precision. Where examples have different lengths, time and
+    FLOP are those of a step with their mean numbers of tokens and targets, and the memory is that of the largest step and of
+    the longest example."""
     factors = {id(p) for adapter in lora.adapters_of(job.model).values() for p in (adapter.down, adapter.up)}
     extra = sum(p.numel() for p in job.model.parameters() if p.requires_grad and id(p) not in factors)
+    mixes = job.model.operand is not None if mixed is None else mixed
+    kinds = kinds_of(job.model)
+    if mixes and job.model.adapter is not None:
+        kinds = {**two_bytes(job.model.config, "bfloat16"), **kinds}
     count, ranks = min(EXAMPLES, job.training.per_epoch), job.adapter_ranks or None
     tokens, targets = (max(1, round(n / count)) for n in job.training.size(0, count, False))
     make = partial(
         make_plan, job.model.config, dtype=job.options.dtype, recompute=job.options.recompute,
-        update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0, kinds=kinds_of(job.model),
+        update_inside=job.options.update_inside, ranks=ranks, extra=extra if ranks else 0, kinds=kinds,
+        mixed=mixes,
     )  # fmt: skip
     longest = max(job.training.size(i, 1, False)[0] for i in range(count))
     largest = max(job.training.size(i, job.batch)[0] for i in range(0, max(1, count - job.batch + 1), job.batch))
@@ -30,3 +41,19 @@ def plan_job(job: Job) -> Plan:
     )
     plan = make(job.batch, tokens, rows=targets)
     return replace(plan, bytes_saved=most.bytes_saved, bytes_temporary=most.bytes_temporary)
+
+
+def saved_by_mixing(job: Job, steps: int, seconds: float) -> str:
+    """A line about the time and the memory that mixed precision would save in these steps, which take `seconds` in float32,
+    by the rates of products on this machine; "" where it is chosen, saves little or cannot be used."""
+    if job.model.precision != "float32" or why_not_mixed() is not None or seconds <= 0:
+        return ""
+    plan, other = plan_job(job), plan_job(job, mixed=True)
+    work = steps * (plan.forward_flop + plan.backward_flop)
+    less = min(seconds, work / matmul_rate("float32") - work / matmul_rate("mixed"))
+    if less < LEAST_SAVED * seconds:
+        return ""
+    return (
+        f"{option('precision', 'mixed')} would take about {duration(less)} less of {duration(seconds)}, and"
+        f" {size(plan.bytes_peak - other.bytes_peak)} less memory, on this machine"
+    )

@@ -136,7 +136,7 @@ class Threads:
         if not history or history[-1][1] != number:
             history.append((self.job.step, number))
             if self.job.peak is not None:
-                self.job.peak = Peak(self.job.options.dtype)  # to be measured again with this number
+                self.job.peak = Peak(self.job.model.precision)  # to be measured again with this number
 
 
 def trial_step(job: Job) -> Callable[[], None]:

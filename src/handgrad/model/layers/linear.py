@@ -150,8 +150,11 @@ class Linear(Affine):
                 yield rows, self.weight[rows].t()
                 continue
             assert self.packed is not None
-            part = self.packed.between(rows.start, rows.stop)
-            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], weights.dtype or self.like.dtype)
+            part, dtype = self.packed.between(rows.start, rows.stop), weights.dtype or self.like.dtype
+            if (stored := part.tensor()).dtype is dtype:
+                yield rows, stored.t()
+                continue
+            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], dtype)
             yield rows, buffer.t()
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:

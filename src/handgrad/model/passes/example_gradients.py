@@ -113,7 +113,7 @@ class ExampleNorms(ExampleGradients):
         added = per_example.sums(x, rows.lengths)
         self.squares[rows.here] += added.double().square().sum(1).cpu()
         if self.grads:
-            total = added.sum(0)
+            total = added.sum(0).to(p.dtype)
             p.grad = total if p.grad is None else p.grad.add_(total)
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor, rows: Segments) -> None:
