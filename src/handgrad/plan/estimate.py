@@ -16,7 +16,7 @@ from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
 from ..model.config import ModelConfig, preset
 from .flop import Work, flop
-from .memory import BYTES, largest_layer, saved, temporary, tokens_per_piece, workspace
+from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
@@ -51,7 +51,7 @@ class Plan:
     bytes_gradients: int
     bytes_optimizer: int
     bytes_saved: int  # activations saved for the backward pass
-    bytes_temporary: int  # buffers of the logits, or of a block's backward pass
+    bytes_temporary: int  # buffers of the logits, of a block's backward pass, or of an update in bfloat16
     bytes_cache_per_token: int
 
     rows: int = 0  # tokens of a sequence that have a target
@@ -128,6 +128,10 @@ def make_plan(
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
     piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
+    bytes_saved = size * saved(config, batch, tokens, piece, recompute, together=bool(kinds))
+    bytes_temporary = size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
+    bytes_temporary += workspace(config, dtype)
+    update = float32_copies(config) if dtype == "bfloat16" and not ranks else 0  # after what was saved is freed
     forward, backward = flop(config, Work.of(tokens, config, rows).times(batch), ranks, recompute)
 
     return Plan(
@@ -143,10 +147,9 @@ def make_plan(
         backward_flop=backward,
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
-        bytes_optimizer=2 * size * trainable,
-        bytes_saved=size * saved(config, batch, tokens, piece, recompute, together=bool(kinds)),
-        bytes_temporary=size * temporary(config, piece, head_trains, recompute, buffers(config, kinds))
-        + workspace(config, dtype),
+        bytes_optimizer=2 * max(4, size) * trainable,  # of bfloat16 weights in float32
+        bytes_saved=bytes_saved,
+        bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         rows=tokens if rows is None else rows,
         ranks=ranks,
