@@ -67,7 +67,11 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
         runs[MATMULS] = matmuls.gradients
     timings = take_turns(runs, min(size.rounds, case.rounds), attempts, case.in_a_row)
     del made, runs
-    shown = [name for name in case.make if name not in (COMPILED, COMPILED + AUTOCAST, LOOP)] if scenario in size.peaks else []
+    shown = (
+        [name for name in case.make if name not in (COMPILED, COMPILED + AUTOCAST, LOOP)]
+        if scenario in size.peaks
+        else []
+    )
     peaks, unmeasured = _peaks(scenario, case.name, attempts.competing(shown), size, attempts)
 
     reference = list(case.make)[1]
@@ -97,9 +101,7 @@ def _predict(row: Row, case: Case, size: Size) -> None:
     row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
 
 
-def _gradient_errors(
-    case: Case, made: dict[str, Contender], attempts: Attempts
-) -> dict[str, tuple[float, float]]:
+def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts) -> dict[str, tuple[float, float]]:
     """The largest relative error of each contender's gradients against the second's, and NaN; of those that round to
     bfloat16 the relative error and the cosine of all gradients together against the first's. One whose results differ
     leaves. Without the second, nothing is compared."""

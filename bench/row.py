@@ -21,7 +21,9 @@ class Row:
     seconds: float = NAN  # best round
     median: float = NAN
     ratio: float = NAN  # best time of the reference ÷ this one's: larger is faster
-    gradient_error: float = NAN  # largest relative error of a gradient against the reference; is_rounded: of all together
+    gradient_error: float = (
+        NAN  # largest relative error of a gradient against the reference; is_rounded: of all together
+    )
     cosine: float = NAN  # is_rounded: of all gradients together with handgrad's in float32
     gradient_seconds: float = NAN  # without the optimizer
     mfu: float = NAN  # time of the matmuls alone ÷ gradient_seconds

@@ -92,7 +92,9 @@ def product_types(what: str, rows: int, size: Size, attempts: Attempts) -> list[
     low_x, low_y = x.bfloat16(), y.bfloat16()  # by rows or by columns, as x and y
     out, low = torch.empty(x.shape[0], y.shape[1]), torch.empty(x.shape[0], y.shape[1], dtype=torch.bfloat16)
     exact, rounded = torch.mm(x, y), torch.mm(low_x.float(), low_y.float())
-    runs: dict[str, tuple[Callable[[], Tensor], Tensor, float]] = {  # with the result and the error that rounding explains
+    runs: dict[
+        str, tuple[Callable[[], Tensor], Tensor, float]
+    ] = {  # with the result and the error that rounding explains
         f"handgrad, {MIXED}": (lambda: linear.product(x, y, out, rounded=True), rounded, 1e-5),
         TORCH_BFLOAT16: (lambda: torch.mm(low_x, low_y, out=low), rounded, 1e-2),
         f"handgrad, bfloat16 operands, {MIXED}": (lambda: linear.product(low_x, low_y, out), rounded, 1e-5),
@@ -100,8 +102,10 @@ def product_types(what: str, rows: int, size: Size, attempts: Attempts) -> list[
         TORCH_FLOAT32: (lambda: torch.mm(x, y, out=out), exact, 1e-5),
     }
     errors = {
-        name: attempts(name, lambda run=run, result=result, most=most: compare(run(), result, name, most))  # type: ignore[misc]
-        for name, (run, result, most) in runs.items()
+        name: attempts(
+            name, partial(lambda name, run, *expected: compare(run(), expected[0], name, expected[1]), name, *of)
+        )
+        for name, of in runs.items()
     }
     calls = {name: run for name, (run, _, _) in runs.items()}
     timings = take_turns(calls, min(size.rounds, 8), attempts, in_a_row=3)

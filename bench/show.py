@@ -152,7 +152,7 @@ def mixed_notes(rows: list[Row]) -> list[str]:
         if row.cosine == row.cosine:
             text = f"relative error of all gradients {row.gradient_error:.1e}, cosine {row.cosine:.5f}"
             notes.append(f"{row.case}, {row.contender}: {text}")
-        if row.is_mixed and row.seconds > 0:
+        if row.is_mixed and row.seconds > 0 and not beside[0].is_mixed:
             peers = [other for other in beside if other.contender.endswith(AUTOCAST) and other.seconds > 0]
             rivals = [beside[0], *sorted(peers, key=lambda other: other.seconds)[:1]]
             parts = [f"{x.seconds / row.seconds:.2f}× {x.contender}" for x in rivals if x.seconds > 0]

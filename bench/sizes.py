@@ -189,7 +189,10 @@ TINY = Size(
     memory=(4, 256),
     lora=((4, 256),),
     lora_models=(
-        ("tiny Llama", hg.preset("smollm2-shape", n_vocab=512, n_context=256, d_model=48, n_heads=3, n_kv_heads=1, n_blocks=2)),
+        (
+            "tiny Llama",
+            hg.preset("smollm2-shape", n_vocab=512, n_context=256, d_model=48, n_heads=3, n_kv_heads=1, n_blocks=2),
+        ),
     ),
     examples=3,
     longest=128,
