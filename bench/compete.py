@@ -67,11 +67,8 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
         runs[MATMULS] = matmuls.gradients
     timings = take_turns(runs, min(size.rounds, case.rounds), attempts, case.in_a_row)
     del made, runs
-    shown = (
-        [name for name in case.make if name not in (COMPILED, COMPILED + AUTOCAST, LOOP)]
-        if scenario in size.peaks
-        else []
-    )
+    timed_only = (COMPILED, COMPILED + AUTOCAST, LOOP)
+    shown = [name for name in case.make if name not in timed_only] if scenario in size.peaks else []
     peaks, unmeasured = _peaks(scenario, case.name, attempts.competing(shown), size, attempts)
 
     reference = list(case.make)[1]

@@ -21,10 +21,10 @@ class Row:
     seconds: float = NAN  # best round
     median: float = NAN
     ratio: float = NAN  # best time of the reference ÷ this one's: larger is faster
-    gradient_error: float = (
-        NAN  # largest relative error of a gradient against the reference; is_rounded: of all together
+    gradient_error: float = NAN  # largest relative error of a gradient against the reference
+    cosine: float = (
+        NAN  # of rounded contenders, with handgrad's float32; gradient_error is of all gradients together then
     )
-    cosine: float = NAN  # is_rounded: of all gradients together with handgrad's in float32
     gradient_seconds: float = NAN  # without the optimizer
     mfu: float = NAN  # time of the matmuls alone ÷ gradient_seconds
     memory: int = 0  # peak bytes above weights and optimizer state; finetune, context, explain: of the process

@@ -92,23 +92,20 @@ def product_types(what: str, rows: int, size: Size, attempts: Attempts) -> list[
     low_x, low_y = x.bfloat16(), y.bfloat16()  # by rows or by columns, as x and y
     out, low = torch.empty(x.shape[0], y.shape[1]), torch.empty(x.shape[0], y.shape[1], dtype=torch.bfloat16)
     exact, rounded = torch.mm(x, y), torch.mm(low_x.float(), low_y.float())
-    runs: dict[
-        str, tuple[Callable[[], Tensor], Tensor, float]
-    ] = {  # with the result and the error that rounding explains
-        f"handgrad, {MIXED}": (lambda: linear.product(x, y, out, rounded=True), rounded, 1e-5),
-        TORCH_BFLOAT16: (lambda: torch.mm(low_x, low_y, out=low), rounded, 1e-2),
-        f"handgrad, bfloat16 operands, {MIXED}": (lambda: linear.product(low_x, low_y, out), rounded, 1e-5),
-        "handgrad, float32": (lambda: linear.product(x, y, out), exact, 1e-5),
-        TORCH_FLOAT32: (lambda: torch.mm(x, y, out=out), exact, 1e-5),
+    runs: dict[str, Callable[[], Tensor]] = {
+        f"handgrad, {MIXED}": lambda: linear.product(x, y, out, rounded=True),
+        TORCH_BFLOAT16: lambda: torch.mm(low_x, low_y, out=low),
+        f"handgrad, bfloat16 operands, {MIXED}": lambda: linear.product(low_x, low_y, out),
+        "handgrad, float32": lambda: linear.product(x, y, out),
+        TORCH_FLOAT32: lambda: torch.mm(x, y, out=out),
     }
-    errors = {
-        name: attempts(
-            name, partial(lambda name, run, *expected: compare(run(), expected[0], name, expected[1]), name, *of)
-        )
-        for name, of in runs.items()
-    }
-    calls = {name: run for name, (run, _, _) in runs.items()}
-    timings = take_turns(calls, min(size.rounds, 8), attempts, in_a_row=3)
+
+    def error_of(name: str) -> float:
+        most = 1e-2 if name == TORCH_BFLOAT16 else 1e-5  # its result is rounded
+        return compare(runs[name](), exact if name.endswith("float32") else rounded, name, most)
+
+    errors = {name: attempts(name, partial(error_of, name)) for name in runs}
+    timings = take_turns(runs, min(size.rounds, 8), attempts, in_a_row=3)
     case = f"c_fc: {what}, {rows} rows"
     found = timed_rows("products", case, rows, runs, timings, TORCH_BFLOAT16, attempts, errors)
     for row in found:

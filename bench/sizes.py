@@ -70,6 +70,7 @@ class Size:
 
 GPT2 = hg.preset("gpt2")
 SMOLLM2 = (("SmolLM2 shape", hg.preset("smollm2-shape")),)
+TINY_LLAMA = hg.preset("smollm2-shape", n_vocab=512, n_context=256, d_model=48, n_heads=3, n_kv_heads=1, n_blocks=2)
 NANO = hg.preset("nano", n_vocab=65)
 SHORT = (AttentionShape(12, 64, 4, 4, 32), AttentionShape(32, 128, 12, 12, 64))  # batches of short sequences
 
@@ -188,12 +189,7 @@ TINY = Size(
     mixed_train=((1, 128),),
     memory=(4, 256),
     lora=((4, 256),),
-    lora_models=(
-        (
-            "tiny Llama",
-            hg.preset("smollm2-shape", n_vocab=512, n_context=256, d_model=48, n_heads=3, n_kv_heads=1, n_blocks=2),
-        ),
-    ),
+    lora_models=(("tiny Llama", TINY_LLAMA),),
     examples=3,
     longest=128,
     finetune=(3, 2),
