@@ -22,9 +22,6 @@ class Row:
     median: float = NAN
     ratio: float = NAN  # best time of the reference ÷ this one's: larger is faster
     gradient_error: float = NAN  # largest relative error of a gradient against the reference
-    cosine: float = (
-        NAN  # of rounded contenders, with handgrad's float32; gradient_error is of all gradients together then
-    )
     gradient_seconds: float = NAN  # without the optimizer
     mfu: float = NAN  # time of the matmuls alone ÷ gradient_seconds
     memory: int = 0  # peak bytes above weights and optimizer state; finetune, context, explain: of the process
@@ -37,6 +34,7 @@ class Row:
     bytes_per_token: float = NAN  # growth of memory since the next smaller number of tokens
     of_idle: float = NAN  # speed ÷ this one's speed when no other process wants a core
     of_bound: float = NAN  # speed ÷ that at which memory delivers what this one reads
+    cosine: float = NAN  # of a rounded contender; its gradient_error is that of all gradients together
     gflops: float = NAN  # 10⁹ operations per second of a product
     problem: str = ""  # "missing: …", "wrong: …" or "failed: …": why figures are empty
 

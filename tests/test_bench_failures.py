@@ -130,7 +130,7 @@ def test_a_wrong_formula_in_mixed_precision_is_not_timed(monkeypatch: pytest.Mon
     monkeypatch.setattr(compete, "_predict", lambda *_: None)
     case = next(case for case in cases.train(TINY) if "handgrad, mixed" in case.make)
     rows = {row.contender: row for row in compete.compete("train", case, TINY, Attempts())}
-    assert rows["handgrad, mixed"].problem.startswith("wrong: relative error 1.0e-01 of all gradients, cosine 0.9999")
+    assert rows["handgrad, mixed"].problem.startswith("wrong: relative error 1.0e-01 of all gradients, cosine 1.0000")
     assert [name for name, row in rows.items() if row.problem] == ["handgrad, mixed"]
 
 
