@@ -46,9 +46,16 @@ SCENARIOS = {
     "context": "A LoRA step of the command finetune on one example, longer and longer; no peer.",
     "generate": "Tokens per second of prompts and of new tokens, alone and in batches, in float32, 8 and 4 bits; the cache.",
     "attention": "Attention alone, backward and forward, against torch's kernels.",
-    "products": "Every matrix product of a layer as ops/linear.py writes it, and transposed: (bᵗ aᵗ)ᵗ.",
+    "products": "Matrix products of a layer: as written and transposed; in float32, bfloat16 and mixed precision.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",
     "examples": "A step with the norm of every example's gradient, against the plain step: at most 1.3 times its time.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
 WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model
+WITH_MIXED = (
+    "train",
+    "lora",
+    "sft",
+    "finetune",
+    "products",
+)  # with handgrad in mixed precision, and peers under autocast

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from . import SCENARIOS, WITH_MODEL
+from . import SCENARIOS, WITH_MIXED, WITH_MODEL
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -116,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print and write; return the exit status."""
     from handgrad.errors import HandgradError
     from handgrad.files.atomic import write_text
+    from handgrad.model.precision import why_not_mixed
 
     from .machine import Machine, origin
     from .outputs import check_outputs
@@ -132,6 +133,9 @@ def run(options: argparse.Namespace) -> int:
     if not out.is_terminal:
         out.width = 140
     warn(machine)
+    if (reason := why_not_mixed()) and {part.scenario for part in parts} & set(WITH_MIXED):
+        text = f"no contenders in mixed precision or under autocast, this machine does not multiply bfloat16: {reason}"
+        err.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
     rows: list[Row] = []
     made, shown = origin(), set[str]()
     status, before = 0, (tempfile.tempdir, signal.signal(signal.SIGTERM, signal.default_int_handler))

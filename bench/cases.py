@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
+from handgrad.model.precision import why_not_mixed
 from handgrad.tolerances import TOLERANCE
 
 from . import bridge
@@ -20,6 +21,7 @@ from .attempts import MissingError
 from .in_transformers import RANK, load_libraries, with_adapters
 from .peers import Contender, Eager, Hand, HandInBackward, Loop, Peft
 from .products import MatmulsOnly
+from .row import AUTOCAST, MIXED
 from .sizes import Size
 
 LEAST_MEMORY = "handgrad, least memory"  # recomputes blocks, updates inside the backward pass
@@ -29,6 +31,7 @@ EAGER = "eager autograd"
 PEFT = "transformers + peft"
 MATMULS = "matmuls only"
 Contenders = dict[str, Callable[[], Contender]]  # by name
+InPrecisions = dict[str, Callable[[bool], Contender]]  # by name; called with whether operands of products are rounded
 
 
 @dataclass
@@ -78,6 +81,18 @@ def can_compile() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.exists()
 
 
+def in_precisions(make: InPrecisions, rounded: bool) -> Contenders:
+    """All contenders in float32; then, if `rounded` and this machine multiplies bfloat16, handgrad in mixed precision and
+    every peer under autocast."""
+    found: Contenders = {name: partial(call, False) for name, call in make.items()}
+    if rounded and why_not_mixed() is None:
+        found |= {
+            f"{name}, {MIXED}" if name == "handgrad" else name + AUTOCAST: partial(call, True)
+            for name, call in make.items()
+        }
+    return found
+
+
 def _compiled(make: Callable[[], Contender]) -> Contender:
     if not can_compile():
         raise MissingError("no C++ compiler (g++, or what CXX names), or no Python.h")
@@ -101,6 +116,7 @@ def _train_gpt2(shape: tuple[int, int], size: Size, dtype: str = "float32") -> C
     return _training(
         f"{size.label}, {b}×{t}" + ("" if wide else f", {dtype}"), size.model, shape, _rounds(size, b * t),
         compiled=wide and shape in size.compiled, loop=wide and shape == size.loop, dtype=dtype,
+        rounded=wide and shape in size.mixed_train,
     )  # fmt: skip
 
 
@@ -108,10 +124,10 @@ def _rounds(size: Size, tokens: int) -> int:
     return 2 if size.name == "quick" else 3 if tokens > 2048 else 6
 
 
-def _hand_and_eager(model: Callable[[], hg.GPT], tokens: Tensor, targets: Tensor) -> Contenders:
+def _hand_and_eager(model: Callable[[], hg.GPT], tokens: Tensor, targets: Tensor) -> InPrecisions:
     return {
-        "handgrad": lambda: Hand(model(), tokens, targets),
-        EAGER: lambda: Eager(model(), tokens, targets),
+        "handgrad": lambda low: Hand(model(), tokens, targets, mixed=low),
+        EAGER: lambda low: Eager(model(), tokens, targets, autocast=low),
     }
 
 
@@ -123,13 +139,15 @@ def _training(
     compiled: bool,
     loop: bool,
     dtype: str = "float32",
+    rounded: bool = False,
 ) -> Case:
     b, t = shape
     tokens, targets = batch_of(config.n_vocab, b, t)
     model = partial(hg.GPT, config, dtype=dtype)
-    make = _hand_and_eager(model, tokens, targets)
+    in_both = _hand_and_eager(model, tokens, targets)
     if compiled:
-        make[COMPILED] = lambda: _compiled(lambda: Eager(model(), tokens, targets, compiled=True))
+        in_both[COMPILED] = lambda low: _compiled(lambda: Eager(model(), tokens, targets, compiled=True, autocast=low))
+    make = in_precisions(in_both, rounded)
     if loop:
         make[LOOP] = lambda: Loop(model(), tokens, targets)
     plan = {"config": config, "batch": b, "tokens": t, "dtype": dtype}
@@ -139,37 +157,47 @@ def _training(
 
 
 def lora(size: Size) -> list[Case]:
-    return [_lora(shape, size) for shape in size.lora]
+    models = {"": size.model, **{f"{label}: ": config for label, config in size.lora_models}}
+    return [_lora(label, config, shape, size) for label, config in models.items() for shape in size.lora]
 
 
-def _lora(shape: tuple[int, int], size: Size) -> Case:
+def _lora(label: str, config: hg.ModelConfig, shape: tuple[int, int], size: Size) -> Case:
     b, t = shape
-    tokens, targets = batch_of(size.model.n_vocab, b, t)
-    plan = {"config": size.model, "batch": b, "tokens": t, "rank": RANK, "targets": "all-linear"}
+    tokens, targets = batch_of(config.n_vocab, b, t)
+    plan = {"config": config, "batch": b, "tokens": t, "rank": RANK, "targets": "all-linear"}
     return Case(
-        f"LoRA r={RANK}, {b}×{t}", b * t, _with_peft(size, tokens, targets), _rounds(size, b * t),
-        lambda: MatmulsOnly(hg.GPT(size.model), tokens, RANK), plan,
+        f"{label}LoRA r={RANK}, {b}×{t}", b * t, _with_peft(config, "lora" in size.mixed, tokens, targets),
+        _rounds(size, b * t),
+        (lambda: MatmulsOnly(hg.GPT(config), tokens, RANK)) if config.family == "gpt2" else None, plan,
     )  # fmt: skip
 
 
-def _with_peft(size: Size, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None) -> Contenders:
+def _with_peft(
+    config: hg.ModelConfig, rounded: bool, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None
+) -> Contenders:
     """handgrad and transformers + peft, both with adapters on every matrix."""
-    return {
-        "handgrad": lambda: Hand(with_adapters(hg.GPT(size.model)), tokens, targets, lengths),
-        PEFT: lambda: Peft(with_adapters(hg.GPT(size.model)), tokens, targets, lengths),
+
+    def model() -> hg.GPT:
+        return with_adapters(hg.GPT(config))
+
+    make: InPrecisions = {
+        "handgrad": lambda low: Hand(model(), tokens, targets, lengths, mixed=low),
+        PEFT: lambda low: Peft(model(), tokens, targets, lengths, autocast=low),
     }
+    return in_precisions(make, rounded)
 
 
 def sft(size: Size) -> list[Case]:
     ids, answers, lengths = uneven_examples(size.model.n_vocab, size.examples, size.longest)
     note = f"{len(lengths)} examples, {len(ids):,} tokens, {int((answers != -100).sum()):,} targets"
-    return [Case(f"LoRA r={RANK}, uneven examples", len(ids), _with_peft(size, ids, answers, lengths), 1, note=note)]
+    make = _with_peft(size.model, "sft" in size.mixed, ids, answers, lengths)
+    return [Case(f"LoRA r={RANK}, uneven examples", len(ids), make, 1, note=note)]
 
 
 def memory(size: Size) -> list[Case]:
     b, t = size.memory
     tokens, targets = batch_of(size.model.n_vocab, b, t)
-    make = _hand_and_eager(partial(hg.GPT, size.model), tokens, targets)
+    make = in_precisions(_hand_and_eager(partial(hg.GPT, size.model), tokens, targets), rounded=False)
     make[LEAST_MEMORY] = lambda: HandInBackward(hg.GPT(size.model), tokens, targets)
     plan = {"config": size.model, "batch": b, "tokens": t}
     return [Case(f"{size.label}, {b}×{t}", b * t, make, 1 if size.name == "quick" else 2, plan=plan)]

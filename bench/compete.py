@@ -1,6 +1,7 @@
 """Compare contenders on a case: losses and gradients first, then time in turns, then peak memory."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,13 @@ from .cases import CASES, COMPILED, LEAST_MEMORY, LOOP, MATMULS, Case, batch_of
 from .measure import Timing, peak_during, resident, take_turns, timed_rows
 from .peers import Contender, Eager, Hand, HandInBackward, Loop, step
 from .process import run_alone
-from .row import NAN, Row
+from .row import AUTOCAST, NAN, Row, is_rounded
 from .sizes import SIZES, Size
+
+# What rounding to bfloat16 explains: of the loss, relative; of all gradients together, relative error and cosine. Autocast
+# also rounds results, and hands them on rounded.
+ROUNDED_LOSS = 1e-2
+LIMITS = {False: (0.06, 0.999), True: (0.12, 0.995)}  # by whether it is a peer under autocast
 
 
 def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4) -> float:
@@ -27,6 +33,21 @@ def compare(ours: Tensor, reference: Tensor, what: str, tolerance: float = 1e-4)
     if not error < tolerance:
         raise WrongError(f"{what}: the results differ by {error:.1e}; not timed")
     return error
+
+
+def compare_together(found: dict[str, Tensor], expected: dict[str, Tensor], autocast: bool) -> tuple[float, float]:
+    """Relative error and cosine of all gradients together; raises if rounding to bfloat16 does not explain them."""
+    apart = ours = theirs = dot = 0.0
+    for key, grad in found.items():
+        x, y = grad.double(), expected[key].double()
+        apart, dot = apart + float((x - y).square().sum()), dot + float((x * y).sum())
+        ours, theirs = ours + float(x.square().sum()), theirs + float(y.square().sum())
+    error, cosine = math.sqrt(apart / theirs), dot / math.sqrt(ours * theirs)
+    most, least = LIMITS[autocast]
+    if not (error <= most and cosine >= least):
+        text = f"relative error {error:.1e} of all gradients, cosine {cosine:.5f}"
+        raise WrongError(f"{text}: more than rounding, {most} and {least}; not timed")
+    return error, cosine
 
 
 def relative(x: Tensor, reference: Tensor) -> float:
@@ -46,7 +67,8 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
         runs[MATMULS] = matmuls.gradients
     timings = take_turns(runs, min(size.rounds, case.rounds), attempts, case.in_a_row)
     del made, runs
-    shown = [name for name in case.make if name not in (COMPILED, LOOP)] if scenario in size.peaks else []
+    timed_only = (COMPILED, COMPILED + AUTOCAST, LOOP)
+    shown = [name for name in case.make if name not in timed_only] if scenario in size.peaks else []
     peaks, unmeasured = _peaks(scenario, case.name, attempts.competing(shown), size, attempts)
 
     reference = list(case.make)[1]
@@ -55,10 +77,11 @@ def compete(scenario: str, case: Case, size: Size, attempts: Attempts) -> list[R
     for row in rows:
         name, row.note = row.contender, case.note
         row.problem = row.problem or unmeasured.get(name, "")
-        row.gradient_error = errors.get(name, NAN)
+        row.gradient_error, row.cosine = errors.get(name, (NAN, NAN))
         if name in timings and name in gradients and name != LOOP:
             row.gradient_seconds = min(gradients[name].rounds[1:])
-            row.mfu = timings[MATMULS].best / row.gradient_seconds if MATMULS in timings else NAN
+            if MATMULS in timings and not row.is_rounded:
+                row.mfu = timings[MATMULS].best / row.gradient_seconds
         if name in peaks:
             row.memory = peaks[name]
             row.memory_ratio = peaks[name] / peaks[reference] if reference in peaks else NAN
@@ -75,10 +98,11 @@ def _predict(row: Row, case: Case, size: Size) -> None:
     row.predicted_memory = plan.bytes_peak - plan.bytes_weights - plan.bytes_optimizer
 
 
-def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts) -> dict[str, float]:
-    """The largest relative error of each contender's gradients against the second's; one whose results differ leaves.
-    Without the second, nothing is compared."""
-    reference = list(case.make)[1]
+def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts) -> dict[str, tuple[float, float]]:
+    """The largest relative error of each contender's gradients against the second's, and NaN; of those that round to
+    bfloat16 the relative error and the cosine of all gradients together against the first's. One whose results differ
+    leaves. Without the second, nothing is compared."""
+    first, reference = list(case.make)[:2]
     losses = {name: attempts(name, contender.gradients) for name, contender in made.items()}
     if reference not in attempts.competing(made):
         return {}
@@ -90,10 +114,11 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
         expected = exact.named_gradients()
         limits = {key: max(case.tolerance, 2 * relative(grad, expected[key])) for key, grad in rounded.items()}
 
-    def error_of(name: str) -> float | None:
+    def error_of(name: str) -> tuple[float, float] | None:
         loss, contender = losses[name], made[name]
         assert loss is not None and expected_loss is not None
-        if not abs(loss - expected_loss) <= case.tolerance * abs(expected_loss):
+        tolerance = ROUNDED_LOSS if is_rounded(name) else case.tolerance
+        if not abs(loss - expected_loss) <= tolerance * abs(expected_loss):
             raise WrongError(f"its loss is {loss}, that of {reference} {expected_loss}; not timed")
         if isinstance(contender, HandInBackward | Loop):
             return None  # its gradients are freed or clipped; tests compare its parameters
@@ -101,7 +126,10 @@ def _gradient_errors(case: Case, made: dict[str, Contender], attempts: Attempts)
         if set(found) != set(expected):
             missing = ", ".join(sorted(set(found) ^ set(expected)))
             raise WrongError(f"gradients without a counterpart: {missing}")
-        return max(compare(grad, expected[key], key, limits[key]) for key, grad in found.items())
+        if is_rounded(name):
+            exactly = made[first].named_gradients() if first in attempts.competing(made) else expected
+            return compare_together(found, exactly, name.endswith(AUTOCAST))
+        return max(compare(grad, expected[key], key, limits[key]) for key, grad in found.items()), NAN
 
     return attempts.collect({name: partial(error_of, name) for name in attempts.competing(made)})
 
@@ -153,8 +181,9 @@ def show_peak(scenario: str, case_name: str, contender: str, size: str) -> None:
     case = next(case for case in CASES[scenario](SIZES[size]) if case.name == case_name)
     recipe = SIZES[size].recipe
     small = batch_of(recipe.n_vocab, 2, 8)
-    for warm in (Hand(hg.GPT(recipe), *small), Eager(hg.GPT(recipe), *small)):  # load libraries and their workspaces
-        step(warm)
+    for low in (False, True) if is_rounded(contender) else (False,):  # load libraries and their workspaces
+        step(Hand(hg.GPT(recipe), *small, mixed=low))
+        step(Eager(hg.GPT(recipe), *small, autocast=low))
     case.before()
     baseline = resident()
     competitor = case.make[contender]()

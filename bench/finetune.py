@@ -7,7 +7,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from handgrad.display.run_progress import Silent
 from handgrad.errors import HandgradError
 from handgrad.formats import models
 from handgrad.gguf.file import is_gguf
+from handgrad.model.precision import why_not_mixed
 from handgrad.plan.estimate import Plan
 from handgrad.plan.timing import predict
 from handgrad.training.config import FinetuneOptions
@@ -29,19 +30,22 @@ from handgrad.training.run_plan import plan_job
 from .attempts import Attempts, WrongError, fill_in
 from .bases import Base, base_of, lengths_of
 from .cases import PEFT
+from .compete import ROUNDED_LOSS
 from .in_transformers import RANK
 from .measure import Timing, timed_rows
 from .peers import BATCH
 from .process import run_alone, with_torch
-from .row import Row
+from .row import AUTOCAST, MIXED, Row, is_rounded
 from .sizes import Size
 
 LR = 1e-4
 Options = dict[str, Any]  # of handgrad finetune
 PACKED: Options = {"packed": True}
 RECOMPUTE: Options = {"recompute": "blocks"}
+IN_MIXED: Options = {"precision": MIXED}
 METHOD = (
-    "equal losses at every step; the peer takes turns with torch's memory settings and handgrad's, the better ones count;"
+    "equal losses at every step, except for rounding to bfloat16; the peer takes turns with torch's memory settings and"
+    " handgrad's, the better ones count;"
     " best and tokens/s: of a step, padding not counted; "
 )
 # Peers take turns with the default memory settings of torch and the C library, and with handgrad's (handgrad/machine.py).
@@ -127,8 +131,9 @@ class Work:
 
 def check_losses(name: str, losses: list[float], reference: list[float]) -> None:
     """Raise if the losses of a step differ."""
+    tolerance = ROUNDED_LOSS if is_rounded(name) else 1e-4
     for step, (a, b) in enumerate(zip(losses, reference, strict=True), 1):
-        if not abs(a - b) <= 1e-4 * abs(b):
+        if not abs(a - b) <= tolerance * abs(b):
             raise WrongError(f"{name}: the losses of step {step} differ: {a} and {b}; nothing is reported")
 
 
@@ -188,14 +193,26 @@ def name_of(options: Options) -> str:
     return f"… {' '.join(command_line(options))}"
 
 
-def theirs(checkpointing: bool = False) -> Run:
+def theirs(checkpointing: bool = False, autocast: bool = False) -> Run:
     """transformers + peft on batches of BATCH examples, each padded to its longest."""
 
     def run(work: Work, round_: int) -> Found:
         settings = MEMORY_SETTINGS[round_ % 2]
-        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing)
+        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing, autocast)
 
     return run
+
+
+def ours_and_theirs(size: Size, checkpointing: bool = False) -> dict[str, Run]:
+    """handgrad finetune and transformers + peft in float32; if the size and this machine have them, both with operands
+    rounded to bfloat16."""
+    name = PEFT + ", checkpointing" * checkpointing
+    found: dict[str, Run] = {"handgrad finetune": Ours(), name: theirs(checkpointing)}
+    if "finetune" in size.mixed and why_not_mixed() is None:
+        if "precision" in {of.name for of in fields(FinetuneOptions)}:
+            found[name_of(IN_MIXED)] = Ours(IN_MIXED)
+        found[name + AUTOCAST] = theirs(checkpointing, autocast=True)
+    return found
 
 
 def run_peer(
@@ -205,6 +222,7 @@ def run_peer(
     lrs: list[float],
     memory_settings: dict[str, str] = MEMORY_SETTINGS[0],
     checkpointing: bool = False,
+    autocast: bool = False,
 ) -> Found:
     """The first steps of fine-tuning on the examples of a file by transformers + peft, one for each learning rate."""
     found, folder = base.read(data), base.folder
@@ -214,7 +232,8 @@ def run_peer(
         pairs = zip(tokens.split(lengths), targets.split(lengths), strict=True)
         steps.append([(ids.tolist(), expected.tolist()) for ids, expected in pairs])
     work = {"base": str(folder / "base"), "start": str(folder / "start"), "lrs": lrs, "batch": BATCH}
-    (folder / "work.json").write_text(json.dumps(work | {"checkpointing": checkpointing, "steps": steps}))
+    work |= {"checkpointing": checkpointing, "autocast": autocast, "steps": steps}
+    (folder / "work.json").write_text(json.dumps(work))
     code = "from bench.peft_peer import main; main()"
     out, memory = run_alone(PEFT, code, [folder / "work.json"], memory_settings)
     return Found(**json.loads(out.splitlines()[-1]), memory=memory)
@@ -267,8 +286,7 @@ def packed_name(size: Size) -> str:
 def on_pieces(base: Base, size: Size) -> Work:
     """All examples in every step."""
     count, steps = size.finetune
-    contenders: dict[str, Run] = {"handgrad finetune": Ours(), PEFT: theirs()}
-    return Work(on_pieces_name(size), base, base.write(base.records, "data"), count, steps, contenders)
+    return Work(on_pieces_name(size), base, base.write(base.records, "data"), count, steps, ours_and_theirs(size))
 
 
 def on_instructions(base: Base, size: Size) -> list[Work]:
@@ -281,11 +299,11 @@ def on_instructions(base: Base, size: Size) -> list[Work]:
     work = [
         Work(
             f"batches of {BATCH}", base, base.write([records[i] for i in chosen], "data"), BATCH, steps,
-            {"handgrad finetune": Ours(), PEFT: theirs()},
+            ours_and_theirs(size),
         ),
         Work(
             "sorted by length", base, base.write([records[i] for i in ordered[:BATCH] + ordered], "sorted"), BATCH, steps,
-            {"handgrad finetune": Ours(), f"{PEFT}, checkpointing": theirs(checkpointing=True)},
+            ours_and_theirs(size, checkpointing=True),
         ),
     ]  # fmt: skip
     if base.is_packed:

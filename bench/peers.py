@@ -1,6 +1,7 @@
 """The contenders. All start from the same weights and do the same work: loss, all gradients, AdamW."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from handgrad.training.loop import take_step
 
 from .in_transformers import network_of
 from .peft_peer import padded
+from .row import MIXED
 
 LR = 1e-5
 BATCH = 8  # examples that transformers + peft compute at once
@@ -57,9 +59,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Hand:
-    """handgrad with default settings."""
+    """handgrad with default settings, or in mixed precision."""
 
-    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
+    def __init__(
+        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, mixed: bool = False
+    ):
+        if mixed:
+            model.precision = MIXED
         self.model, self.batch = model, (tokens, targets, lengths)
         self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
 
@@ -124,6 +130,10 @@ class Autograd:
 
     network: nn.Module
     optimizer: torch.optim.Optimizer
+    autocast = False  # whether the forward pass runs under torch.autocast in bfloat16
+
+    def precision(self) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
 
     def update(self) -> None:
         self.optimizer.step()
@@ -189,7 +199,8 @@ def oriented(name: str, tensor: Tensor) -> Tensor:
 class Eager(Autograd):
     network: EagerGPT
 
-    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False):
+    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, compiled: bool = False, autocast: bool = False):
+        self.autocast = autocast
         self.network = EagerGPT(model).to(model.dtype)
         self.call: Callable[..., Tensor] = torch.compile(self.network, dynamic=False) if compiled else self.network
         self.batch = (tokens, targets)
@@ -197,7 +208,8 @@ class Eager(Autograd):
 
     def gradients(self) -> float:
         self.optimizer.zero_grad()
-        loss = self.call(*self.batch)
+        with self.precision():
+            loss = self.call(*self.batch)
         loss.backward()
         return loss.item()
 
@@ -211,7 +223,10 @@ class Eager(Autograd):
 class Peft(Autograd):
     """transformers' GPT-2 with peft's LoRA; batches are padded on the right, as by its trainer."""
 
-    def __init__(self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None):
+    def __init__(
+        self, model: hg.GPT, tokens: Tensor, targets: Tensor, lengths: list[int] | None = None, autocast: bool = False
+    ):
+        self.autocast = autocast
         self.network = network_of(model)
         self.factors: dict[str, nn.Parameter] = {}
         for name in hg.lora.adapters_of(model):
@@ -229,10 +244,10 @@ class Peft(Autograd):
         self.optimizer.zero_grad()
         total = 0.0
         for tokens, targets, mask in self.batches:
-            logits = self.network(input_ids=tokens, attention_mask=mask).logits
-            loss = (
-                F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), reduction="sum") / self.n_targets
-            )
+            with self.precision():
+                logits = self.network(input_ids=tokens, attention_mask=mask).logits
+            logits = logits.float().view(-1, logits.shape[-1])  # as by transformers' loss
+            loss = F.cross_entropy(logits, targets.view(-1), reduction="sum") / self.n_targets
             loss.backward()
             total += loss.item()
         return total

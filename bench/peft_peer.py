@@ -39,7 +39,9 @@ def main() -> None:
         total = 0.0
         for i in range(0, len(examples), work["batch"]):
             ids, targets, mask = padded(examples[i : i + work["batch"]])
-            logits = network(input_ids=ids, attention_mask=mask).logits
+            with torch.autocast("cpu", torch.bfloat16, enabled=work["autocast"]):
+                logits = network(input_ids=ids, attention_mask=mask).logits
+            logits = logits.float()  # as by transformers' loss
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / n_targets
             loss.backward()
             total += loss.item()

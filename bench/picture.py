@@ -100,7 +100,8 @@ def comparable(row: Row) -> bool:
 
 
 def pairs(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
-    """The first contender of each case with its peers, or with the reference if all are ours."""
+    """The first contender of each case with its peers, or with the reference if all are ours; and mixed precision with the
+    peers under autocast."""
     cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.contender not in (MATMULS, BOUND):
@@ -108,7 +109,9 @@ def pairs(rows: list[Row]) -> list[tuple[Row, list[Row]]]:
     found = []
     for (scenario, _), (first, *others) in cases.items():
         if scenario != "context" and first.seconds > 0:
-            found.append((first, [row for row in others if not row.is_ours] or others[:1]))
+            found.append((first, [row for row in others if not (row.is_ours or row.is_rounded)] or others[:1]))
+        mixed = [row for row in others if row.is_mixed and row.seconds > 0]
+        found += [(row, [other for other in others if other.is_rounded and not other.is_ours]) for row in mixed]
     return found
 
 

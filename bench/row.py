@@ -6,6 +6,8 @@ NAN = float("nan")
 MISSING = "missing"  # the beginning of a problem that is no failure: something optional is not installed
 BOUND = "bandwidth bound"  # a contender that no other can beat
 OURS = ("handgrad", "…", "as written", "transposed")  # beginnings of the names of handgrad's contenders
+MIXED = "mixed"  # the end of the names of handgrad's contenders in mixed precision
+AUTOCAST = ", autocast"  # the end of the names of peers under torch.autocast in bfloat16
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Row:
     bytes_per_token: float = NAN  # growth of memory since the next smaller number of tokens
     of_idle: float = NAN  # speed ÷ this one's speed when no other process wants a core
     of_bound: float = NAN  # speed ÷ that at which memory delivers what this one reads
+    cosine: float = NAN  # of a rounded contender; its gradient_error is that of all gradients together
+    gflops: float = NAN  # 10⁹ operations per second of a product
     problem: str = ""  # "missing: …", "wrong: …" or "failed: …": why figures are empty
 
     @property
@@ -39,6 +43,19 @@ class Row:
         return self.contender.startswith(OURS)
 
     @property
+    def is_mixed(self) -> bool:
+        return self.contender.endswith(MIXED)
+
+    @property
+    def is_rounded(self) -> bool:
+        return is_rounded(self.contender)
+
+    @property
     def has_failed(self) -> bool:
         """Whether a contender of handgrad failed or was wrong."""
         return self.is_ours and bool(self.problem) and not self.problem.startswith(MISSING)
+
+
+def is_rounded(contender: str) -> bool:
+    """Whether operands of its products are rounded to bfloat16, while those of the others are float32."""
+    return contender.endswith((MIXED, AUTOCAST))

@@ -7,6 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from handgrad.model.precision import why_not_mixed
+from handgrad.ops import linear
 
 from . import SCENARIOS, attention, context, examples, finetune, generate, shared
 from . import explain as page
@@ -15,12 +19,13 @@ from .cases import CASES
 from .compete import compare, compete
 from .machine import Machine
 from .measure import take_turns, timed_rows
-from .row import Row
+from .row import MIXED, Row
 from .sizes import Size
 
 Measure = Callable[[Attempts], list[Row]]
 LAYERS = ("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head")
 PRODUCTS = ("a w", "Δ wᵗ", "aᵗ Δ")
+TORCH_BFLOAT16, TORCH_FLOAT32 = "torch, bfloat16", "torch, float32"
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,16 @@ def parts(scenario: str, size: Size) -> list[Part]:
 
 
 def products(size: Size) -> dict[str, Measure]:
-    return {
+    found: dict[str, Measure] = {
         f"{layer}: {what}": partial(one_product, layer, what, size)
         for layer in LAYERS
         if layer in size.products
         for what in PRODUCTS
     }
+    if why_not_mixed() is None:
+        for what in PRODUCTS:
+            found |= {f"c_fc: {what}, {n} rows": partial(product_types, what, n, size) for n in size.product_rows}
+    return found
 
 
 def one_product(layer: str, what: str, size: Size, attempts: Attempts) -> list[Row]:
@@ -72,6 +81,37 @@ def one_product(layer: str, what: str, size: Size, attempts: Attempts) -> list[R
     timings = take_turns(runs, min(size.rounds, 8), attempts)
     errors = {"as written": error, "transposed": 0.0}
     return timed_rows("products", f"{layer}: {what}", tokens, runs, timings, "transposed", attempts, errors)
+
+
+def product_types(what: str, rows: int, size: Size, attempts: Attempts) -> list[Row]:
+    """A product of operands rounded to bfloat16 with a result in float32, against torch's with a result in bfloat16 and both
+    in float32."""
+    d = size.model.d_model
+    a, w, delta = torch.randn(rows, d), torch.randn(d, 4 * d), torch.randn(rows, 4 * d)
+    x, y = dict(zip(PRODUCTS, ((a, w), (delta, w.t()), (a.t(), delta)), strict=True))[what]
+    low_x, low_y = x.bfloat16(), y.bfloat16()  # by rows or by columns, as x and y
+    out, low = torch.empty(x.shape[0], y.shape[1]), torch.empty(x.shape[0], y.shape[1], dtype=torch.bfloat16)
+    exact, rounded = torch.mm(x, y), torch.mm(low_x.float(), low_y.float())
+    runs: dict[str, Callable[[], Tensor]] = {
+        f"handgrad, {MIXED}": lambda: linear.product(x, y, out, rounded=True),
+        TORCH_BFLOAT16: lambda: torch.mm(low_x, low_y, out=low),
+        f"handgrad, bfloat16 operands, {MIXED}": lambda: linear.product(low_x, low_y, out),
+        "handgrad, float32": lambda: linear.product(x, y, out),
+        TORCH_FLOAT32: lambda: torch.mm(x, y, out=out),
+    }
+
+    def error_of(name: str) -> float:
+        most = 1e-2 if name == TORCH_BFLOAT16 else 1e-5  # its result is rounded
+        return compare(runs[name](), exact if name.endswith("float32") else rounded, name, most)
+
+    errors = {name: attempts(name, partial(error_of, name)) for name in runs}
+    timings = take_turns(runs, min(size.rounds, 8), attempts, in_a_row=3)
+    case = f"c_fc: {what}, {rows} rows"
+    found = timed_rows("products", case, rows, runs, timings, TORCH_BFLOAT16, attempts, errors)
+    for row in found:
+        row.gflops = 2 * rows * w.numel() / row.seconds / 1e9
+        row.note = "rows: ratio against torch's bfloat16 product, whose result is rounded to bfloat16"
+    return found
 
 
 # ── the explain page ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from . import SCENARIOS, WITH_MODEL
 from .machine import Machine
-from .row import Row
+from .row import AUTOCAST, Row
 from .scenarios import Part
 
 
@@ -90,6 +90,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s": lambda r: number(r.tokens / r.seconds, "{:,.0f}") if r.scenario in WITH_MODEL else "",
     "best": lambda r: seconds(r.seconds),
     "median": lambda r: seconds(r.median),
+    "GFLOP/s": lambda r: number(r.gflops, "{:,.0f}"),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
     "of torch's products": lambda r: number(r.mfu, "{:.2f}×"),
     "of bound": lambda r: number(r.of_bound, "{:.0%}"),
@@ -130,7 +131,8 @@ def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
         notes.append("predicted: by handgrad plan, from trial steps timed now")
     if hidden:
         notes.append(f"hidden columns: {', '.join(dict.fromkeys(hidden))}; --json has all figures")
-    errors = [row.gradient_error for row in rows if not math.isnan(row.gradient_error)]
+    notes += mixed_notes(rows)
+    errors = [row.gradient_error for row in rows if not (math.isnan(row.gradient_error) or row.is_rounded)]
     if errors:
         notes.append(f"results compared before timing: largest relative error {max(errors):.1e}")
     if size == "tiny":
@@ -139,6 +141,26 @@ def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
         out.print(note, style="dim", highlight=False)
     if machine.busy:
         out.print("busy machine: do not publish", style="bold red", highlight=False)
+
+
+def mixed_notes(rows: list[Row]) -> list[str]:
+    """What mixed precision gains in each case over handgrad's float32 and the fastest peer under autocast, and how far the
+    gradients of both are from float32."""
+    notes = []
+    for row in rows:
+        beside = [other for other in rows if other.case == row.case]
+        if row.cosine == row.cosine:
+            text = f"relative error of all gradients {row.gradient_error:.1e}, cosine {row.cosine:.5f}"
+            notes.append(f"{row.case}, {row.contender}: {text}")
+        if row.is_mixed and row.seconds > 0 and not beside[0].is_mixed:
+            peers = [other for other in beside if other.contender.endswith(AUTOCAST) and other.seconds > 0]
+            rivals = [beside[0], *sorted(peers, key=lambda other: other.seconds)[:1]]
+            parts = [f"{x.seconds / row.seconds:.2f}× {x.contender}" for x in rivals if x.seconds > 0]
+            measured = [other for other in peers if other.memory and row.memory]
+            for other in sorted(measured, key=lambda other: other.memory)[:1]:
+                parts.append(f"{row.memory / other.memory:.3f} of the memory of {other.contender}")
+            notes.append(f"{row.case}, {row.contender}: {', '.join(parts)}")
+    return notes
 
 
 def layout(rows: list[Row], filled: dict[str, list[str]]) -> Table:

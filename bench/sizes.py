@@ -31,8 +31,11 @@ class Size:
     compile_recipe: bool
     loop: tuple[int, int]  # entry of `train` that includes the training loop
     bfloat16: tuple[tuple[int, int], ...]  # train in bfloat16
+    mixed: tuple[str, ...]  # scenarios with contenders in mixed precision and under autocast, besides train
+    mixed_train: tuple[tuple[int, int], ...]  # entries of `train` with them
     memory: tuple[int, int]
     lora: tuple[tuple[int, int], ...]
+    lora_models: tuple[tuple[str, hg.ModelConfig], ...]  # besides `model`, by label
     examples: int  # sft
     longest: int  # tokens of the longest example of sft and finetune
     finetune: tuple[int, int]  # examples per step, steps
@@ -45,6 +48,7 @@ class Size:
     shared_seconds: float  # shared: of each contender
     products: tuple[str, ...]  # layers
     product_tokens: int
+    product_rows: tuple[int, ...]  # of a product in float32, bfloat16 and mixed precision
     generate: tuple[int, ...]  # tokens of the context
     generate_batches: tuple[int, ...]  # sequences that are decoded together
     new_tokens: int  # that are decoded in a round
@@ -65,6 +69,8 @@ class Size:
 
 
 GPT2 = hg.preset("gpt2")
+SMOLLM2 = (("SmolLM2 shape", hg.preset("smollm2-shape")),)
+TINY_LLAMA = hg.preset("smollm2-shape", n_vocab=512, n_context=256, d_model=48, n_heads=3, n_kv_heads=1, n_blocks=2)
 NANO = hg.preset("nano", n_vocab=65)
 SHORT = (AttentionShape(12, 64, 4, 4, 32), AttentionShape(32, 128, 12, 12, 64))  # batches of short sequences
 
@@ -80,8 +86,11 @@ FULL = Size(
     compile_recipe=True,
     loop=(1, 512),
     bfloat16=((1, 512),),
+    mixed=("lora", "sft", "finetune"),
+    mixed_train=((1, 512), (4, 1024)),
     memory=(4, 1024),
     lora=((1, 256), (1, 1024), (4, 1024)),
+    lora_models=SMOLLM2,
     examples=24,
     longest=900,
     finetune=(24, 3),
@@ -100,6 +109,7 @@ FULL = Size(
     shared_seconds=10,
     products=("c_attn", "c_proj", "c_fc", "mlp.c_proj", "head"),
     product_tokens=1024,
+    product_rows=(256, 512, 1024, 2048, 4096),
     generate=(32, 128, 512, 2048),
     generate_batches=(1, 4, 16),
     new_tokens=16,
@@ -110,7 +120,7 @@ FULL = Size(
     numbers_in_memory=1 << 27,
     generate_rounds=5,
     peaks=("train", "memory", "lora", "sft", "bridge"),
-    bridge_models=(("SmolLM2 shape", hg.preset("smollm2-shape")),),
+    bridge_models=SMOLLM2,
     bridge_compiled=True,
     explain=("gpt2", 64),
     rounds=40,
@@ -129,8 +139,11 @@ QUICK = Size(
     compile_recipe=False,
     loop=(1, 256),
     bfloat16=(),
+    mixed=("lora",),
+    mixed_train=((1, 256),),
     memory=(1, 128),
     lora=((1, 256),),
+    lora_models=(),
     examples=2,
     longest=300,
     finetune=(4, 2),
@@ -143,6 +156,7 @@ QUICK = Size(
     shared_seconds=1,
     products=("c_fc",),
     product_tokens=1024,
+    product_rows=(1024,),
     generate=(128,),
     generate_batches=(1, 4),
     new_tokens=8,
@@ -171,8 +185,11 @@ TINY = Size(
     compile_recipe=False,  # the first compilation alone takes half a minute
     loop=(1, 128),
     bfloat16=((1, 128),),
+    mixed=("lora", "sft", "finetune"),
+    mixed_train=((1, 128),),
     memory=(4, 256),
     lora=((4, 256),),
+    lora_models=(("tiny Llama", TINY_LLAMA),),
     examples=3,
     longest=128,
     finetune=(3, 2),
@@ -185,6 +202,7 @@ TINY = Size(
     shared_seconds=0.1,
     products=("c_fc", "head"),
     product_tokens=32,
+    product_rows=(64,),
     generate=(16, 48),
     generate_batches=(1, 3),
     new_tokens=4,

@@ -7,6 +7,7 @@ Results of a busy machine, of small sizes, or with a failure of ours are refused
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -23,6 +24,7 @@ from .machine import Machine
 from .outputs import check_outputs
 from .picture import draw
 from .row import BOUND, NAN, Row
+from .scenarios import PRODUCTS, TORCH_BFLOAT16, TORCH_FLOAT32
 
 BEGIN, END = "<!-- begin: written by handgrad bench table -->", "<!-- end: written by handgrad bench table -->"
 BEGIN_SHORT = "<!-- begin: headlines, written by handgrad bench table -->"
@@ -33,7 +35,7 @@ HEADLINES = (  # scenario and case of the README's five lines
     ("generate", "decode, float32, 1×512"),
     ("generate", "decode, 4 bits, 1×512"),
 )
-NOT_IN_A_TABLE = ("products", "examples", "explain")
+NOT_IN_A_TABLE = ("examples", "explain")
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",
@@ -189,9 +191,9 @@ def render(results: list[Result], short: bool = False) -> str:
 
 
 def is_headline(row: Row, rows: list[Row]) -> bool:
-    """Whether the README shows this row: of ours, only the first contender of a case."""
+    """Whether the README shows this row: of ours, only the first contender of a case and that in mixed precision."""
     first = next(x for x in rows if x.case == row.case)
-    return (row.scenario, row.case) in HEADLINES and (row is first or not row.is_ours)
+    return (row.scenario, row.case) in HEADLINES and (row is first or row.is_mixed or not row.is_ours)
 
 
 def without_details(row: Row) -> Row:
@@ -223,29 +225,42 @@ def lines_of(scenario: str, rows: list[Row]) -> Iterator[list[str]]:
         yield from context_lines(rows)
     elif scenario == "generate":
         yield from generate_lines(rows)
+    elif scenario == "products":
+        yield from product_lines(rows)
     else:
         for case in dict.fromkeys(row.case for row in rows):
-            yield from case_lines(TITLES[scenario].format(case), [row for row in rows if row.case == case])
+            title = case if ": " in case else TITLES[scenario].format(case)  # "model: …" names another model
+            yield from case_lines(title, [row for row in rows if row.case == case])
 
 
 def case_lines(title: str, rows: list[Row]) -> Iterator[list[str]]:
-    """A line for the case, and one for each further contender of ours."""
+    """A line for the case, and one for each further contender of ours: mixed precision beside the peers under autocast."""
     first = rows[0]
     if first.contender.startswith("…"):
         title += f" with {of_ours(first)}"
-    peers = [row for row in rows if not row.is_ours and row.contender != MATMULS] or rows[1:2]
-    ratios = [f"{peer.seconds / first.seconds:.2f}×" for peer in peers if peer.seconds > 0]
-    if peers and peers[0].memory and first.memory:
-        ratios.append(f"{first.memory / peers[0].memory:.2f} of the memory")
-    yield [title, figures(first), ", ".join(map(beside, peers)), ", ".join(ratios)]
+    others = [row for row in rows[1:] if not row.is_ours and row.contender != MATMULS]
+    peers = [row for row in others if not row.is_rounded] or rows[1:2]
+    yield [title, figures(first), ", ".join(map(beside, peers)), ratios(first, peers)]
     for row in rows[1:]:
-        if row.is_ours and row not in peers:
+        if row.is_mixed:
+            rivals = [*(other for other in others if other.is_rounded), replace(first, memory=0)]
+            names = [beside(other) if other.is_rounded else f"float32 {seconds(other.seconds)}" for other in rivals]
+            yield ["the same, mixed precision", figures(row), ", ".join(names), ratios(row, rivals)]
+        elif row.is_ours and row not in peers:
             yield [
                 "the same, " + of_ours(row),
                 figures(row),
                 f"{of_ours(first)} {seconds(first.seconds)}",
                 against(row, first),
             ]
+
+
+def ratios(row: Row, peers: list[Row]) -> str:
+    """How many times as fast as each peer, and the share of the memory of the first."""
+    parts = [f"{peer.seconds / row.seconds:.2f}×" for peer in peers if peer.seconds > 0]
+    if peers and peers[0].memory and row.memory:
+        parts.append(f"{row.memory / peers[0].memory:.2f} of the memory")
+    return ", ".join(parts)
 
 
 def of_ours(row: Row) -> str:
@@ -294,6 +309,25 @@ def attention_lines(rows: list[Row]) -> Iterator[list[str]]:
         times = " / ".join(f"{1e3 * row.seconds:.1f}" for row in mine)
         ratios = " / ".join("–" if row.ratio != row.ratio else f"{row.ratio:.2f}" for row in mine)
         yield [f"attention alone, {direction}, {heads}, {shapes}", f"{times} ms", "torch's kernel", f"{ratios}×"]
+
+
+def product_lines(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for each orientation and kind of operands in mixed precision, with all numbers of rows."""
+    rate = {(row.case, row.contender): row.gflops for row in rows if row.gflops == row.gflops}
+    mixed = dict.fromkeys(row.contender for row in rows if row.is_mixed)
+    for what, name in itertools.product(PRODUCTS, mixed):
+        cases = [case for case, contender in rate if contender == name and case.startswith(f"c_fc: {what}, ")]
+        counts = " / ".join(case.rsplit(", ", 1)[1].removesuffix(" rows") for case in cases)
+        operands = "bfloat16" if "bfloat16" in name else "float32"
+        mine, low, wide = ([rate.get((case, x), NAN) for case in cases] for x in (name, TORCH_BFLOAT16, TORCH_FLOAT32))
+        ours, *theirs = (" / ".join(f"{x:.0f}" for x in rates) for rates in (mine, low, wide))
+        ratios = [" / ".join(f"{x / y:.2f}" for x, y in zip(mine, of, strict=True)) for of in (low, wide)]
+        yield [
+            f"product {what}, mixed precision, {operands} operands, {counts} rows",
+            f"{ours} GFLOP/s",
+            f"torch in bfloat16 {theirs[0]}, in float32 {theirs[1]}",
+            f"{ratios[0]}×, {ratios[1]}×",
+        ]
 
 
 def context_lines(rows: list[Row]) -> Iterator[list[str]]:

@@ -6,7 +6,8 @@ from typing import Any
 from bench.cases import COMPILED, EAGER, LEAST_MEMORY, LOOP, MATMULS, PEFT
 from bench.finetune import PACKED, RECOMPUTE, name_of
 from bench.generate import WITHOUT_CACHE
-from bench.row import BOUND, Row
+from bench.row import AUTOCAST, BOUND, Row
+from bench.scenarios import TORCH_BFLOAT16, TORCH_FLOAT32
 
 GB = 10**9
 OURS = "handgrad finetune"
@@ -49,6 +50,17 @@ def rows() -> list[Row]:
             Row("lora", f"LoRA r=16, {case}", "handgrad", tokens, hand, hand, mfu=0.88, memory=GB // 2),
             Row("lora", f"LoRA r=16, {case}", PEFT, tokens, peer, peer, memory=9 * GB),
         ]
+    case = "SmolLM2 shape: LoRA r=16, 1×256"
+    found += [
+        Row("lora", case, "handgrad", 256, 0.6, 0.6, memory=GB // 2),
+        Row("lora", case, PEFT, 256, 0.9, 0.9, memory=4 * GB),
+        Row("lora", case, "handgrad, mixed", 256, 0.3, 0.3, memory=GB // 4, gradient_error=0.02, cosine=0.9998),
+        Row("lora", case, PEFT + AUTOCAST, 256, 0.66, 0.66, memory=2 * GB, gradient_error=0.03, cosine=0.9995),
+        Row("products", "c_fc: a w", "as written", 1024, 0.04, 0.04, 1.0),
+    ]
+    for n in (256, 4096):
+        rates = {"handgrad, mixed": 380.0, TORCH_BFLOAT16: 400.0, TORCH_FLOAT32: 190.0}
+        found += [Row("products", f"c_fc: a w, {n} rows", x, n, 1.0, 1.0, gflops=rate) for x, rate in rates.items()]
     for n in (128, 512, 2048, 8192):
         t = 0.3 * n / 128 + (n / 4096) ** 2
         for name, factor in ((OURS, 1.0), (name_of(PACKED | RECOMPUTE), 1.3)):

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench import cases, compete, supervise
+from bench import cases, compete, scenarios, supervise
 from bench.attempts import Attempts, MissingError, problem
 from bench.cases import COMPILED, EAGER, PEFT
 from bench.peers import Eager, Hand
-from bench.row import Row
+from bench.row import AUTOCAST, Row, is_rounded
 from bench.scenarios import Part
 from bench.sizes import SIZES, TINY
 
+from handgrad.model import precision
 from handgrad.ops import attention
 from test_bench import bench
 
@@ -94,10 +95,43 @@ def test_missing_peers_are_notes(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(SIZES, "tiny", replace(TINY, compile_recipe=True, peaks=()))
     found, shown = bench(capsys, monkeypatch, "sft", "train", "--case", "uneven", "--case", "nano")
     missing = {row["contender"]: row["problem"] for row in found["rows"] if row["problem"]}
-    assert set(missing) == {PEFT, COMPILED} and all(text.startswith("missing: ") for text in missing.values())
+    assert set(missing) - {PEFT + AUTOCAST} == {PEFT, COMPILED} and all(
+        text.startswith("missing: ") for text in missing.values()
+    )
     assert "no C++ compiler" in missing[COMPILED] and "peft" in missing[PEFT]
     assert f"note: train, nano recipe, 2×16, {COMPILED}: missing: " in shown
     assert all(row["seconds"] > 0 for row in found["rows"] if not row["problem"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_bfloat16_products_one_line_says_what_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (precision, cases, scenarios):
+        monkeypatch.setattr(module, "why_not_mixed", lambda: "no AVX512_BF16")
+    found, shown = bench(capsys, monkeypatch, "train", "products", "--case", "1x128", "--case", "c_fc")
+    assert not any(is_rounded(row["contender"]) for row in found["rows"]) and len(found["rows"]) > 8
+    assert (
+        shown.count("no contenders in mixed precision or under autocast") == 1 and "bfloat16: no AVX512_BF16" in shown
+    )
+
+
+@pytest.mark.skipif(precision.why_not_mixed() is not None, reason="this machine does not multiply bfloat16")
+def test_a_wrong_formula_in_mixed_precision_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss is right and its gradient wrong by a tenth: more than rounding explains."""
+
+    def wrong(self: Hand) -> float:
+        loss = right(self)
+        for p in self.model.parameters():
+            p.grad.mul_(1.1 if self.model.precision == "mixed" else 1.0)
+        return loss
+
+    monkeypatch.setattr(Hand, "gradients", wrong)
+    monkeypatch.setattr(compete, "_predict", lambda *_: None)
+    case = next(case for case in cases.train(TINY) if "handgrad, mixed" in case.make)
+    rows = {row.contender: row for row in compete.compete("train", case, TINY, Attempts())}
+    assert rows["handgrad, mixed"].problem.startswith("wrong: relative error 1.0e-01 of all gradients, cosine 1.0000")
+    assert [name for name, row in rows.items() if row.problem] == ["handgrad, mixed"]
 
 
 def test_memory_that_cannot_be_measured_leaves_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,9 @@ def test_the_page_has_the_table_of_the_committed_results(name: str) -> None:
 
 
 def test_the_readme_has_five_lines_of_speed() -> None:
-    """One line for each headline; every other result is in docs/benchmarks.md."""
+    """One line for each headline, and one for mixed precision if that was measured; docs/benchmarks.md has all results."""
     lines = table.render(table.read([RESULTS]), short=True).split("\n\n")[0].splitlines()[2:]
+    lines = [line for line in lines if not line.startswith("| the same, mixed precision |")]
     assert len(lines) == len(table.HEADLINES) == 5, lines
     assert not any("plan" in line or "torch's products" in line or "the same" in line for line in lines)
 
@@ -81,6 +82,12 @@ def test_every_scenario_of_the_table_has_lines() -> None:
         "| memory of a step, GPT-2 124M, 4×1024 | 16.0 s, 1.00 GB (plan: 1.00 GB) |",
         "| the same, least memory | 18.0 s, 0.50 GB | handgrad 16.0 s | 12.5 % more time, 0.50 of the memory |",
         "| the same, by the loop of `handgrad train` | 2.02 s | handgrad 2.00 s | 1.0 % more time |",
+        "| SmolLM2 shape: LoRA r=16, 1×256 | 600 ms, 0.50 GB | transformers + peft 900 ms, 4.00 GB |"
+        " 1.50×, 0.12 of the memory |",
+        "| the same, mixed precision | 300 ms, 0.25 GB | transformers + peft, autocast 660 ms, 2.00 GB, float32 600 ms |"
+        " 2.20×, 2.00×, 0.12 of the memory |",
+        "| product a w, mixed precision, float32 operands, 256 / 4096 rows | 380 / 380 GFLOP/s |"
+        " torch in bfloat16 400 / 400, in float32 190 / 190 | 0.95 / 0.95×, 2.00 / 2.00× | `handgrad bench products` |",
         "| attention alone, backward, 12 heads of 64, 1×128 / 1×1024 / 12×64 | 1.8 / 20.0 / 2.0 ms |",
         " | torch's kernel | 0.56 / 1.22 / 1.10× | `handgrad bench attention` |",
         "| decode, 8 bits, 1×32 / 2048 | 40 / 32 tokens/s, 90 / 90 % of the bandwidth bound |",
