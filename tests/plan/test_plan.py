@@ -11,6 +11,7 @@ from rich.console import Console
 
 import handgrad as hg
 from conftest import make_batch, make_model
+from handgrad import optim
 from handgrad.display.plan_table import tables
 from handgrad.kernels import library
 from handgrad.lora.patterns import split_names
@@ -110,6 +111,9 @@ def test_bytes() -> None:
     assert least.bytes_peak < plan.bytes_peak and least.backward_flop > plan.backward_flop
     adapted = make_plan(hg.preset("gpt2"), rank=16)
     assert adapted.bytes_optimizer == 8 * adapted.adapters
+    two_bytes = make_plan(hg.preset("gpt2"), 1, 16, "bfloat16")
+    assert two_bytes.bytes_gradients == 2 * 124_439_808 and two_bytes.bytes_optimizer == 8 * 124_439_808
+    assert two_bytes.bytes_saved + two_bytes.bytes_temporary == 8 * 50_257 * 768  # the embedding's update
 
 
 def test_predicted_seconds_match_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +124,8 @@ def test_predicted_seconds_match_a_real_step(monkeypatch: pytest.MonkeyPatch) ->
         model = hg.GPT(hg.preset("nano", n_blocks=blocks), dtype=dtype)
         plan = make_plan(model.config, 4, 32, str(dtype).removeprefix("torch."))
         tokens = torch.randint(256, (4, 32))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        rounding = optim.StochasticRounding(0, model.parameters())
+        optimizer = optim.maker("AdamW", 1e-3, 0.0, (0.9, 0.99), rounding)(model.parameters())
 
         def step(model: hg.GPT = model, tokens: torch.Tensor = tokens, optimizer: Any = optimizer) -> None:
             model.loss_and_grads(tokens, tokens)

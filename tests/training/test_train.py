@@ -83,7 +83,12 @@ def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
     assert shown.returncode == 0 and shown.stdout.startswith("green"), shown.stderr
 
 
-@pytest.mark.parametrize("options", [[], ["--update-inside"], ["--optimizer", "SGD"], ["--dtype", "bfloat16"]])
+BFLOAT16 = ["--dtype", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--update-inside"], ["--optimizer", "SGD"], BFLOAT16, [*BFLOAT16, "--update-inside"]]
+)
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
         succeed("train", "--data", text, "--out", tmp_path / name, "--steps", 12, *SMALL, *options)

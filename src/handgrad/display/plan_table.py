@@ -86,10 +86,12 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
     kinds = ", ".join(sorted(set(plan.kinds.values())))
     row("weights", size(plan.bytes_weights), f"matrices packed as {kinds}" if kinds else "")
     row("gradients", size(plan.bytes_gradients), "")
-    row("optimizer state", size(plan.bytes_optimizer), "AdamW: two moments")
+    wide = plan.dtype == "bfloat16"
+    row("optimizer state", size(plan.bytes_optimizer), f"AdamW: two moments{', in float32' if wide else ''}")
     row("saved activations", size(plan.bytes_saved), "for the backward pass")
     unpacked = ", with its weights unpacked" if unpacked_kinds(plan.kinds, plan.mixed) else ""
-    row("temporary buffers", size(plan.bytes_temporary), f"of the logits, or a block's backward pass{unpacked}")
+    more = unpacked + (", or an update in float32" if wide else "")
+    row("temporary buffers", size(plan.bytes_temporary), f"of the logits, or a block's backward pass{more}")
     row("[bold]tensors at the peak", f"[bold]{size(plan.bytes_peak)}", "sum of the above")
     row("process at the peak", size(plan.bytes_peak + forecast.runtime_bytes),
         f"including {size(forecast.runtime_bytes)} for Python and libraries", end_section=True)  # fmt: skip

@@ -26,12 +26,10 @@ def fits(*tensors: Tensor, operands: tuple[Tensor, ...] = ()) -> bool:
     if not library.allowed() or library.load(dtype) is None:
         return False
     wide = COMPUTED[dtype]
-    for x in tensors:
-        if x.dtype is not wide or not x.is_cpu or x.stride()[-1] != 1:
-            return False
-    for x in operands:  # noqa: SIM110  all() takes twice as long
-        if x.dtype is not dtype or not x.is_cpu or x.stride()[-1] != 1:
-            return False
+    for given, expected in ((tensors, wide), (operands, dtype)):
+        for x in given:  # all() takes twice as long
+            if x.dtype is not expected or not x.is_cpu or x.stride()[-1] != 1:
+                return False
     return True
 
 
@@ -147,10 +145,9 @@ def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Te
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
-    operands = *_either((m, n), a), *_either((n, w), b)
     address, stride = _rows((m, w), torch.float32 if exact else torch.bfloat16, out)
-    bias_ = _numbers(w, torch.float32, bias)
-    _check(_call("mixed_product", torch.bfloat16, m, w, n, *operands, *bias_, address, int(exact), stride, int(add)))
+    result = *_numbers(w, torch.float32, bias), address, int(exact), stride, int(add)
+    _check(_call("mixed_product", torch.bfloat16, m, w, n, *_either((m, n), a), *_either((n, w), b), *result))
 
 
 # ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────

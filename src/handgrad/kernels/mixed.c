@@ -93,6 +93,8 @@ static void pack_panel(source b, size column, size columns, size k, size depth, 
                 continue;
             }
             for (size p = 0; p < STEPS; p++) {
+                if (PAIR * p + 1 < count && left == LANES) /* the same rows of the next panel, while this one is multiplied */
+                    for (size i = 0; i < PAIR; i++) __builtin_prefetch(entry(b, column + j + PANEL, k + at + PAIR * p + i), 0, 2);
                 const void *below = PAIR * p + 1 < count ? entry(b, column + j, k + at + PAIR * p + 1) : NULL;
                 __m512i x = _mm512_setzero_si512();
                 if (PAIR * p < count && left)

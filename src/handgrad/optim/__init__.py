@@ -1,18 +1,21 @@
 """Learning rates and optimizers.
 
 Import the names below. torch.optim does the updates; this package picks one by name, clips gradients, computes the
-schedule, and can update each layer inside the backward pass. It knows the model, but no data and no files.
+schedule, can update each layer inside the backward pass, and rounds bfloat16 weights stochastically. It knows the model,
+but no data and no files.
 """
 
 from .in_backward import OptimizerInBackward
 from .optimizers import clip_factor, groups, length, maker, norm, step
 from .schedule import FINETUNE_LR, LORA_LR, learning_rate, pretraining_lr
 from .state import align, restore, state_of
+from .stochastic_rounding import StochasticRounding
 
 __all__ = [
     "FINETUNE_LR",
     "LORA_LR",
     "OptimizerInBackward",
+    "StochasticRounding",
     "align",
     "clip_factor",
     "groups",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import HandgradError
+from .stochastic_rounding import StochasticRounding, rounding_step
 
 
 def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
@@ -27,9 +28,14 @@ def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict
 
 
 def maker(
-    name: str, lr: float, weight_decay: float, betas: tuple[float, float]
+    name: str,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    rounding: StochasticRounding | None = None,
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function that makes the named torch.optim optimizer for given parameters."""
+    """A function that makes the named torch.optim optimizer for given parameters. With `rounding`, bfloat16 parameters are
+    updated in float32 and rounded stochastically."""
     kinds = {k.lower(): v for k, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, Optimizer)}
     for unfit in (
         "optimizer",
@@ -54,7 +60,13 @@ def maker(
     decay = weight_decay if "weight_decay" in takes else 0.0
 
     light: Any = _without_compiler(kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
-    return lambda parameters: light(groups(parameters, decay), **options)
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer: Any = light(groups(parameters, decay), **options)
+        optimizer.rounding = rounding
+        return optimizer  # type: ignore[no-any-return]
+
+    return make
 
 
 @cache
@@ -64,7 +76,7 @@ def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     torch imports it to exclude these two methods from compilation. The subclass has them without that; hooks of steps are
     run by what torch puts around the step of any class."""
     step, add = inspect.unwrap(kind.step), inspect.unwrap(kind.add_param_group)
-    methods = {"step": torch.no_grad()(step), "add_param_group": add, "__module__": kind.__module__}
+    methods = {"step": torch.no_grad()(rounding_step(step)), "add_param_group": add, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), methods)
 
 

@@ -17,7 +17,7 @@ from ..lora import peft
 from ..model.config import ModelConfig, preset
 from ..model.precision import MIXED, check_choice, why_not_mixed
 from .flop import Work, flop
-from .memory import BYTES, largest_layer, saved, temporary, tokens_per_piece, workspace
+from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
 
@@ -52,7 +52,7 @@ class Plan:
     bytes_gradients: int
     bytes_optimizer: int
     bytes_saved: int  # activations saved for the backward pass
-    bytes_temporary: int  # buffers of the logits, or of a block's backward pass
+    bytes_temporary: int  # buffers of the logits, of a block's backward pass, or of an update in bfloat16
     bytes_cache_per_token: int
 
     rows: int = 0  # tokens of a sequence that have a target
@@ -139,6 +139,10 @@ def make_plan(
     unpacked = unpacked_kinds(kinds, mixed)
     of_block, of_head = buffers(config, unpacked)
     of_buffers = (of_block / 2, of_head / 2) if mixed else (of_block, of_head)
+    bytes_saved = int(size * saved(config, batch, tokens, piece, recompute, bool(unpacked), mixed))
+    bytes_temporary = int(size * temporary(config, piece, head_trains, recompute, of_buffers, mixed))
+    bytes_temporary += workspace(config, dtype, mixed)
+    update = float32_copies(config) if dtype == "bfloat16" and not ranks else 0  # after what was saved is freed
     forward, backward = flop(config, Work.of(tokens, config, rows).times(batch), ranks, recompute)
 
     return Plan(
@@ -154,10 +158,9 @@ def make_plan(
         backward_flop=backward,
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
-        bytes_optimizer=2 * size * trainable,
-        bytes_saved=int(size * saved(config, batch, tokens, piece, recompute, bool(unpacked), mixed)),
-        bytes_temporary=int(size * temporary(config, piece, head_trains, recompute, of_buffers, mixed))
-        + workspace(config, dtype, mixed),
+        bytes_optimizer=2 * max(4, size) * trainable,  # of bfloat16 weights in float32
+        bytes_saved=bytes_saved,
+        bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
         rows=tokens if rows is None else rows,
         ranks=ranks,

@@ -1,5 +1,6 @@
 """Bytes of a training step: the tensors that exist at its peak, counted from the configuration."""
 
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -90,6 +91,14 @@ def temporary(
     recomputed = piece * max(saved_per_token(config, i, mixed) for i in kinds_of_blocks(config))
     of_head -= recomputed if recompute == "blocks" else 0
     return max(rows * config.n_vocab + of_head, piece * feed_forward + of_block) + 4 * piece * config.d_model
+
+
+def float32_copies(config: ModelConfig) -> int:
+    """Bytes of the float32 copies of the largest bfloat16 parameter and its gradient, while it is updated."""
+    sizes: Counter[str] = Counter()
+    for p in parameters(config):
+        sizes[p.name] += p.count
+    return 8 * max(sizes.values())
 
 
 def workspace(config: ModelConfig, dtype: str, mixed: bool = False) -> int:

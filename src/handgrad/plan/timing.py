@@ -137,7 +137,8 @@ class _Trial:
         self.targets = self.tokens.clone()
         self.targets[:, : plan.tokens - plan.rows] = NO_TARGET
         self.recomputed = plan.recompute != "none"
-        self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99))(self.model.parameters())
+        rounding = optim.StochasticRounding(0, self.model.parameters())  # if they are bfloat16
+        self.optimizer = optim.maker("AdamW", 1e-4, 0.1, (0.9, 0.99), rounding)(self.model.parameters())
 
     def run(self) -> Times:
         start = time.perf_counter()

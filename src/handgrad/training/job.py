@@ -18,7 +18,7 @@ from ..formats.run_folder import OPTIMIZER, Checkpoint
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..ops.loss import NO_TARGET
-from ..optim import OptimizerInBackward
+from ..optim import OptimizerInBackward, StochasticRounding
 from ..plan.flop import Work, flop
 from ..plan.timing import Peak
 from ..text import corpus
@@ -62,6 +62,7 @@ class Job:
     stale: int = 0  # evaluations since the best
     resumed: bool = False
     threads: list[tuple[int, int]] = field(default_factory=list)  # (step, number of threads from then on)
+    rounding: StochasticRounding | None = None  # of bfloat16 weights
     peak: Peak | None = None  # rate of matrix products on this machine
     names: dict[nn.Parameter, str] = field(init=False, repr=False)
     _flop: dict[torch.Size, int] = field(
@@ -128,8 +129,9 @@ def make_job(
     """The job of a run, new or restored from a checkpoint."""
     options = replace(options, **{**asdict(recipe), "epochs": None})
     optim.align(p for p in model.parameters() if p.requires_grad)
-    optimizer = _make_optimizer(model, options, recipe, ranks)
-    job = Job(options, recipe, model, tokenizer, optimizer, training, validation, batch)
+    rounding = StochasticRounding(options.seed, model.parameters()) if model.dtype == torch.bfloat16 else None
+    optimizer = _make_optimizer(model, options, recipe, ranks, rounding)
+    job = Job(options, recipe, model, tokenizer, optimizer, training, validation, batch, rounding=rounding)
     if checkpoint is not None:
         _restore(job, checkpoint)
     if ranks.first:
@@ -179,9 +181,9 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _make_optimizer(
-    model: GPT, options: TrainOptions, recipe: Recipe, ranks: Ranks
+    model: GPT, options: TrainOptions, recipe: Recipe, ranks: Ranks, rounding: StochasticRounding | None
 ) -> torch.optim.Optimizer | OptimizerInBackward:
-    make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2))
+    make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2), rounding)
     if options.update_inside:
         return OptimizerInBackward(model, make, options.clip or None, options.recompute, combine=ranks.all_reduce)
     return make(model.parameters())

@@ -130,6 +130,8 @@ def take_step(job: Job, ranks: Ranks) -> Step:
     tokens, targets, lengths = job.training.batch(first, count)
     n_targets = job.training.size(job.step * job.batch, job.batch)[1]
     seed = hash64(job.options.seed, job.step, first) >> 33  # of dropout: a repeated step repeats it
+    if job.rounding is not None:
+        job.rounding.step = job.step
     examples = ExampleNorms(grads=True) if job.options.example_norms else None
 
     def of_examples() -> list[float] | None:
