@@ -2,7 +2,7 @@
 
 from math import isfinite
 
-from .errors import HandgradError, OutOfMemoryError, option
+from .errors import HandgradError, OutOfMemoryError, option, shown
 from .formatting import size
 from .machine import available_cores, available_memory
 
@@ -77,6 +77,24 @@ def check_threads(threads: int | None) -> None:
     if threads > (cores := available_cores()):
         raise HandgradError(
             f"{option('threads')} is {threads}, and this process may use {cores} cores: give at most {cores}"
+        )
+
+
+MIXED = "mixed"
+PRECISIONS = ("float32", MIXED)  # that a command can ask for
+
+
+def check_choice(precision: object, dtype: object) -> None:
+    """Raise unless this precision, None for that of the dtype, can be asked for together with a dtype, None for any."""
+    if precision is None:
+        return
+    if precision not in PRECISIONS:
+        raise HandgradError(f"{option('precision')} must be {' or '.join(PRECISIONS)}, not {shown(precision)}")
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name != "float32":
+        raise HandgradError(
+            f"{option('precision', precision)} computes with weights in float32: leave out {option('dtype', name)}, or"
+            f" {option('precision')}"
         )
 
 

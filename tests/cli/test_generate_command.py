@@ -55,6 +55,7 @@ def test_a_dash_is_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_command_and_python_have_the_same_names_and_defaults() -> None:
     command, python = (inspect.signature(f).parameters for f in (generate_command.generate, hg.generate))
     only = {"model", "no_cache", "stop_id", "as_json", "prompt", "chat", "prompts_file", "format", "bits", "cost"}
+    only |= {"precision"}
     names = set(command) - only
     assert names <= set(python)
     for name in names - {"stop"}:  # a list there, anything empty here

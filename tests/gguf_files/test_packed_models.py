@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import handgrad as hg
 from conftest import perturb
+from handgrad.formats.models import open_folder
 from handgrad.model.layers import linear
+from handgrad.model.precision import why_not_mixed
 from handgrad.model.storage.packed import KINDS, Packed
 from handgrad.optim import OptimizerInBackward
 from handgrad.training.config import FinetuneOptions
@@ -197,3 +199,20 @@ def test_messages_name_options(tmp_path: Path) -> None:
         FinetuneOptions.parse({"gguf": True, "full": True})
     with pytest.raises(hg.HandgradError, match="packed freezes the weights, and full=True trains all weights"):
         FinetuneOptions.parse({"packed": True, "full": True})
+
+
+@pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16"])
+def test_mixed_precision_of_a_packed_base(kind: str, tmp_path: Path) -> None:
+    """Packed, or read in bfloat16: products read the same numbers. Only rows of the embedding are unpacked to float32."""
+    path = gguf_file(tmp_path, kind)
+    packed = adapted(hg.load(path, packed=True, precision="mixed"))
+    rounded = adapted(open_folder(path, precision="mixed", rounded=True))
+    assert packed.unpacks == (kind != "BF16") and not rounded.unpacks
+    expected = gradients(packed)
+    assert_same(gradients(packed, recompute="blocks"), expected)
+    if kind == "BF16":
+        assert_same(gradients(rounded), expected)
+    for other in (rounded, adapted(hg.load(path))):
+        x, y = (torch.cat([g.flatten() for g in grads.values()]) for _, grads in (gradients(other), expected))
+        assert torch.cosine_similarity(x, y, 0) > 0.99  # large random weights: 0.984 with everything in bfloat16

@@ -16,6 +16,7 @@ from handgrad.kernels import library
 from handgrad.lora.patterns import split_names
 from handgrad.model.config import ModelConfig
 from handgrad.model.names import block_of, without_block
+from handgrad.model.precision import why_not_mixed
 from handgrad.plan.estimate import make_plan
 from handgrad.plan.flop import Work, flop
 from handgrad.plan.memory import saved, saved_per_token
@@ -182,6 +183,17 @@ def storages(saved: Any) -> dict[int, int]:
     if isinstance(saved, torch.Tensor):
         return {saved.untyped_storage().data_ptr(): saved.untyped_storage().nbytes()}
     return {key: size for part in saved or () for key, size in storages(part).items()}
+
+
+@pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+def test_saved_bytes_match_the_blocks_in_mixed_precision(config: ModelConfig) -> None:
+    model = hg.GPT(config, precision="mixed")
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with torch.no_grad():
+        state = model.forward_pass(model.prepare(model.pack(tokens), tokens))
+    for i, (block,) in enumerate(state.blocks):
+        assert sum(storages(block).values()) == 4 * 16 * saved_per_token(config, i, mixed=True)
+    assert sum(storages([state.blocks, state.rotations]).values()) == 4 * saved(config, 2, 8, 16, "none", mixed=True)
 
 
 def test_saved_numbers_match_the_blocks(config: ModelConfig) -> None:

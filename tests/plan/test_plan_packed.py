@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import handgrad as hg
 import tiny_gguf
 from conftest import handgrad, plan_of
+from handgrad.model.precision import why_not_mixed
 from handgrad.plan import packing, timing
 from handgrad.plan.estimate import Plan, make_plan
 from handgrad.plan.memory import workspace
@@ -55,20 +56,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(model: hg.GPT, batch: int, tokens: int, recompute: str) -> Plan:
     ranks = {name: layer.down.shape[1] for name, layer in hg.lora.adapters_of(model).items()}
-    return make_plan(model.config, batch, tokens, ranks=ranks, recompute=recompute, kinds=kinds_of(model))
+    mixed = model.operand is not None
+    return make_plan(model.config, batch, tokens, ranks=ranks, recompute=recompute, kinds=kinds_of(model), mixed=mixed)
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_bytes_match_a_real_step(name: str, recompute: str, folder: Path) -> None:
-    model = hg.load(folder / name, base_dtype="bfloat16")
+def test_bytes_match_a_real_step(name: str, recompute: str, precision: str, folder: Path) -> None:
+    if precision == "mixed" and why_not_mixed() is not None:
+        pytest.skip(f"no mixed precision: {why_not_mixed()}")
+    model = hg.load(folder / name, base_dtype="bfloat16", precision=precision)
     hg.lora.inject(model, 4)
     batch, length = 12, 256  # three pieces, processed together
     plan = planned(model, batch, length, recompute)
     assert plan.kinds == two_bytes(model.config, "bfloat16") and plan.bytes_weights == held(model)
     tokens = torch.randint(4096, (batch, length))
     peak = allocated(lambda: model.loss_and_grads(tokens, tokens, recompute=recompute))
-    predicted = plan.bytes_gradients + plan.bytes_saved + plan.bytes_temporary - workspace(plan.config, plan.dtype)
+    predicted = (
+        plan.bytes_gradients + plan.bytes_saved + plan.bytes_temporary - workspace(plan.config, plan.dtype, plan.mixed)
+    )
     assert 0.85 < predicted / peak < 1.15, (predicted, peak)
     unpacked = make_plan(plan.config, batch, length, ranks=plan.ranks, recompute=recompute)
     assert unpacked.bytes_weights > 1.9 * (plan.bytes_weights - 4 * plan.adapters)

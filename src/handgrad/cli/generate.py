@@ -168,7 +168,8 @@ def generate(
 
 def note_precision(precision: str | None) -> None:
     """Check the precision, and say so if this machine computes in float32 instead."""
-    from ..model.precision import check_choice, without_mixing
+    from ..checks import check_choice
+    from ..model.precision import without_mixing
 
     check_choice(precision, None)
     console.note(without_mixing(precision))

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from .. import lora
+from ..checks import MIXED, check_choice
 from ..errors import HandgradError, HandgradWarning, option, shown
 from ..gguf.file import is_gguf, open_gguf
 from ..model.config import PRESETS, ModelConfig, preset
 from ..model.dtype import as_dtype
 from ..model.gpt import GPT
-from ..model.precision import MIXED, check_choice, why_not_mixed, without_mixing
+from ..model.precision import why_not_mixed, without_mixing
 from ..model.storage.quantize import check_bits, quantize
 from ..model.storage.rounded import round_frozen
 from ..text import chat_template, downloads, tokenizer

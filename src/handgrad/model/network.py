@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_integer
+from ..checks import MIXED, check_choice, check_integer
 from ..errors import HandgradError, shown
 from ..ops import embedding, rotary
 from .block import Block
@@ -20,7 +20,7 @@ from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Linear, freeze
 from .layers.norms import NORMS, Norm
 from .layers.parts import Parts, part
-from .precision import MIXED, check_choice, check_precision, why_not_mixed
+from .precision import check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
 
 

@@ -9,11 +9,9 @@ bfloat16: `storage/rounded.py`.
 
 import torch
 
-from ..errors import HandgradError, option, shown
+from ..checks import MIXED
+from ..errors import HandgradError, shown
 from ..kernels import library
-
-MIXED = "mixed"
-PRECISIONS = ("float32", MIXED)  # that a command can ask for
 
 
 def check_precision(precision: object, dtype: torch.dtype) -> str:
@@ -27,20 +25,6 @@ def check_precision(precision: object, dtype: torch.dtype) -> str:
             " model.to(dtype) changes the dtype of the parameters"
         )
     return str(precision)
-
-
-def check_choice(precision: object, dtype: torch.dtype | str | None) -> None:
-    """Raise unless this precision, None for that of the dtype, can be asked for together with a dtype, None for any."""
-    if precision is None:
-        return
-    if precision not in PRECISIONS:
-        raise HandgradError(f"{option('precision')} must be {' or '.join(PRECISIONS)}, not {shown(precision)}")
-    name = str(dtype).removeprefix("torch.")
-    if dtype is not None and name != "float32":
-        raise HandgradError(
-            f"{option('precision', precision)} computes with weights in float32: leave out {option('dtype', name)}, or"
-            f" {option('precision')}"
-        )
 
 
 def without_mixing(precision: str | None) -> str:

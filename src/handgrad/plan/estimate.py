@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import lora
-from ..checks import check_stored
+from ..checks import MIXED, check_choice, check_stored
 from ..errors import HandgradError, option
 from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
 from ..model.config import ModelConfig, preset
-from ..model.precision import MIXED, check_choice, why_not_mixed
+from ..model.precision import why_not_mixed
 from .flop import Work, flop
 from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds

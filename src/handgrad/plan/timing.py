@@ -13,13 +13,14 @@ from functools import partial
 import torch
 
 from .. import lora, optim
+from ..checks import MIXED
 from ..errors import HandgradError
 from ..lora.config import LoRAConfig
 from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import without_block
 from ..model.passes.readout import rows_at_once
-from ..model.precision import MIXED, why_not_mixed
+from ..model.precision import why_not_mixed
 from ..model.storage.packed import Packed
 from ..model.storage.rounded import round_frozen
 from ..ops import linear

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_origin, get_type_hints
 
-from ..checks import LIMITS, check_integer, check_number, check_stored, check_threads, check_type
+from ..checks import LIMITS, check_choice, check_integer, check_number, check_stored, check_threads, check_type
 from ..errors import HandgradError, option
 from ..lora.config import LoRAConfig
 from ..lora.patterns import split_names
-from ..model.precision import check_choice
 
 SHAPE = ("n_blocks", "d_model", "n_heads", "n_context", "d_hidden")  # what a run can change of a preset
 

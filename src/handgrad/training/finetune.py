@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .. import lora
+from ..checks import MIXED
 from ..errors import HandgradError, option
 from ..files.reading import read_text
 from ..formats import models
@@ -16,7 +17,7 @@ from ..formats.run_folder import Checkpoint
 from ..formatting import plural
 from ..lora import gguf_export
 from ..model.gpt import GPT
-from ..model.precision import MIXED, why_not_mixed
+from ..model.precision import why_not_mixed
 from ..model.storage.rounded import round_frozen
 from ..optim import FINETUNE_LR, LORA_LR
 from ..text import examples, validation_split

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..checks import MIXED
 from ..errors import HandgradError, option
 from ..files import manifest
 from ..files.atomic import write_folder, write_text
@@ -24,7 +25,7 @@ from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
 from ..kernels import library
 from ..lora import gguf_export
 from ..model.gpt import GPT
-from ..model.precision import MIXED, why_not_mixed, without_mixing
+from ..model.precision import why_not_mixed, without_mixing
 from ..per_example.outliers import Outlying
 from . import checkpoint as checkpoint_files
 from . import example_report, tensorboard
