@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,13 @@ def test_frozen_layers_are_not_updated() -> None:
         assert torch.equal(p, before[name]) != ("h.1." in name), name
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [-1, "x", math.nan, True])
+def test_a_clip_that_is_no_norm_is_refused(clip: Any) -> None:
+    with pytest.raises(hg.HandgradError, match=rf"clip must be a number of at least 0.*, not {clip!r}"):
+        OptimizerInBackward(make_model(), OPTIMIZERS["SGD"], clip)
+
+
+@pytest.mark.parametrize("clip", [None, 0, 1.0])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 def test_batch_without_targets_has_zero_gradient(clip: float | None, recompute: str) -> None:
     """Every layer still gets a zero gradient, to which other processes add theirs."""

@@ -183,7 +183,7 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer | OptimizerInBackward:
     make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2))
     if options.update_inside:
-        return OptimizerInBackward(model, make, options.clip or None, options.recompute, combine=ranks.all_reduce)
+        return OptimizerInBackward(model, make, options.clip, options.recompute, combine=ranks.all_reduce)
     return make(model.parameters())
 
 
