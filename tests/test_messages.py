@@ -43,6 +43,7 @@ def test_an_option_has_a_name_for_each_reader(given: str, flag: str, argument: s
     for kind in (HandgradError, NonFiniteError, HandgradWarning):
         assert for_command_line(kind(message)) == f"{flag} is wrong: leave {flag} out"
         assert str(kind(message)) == for_python(kind(message)) == f"{argument} is wrong: leave {argument} out"
+        assert repr(kind(message)) == f"{kind.__name__}({f'{argument} is wrong: leave {argument} out'!r})"
     assert for_command_line(message) == f"{flag} is wrong: leave {flag} out"  # also a line that is no error
 
 
