@@ -1,6 +1,8 @@
 """Optimizer steps inside the backward pass, gradient norms, clipping and scaled steps."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -219,6 +221,8 @@ def test_an_optimizer_made_here_can_be_used_by_others() -> None:
         p.grad, q.grad = torch.full((2, 3), 0.5)
         optim.step(ours, 1.0)
         theirs.step()
+    for copied in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        assert type(copied) is torch.optim.AdamW and str(copied.state_dict()) == str(ours.state_dict())
     ours.zero_grad()
     assert torch.equal(p, q) and p.grad is None
     ours.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
