@@ -170,7 +170,7 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
         optim.restore(job.optimizer, job.names, state)
         job.resumed, job.step = True, checkpoint.step
         job.seconds, job.tokens, job.stale = float(facts["seconds"]), int(facts["tokens"]), int(facts["stale"])
-        job.threads = [(int(step), int(number)) for step, number in facts.get("threads", ())]
+        job.threads = [(int(step), int(number)) for step, number in facts["threads"]]
         job.best, job.initial = (
             math.inf if facts[name] is None else float(facts[name]) for name in ("best", "initial")
         )
