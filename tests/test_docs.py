@@ -160,7 +160,7 @@ class Folder:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/test_plan.py measures
+    monkeypatch.setattr(timing, "predict", lambda plan: 1.0)  # tests/plan measures
     use_empty_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("HANDGRAD_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
@@ -271,6 +271,13 @@ def test_commands_are_found_and_checked() -> None:
         check_parses(["nonsense"])
     with pytest.raises(SystemExit):
         check_parses(["bench", "train", "--model", "smollm2"])
+
+
+def test_files_that_pages_name_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.py")]
+    for page in pages:
+        for path in re.findall(r"(?<![\w/.])((?:tests|src)/[\w/-]+(?:\.\w+)?)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}, which does not exist"
 
 
 def test_python_page_has_every_public_name_and_a_page_that_explains_it() -> None:

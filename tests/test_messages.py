@@ -3,7 +3,7 @@
 import ast
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from handgrad.errors import (
     for_python,
     option,
 )
+from handgrad.inference.sampling import Sampling
+from handgrad.model.storage.quantize import check_bits
 from test_rules import FILES, SOURCE, package_of, tree_of
 
 ABOVE = ("cli", "__main__", "__init__")  # of these, cli is the command line itself
@@ -43,6 +45,7 @@ def test_an_option_has_a_name_for_each_reader(given: str, flag: str, argument: s
     for kind in (HandgradError, NonFiniteError, HandgradWarning):
         assert for_command_line(kind(message)) == f"{flag} is wrong: leave {flag} out"
         assert str(kind(message)) == for_python(kind(message)) == f"{argument} is wrong: leave {argument} out"
+        assert repr(kind(message)) == f"{kind.__name__}({f'{argument} is wrong: leave {argument} out'!r})"
     assert for_command_line(message) == f"{flag} is wrong: leave {flag} out"  # also a line that is no error
 
 
@@ -70,6 +73,13 @@ def test_the_same_mistake_at_both_edges(tmp_path: Path) -> None:
         ({"schedule": "sinus"}, ["--schedule", "sinus"], "{schedule} must be cosine, linear or constant, not 'sinus'"),
         ({"steps": 3, "epochs": 1.0}, ["--steps", 3, "--epochs", 1], "give one of {steps}, {epochs} or {minutes}"),
         ({"tokenizer": "bpe:9"}, ["--tokenizer", "bpe:9"], "{tokenizer=bpe:9}: give bpe:N with N of at least 257"),
+        ({"n_heads": 0}, ["--n-heads", 0], "{n_heads} must be an integer of at least 1, not 0"),
+        (
+            {"d_model": 30, "n_heads": 4},
+            ["--d-model", 30, "--n-heads", 4],
+            "{d_model=30} is not divisible by {n_heads=4}: choose",
+        ),
+        ({"d_model": 1, "n_heads": 1}, ["--d-model", 1, "--n-heads", 1], "{d_model} must be at least 2"),
         ({"steps": 1}, ["--steps", 1], "exists: choose another {out}, or continue it with {resume=True}"),
     ]
     text, run = tmp_path / "text.txt", tmp_path / "run"
@@ -87,8 +97,22 @@ def test_the_same_mistake_at_both_edges(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: check_bits(3), "--bits must be 8 or 4, not 3"),
+        (lambda: Sampling(repetition_penalty=0), "--repetition-penalty must be a number above 0, not 0"),
+        (lambda: Sampling(seed=-1), "--seed must be an integer of at least 0, not -1"),
+    ],
+)
+def test_single_values_are_named_as_options(check: Callable[[], object], message: str) -> None:
+    with pytest.raises(HandgradError) as raised:
+        check()
+    assert for_command_line(raised.value).startswith(message)
+
+
 def _python_value(value: str | None) -> str:
-    return "" if value is None else "=True" if value == "True" else f"={value!r}"
+    return "" if value is None else f"={value if value.isalnum() else repr(value)}"
 
 
 def _flag_value(value: str | None) -> str:

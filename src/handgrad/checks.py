@@ -51,12 +51,13 @@ def check_type(name: str, kind: str, value: object) -> None:
 
 
 def check_integer(name: str, value: object, label: str | None = None) -> None:
-    """Raise unless `value` is an integer within LIMITS[name]. Messages call it `label`, or `name`."""
+    """Raise unless `value` is an integer within LIMITS[name]. Messages call it `label`, or the option `name`."""
     minimum, maximum = LIMITS[name]
+    label = label or option(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise HandgradError(f"{label or name} must be an integer of at least {minimum}, not {value!r}")
+        raise HandgradError(f"{label} must be an integer of at least {minimum}, not {value!r}")
     if value > maximum:
-        raise HandgradError(f"{label or name} must be an integer of at most {maximum:,}, not {value!r}")
+        raise HandgradError(f"{label} must be an integer of at most {maximum:,}, not {value!r}")
 
 
 def check_number(name: str, value: object, label: str) -> None:
@@ -73,7 +74,7 @@ def check_threads(threads: int | None) -> None:
     """Raise unless `threads` is None or a number of threads that this machine can run at once."""
     if threads is None:
         return
-    check_integer("threads", threads, option("threads"))
+    check_integer("threads", threads)
     if threads > (cores := available_cores()):
         raise HandgradError(
             f"{option('threads')} is {threads}, and this process may use {cores} cores: give at most {cores}"

@@ -52,10 +52,7 @@ class _Message(Exception):
 
     def __init__(self, message: object = ""):
         self.message = printable(str(message), self.limit)  # quote this in another message
-        super().__init__(self.message)
-
-    def __str__(self) -> str:
-        return for_python(self)
+        super().__init__(for_python(self.message))
 
 
 class HandgradError(_Message, ValueError):

@@ -450,6 +450,8 @@ def test_a_broken_formula_turns_its_badge_red(open_page: Open, monkeypatch: pyte
         page.click('#map [data-key="blocks.0.a_7"]')
         expect_station(page, "blocks.0.a_7")
         expect(page.locator("#badge")).to_have_class("badge good")
+        ticks = page.locator("#map .tick")
+        expect(ticks.filter(has_text=re.compile("[✔✘]"))).to_have_count(ticks.count())  # the page asks until then
 
 
 def test_only_adapters_are_trained(open_page: Open) -> None:

@@ -26,12 +26,12 @@ LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 LLAMA_LIKE = tuple(family.name for family in FAMILIES.values() if family.fixed.get("positions") == "rotary")
-# by our names; a family whose heads have the width d/h takes the others
+# by our names; d/h is even as well, for a family whose table has no width of a head
 SIZES = {
     "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
     "eps": 1e-3,
 }  # fmt: skip
-EVEN_HEADS = {"d_model": 15, "n_heads": 3}
+ODD_HEADS = {"d_model": 15, "n_heads": 3}  # of learned positions: rotary ones turn pairs of features
 # windows by the kind that a family's table names
 WINDOWS: dict[str, dict[str, Any]] = {
     "every block": {"sliding_window": 4},
@@ -135,7 +135,7 @@ TYPICAL = [f"{name}, window" if family.windows else PLAIN[name] for name, family
 def transformers_model(name: str, **changes: Any) -> Any:
     """The member in float64, with norms not 1 and biases not 0: errors would be invisible in a new model."""
     family = family_of(name)
-    sizes = SIZES if "head_dim" in FAMILIES[family].fields else SIZES | EVEN_HEADS
+    sizes = SIZES if family in LLAMA_LIKE else SIZES | ODD_HEADS
     others: dict[str, Any] = {"sliding_window": None, "rope_parameters": ROPE} if family in LLAMA_LIKE else {}
     fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))

@@ -162,6 +162,7 @@ def test_a_real_compiler_that_fails_is_reported(fresh: pytest.MonkeyPatch) -> No
     ("variables", "reason"),
     [
         ({"CC": "false"}, "false failed (exit status 1)"),
+        ({"CC": "/nonexistent/cc"}, "CC=/nonexistent/cc names no program"),
         ({"PATH": "/nonexistent", "CC": ""}, "there is no C compiler"),
     ],
 )

@@ -106,7 +106,7 @@ ODD: dict[str, Callable[[Path], object]] = {
     "a byte more": replaced_by(lambda x: x + b"\0"),
     "zeros": replaced_by(lambda x: bytes(len(x))),
     "zeros at the end, as after a crash": replaced_by(lambda x: x[:8192] + bytes(len(x) - 8192)),
-    "without a digest, as earlier versions wrote it": replaced_by(lambda x: x[: -library.DIGEST_BYTES]),
+    "without a digest": replaced_by(lambda x: x[: -library.DIGEST_BYTES]),
     "text": replaced_by(lambda x: b"#!/bin/sh\necho kernels\n"),
     "another architecture": replaced_by(lambda x: x[:18] + b"\xb7\x00" + x[20:]),
     "another library": replaced_by(lambda x: Path(torch.__file__).read_bytes()),

@@ -1,6 +1,8 @@
 """Objectives and edits of a trace: equal to autograd, to finite differences, and to the pass without edits."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from handgrad.proof.reference_model import ReferenceModel
 LIMIT = 1e-10
 LENGTHS = [6, 4]
 OBJECTIVES = [MEAN_LOSS, hg.PositionLoss(2), hg.LogitDifference(8, 3, 7)]
+PUBLIC = {x for x in map(partial(getattr, hg), hg.__all__) if isinstance(x, type) and issubclass(x, Objective)}
 LLAMA: dict[str, Any] = {"preset": "nano-llama", "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_hidden": 20}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
@@ -82,6 +85,11 @@ def test_objectives_equal_autograd_and_finite_differences(name: str, objective: 
     u = torch.randn(a.shape, generator=torch.Generator().manual_seed(1), dtype=a.dtype)
     moved = lambda x: hg.trace(*batch, objective=objective, edit={"blocks.0.a_5": lambda _: x}).loss  # noqa: E731
     assert (delta * u).sum().item() == pytest.approx(finite_difference(moved, a, u), rel=1e-6)
+
+
+def test_every_public_objective_has_a_case() -> None:
+    missing = sorted(kind.__name__ for kind in PUBLIC - {type(x) for x in OBJECTIVES})
+    assert PUBLIC and not missing, f"OBJECTIVES of {Path(__file__).name} has no {', '.join(missing)}"
 
 
 def test_a_position_and_a_difference_are_what_they_say() -> None:

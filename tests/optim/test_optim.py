@@ -1,11 +1,14 @@
 """Optimizer steps inside the backward pass, gradient norms, clipping and scaled steps."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +93,13 @@ def test_frozen_layers_are_not_updated() -> None:
         assert torch.equal(p, before[name]) != ("h.1." in name), name
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [-1, "x", math.nan, True])
+def test_a_clip_that_is_no_norm_is_refused(clip: Any) -> None:
+    with pytest.raises(hg.HandgradError, match=rf"clip must be a number of at least 0.*, not {clip!r}"):
+        OptimizerInBackward(make_model(), OPTIMIZERS["SGD"], clip)
+
+
+@pytest.mark.parametrize("clip", [None, 0, 1.0])
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 def test_batch_without_targets_has_zero_gradient(clip: float | None, recompute: str) -> None:
     """Every layer still gets a zero gradient, to which other processes add theirs."""
@@ -212,6 +221,8 @@ def test_an_optimizer_made_here_can_be_used_by_others() -> None:
         p.grad, q.grad = torch.full((2, 3), 0.5)
         optim.step(ours, 1.0)
         theirs.step()
+    for copied in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        assert type(copied) is torch.optim.AdamW and str(copied.state_dict()) == str(ours.state_dict())
     ours.zero_grad()
     assert torch.equal(p, q) and p.grad is None
     ours.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

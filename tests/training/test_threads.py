@@ -21,7 +21,6 @@ from handgrad.errors import HandgradError
 from handgrad.files import manifest
 from handgrad.training import threads
 from handgrad.training.distributed import Ranks
-from handgrad.training.run import Run
 from handgrad.training.threads import ROUNDS, candidates, choose, trial_step
 from runs import OFTEN, SMALL, TEXT, same_weights, small_job, weights
 
@@ -209,31 +208,6 @@ def test_resumed_run_keeps_its_number(
     assert "threads: 1 of 2, as recorded; --threads changes it" in said
     assert len(calls) == 1 and history(Path("run"), 6) == [[0, 1]]
     assert same_weights(weights(Path("run"), 6), before)
-
-
-def test_records_of_earlier_versions_are_resumed(
-    text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those changed the number during a run: it goes on with the last; and the first versions recorded none."""
-    calls = choosing(monkeypatch, 2, 1)
-    train(text, "run", steps=4)
-
-    def rewrite(found: object) -> None:
-        for folder in Path("run/checkpoints").iterdir():
-            facts = {
-                k: v for k, v in manifest.read(folder).items() if k not in ("files", "format", "digest", "threads")
-            }
-            (folder / manifest.FILE).unlink()
-            manifest.write(folder, **facts, **({} if found is None else {"threads": found}))
-
-    rewrite([[0, 2], [3, 1]])
-    assert "threads: 1 of 2, as recorded" in train(text, "run", "--resume", steps=6)
-    assert len(calls) == 1 and history(Path("run"), 6) == [[0, 2], [3, 1]]
-    rewrite(None)
-    settings = json.loads(Path("run/run.json").read_text())
-    Run(Path("run")).configure({k: v for k, v in settings.items() if k not in ("threads", "digest")})
-    assert "threads: 1 of 2, measured" in train(text, "run", "--resume", steps=8)
-    assert len(calls) == 2 and history(Path("run"), 8) == [[6, 1]]
 
 
 def test_a_run_that_follows_the_load(text: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:

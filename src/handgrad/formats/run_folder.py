@@ -140,7 +140,7 @@ def _is_record(record: Any) -> bool:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return False
     if "example_norms" in record:
-        norms, losses = record["example_norms"], record.get("example_losses", record["example_norms"])
+        norms, losses = record["example_norms"], record.get("example_losses")
         if not isinstance(norms, list) or not isinstance(losses, list) or len(norms) != len(losses):
             return False
         return all(isinstance(x, int | float) and math.isfinite(x) for x in (*norms, *losses))
@@ -148,7 +148,7 @@ def _is_record(record: Any) -> bool:
     norms = record.get("grad_norms", {})
     return (
         all(isinstance(record.get(name), int | float) and math.isfinite(record[name]) for name in needed)
-        and isinstance(record.get("sample", ""), str)
+        and all(isinstance(record.get(name), str) for name in ("sample", "prompt") if "sample" in record)
         and isinstance(norms, dict)
         and all(isinstance(x, int | float) for x in norms.values())
     )

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_integer, is_number
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 
 COLDEST = 1e-6  # a lower temperature would overflow, and gives the same choices
 _GOLDEN, _MIX_1, _MIX_2 = (
@@ -60,15 +60,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not is_number(self.temperature) or self.temperature < 0:
-            raise HandgradError(f"temperature must be a finite number of at least 0, not {self.temperature}")
+            raise HandgradError(
+                f"{option('temperature')} must be a finite number of at least 0, not {self.temperature}"
+            )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise HandgradError(f"top_k must be an integer of at least 1, not {self.top_k}")
+            raise HandgradError(f"{option('top_k')} must be an integer of at least 1, not {self.top_k}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 <= value <= 1):
-                raise HandgradError(f"{name} must be a number from 0 to 1, not {value}")
+                raise HandgradError(f"{option(name)} must be a number from 0 to 1, not {value}")
         if not is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
-            raise HandgradError(f"repetition_penalty must be a number above 0, not {self.repetition_penalty}")
+            raise HandgradError(
+                f"{option('repetition_penalty')} must be a number above 0, not {self.repetition_penalty}"
+            )
         for name in ("frequency_penalty", "presence_penalty"):
             if not is_number(getattr(self, name)):
                 raise HandgradError(f"{name} must be a finite number, not {getattr(self, name)}")

@@ -42,10 +42,10 @@ class CompilerError(Exception):
 
 
 def command() -> list[str] | None:
-    """The C compiler with its arguments: $CC, or cc, gcc or clang on the PATH."""
-    for words in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
-        found = shutil.which(words[0]) if words else None
-        if found:
+    """The C compiler with its arguments: $CC, or if it is not set cc, gcc or clang on the PATH."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for words in [given] if given else (["cc"], ["gcc"], ["clang"]):
+        if found := shutil.which(words[0]):
             return [found, *words[1:]]
     return None
 
@@ -93,7 +93,9 @@ def _run(arguments: list[str], log: Path | None = None) -> str:
     """The output of the compiler. Raises CompilerError, with the first line that speaks of an error, if it fails."""
     compiler = command()
     if compiler is None:
-        raise CompilerError("there is no C compiler (cc, gcc, clang, or what CC names)")
+        given = os.environ.get("CC", "").strip()
+        reason = f"CC={given} names no program" if given else "there is no C compiler (cc, gcc, clang)"
+        raise CompilerError(f"{reason}: install one, or name it in CC")
     words = [*compiler, *arguments]
     try:
         done = subprocess.run(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..checks import check_integer, is_number
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..families import FAMILIES, Family
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
@@ -60,7 +60,7 @@ class ModelConfig:
             raise HandgradError(f"unknown family {self.family!r}; choose one of {', '.join(FAMILIES)}")
         self._check_choices()
         if self.d_model < 2:
-            raise HandgradError("d_model must be at least 2: a norm over one feature is always 0")
+            raise HandgradError(f"{option('d_model')} must be at least 2: a norm over one feature is always 0")
         if not is_number(self.eps) or not 1e-30 <= self.eps < 1:
             raise HandgradError(f"eps must be a number of at least 1e-30 and below 1, not {self.eps!r}")
         for name in (
@@ -70,13 +70,13 @@ class ModelConfig:
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if (self.d_rho is None or self.d_head is None) and self.d_model % self.n_heads:
             raise HandgradError(
-                f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: choose a number of heads that divides"
-                " the width (or, from Python, give the widths per head with d_rho and d_head)"
+                f"{option('d_model', self.d_model)} is not divisible by {option('n_heads', self.n_heads)}: choose a number"
+                " of heads that divides the width (or, from Python, give the widths per head with d_rho and d_head)"
             )
         if self.n_heads % self.kv_heads:
             raise HandgradError(
-                f"n_kv_heads={self.n_kv_heads} does not divide n_heads={self.n_heads}: every key/value head serves a group"
-                " of equally many query heads"
+                f"n_kv_heads={self.n_kv_heads} does not divide {option('n_heads', self.n_heads)}: every key/value"
+                " head serves a group of equally many query heads"
             )
         if self.positions == "rotary":
             self._check_rotary()

@@ -1,10 +1,11 @@
 """The parts of a transformers model with hand-derived backward passes.
 
 A part is a subclass of the original module's class, under its name, which programs read: a plain one of torch's classes, one
-made by `class_of` of classes that belong to transformers and PEFT. `swap` gives it to a module, as torch's parametrizations
-and `fully_shard` do: identity, parameters, names, hooks and settings stay, and `swap_back` restores the class. At every call
-a part checks that it would compute what the original code does, whatever was changed meanwhile; what it would not it leaves
-to the original code, and `fell_back` counts these calls and warns once. Attention has no part: see `attention_function.py`.
+made by `class_of` of classes that belong to transformers and PEFT, which are known only when a model is given. `swap` gives
+it to a module, as torch's parametrizations and `fully_shard` do: identity, parameters, names, hooks and settings stay, and
+`swap_back` restores the class. At every call a part checks that it would compute what the original code does, whatever was
+changed meanwhile; what it would not it leaves to the original code, and `fell_back` counts these calls and warns once.
+Attention has no part: see `attention_function.py`.
 """
 
 import warnings

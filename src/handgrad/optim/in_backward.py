@@ -23,7 +23,7 @@ class OptimizerInBackward:
     """optimizer = OptimizerInBackward(model, lambda p: torch.optim.AdamW(p, lr=3e-4), clip=1.0)
     loss = optimizer.step(tokens, targets)
 
-    clip        largest global norm of the gradient; measuring it costs a second backward pass
+    clip        largest global norm of the gradient; measuring it costs a second backward pass (None or 0: no clipping)
     recompute   "blocks": save only each block's input and recompute the block in the backward pass
     """
 
@@ -35,6 +35,8 @@ class OptimizerInBackward:
         recompute: str = "blocks",
         combine: Finished = no_hook,
     ):
+        if clip is not None and not (type(clip) in (int, float) and clip >= 0):
+            raise HandgradError(f"clip must be a number of at least 0, or None for no clipping, not {clip!r}")
         self.model = model
         self.combine = combine  # sums the gradients of several processes before they are used
         self.clip = clip
@@ -69,7 +71,7 @@ class OptimizerInBackward:
         _free_gradients(model.parameters())  # drop gradients of an earlier call
         state = model.forward_pass(work, options)
         factor = 1.0
-        if self.clip is not None:
+        if self.clip:
             norms: list[float] = []
 
             def measure(layer: list[nn.Parameter]) -> None:

@@ -74,10 +74,15 @@ def _without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
     """A subclass of torch's optimizer that does not import torch's compiler, which takes two seconds and 75 MB.
 
     torch imports it to exclude these two methods from compilation. The subclass has them without that; hooks of steps are
-    run by what torch puts around the step of any class."""
+    run by what torch puts around the step of any class. A pickled optimizer is one of torch's class."""
     step, add = inspect.unwrap(kind.step), inspect.unwrap(kind.add_param_group)
-    methods = {"step": torch.no_grad()(rounding_step(step)), "add_param_group": add, "__module__": kind.__module__}
+    rounded = torch.no_grad()(rounding_step(step))
+    methods = {"step": rounded, "add_param_group": add, "__reduce__": lambda self: _as_torchs(self, kind)}
     return type(kind.__name__, (kind,), methods)
+
+
+def _as_torchs(optimizer: Optimizer, kind: type[Optimizer]) -> tuple[Any, ...]:
+    return kind.__new__, (kind,), optimizer.__getstate__()
 
 
 def clip_factor(norm: float, clip: float | None) -> float:

@@ -50,7 +50,7 @@ def ranking_of(job: Job, run: Run) -> list[Outlier]:
     for record in run.records():
         first = (record["step"] - 1) * job.batch
         norms = record.get("example_norms", ())
-        losses = record.get("example_losses") or [1.0] * len(norms)  # runs of earlier versions have norms alone
+        losses = record.get("example_losses", ())
         for i, (norm, loss) in enumerate(zip(norms, losses, strict=True), first):
             example = data.index(i, True)
             measured.append(Measurement(example, i // data.per_epoch, targets[example], norm, loss))

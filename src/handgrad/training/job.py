@@ -172,7 +172,7 @@ def _restore(job: Job, checkpoint: Checkpoint) -> None:
         optim.restore(job.optimizer, job.names, state)
         job.resumed, job.step = True, checkpoint.step
         job.seconds, job.tokens, job.stale = float(facts["seconds"]), int(facts["tokens"]), int(facts["stale"])
-        job.threads = [(int(step), int(number)) for step, number in facts.get("threads", ())]
+        job.threads = [(int(step), int(number)) for step, number in facts["threads"]]
         job.best, job.initial = (
             math.inf if facts[name] is None else float(facts[name]) for name in ("best", "initial")
         )
@@ -185,7 +185,7 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer | OptimizerInBackward:
     make = optim.maker(options.optimizer, recipe.lr, options.weight_decay, (options.beta1, options.beta2), rounding)
     if options.update_inside:
-        return OptimizerInBackward(model, make, options.clip or None, options.recompute, combine=ranks.all_reduce)
+        return OptimizerInBackward(model, make, options.clip, options.recompute, combine=ranks.all_reduce)
     return make(model.parameters())
 
 

@@ -48,7 +48,8 @@ def report(run: Run, examples: str = "") -> str:
         if chosen[-1] is not samples[-1]:
             chosen.append(samples[-1])
         body += [
-            f"<p>after {plural(r['step'], 'step')}: prompt ▸ continuation</p><pre>{escape(_sample(r))}</pre>"
+            f"<p>after {plural(r['step'], 'step')}: prompt ▸ continuation</p>"
+            f"<pre>{escape(Sample(r['sample'], r['prompt']).marked())}</pre>"
             for r in chosen
         ]
     options = {name: value for name, value in settings["training"].items() if name != "clock"}  # not an option
@@ -58,11 +59,6 @@ def report(run: Run, examples: str = "") -> str:
         )
         body.append(f"<h2>{title}</h2><table>{rows}</table>")
     return document(run.folder.name, "".join(body), page.STYLE if examples else "")
-
-
-def _sample(record: dict[str, Any]) -> str:
-    """A sample with its mark; older runs did not record the prompt."""
-    return Sample(record["sample"], record["prompt"]).marked() if "prompt" in record else str(record["sample"])
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> Curve:

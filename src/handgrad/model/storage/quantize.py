@@ -10,7 +10,7 @@ they are, exactly. A matrix with rows that are not a multiple of 32 numbers stay
 
 import torch
 
-from ...errors import HandgradError, shown
+from ...errors import HandgradError, option, shown
 from ..gpt import GPT
 from ..layers.linear import Linear
 from .packed import Packed
@@ -25,7 +25,9 @@ _KIND = {4: "Q4_1", 8: "Q8_0"}
 def check_bits(bits: object) -> None:
     """Raise unless bits is 4 or 8."""
     if type(bits) is not int or bits not in BITS:
-        raise HandgradError(f"bits must be 8 or 4, not {shown(bits)}: leave it out to keep the weights as they are")
+        raise HandgradError(
+            f"{option('bits')} must be 8 or 4, not {shown(bits)}: leave it out to keep the weights as they are"
+        )
 
 
 @torch.no_grad()
