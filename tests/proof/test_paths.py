@@ -1,6 +1,7 @@
 """Every code path that `hg.verify` checks can fail: a mistake in one is found by its own check, and by no other."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 import handgrad as hg
 from conftest import make_batch, make_model
-from handgrad.inference import kv_cache, token_block
+from handgrad.inference import engine, kv_cache, token_block
+from handgrad.inference.sequences import TokenLogprob
 from handgrad.kernels import library
 from handgrad.lora import merging
 from handgrad.lora.layer import LoRA
@@ -93,6 +95,18 @@ def test_weights_that_are_not_those_of_the_rounded_model(monkeypatch: pytest.Mon
     monkeypatch.setattr(Packed, "unpack", wrong)
     found = failures(wide_enough())
     assert found and all(name.endswith((", 8 bits", ", 4 bits")) for name in found)
+
+
+def test_one_nan_among_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert paths._largest({"a": 0.5, "b": math.nan, "c": 1.0})[1] == "b"
+    right = engine.logprobs_of
+
+    def wrong(*given: Any) -> list[TokenLogprob]:
+        first, *rest = right(*given)
+        return [first._replace(top=[(0, math.nan)]), *rest]
+
+    monkeypatch.setattr(engine, "logprobs_of", wrong)
+    assert "log-probabilities, prompts at once" in failures(make_model())
 
 
 # ── traces and objectives ───────────────────────────────────────────────────────────────────────────────────────────
