@@ -15,7 +15,6 @@ from handgrad.model.block import Block
 from handgrad.model.inspect.trace import edited_forward
 from handgrad.model.passes.arguments import Observer
 from handgrad.model.passes.objective import Objective, TargetRows
-from handgrad.model.passes.options import PassOptions
 from handgrad.model.steps import Step, UnknownStep, require, require_order, signal
 from handgrad.ops import loss
 
@@ -226,7 +225,19 @@ def test_the_optimizer_in_the_backward_pass_cuts_the_batch_as_the_model_does() -
     assert cut == [[512] * 4] * 2
 
 
-@pytest.mark.parametrize("wrong", [{"record": 3}, {"finished": None}, {"recompute": "all"}, {"tokens_at_once": 0}])
-def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(hg.HandgradError, match=r"record and finished|recompute must be|tokens_at_once must be"):
-        PassOptions(**wrong)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"record": 3}, "record and finished"),
+        ({"finished": None}, "record and finished"),
+        ({"recompute": "all"}, "recompute must be"),
+        ({"tokens_at_once": 0}, "tokens_at_once must be"),
+        ({"tokens_at_once": True}, "tokens_at_once must be"),
+        ({"examples": 3}, "examples must be .* not 3"),
+        ({"checkpoint": True}, "unknown option checkpoint: loss_and_grads has objective, .*recompute"),
+    ],
+)
+def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
+    model, *batch = make("gpt2")
+    with pytest.raises(hg.HandgradError, match=message):
+        model.loss_and_grads(*batch, LENGTHS, **wrong)

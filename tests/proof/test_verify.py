@@ -54,7 +54,7 @@ SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7
             lambda delta, x, name: (delta * (x > 0), activation.forward(x, name)),
             "blocks.0.delta_7",
         ),
-        (linear, "backward", lambda delta, w, into=None: -(delta @ w.t()), "delta_11"),
+        (linear, "backward", lambda delta, w, *_: -(delta @ w.t()), "delta_11"),
         (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_broken_formula_fails_first_at_its_own_signal(
 
 
 def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "grad_b", lambda delta, into: torch.zeros_like(delta[0]))
+    monkeypatch.setattr(linear, "grad_b", lambda delta, *_: torch.zeros_like(delta[0]))
     failed = failed_checks(make_model(logits_bias=True), [9])
     assert {"lm_head.bias", "transformer.h.0.mlp.c_fc.bias"} <= failed
     assert "transformer.h.0.mlp.c_fc.weight" not in failed
@@ -220,6 +220,18 @@ def test_models_that_cannot_be_verified() -> None:
     model.requires_grad_(False)
     with pytest.raises(hg.HandgradError, match=r"every parameter is frozen.*set requires_grad=True"):
         hg.verify(model, *make_batch(model, [9]))
+
+
+def test_wrong_arguments_are_named() -> None:
+    model, batch = make_model(), make_batch(make_model(), [9])
+    for given, options, message in (
+        ((model, [[1, 2]], batch[1]), {}, "tokens must be a tensor of ids, not a list"),
+        ((model, batch[0], [[1, 2]]), {}, "targets must be a tensor of ids, not a list"),
+        (("nano", *batch), {}, 'verify takes a model of handgrad .* not "nano"'),
+        ((model, *batch), {"watch": 3}, "watch must be a function .* not 3"),
+    ):
+        with pytest.raises(hg.HandgradError, match=message):
+            hg.verify(*given, **options)  # type: ignore[arg-type]
 
 
 def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

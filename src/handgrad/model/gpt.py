@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandgradError, NonFiniteError
+from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
 from .block import Saved
@@ -122,6 +122,10 @@ class GPT(Network):
         options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, as
                     `PassOptions` describes them.
         """
+        unknown = [name for name in options if name not in PassOptions.__match_args__]
+        if unknown:
+            known = ", ".join(PassOptions.__match_args__)
+            raise HandgradError(f"unknown option {unknown[0]}: loss_and_grads has objective, n_targets, {known}")
         how = PassOptions(**options)
         return self.differentiate(self.prepare(self.pack(tokens, lengths), targets, objective, n_targets, how), how)
 
@@ -152,6 +156,10 @@ class GPT(Network):
 
         complete   Compute every signal of every row, needed or not: in one piece, and without dropout. Traces do.
         """
+        if not isinstance(objective, Objective):
+            raise HandgradError(
+                "objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against), not " + shown(objective)
+            )
         if options.observer is not None and options.observer.edits and not complete:
             raise HandgradError(
                 "tensors are replaced in a complete pass, without pieces or dropout: use hg.trace(edit=…)"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_integer
-from ..errors import HandgradError
+from ..errors import HandgradError, shown
 from ..lora.injection import adapters_of
 from ..machine import available_memory
 from ..model.gpt import GPT
@@ -62,8 +62,11 @@ def verify(
     changed.
     """
     check_integer("seed", seed)
-    if not isinstance(objective, Objective):
-        raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
+    if not isinstance(model, GPT):
+        raise HandgradError(f"verify takes a model of handgrad (hg.load, hg.GPT), not {shown(model)}")
+    if watch is not None and not callable(watch):
+        raise HandgradError(f"watch must be a function of a list of names, such as tqdm, not {shown(watch)}")
+    model.prepare(model.pack(tokens, lengths), targets, objective, complete=True)  # raises if the batch is wrong
     check_finite_and_trained(model)
     return _Verification(model, Batch(tokens, targets, lengths, objective), seed).run(watch)
 

@@ -50,8 +50,10 @@ class PassOptions:
         if not told or not callable(self.finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         at_once = self.tokens_at_once
-        if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
             raise HandgradError(f"tokens_at_once must be an integer of at least 1, not {shown(at_once)}")
+        if not isinstance(self.examples, ExampleGradients | None):
+            raise HandgradError(f"examples must be an ExampleNorms or another measurement, not {shown(self.examples)}")
 
     @property
     def recomputes(self) -> bool:
