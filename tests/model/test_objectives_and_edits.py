@@ -117,6 +117,11 @@ def test_bad_objectives(objective: Any, message: str) -> None:
             call(*batch, objective=objective)
 
 
+def test_nan_by_an_edit_in_the_widest_dtype() -> None:
+    with pytest.raises(hg.HandgradError, match="even in float64: look for huge weights or an edit"):
+        hg.trace(*make("gpt2"), edit={"blocks.0.a_5": lambda a: a * torch.nan})
+
+
 def test_a_position_without_a_target_has_no_loss() -> None:
     model, tokens, targets, lengths = make("gpt2")
     targets[3] = -100

@@ -337,6 +337,10 @@ class GPT(Network):
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
+        if self.dtype == torch.float64:
+            raise NonFiniteError(
+                "the activations hold NaN or infinity, even in float64: look for huge weights or an edit"
+            )
         raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
 
