@@ -99,6 +99,13 @@ def test_an_observer_that_replaces_must_say_so() -> None:
         model.loss_and_grads(tokens, targets, LENGTHS, record=Silent())
 
 
+@pytest.mark.parametrize("name", ["blocks.0.a_4", "blocks.1.sigma_5", "a_12", "blocks.0.delta_5"])
+def test_a_record_that_changes_a_tensor_in_place_is_refused(name: str) -> None:
+    model, tokens, targets = make("gpt2")
+    with pytest.raises(hg.HandgradError, match=f"{name} was changed in place"):
+        model.loss_and_grads(tokens, targets, LENGTHS, record=lambda here, x: x.mul_(2) if here == name else None)
+
+
 def test_edits_belong_to_a_complete_pass() -> None:
     class Editing(Observer):
         edits = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...errors import HandgradError, shown
-from .arguments import Observer, Record, Recorder
+from .arguments import Observer, Record, Recorder, Unedited
 from .example_gradients import ExampleGradients
 
 Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
@@ -62,9 +62,10 @@ class PassOptions:
     @property
     def observer(self) -> Observer | None:
         """Who sees the tensors of the pass."""
-        if self.record is None or isinstance(self.record, Observer):
-            return self.record
-        return Recorder(self.record)
+        if self.record is None:
+            return None
+        observer = self.record if isinstance(self.record, Observer) else Recorder(self.record)
+        return observer if observer.edits else Unedited(observer)
 
 
 DEFAULTS = PassOptions()
