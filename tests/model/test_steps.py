@@ -14,8 +14,10 @@ from handgrad.inference import token_block
 from handgrad.model.block import Block
 from handgrad.model.inspect.trace import edited_forward
 from handgrad.model.passes.arguments import Observer
+from handgrad.model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, Several
 from handgrad.model.passes.objective import Objective, TargetRows
 from handgrad.model.steps import Step, UnknownStep, require, require_order, signal
+from handgrad.nn.wrapped_logits import GivenSignal
 from handgrad.ops import loss
 
 LENGTHS = [6, 4]
@@ -209,6 +211,22 @@ def test_a_weighted_loss_finds_its_weights(options: dict[str, Any]) -> None:
     assert model.loss(tokens, targets, LENGTHS, objective=objective) == pytest.approx(total, rel=1e-12)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_a_given_signal_is_recorded_with_its_logits() -> None:
+    model, tokens, targets = make("gpt2")
+    objective, seen = GivenSignal(torch.zeros(len(tokens), 11, dtype=torch.float64)), dict[str, Tensor]()
+    model.loss_and_grads(tokens, targets.clamp(min=0), LENGTHS, objective=objective, record=seen.__setitem__)
+    torch.testing.assert_close(seen["a_12"], model.logits(tokens, LENGTHS).as_subclass(Tensor))
+
+
+@pytest.mark.parametrize("measure", [ExampleNorms(), Several(ExampleNorms())])
+def test_norms_of_examples_know_only_losses(measure: ExampleGradients) -> None:
+    model, tokens, targets = make("gpt2")
+    for objective in (hg.LogitDifference(2, 3, 7), GivenSignal(torch.zeros(len(tokens), 11))):
+        with pytest.raises(hg.HandgradError, match=f"ExampleNorms measures losses, not {type(objective).__name__}"):
+            model.loss_and_grads(tokens, targets, LENGTHS, objective=objective, examples=measure)
+    model.loss_and_grads(tokens, targets, LENGTHS, objective=hg.LogitDifference(2, 3, 7), examples=ExamplePairs())
 
 
 def test_the_optimizer_in_the_backward_pass_cuts_the_batch_as_the_model_does() -> None:

@@ -23,7 +23,7 @@ from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Within
 from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
-from .passes.objective import MEAN_LOSS, Objective
+from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
 from .passes.readout import Ending, readout, row_groups, target_rows
 from .storage.weights import Weights
@@ -170,6 +170,10 @@ class GPT(Network):
         pieces = split(batch, chosen, at_once, seed)
         n_targets = count_targets(pieces, n_targets if pieces or not complete else None)
         if options.examples is not None:
+            if options.examples.needs_losses and type(objective) not in (MeanLoss, PositionLoss):
+                raise HandgradError(
+                    f"ExampleNorms measures losses, not {type(objective).__name__}: leave objective out"
+                )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete)
 

@@ -63,9 +63,7 @@ class Unedited(Observer):
         before = None if x.is_inference() else x._version
         seen = see(name, x)
         if before is not None and x._version != before:
-            raise HandgradError(
-                f"{name} was changed in place while it was recorded: change a clone, or use hg.trace(edit=…)"
-            )
+            raise HandgradError(f"{name} was changed in place by its recorder: change a clone, or use hg.trace(edit=…)")
         return seen
 
 
