@@ -194,6 +194,7 @@ def test_finite_differences_of_a_large_model_take_a_layer_at_a_time(monkeypatch:
     assert report.passed
     differences = [c.id for c in report if c.oracle == "finite diff."]
     assert "transformer.h.1 along u" in differences and len(differences) == 2 + 2 + 5
+    assert "Not checked: new adapters" in str(report) and "Not checked: new adapters" in report._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,7 @@ def test_a_model_that_fits_a_block_at_a_time(shape: dict[str, Any], monkeypatch:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert ids <= whole and ids >= {*activation_names(model), *signal_names(model), *trained, *PATHS}
     assert ids >= {"blocks.0.delta_1 along u", "trace, an empty edit"}
+    assert "Not checked: generation in float64, low bits and adapters: the model does not fit" in str(report)
     monkeypatch.setattr(attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho)
     failed = {c.id for c in hg.verify(model, tokens, targets, [9, 4]).failed}
     assert "blocks.2.delta_causal" in failed and not {"delta_11", "blocks.2.delta_3"} & failed

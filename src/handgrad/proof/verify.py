@@ -15,7 +15,7 @@ from ..lora.injection import adapters_of
 from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import block_of
-from ..model.passes.objective import MEAN_LOSS, Objective
+from ..model.passes.objective import MEAN_LOSS, MeanLoss, Objective
 from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
 from .check_report import Report, Watch, progress_bar, run_check, spinner
 from .checker import Checker, activation_names, check_finite_and_trained, concatenate, loss_of, signal_names
@@ -223,7 +223,19 @@ class _Verification:
                 found.append(low_bit_paths(self.own, batch))
         if c.whole:
             found.append(adapter_paths(model, batch, self.gradients, self.seed, self.model.size <= SMALL_MODEL))
+        self._note_left_out()
         return chain.from_iterable(found)
+
+    def _note_left_out(self) -> None:
+        found, whole = self.report.left_out, self.checker.whole
+        if not whole:
+            found.append(
+                "generation in float64, low bits and adapters: the model does not fit into the memory in float64"
+            )
+        elif self.model.size > SMALL_MODEL and not adapters_of(self.model):
+            found.append(f"new adapters: the model has more than {SMALL_MODEL:,} parameters")
+        if type(self.batch.objective) is not MeanLoss:
+            found.append("norms of examples and the optimizer in backward: they know the mean loss alone")
 
 
 def fits_whole(model: GPT) -> bool:
