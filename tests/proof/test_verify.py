@@ -176,6 +176,16 @@ def test_dropout_is_checked(dora: bool, dtype: torch.dtype, monkeypatch: pytest.
     assert failed and all("with dropout" in name for name in failed)
 
 
+def test_a_gradient_in_bfloat16_may_have_the_error_that_rounding_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULE.TOLERANCE, torch.bfloat16, 1e-3)
+    model = make_model(dtype=torch.bfloat16)
+    ids = {f"{name} in bfloat16" for name, _ in model.named_parameters()}
+    assert not ids & failed_checks(model, [9, 4])
+    right = linear.grad_b
+    monkeypatch.setattr(linear, "grad_b", lambda *given: 2 * right(*given))
+    assert "transformer.h.0.mlp.c_fc.bias in bfloat16" in failed_checks(model, [9, 4])
+
+
 def test_the_model_is_not_changed() -> None:
     model = make_model(dtype=torch.float32)
     tokens, targets = make_batch(model, [9])
