@@ -54,7 +54,8 @@ class Unedited(Observer):
         self.observer = observer
 
     def at(self, name: str, x: Tensor) -> Tensor:
-        return self._checked(self.observer.at, name, x)
+        seen: Tensor = self._checked(self.observer.at, name, x)
+        return seen
 
     def note(self, name: str, x: Tensor) -> None:
         self._checked(self.observer.note, name, x)
