@@ -112,12 +112,21 @@ def test_a_position_and_a_difference_are_what_they_say() -> None:
         (hg.PositionLoss(10), "row from 0 to 9"),
         (hg.LogitDifference(1, 3, 3), "choose two tokens"),
         (hg.LogitDifference(1, 3, 11), "against must be a token id from 0 to 10"),
-        ("loss", r"hg\.PositionLoss"),
+        ("loss", r"must be hg\.PositionLoss.*not \"loss\""),
+        (None, "not null"),
+        (hg.PositionLoss, "not .*class"),
     ],
 )
 def test_bad_objectives(objective: Any, message: str) -> None:
-    with pytest.raises(hg.HandgradError, match=message):
-        hg.trace(*make("gpt2"), objective=objective)
+    model, *batch = make("gpt2")
+    for call in (partial(hg.trace, model), partial(hg.verify, model), model.loss, model.loss_and_grads):
+        with pytest.raises(hg.HandgradError, match=message):
+            call(*batch, objective=objective)
+
+
+def test_nan_by_an_edit_in_the_widest_dtype() -> None:
+    with pytest.raises(hg.HandgradError, match="even in float64: look for huge weights or an edit"):
+        hg.trace(*make("gpt2"), edit={"blocks.0.a_5": lambda a: a * torch.nan})
 
 
 def test_a_position_without_a_target_has_no_loss() -> None:

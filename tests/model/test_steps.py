@@ -14,9 +14,10 @@ from handgrad.inference import token_block
 from handgrad.model.block import Block
 from handgrad.model.inspect.trace import edited_forward
 from handgrad.model.passes.arguments import Observer
+from handgrad.model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, Several
 from handgrad.model.passes.objective import Objective, TargetRows
-from handgrad.model.passes.options import PassOptions
 from handgrad.model.steps import Step, UnknownStep, require, require_order, signal
+from handgrad.nn.wrapped_logits import GivenSignal
 from handgrad.ops import loss
 
 LENGTHS = [6, 4]
@@ -98,6 +99,13 @@ def test_an_observer_that_replaces_must_say_so() -> None:
     model, tokens, targets = make("gpt2")
     with pytest.raises(hg.HandgradError, match=r"such as a_1, must say so: edits = True"):
         model.loss_and_grads(tokens, targets, LENGTHS, record=Silent())
+
+
+@pytest.mark.parametrize("name", ["blocks.0.a_4", "blocks.1.sigma_5", "a_12", "blocks.0.delta_5"])
+def test_a_record_that_changes_a_tensor_in_place_is_refused(name: str) -> None:
+    model, tokens, targets = make("gpt2")
+    with pytest.raises(hg.HandgradError, match=f"{name} was changed in place"):
+        model.loss_and_grads(tokens, targets, LENGTHS, record=lambda here, x: x.mul_(2) if here == name else None)
 
 
 def test_edits_belong_to_a_complete_pass() -> None:
@@ -205,6 +213,22 @@ def test_a_weighted_loss_finds_its_weights(options: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-13)
 
 
+def test_a_given_signal_is_recorded_with_its_logits() -> None:
+    model, tokens, targets = make("gpt2")
+    objective, seen = GivenSignal(torch.zeros(len(tokens), 11, dtype=torch.float64)), dict[str, Tensor]()
+    model.loss_and_grads(tokens, targets.clamp(min=0), LENGTHS, objective=objective, record=seen.__setitem__)
+    torch.testing.assert_close(seen["a_12"], model.logits(tokens, LENGTHS).as_subclass(Tensor))
+
+
+@pytest.mark.parametrize("measure", [ExampleNorms(), Several(ExampleNorms())])
+def test_norms_of_examples_know_only_losses(measure: ExampleGradients) -> None:
+    model, tokens, targets = make("gpt2")
+    for objective in (hg.LogitDifference(2, 3, 7), GivenSignal(torch.zeros(len(tokens), 11))):
+        with pytest.raises(hg.HandgradError, match=f"ExampleNorms measures losses, not {type(objective).__name__}"):
+            model.loss_and_grads(tokens, targets, LENGTHS, objective=objective, examples=measure)
+    model.loss_and_grads(tokens, targets, LENGTHS, objective=hg.LogitDifference(2, 3, 7), examples=ExamplePairs())
+
+
 def test_the_optimizer_in_the_backward_pass_cuts_the_batch_as_the_model_does() -> None:
     from handgrad.optim import OptimizerInBackward
 
@@ -226,7 +250,19 @@ def test_the_optimizer_in_the_backward_pass_cuts_the_batch_as_the_model_does() -
     assert cut == [[512] * 4] * 2
 
 
-@pytest.mark.parametrize("wrong", [{"record": 3}, {"finished": None}, {"recompute": "all"}, {"tokens_at_once": 0}])
-def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(hg.HandgradError, match=r"record and finished|recompute must be|tokens_at_once must be"):
-        PassOptions(**wrong)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"record": 3}, "record and finished"),
+        ({"finished": None}, "record and finished"),
+        ({"recompute": "all"}, "recompute must be"),
+        ({"tokens_at_once": 0}, "tokens_at_once must be"),
+        ({"tokens_at_once": True}, "tokens_at_once must be"),
+        ({"examples": 3}, "examples must be .* not 3"),
+        ({"checkpoint": True}, "unknown option checkpoint: loss_and_grads has objective, .*recompute"),
+    ],
+)
+def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
+    model, *batch = make("gpt2")
+    with pytest.raises(hg.HandgradError, match=message):
+        model.loss_and_grads(*batch, LENGTHS, **wrong)

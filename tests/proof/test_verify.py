@@ -54,7 +54,7 @@ SIGNALS = ["delta_12", "delta_11", *(f"blocks.0.delta_{i}" for i in (10, 9, 8, 7
             lambda delta, x, name: (delta * (x > 0), activation.forward(x, name)),
             "blocks.0.delta_7",
         ),
-        (linear, "backward", lambda delta, w, into=None: -(delta @ w.t()), "delta_11"),
+        (linear, "backward", lambda delta, w, *_: -(delta @ w.t()), "delta_11"),
         (attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho, "blocks.0.delta_causal"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_broken_formula_fails_first_at_its_own_signal(
 
 
 def test_a_missing_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "grad_b", lambda delta, into: torch.zeros_like(delta[0]))
+    monkeypatch.setattr(linear, "grad_b", lambda delta, *_: torch.zeros_like(delta[0]))
     failed = failed_checks(make_model(logits_bias=True), [9])
     assert {"lm_head.bias", "transformer.h.0.mlp.c_fc.bias"} <= failed
     assert "transformer.h.0.mlp.c_fc.weight" not in failed
@@ -176,6 +176,16 @@ def test_dropout_is_checked(dora: bool, dtype: torch.dtype, monkeypatch: pytest.
     assert failed and all("with dropout" in name for name in failed)
 
 
+def test_a_gradient_in_bfloat16_may_have_the_error_that_rounding_explains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODULE.TOLERANCE, torch.bfloat16, 1e-3)
+    model = make_model(dtype=torch.bfloat16)
+    ids = {f"{name} in bfloat16" for name, _ in model.named_parameters()}
+    assert not ids & failed_checks(model, [9, 4])
+    right = linear.grad_b
+    monkeypatch.setattr(linear, "grad_b", lambda *given: 2 * right(*given))
+    assert "transformer.h.0.mlp.c_fc.bias in bfloat16" in failed_checks(model, [9, 4])
+
+
 def test_the_model_is_not_changed() -> None:
     model = make_model(dtype=torch.float32)
     tokens, targets = make_batch(model, [9])
@@ -194,6 +204,7 @@ def test_finite_differences_of_a_large_model_take_a_layer_at_a_time(monkeypatch:
     assert report.passed
     differences = [c.id for c in report if c.oracle == "finite diff."]
     assert "transformer.h.1 along u" in differences and len(differences) == 2 + 2 + 5
+    assert "Not checked: new adapters" in str(report) and "Not checked: new adapters" in report._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +233,18 @@ def test_models_that_cannot_be_verified() -> None:
         hg.verify(model, *make_batch(model, [9]))
 
 
+def test_wrong_arguments_are_named() -> None:
+    model, batch = make_model(), make_batch(make_model(), [9])
+    for given, options, message in (
+        ((model, [[1, 2]], batch[1]), {}, "tokens must be a tensor of ids, not a list"),
+        ((model, batch[0], [[1, 2]]), {}, "targets must be a tensor of ids, not a list"),
+        (("nano", *batch), {}, 'verify takes a model of handgrad .* not "nano"'),
+        ((model, *batch), {"watch": 3}, "watch must be a function .* not 3"),
+    ):
+        with pytest.raises(hg.HandgradError, match=message):
+            hg.verify(*given, **options)  # type: ignore[arg-type]
+
+
 def test_a_model_too_large_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "available_memory", lambda: (1000, ""))
     model = make_model()
@@ -246,6 +269,7 @@ def test_a_model_that_fits_a_block_at_a_time(shape: dict[str, Any], monkeypatch:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert ids <= whole and ids >= {*activation_names(model), *signal_names(model), *trained, *PATHS}
     assert ids >= {"blocks.0.delta_1 along u", "trace, an empty edit"}
+    assert "Not checked: generation in float64, low bits and adapters: the model does not fit" in str(report)
     monkeypatch.setattr(attention, "causal_signal_tile", lambda d, v, c, rho: (d @ v.mT) * rho)
     failed = {c.id for c in hg.verify(model, tokens, targets, [9, 4]).failed}
     assert "blocks.2.delta_causal" in failed and not {"delta_11", "blocks.2.delta_3"} & failed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandgradError, NonFiniteError
+from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
 from .block import Saved
@@ -23,7 +23,7 @@ from .network import Network
 from .passes.arguments import PLAIN, Observer, Pass, Within
 from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
-from .passes.objective import MEAN_LOSS, Objective
+from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
 from .passes.options import DEFAULTS, Finished, PassOptions, no_hook
 from .passes.readout import Ending, readout, row_groups, target_rows
 from .storage.weights import Weights
@@ -122,6 +122,10 @@ class GPT(Network):
         options     How to compute it: recompute="blocks", seed, tokens_at_once, finished, record, examples, as
                     `PassOptions` describes them.
         """
+        unknown = [name for name in options if name not in PassOptions.__match_args__]
+        if unknown:
+            known = ", ".join(PassOptions.__match_args__)
+            raise HandgradError(f"unknown option {unknown[0]}: loss_and_grads has objective, n_targets, {known}")
         how = PassOptions(**options)
         return self.differentiate(self.prepare(self.pack(tokens, lengths), targets, objective, n_targets, how), how)
 
@@ -152,6 +156,10 @@ class GPT(Network):
 
         complete   Compute every signal of every row, needed or not: in one piece, and without dropout. Traces do.
         """
+        if not isinstance(objective, Objective):
+            raise HandgradError(
+                "objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against), not " + shown(objective)
+            )
         if options.observer is not None and options.observer.edits and not complete:
             raise HandgradError(
                 "tensors are replaced in a complete pass, without pieces or dropout: use hg.trace(edit=…)"
@@ -162,6 +170,10 @@ class GPT(Network):
         pieces = split(batch, chosen, at_once, seed)
         n_targets = count_targets(pieces, n_targets if pieces or not complete else None)
         if options.examples is not None:
+            if options.examples.needs_losses and type(objective) not in (MeanLoss, PositionLoss):
+                raise HandgradError(
+                    f"ExampleNorms measures losses, not {type(objective).__name__}: leave objective out"
+                )
             self._begin_examples(options.examples, pieces, n_targets, len(batch.lengths))
         return Work(pieces, n_targets, objective, complete)
 
@@ -329,6 +341,10 @@ class GPT(Network):
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             raise NonFiniteError(f"the weights hold NaN or infinity in {broken[0]}{more}: load an intact checkpoint")
+        if self.dtype == torch.float64:
+            raise NonFiniteError(
+                "the activations hold NaN or infinity, even in float64: look for huge weights or an edit"
+            )
         raise NonFiniteError(f"the activations overflowed {str(self.dtype).removeprefix('torch.')}: use a wider dtype")
 
 

@@ -119,6 +119,7 @@ class Report(Printed):
     title: str
     checks: list[Result] = field(default_factory=list)
     expected: Sequence[str] = ()  # ids of the checks that must be present
+    left_out: list[str] = field(default_factory=list)  # what was not checked, and why
 
     @property
     def failed(self) -> list[Result]:
@@ -153,7 +154,7 @@ class Report(Printed):
         # JSON has no infinity: `passed` is false, and `note` gives the reason
         rows = [asdict(c) | ({} if math.isfinite(c.error) else {"error": None}) for c in self.checks]
         counts = {"passed": len(self.checks) - len(self.failed), "failed": len(self.failed), "missing": self.missing}
-        return {"checks": rows, **counts}
+        return {"checks": rows, **counts, "left_out": self.left_out}
 
     def summary(self) -> str:
         n = len(self.checks)
@@ -195,6 +196,8 @@ class Report(Printed):
             if not room:
                 statement.stylize("dim")
                 yield Padding(statement, (0, 0, 0, 3))
+        for reason in self.left_out:
+            yield Text(f"\nNot checked: {reason}", style="dim")
         yield Text(f"\n{self.summary()}", style="bold green" if self.passed else "bold red")
 
     def _repr_html_(self) -> str:
@@ -203,7 +206,8 @@ class Report(Printed):
         body = "".join(html_row(c.passed, *cells) for c, cells in zip(self.checks, rows, strict=True))
         return (
             f"<p><b>{escape(self.title)}</b><br>{escape(self.summary())}</p>"
-            f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
+            + "".join(f"<p>Not checked: {escape(reason)}</p>" for reason in self.left_out)
+            + f"<details{' open' if self.failed else ''}><summary>{len(self.checks)} checks</summary>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></details>"
         )
 

@@ -162,14 +162,26 @@ class Checker:
 
     def _errors_by_rounding(self, dtype: torch.dtype, seed: int) -> dict[str, float]:
         """The largest relative error that rounding in this dtype explains, by the name of the error signal."""
-        reference, found = self.reference, TensorErrors()
-        size = rounding_size(reference.model.config, len(reference.ids), dtype)
-        change = rounder(size, torch.Generator(reference.model.device).manual_seed(seed))
+        reference, found, change = self.reference, TensorErrors(), self._rounder(dtype, seed)
         for exact, *samples in reference.signals([None, *[change] * SAMPLES]):
             for sample in samples:
                 for name, delta in sample.items():
                     found.add(name, delta, exact[name], norm=True)
         return {name: MARGIN * error for name, error in found.relative(NORM_FLOOR).items()}
+
+    def gradient_errors_by_rounding(self, dtype: torch.dtype, seed: int) -> dict[str, float]:
+        """The same of the gradients, by the name of the parameter."""
+        reference, found, change = self.reference, TensorErrors(), self._rounder(dtype, seed)
+        for _ in range(SAMPLES):
+            for exact, sample in zip(reference.parts(), reference.parts(change), strict=True):
+                for name, grad in exact.grads.items():
+                    found.add(name, sample.grads[name], grad, norm=True)
+        return {name: MARGIN * error for name, error in found.relative(NORM_FLOOR).items()}
+
+    def _rounder(self, dtype: torch.dtype, seed: int) -> Callable[[Tensor], Tensor]:
+        model = self.reference.model
+        size = rounding_size(model.config, len(self.reference.ids), dtype)
+        return rounder(size, torch.Generator(model.device).manual_seed(seed))
 
     # ── single results ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -104,8 +104,9 @@ def _worst(found: Gradients, expected: Gradients, norm: bool = False, other: flo
     return _largest(relative)
 
 
-def _largest(errors: dict[str, float]) -> Outcome:
-    worst = max(errors, key=errors.__getitem__)
+def _largest(errors: Mapping[str, float]) -> Outcome:
+    """The largest error and its name; NaN is larger than every number, which a comparison does not know."""
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return errors[worst], worst
 
 
@@ -174,7 +175,7 @@ def _generation_error(model: GPT, batch: Batch, expected: Sequence[tuple[str | N
             running.append((engine.add(ids, options), torch.log_softmax(rows.double(), 1)))
     while engine.busy:
         engine.step()
-    worst, size, where = 0.0, 0.0, ""
+    errors, size = {"": 0.0}, 0.0
     for i, (sequence, rows) in enumerate(running):
         if sequence.error is not None:
             raise sequence.error
@@ -183,8 +184,8 @@ def _generation_error(model: GPT, batch: Batch, expected: Sequence[tuple[str | N
             right = rows[t, list(ids)]
             error = (torch.tensor(values, dtype=torch.float64, device=right.device) - right).abs().max().item()
             size = max(size, right.abs().max().item())
-            if not error <= worst:
-                worst, where = error, f"sequence {i + 1}, token {t + 1}"
+            errors[f"sequence {i + 1}, token {t + 1}"] = error
+    worst, where = _largest(errors)
     return worst / (size or 1.0), where
 
 

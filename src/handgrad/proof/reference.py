@@ -18,10 +18,9 @@ from ..model.block import Block
 from ..model.config import ModelConfig
 from ..model.layers.linear import Affine
 from ..model.layers.norms import Norm
-from ..model.passes.objective import MEAN_LOSS, LogitDifference, MeanLoss, Objective, PositionLoss
+from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
 from ..model.steps import require_order, signal
 from ..ops import rotary
-from ..ops.loss import NO_TARGET
 from ..paper.transformer import Network, Options
 
 # What `reference_block` computes, by the names of a block's steps.
@@ -122,29 +121,23 @@ def reference_loss(
     if outside["adapter"] is not None:
         d_11, u_11, scale = outside["adapter"]
         logits = logits + scale * (a_11 @ d_11 @ u_11)
-    return reference_objective(hook("a_12", logits), targets, MEAN_LOSS)
+    return F.cross_entropy(hook("a_12", logits), targets, reduction="sum")
 
 
-def reference_objective(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-    """The loss summed over the targets, or another objective; `targets` are those that it reads."""
-    if type(objective) is LogitDifference:
-        chosen = logits[targets >= 0]
-        return (chosen[:, objective.token] - chosen[:, objective.against]).sum()
-    return F.cross_entropy(logits, targets, reduction="sum")  # torch ignores −100 too
-
-
-def targets_of(objective: Objective, targets: Tensor) -> Tensor:
-    """The targets (n) that an objective reads; no target elsewhere. Raises if the reference does not know it."""
+def reference_objective(objective: Objective, targets: Tensor) -> Change:
+    """The logits (n, V) → what is differentiated. Raises if the reference does not know it; it knows no subclasses."""
     if type(objective) is MeanLoss:
-        return targets
-    if not isinstance(objective, PositionLoss | LogitDifference):
-        raise HandgradError(
-            f"the reference does not know the objective {type(objective).__name__}, so it cannot judge its gradients; it"
-            " knows the mean loss, PositionLoss and LogitDifference"
-        )
-    chosen, row = torch.full_like(targets, NO_TARGET), objective.position
-    chosen[row] = targets[row] if isinstance(objective, PositionLoss) else objective.token
-    return chosen
+        return lambda logits: F.cross_entropy(logits, targets)  # torch ignores −100 too
+    if type(objective) is PositionLoss:
+        t = objective.position
+        return lambda logits: F.cross_entropy(logits[t], targets[t])
+    if type(objective) is LogitDifference:
+        t, token, against = objective.position, objective.token, objective.against
+        return lambda logits: logits[t, token] - logits[t, against]
+    raise HandgradError(
+        f"the reference does not know the objective {type(objective).__name__}, so it cannot judge its gradients; it"
+        " knows the mean loss, PositionLoss and LogitDifference"
+    )
 
 
 def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Change | None = None) -> Tensor:

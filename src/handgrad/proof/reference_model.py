@@ -16,7 +16,6 @@ from ..model.gpt import GPT
 from ..model.layers.norms import Norm
 from ..model.passes.objective import MEAN_LOSS, Objective
 from ..model.steps import require_order, signal
-from ..ops.loss import NO_TARGET
 from .reference import (
     STEPS,
     Change,
@@ -27,7 +26,6 @@ from .reference import (
     reference_block,
     reference_norm,
     reference_objective,
-    targets_of,
     weight_and_bias,
 )
 from .wide_layers import WideLayers, row_groups
@@ -100,13 +98,12 @@ class ReferenceModel:
     ):
         for block in model.blocks:
             require_order(block.steps(), STEPS, "the reference")
-        self.model, self.objective, self.pause = model, objective, pause
+        self.model, self.pause = model, pause
         self.layers, self.choices = WideLayers(model, pause), choices_of(model.config)
         batch = model.pack(tokens, lengths)
         self.ids, self.positions, self.lengths = batch.ids, batch.positions, batch.lengths
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        self.targets = targets_of(objective, targets.reshape(-1).to(self.ids))
-        self.n_targets = int((self.targets != NO_TARGET).sum())
+        self._objective = reference_objective(objective, targets.reshape(-1).to(self.ids))
 
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -163,9 +160,6 @@ class ReferenceModel:
 
     def _norm(self, norm: Norm, a: Tensor, change: Change | None = None) -> Tensor:
         return reference_norm(a, weight_and_bias(norm), self.choices.norm, self.choices.eps, change)
-
-    def _objective(self, logits: Tensor) -> Tensor:
-        return reference_objective(logits, self.targets, self.objective) / self.n_targets
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────────
 

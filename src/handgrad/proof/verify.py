@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..checks import check_integer
-from ..errors import HandgradError
+from ..errors import HandgradError, shown
 from ..lora.injection import adapters_of
 from ..machine import available_memory
 from ..model.gpt import GPT
 from ..model.names import block_of
-from ..model.passes.objective import MEAN_LOSS, Objective
+from ..model.passes.objective import MEAN_LOSS, MeanLoss, Objective
 from ..tolerances import DIFFERENCE_FLOOR, NORM_FLOOR, TOLERANCE
 from .check_report import Report, Watch, progress_bar, run_check, spinner
 from .checker import Checker, activation_names, check_finite_and_trained, concatenate, loss_of, signal_names
@@ -64,8 +64,11 @@ def verify(
     changed.
     """
     check_integer("seed", seed)
-    if not isinstance(objective, Objective):
-        raise HandgradError("objective must be hg.PositionLoss(t) or hg.LogitDifference(t, token, against)")
+    if not isinstance(model, GPT):
+        raise HandgradError(f"verify takes a model of handgrad (hg.load, hg.GPT), not {shown(model)}")
+    if watch is not None and not callable(watch):
+        raise HandgradError(f"watch must be a function of a list of names, such as tqdm, not {shown(watch)}")
+    model.prepare(model.pack(tokens, lengths), targets, objective, complete=True)  # raises if the batch is wrong
     check_finite_and_trained(model)
     return _Verification(model, Batch(tokens, targets, lengths, objective), seed).run(watch)
 
@@ -207,10 +210,15 @@ class _Verification:
         return {group: partial(measure, names) for group, names in groups.items()}
 
     def _rounding(self) -> None:
-        """Gradients computed in the model's own dtype."""
-        errors = self.rounding.relative(NORM_FLOOR)
+        """Gradients computed in the model's own dtype. Above the tolerance, what rounding explains is allowed."""
+        errors, limit = self.rounding.relative(NORM_FLOOR), TOLERANCE[self.model.dtype]
+        explained: dict[str, float] = {}
+        if any(error > limit for error in errors.values()):
+            explained = self.checker.gradient_errors_by_rounding(self.model.dtype, self.seed)
         for name in self.checker.trained if self.model.dtype != torch.float64 else ():
-            self._add(f"Computed in {self.kind}", f"{name} in {self.kind}", "", "autograd", TOLERANCE[self.model.dtype],
+            error = errors.get(name, math.inf)
+            allowed = limit if error <= limit else max(limit, explained.get(name, 0.0))
+            self._add(f"Computed in {self.kind}", f"{name} in {self.kind}", "", "autograd", allowed,
                       partial(errors.get, name, math.inf))  # fmt: skip
 
     def _other_paths(self) -> Iterator[Path]:
@@ -227,7 +235,19 @@ class _Verification:
                 found.append(low_bit_paths(self.own, batch))
         if c.whole:
             found.append(adapter_paths(model, batch, self.gradients, self.seed, self.model.size <= SMALL_MODEL))
+        self._note_left_out()
         return chain.from_iterable(found)
+
+    def _note_left_out(self) -> None:
+        found, whole = self.report.left_out, self.checker.whole
+        if not whole:
+            found.append(
+                "generation in float64, low bits and adapters: the model does not fit into the memory in float64"
+            )
+        elif self.model.size > SMALL_MODEL and not adapters_of(self.model):
+            found.append(f"new adapters: the model has more than {SMALL_MODEL:,} parameters")
+        if type(self.batch.objective) is not MeanLoss:
+            found.append("norms of examples and the optimizer in backward: they know the mean loss alone")
 
 
 def fits_whole(model: GPT) -> bool:

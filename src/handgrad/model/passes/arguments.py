@@ -46,6 +46,28 @@ class Recorder(Observer):
         self.record(name, x)
 
 
+class Unedited(Observer):
+    """Raises if the observer changes a tensor in place: the pass would go on with it. Tensors of torch.inference_mode do not
+    count their changes, so there it cannot tell."""
+
+    def __init__(self, observer: Observer):
+        self.observer = observer
+
+    def at(self, name: str, x: Tensor) -> Tensor:
+        seen: Tensor = self._checked(self.observer.at, name, x)
+        return seen
+
+    def note(self, name: str, x: Tensor) -> None:
+        self._checked(self.observer.note, name, x)
+
+    def _checked(self, see: Callable[[str, Tensor], Any], name: str, x: Tensor) -> Any:
+        before = None if x.is_inference() else x._version
+        seen = see(name, x)
+        if before is not None and x._version != before:
+            raise HandgradError(f"{name} was changed in place by its recorder: change a clone, or use hg.trace(edit=…)")
+        return seen
+
+
 class Within(Observer):
     """Adds a prefix to the names: those of one block."""
 

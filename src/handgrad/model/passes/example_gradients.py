@@ -40,6 +40,7 @@ class ExampleGradients(ABC):
     """The interface that layers use, through `PieceExamples`. Each call adds the part of one parameter."""
 
     grads = False  # whether `.grad` is filled as well
+    needs_losses = False  # whether `row_losses` is called
     together = False  # whether all pieces of a batch have to be processed together
     tied: nn.Parameter | None = None  # the matrix that the embedding and the logits layer share, if it trains
 
@@ -71,6 +72,8 @@ class ExampleGradients(ABC):
 
 class ExampleNorms(ExampleGradients):
     """‖∂_i‖ of every example; `losses` are their mean losses, (B) in float64."""
+
+    needs_losses = True
 
     def __init__(self, grads: bool = False):
         self.grads = grads
@@ -243,6 +246,7 @@ class Several(ExampleGradients):
     def __init__(self, *parts: ExampleNorms | ExamplePairs | ExamplesAgainst):
         self.parts = parts
         self.together = any(part.together for part in parts)
+        self.needs_losses = any(part.needs_losses for part in parts)
 
     def begin(self, pieces: Sequence[Piece], n_examples: int, n_targets: int, tied: nn.Parameter | None) -> None:
         for part in self.parts:

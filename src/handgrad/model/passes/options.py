@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...errors import HandgradError, shown
-from .arguments import Observer, Record, Recorder
+from .arguments import Observer, Record, Recorder, Unedited
 from .example_gradients import ExampleGradients
 
 Finished = Callable[[list[nn.Parameter]], None]  # called with the parameters of a layer whose gradients are final
@@ -50,8 +50,10 @@ class PassOptions:
         if not told or not callable(self.finished):
             raise HandgradError("record and finished must be functions: record=lambda name, tensor: ...")
         at_once = self.tokens_at_once
-        if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
             raise HandgradError(f"tokens_at_once must be an integer of at least 1, not {shown(at_once)}")
+        if not isinstance(self.examples, ExampleGradients | None):
+            raise HandgradError(f"examples must be an ExampleNorms or another measurement, not {shown(self.examples)}")
 
     @property
     def recomputes(self) -> bool:
@@ -60,9 +62,10 @@ class PassOptions:
     @property
     def observer(self) -> Observer | None:
         """Who sees the tensors of the pass."""
-        if self.record is None or isinstance(self.record, Observer):
-            return self.record
-        return Recorder(self.record)
+        if self.record is None:
+            return None
+        observer = self.record if isinstance(self.record, Observer) else Recorder(self.record)
+        return observer if observer.edits else Unedited(observer)
 
 
 DEFAULTS = PassOptions()

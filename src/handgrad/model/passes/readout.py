@@ -90,10 +90,12 @@ def _in_groups(
             dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(piece.targets)), examples=its_examples,
             weights=run.weights, operand=run.operand,
         )  # fmt: skip
-        a_12 = head.forward(a, its_run, buffer[: len(a)]) if objective.needs_logits else buffer[: len(a)]
+        a_12 = buffer[: len(a)]
+        if objective.needs_logits or run.observer is not None:
+            a_12 = head.forward(a, its_run, a_12)
         if run.observer is not None:
             logits.append(a_12.clone())
-        if examples is not None:
+        if examples is not None and examples.gradients.needs_losses:
             losses.append(per_example.row_losses(a_12, piece.targets[rows]))
         summed, delta_12 = objective.forward_and_delta(a_12, target_rows(piece, rows), weight)
         total += end.check_finite(summed).item()
@@ -102,7 +104,7 @@ def _in_groups(
         head.accumulate(delta_12, a, its_run, upstream)
         if run.observer is not None:
             deltas.append(delta_12.clone())
-    if examples is not None:
+    if examples is not None and losses:
         examples.losses(torch.cat(losses))
     if run.observer is not None:
         a_12 = torch.cat(logits) if every_row else head.forward(a_11, PLAIN._replace(weights=run.weights))
