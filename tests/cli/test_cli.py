@@ -401,7 +401,7 @@ def test_units(shown: str, expected: str) -> None:
         (["verify", "--model", "nano", "--only", "R1"], "--only selects the paper's checks"),
         (["verify", "--only", "R1", "--json", "no/such/folder/r.json"], "does not exist"),
         (["plan", "--model", "gpt5"], "'gpt5' is neither a preset"),
-        (["plan", "--d-model", "10", "--n-heads", "3"], "d_model=10 is not divisible by n_heads=3"),
+        (["plan", "--d-model", "10", "--n-heads", "3"], "--d-model 10 is not divisible by --n-heads 3"),
         (["plan", "--tokens", "5000"], "do not fit into a context of 1024"),
         (["plan", "--dtype", "float7"], "unknown dtype 'float7'"),
         (
@@ -415,7 +415,7 @@ def test_units(shown: str, expected: str) -> None:
         (["generate", "--model", ""], "the name of the model is empty"),
         (
             ["train", "--data", "text.txt", "--model", "gpt2", "--tokenizer", "bytes", "--n-heads", "5"],
-            "d_model=768 is not divisible by n_heads=5",
+            "--d-model 768 is not divisible by --n-heads 5",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_stops_and_full_context(folder: Path) -> None:
         (["--prompts-file", "none.txt"], "none.txt"),
         (["--prompts-file", "empty.txt"], "empty.txt has no prompt"),
         (["--prompt", "a", "--prompts-file", "empty.txt"], "one of them"),
-        (["--repetition-penalty", 0], "repetition_penalty must be a number above 0"),
+        (["--repetition-penalty", 0], "--repetition-penalty must be a number above 0"),
         (["--temperature", "inf"], "temperature must be a finite number"),
     ],
 )

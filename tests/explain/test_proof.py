@@ -100,7 +100,7 @@ BREAKAGES = {
     ),
     "a rotation that is not undone": (rotary, "backward", unrotated, {"blocks.1.a_3"}),
     "a gate without its slope": (gated, "backward", gate_without_slope, {"blocks.1.a_8"}),
-    "a linear layer's gradient of b": (linear, "grad_b", lambda delta, into: 2 * delta.sum(0), {"blocks.0.a_7"}),
+    "a linear layer's gradient of b": (linear, "grad_b", lambda delta, *_: 2 * delta.sum(0), {"blocks.0.a_7"}),
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def test_last_feed_forward_runs_only_on_rows_with_targets(monkeypatch: pytest.Mo
     rows = []
     for block in model.blocks:
         original = block.mlp.c_fc.forward
-        monkeypatch.setattr(block.mlp.c_fc, "forward", lambda a, pass_, f=original: rows.append(len(a)) or f(a))
+        monkeypatch.setattr(block.mlp.c_fc, "forward", lambda a, *_, f=original, **__: rows.append(len(a)) or f(a))
     model.loss_and_grads(tokens, targets)
     assert rows == [16, 2]
 

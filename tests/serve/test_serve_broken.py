@@ -55,7 +55,7 @@ def test_sequences_beside_a_broken_one_are_what_they_are_alone(
 ) -> None:
     """Broken ones join at every second step, so that others take their places in the cache."""
     if not kernels:
-        monkeypatch.setattr("handgrad.kernels.calls.fits", lambda *_: False)
+        monkeypatch.setattr("handgrad.kernels.calls.fits", lambda *_, **__: False)
     sound = "two" if broken == "one" else "one"
     prompts = [list(b"To be, or not"), list(b"a"), list(b"A much longer prompt than the others")]
 
