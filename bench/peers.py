@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from handgrad import optim
+from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
 from handgrad.text import tokenizer
 from handgrad.training.config import Recipe, TrainOptions
@@ -48,7 +49,8 @@ def step(contender: Contender) -> None:
 def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     """Bytes of weights and optimizer state."""
     state = [x for o in set(optimizers) for entry in o.state.values() for x in entry.values() if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in [*network.parameters(), *state])
+    packed = {x.packed for x in network.modules() if getattr(x, "packed", None) is not None}
+    return sum(x.nbytes for x in [*network.parameters(), *packed, *state])
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -66,6 +68,8 @@ class Hand:
     ):
         if mixed:
             model.precision = MIXED
+            if model.adapter is not None:  # as finetune does
+                round_frozen(model)
         self.model, self.batch = model, (tokens, targets, lengths)
         self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
 

@@ -19,7 +19,7 @@ NAMES = {
     "ACTIVATIONS": "model/config.py",
     "halves": "model/block.py",
     "Residual": "model/block.py",
-    "STEPS": "proof/reference.py",
+    "PAPER_BLOCK": "model/steps.py",
     "signal": "model/steps.py",
     "Objective": "model/passes/objective.py",
     "ModelConfig": "model/config.py",

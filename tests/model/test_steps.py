@@ -1,5 +1,6 @@
 """A block lists its steps; a pass follows the list, and an observer that returns what it gets changes nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,10 @@ from handgrad.model.inspect.trace import edited_forward
 from handgrad.model.passes.arguments import Observer
 from handgrad.model.passes.example_gradients import ExampleGradients, ExampleNorms, ExamplePairs, Several
 from handgrad.model.passes.objective import Objective, TargetRows
-from handgrad.model.steps import Step, UnknownStep, require, require_order, signal
+from handgrad.model.steps import Step, UnknownStep, require, require_block, signal
 from handgrad.nn.wrapped_logits import GivenSignal
 from handgrad.ops import loss
+from handgrad.plan.estimate import make_plan
 
 LENGTHS = [6, 4]
 
@@ -166,11 +168,38 @@ def test_unknown_steps_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnknownStep, match="the reader cannot read the step 'dummy'"):
         require(steps, {"norm", "attention", "linear", "add", "activation"}, "the reader")
     with pytest.raises(UnknownStep, match="the reader does not know the step 'dummy'"):
-        require_order(steps, token_block.STEPS, "the reader")
-    with pytest.raises(UnknownStep, match="expects the step 'skip_2'"):
-        require_order(STEPS_OF(model.blocks[0])[:-1], token_block.STEPS, "the reader")
+        require_block(steps, "the reader")
+    with pytest.raises(UnknownStep, match="expects the step 'skip_2: add of a_5, a_9 → a_10'"):
+        require_block(STEPS_OF(model.blocks[0])[:-1], "the reader")
+    with pytest.raises(UnknownStep, match="the plan does not know the step 'dummy'"):
+        make_plan(model.config, batch=1)
+    with pytest.raises(UnknownStep, match="the reference does not know the step 'dummy'"):
+        hg.verify(model, prompt, prompt)
     assert token_block.describe(model) is None  # the blocks run one by one
     assert torch.equal(hg.generate(model, prompt, max_new_tokens=5, temperature=0), expected)
+
+
+CHANGES: dict[str, Callable[[Step], Step]] = {
+    "another kind": lambda step: step._replace(kind="linear"),
+    "another input": lambda step: step._replace(inputs=("a_2",)),
+    "another output": lambda step: step._replace(outputs=("a_2", "a_3")),
+    "one more layer": lambda step: step._replace(layers={**step.layers, "new": next(iter(step.layers.values()))}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_known_step_that_does_something_else_is_refused(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm hidden inside a step of a known name would be computed by the blocks, and ignored by the kernel."""
+    model, *_ = make("gpt2", torch.float32)
+
+    def changed(block: Block) -> list[Step]:
+        first, *others = STEPS_OF(block)
+        return [CHANGES[change](first), *others]
+
+    monkeypatch.setattr(Block, "steps", changed)
+    with pytest.raises(UnknownStep, match="does not know the step 'norm_1'"):
+        require_block(model.blocks[0].steps(), "the reader")
+    assert token_block.describe(model) is None
 
 
 # ── objectives know their rows ──────────────────────────────────────────────────────────────────────────────────────

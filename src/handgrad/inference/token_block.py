@@ -18,10 +18,7 @@ from ..model.block import Block
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
 from ..model.layers.norms import LayerNorm, Norm
-from ..model.steps import UnknownStep, require_order
-
-# What kernels/token_block.c computes, in this order.
-STEPS = ("norm_1", "attention", "projection", "skip_1", "norm_2", "expand", "activation", "contract", "skip_2")
+from ..model.steps import UnknownStep, require_block
 
 
 class TokenBlocks:
@@ -61,7 +58,7 @@ class _NoKernel(Exception):
 
 
 def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_block.Block:
-    require_order(block.steps(), STEPS, "the code of single tokens")
+    require_block(block.steps(), "the code of single tokens")
     c, attn, mlp = model.config, block.attn, block.mlp
     g = token_block.activation(mlp.g)
     if g is None:

@@ -5,7 +5,7 @@ block reads that list instead of knowing the order itself.
         step.kind, step.inputs, step.outputs      "norm", ("a_1",), ("a_2",)
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -24,6 +24,11 @@ class Step(NamedTuple):
     outputs: tuple[str, ...]
     layers: dict[str, Affine | Norm] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
+
+    def __str__(self) -> str:
+        """All that distinguishes it: norm_1: norm of a_1 → a_2 by 1"""
+        by = f" by {' '.join(self.layers)}" if self.layers else ""
+        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}"
 
 
 @cache
@@ -49,10 +54,29 @@ def require(steps: Iterable[Step], known: Collection[str], reader: str) -> None:
             )
 
 
-def require_order(steps: Iterable[Step], known: Sequence[str], reader: str) -> None:
-    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows: by name and in order."""
-    for step, expected in zip_longest(steps, known):
+# The block of the paper's Table 2, and its gated form, step by step, each in the forms that it may have. What computes a block
+# in another way than model/ knows these and no others: a step that is added to a block, or does more, is not in this list.
+PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
+    ("norm_1: norm of a_1 → a_2 by 1",),
+    tuple(
+        f"attention: attention of a_2 → a_3 by {layers}{norms}"
+        for layers in ("2", "q k v")
+        for norms in ("", " q_norm k_norm")
+    ),
+    ("projection: linear of a_3 → a_4 by 3",),
+    ("skip_1: add of a_1, a_4 → a_5",),
+    ("norm_2: norm of a_5 → a_6 by 5",),
+    ("expand: linear of a_6 → a_7 by 6", *(f"expand: linear of a_6 → a_gate, a_up by {x}" for x in ("6", "gate up"))),
+    ("activation: activation of a_7 → a_8", "activation: gated of a_gate, a_up → a_8"),
+    ("contract: linear of a_8 → a_9 by 8",),
+    ("skip_2: add of a_5, a_9 → a_10",),
+)
+
+
+def require_block(steps: Iterable[Step], reader: str) -> None:
+    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order."""
+    for step, forms in zip_longest(steps, PAPER_BLOCK):
         if step is None:
-            raise UnknownStep(f"{reader} expects the step {expected!r}, which this model's blocks do not have")
-        if step.name != expected:
-            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({step.kind})")
+            raise UnknownStep(f"{reader} expects the step {forms[0]!r}, which this model's blocks do not have")
+        if forms is None or str(step) not in forms:
+            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({step})")

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .. import lora
 from ..checks import MIXED, check_choice, check_stored
 from ..errors import HandgradError, option
 from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
+from ..model.block import Block
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
+from ..model.steps import require_block
 from .flop import Work, flop
 from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
@@ -128,6 +132,7 @@ def make_plan(
             f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
         )
 
+    require_block(Block(config, 0, torch.device("meta")).steps(), "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)

@@ -19,12 +19,9 @@ from ..model.config import ModelConfig
 from ..model.layers.linear import Affine
 from ..model.layers.norms import Norm
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
-from ..model.steps import require_order, signal
-from ..ops import rotary
+from ..model.steps import require_block, signal
+from ..paper import rotary
 from ..paper.transformer import Network, Options
-
-# What `reference_block` computes, by the names of a block's steps.
-STEPS = ("norm_1", "attention", "projection", "skip_1", "norm_2", "expand", "activation", "contract", "skip_2")
 
 Hook = Callable[[str, Tensor], Tensor]  # the name of an activation, and the activation → the one to go on with
 Change = Callable[[Tensor], Tensor]
@@ -56,9 +53,7 @@ class Choices(NamedTuple):
 
 def choices_of(config: ModelConfig) -> Choices:
     """The choices of a model."""
-    theta, factor = None, 1.0
-    if config.positions == "rotary":
-        theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
+    theta, factor = _frequencies(config) if config.positions == "rotary" else (None, 1.0)
     blocks = range(config.n_blocks)
     return Choices(
         config.activation, config.eps, config.causal, config.norm, config.gated, theta, factor,
@@ -66,9 +61,26 @@ def choices_of(config: ModelConfig) -> Choices:
     )  # fmt: skip
 
 
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """θ (d_ρ/2) and the attention factor m, by the paper's forms."""
+    d, base, x = config.query_width, config.rope_base, config.rope_scaling
+    theta, n = rotary.frequencies(d, base), x.original_max_position_embeddings or 0
+    if x.rope_type == "linear":
+        return rotary.linear(theta, x.factor), 1.0
+    if x.rope_type == "llama3":
+        return rotary.blend(theta, x.factor, rotary.llama3_share(theta, x.low_freq_factor, x.high_freq_factor, n)), 1.0
+    if x.rope_type == "yarn":
+        share = rotary.yarn_share(d, base, x.beta_fast or 32, x.beta_slow or 1, n, x.truncate)
+        m = rotary.yarn_attention_factor(x.factor, x.mscale, x.mscale_all_dim)
+        return rotary.blend(theta, x.factor, share), m if x.attention_factor is None else x.attention_factor
+    if x.rope_type != "default":
+        raise HandgradError(f"the reference does not know the rotary frequencies {x.rope_type!r}")
+    return theta, 1.0
+
+
 def block_weights(block: Block, config: ModelConfig) -> Weights:
     """The parameters of one block; raises if the reference does not know one of its steps."""
-    require_order(block.steps(), STEPS, "the reference")
+    require_block(block.steps(), "the reference")
     pairs: Weights = {}
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)

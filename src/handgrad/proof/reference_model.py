@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from ..model.gpt import GPT
 from ..model.layers.norms import Norm
 from ..model.passes.objective import MEAN_LOSS, Objective
-from ..model.steps import require_order, signal
+from ..model.steps import require_block, signal
 from .reference import (
-    STEPS,
     Change,
     Reference,
     affine,
@@ -97,7 +96,7 @@ class ReferenceModel:
         pause: Callable[[], None] = lambda: None,
     ):
         for block in model.blocks:
-            require_order(block.steps(), STEPS, "the reference")
+            require_block(block.steps(), "the reference")
         self.model, self.pause = model, pause
         self.layers, self.choices = WideLayers(model, pause), choices_of(model.config)
         batch = model.pack(tokens, lengths)
