@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from handgrad import optim
+from handgrad.model.layers.linear import Embedding, Linear
 from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
 from handgrad.text import tokenizer
@@ -49,7 +50,7 @@ def step(contender: Contender) -> None:
 def bytes_of(network: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     """Bytes of weights and optimizer state."""
     state = [x for o in set(optimizers) for entry in o.state.values() for x in entry.values() if isinstance(x, Tensor)]
-    packed = {x.packed for x in network.modules() if getattr(x, "packed", None) is not None}
+    packed = {x.packed for x in network.modules() if isinstance(x, Linear | Embedding) and x.packed is not None}
     return sum(x.nbytes for x in [*network.parameters(), *packed, *state])
 
 

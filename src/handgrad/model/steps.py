@@ -54,8 +54,8 @@ def require(steps: Iterable[Step], known: Collection[str], reader: str) -> None:
             )
 
 
-# The block of the paper's Table 2, and its gated form, step by step, each in the forms that it may have. What computes a block
-# in another way than model/ knows these and no others: a step that is added to a block, or does more, is not in this list.
+# The block of the paper's Table 2, and its gated form, step by step, each in the forms that it may have. What computes a
+# block in another way than model/ knows these and no others: a step that is added, or does more, is not in this list.
 PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
     ("norm_1: norm of a_1 → a_2 by 1",),
     tuple(
