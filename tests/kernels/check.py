@@ -28,6 +28,7 @@ ROUNDING = {"float": 1e-5, "double": 1e-12}  # relative to the largest number of
 PYTHON_TESTS = (
     "kernels/test_kernels.py",
     "kernels/test_arguments.py",
+    "ops/test_mixed.py",
     "ops/test_packed.py",
     "model/test_token_block.py",
 )
