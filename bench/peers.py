@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import handgrad as hg
 from handgrad import optim
+from handgrad.machine import trim_heap
 from handgrad.model.layers.linear import Embedding, Linear
 from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
@@ -69,8 +70,9 @@ class Hand:
     ):
         if mixed:
             model.precision = MIXED
-            if model.adapter is not None:  # as finetune does
+            if model.adapter is not None:  # as finetune does, which reads the base in bfloat16
                 round_frozen(model)
+                trim_heap()
         self.model, self.batch = model, (tokens, targets, lengths)
         self.optimizer = adamw([p for p in model.parameters() if p.requires_grad])
 
