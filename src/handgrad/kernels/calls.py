@@ -135,19 +135,27 @@ def _either(shape: Shape, x: Tensor) -> list[int]:
     return [address, int(dtype is torch.float32), *strides]
 
 
-DEEPEST_ROUNDED = 1024  # DEEP of mixed.c: longer sums are added up in the result, which must not be rounded then
+DEEPEST_ROUNDED = 2048  # DEEP of mixed.c: longer sums are added up in the result, which must not be rounded then
+Branch = tuple[Tensor, Tensor]  # h (m, r) and v (r, w), whose product is added
 
 
-def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
-    """out (m, w) (+)= a (m, n) b (n, w) + bias (w), with a and b rounded to bfloat16 and sums in float32. Each is float32 or
-    bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
+def mixed_product(
+    a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None, branch: Branch | None = None
+) -> None:
+    """out (m, w) (+)= a (m, n) b (n, w) + h v + bias (w), with a, b, h and v rounded to bfloat16 and sums in float32. Each is
+    float32 or bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
     (m, n), w = a.shape, b.shape[1]
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
+    low = [0] * 9
+    if branch is not None:
+        h, v = branch
+        r = h.shape[1]
+        low = [r, *_either((m, r), h), *_either((r, w), v)]
     address, stride = _rows((m, w), torch.float32 if exact else torch.bfloat16, out)
     result = *_numbers(w, torch.float32, bias), address, int(exact), stride, int(add)
-    _check(_call("mixed_product", torch.bfloat16, m, w, n, *_either((m, n), a), *_either((n, w), b), *result))
+    _check(_call("mixed_product", torch.bfloat16, m, w, n, *_either((m, n), a), *_either((n, w), b), *low, *result))
 
 
 # ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -51,8 +51,9 @@ KERNEL int hg_product(size m, size w, size n, const real *a, size ar, size ak, c
 /* ── mixed.c, which only the library with operands in bfloat16 has, and that library no product ─────────────────────── */
 
 KERNEL int hg_mixed_product(size m, size w, size n, const void *a, size a_floats, size ar, size ak, const void *b,
-                            size b_floats, size bk, size bj, const float *bias, void *c, size c_floats, size cs,
-                            size add);
+                            size b_floats, size bk, size bj, size r, const void *h, size h_floats, size hr, size hk,
+                            const void *v, size v_floats, size vk, size vj, const float *bias, void *c, size c_floats,
+                            size cs, size add);
 
 /* ── packed.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "forward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn",
     "backward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn pnn pnn pnn pnn",
     "product": "nnn pnn pnn p pn n",
-    "mixed_product": "nnn pnnn pnnn p pnn n",
+    "mixed_product": "nnn pnnn pnnn n pnnn pnnn p pnn n",
     "packed_product": "nnnn pn p pn",
     "packed_unpack": "nn p p",
     "few_rows": "nnn pn pn pn",
