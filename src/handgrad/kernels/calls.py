@@ -142,8 +142,8 @@ Branch = tuple[Tensor, Tensor]  # h (m, r) and v (r, w), whose product is added
 def mixed_product(
     a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None, branch: Branch | None = None
 ) -> None:
-    """out (m, w) (+)= a (m, n) b (n, w) + h v + bias (w), with a, b, h and v rounded to bfloat16 and sums in float32. Each is
-    float32 or bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
+    """out (m, w) (+)= a (m, n) b (n, w) + h v + bias (w), with a, b, h and v rounded to bfloat16 and sums in float32. Each
+    is float32 or bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
     (m, n), w = a.shape, b.shape[1]
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
@@ -276,7 +276,7 @@ def forward_attention(
 
 def backward_attention(
     sequences: Sequences, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    a: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor],
+    a: Tensor, lse: Tensor, into: list[Tensor],
 ) -> None:  # fmt: skip
     """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
     shape, operands = _attention(sequences, causal, window, q, k, v)
@@ -288,6 +288,14 @@ def backward_attention(
     ]  # fmt: skip
     found = _call("backward_attention", dtype, *shape, *_heads((m, heads, d_h), dtype, delta), *given, *results)
     _check(found, WRONG_SEQUENCES)
+
+
+def sum_heads(x: Tensor, out: Tensor) -> None:
+    """x (n, r h, w) → out (n, h, w), the sums of r neighboring heads"""
+    (n, heads, width), dtype = x.shape, x.dtype
+    count = out.shape[1]
+    given = *_heads((n, count * (heads // count), width), dtype, x), *_heads((n, count, width), dtype, out)
+    _call("sum_heads", dtype, n, count, heads // count, width, *given)
 
 
 WRONG_SEQUENCES = "a sequence has rows outside of q, k and v, rows of another sequence, or a query that sees no key"

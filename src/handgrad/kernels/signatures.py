@@ -18,6 +18,7 @@ ARGUMENTS = {
     "backward_norm": "nn pn pn p p n pn",
     "column_sums": "nn pn pn p",
     "rotate": "nnn pnn p p x pnn",
+    "sum_heads": "nnnn pnn pnn",
     "softmax_loss": "nn pn p x p",
     "forward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn",
     "backward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn pnn pnn pnn pnn",

@@ -56,7 +56,14 @@ class NamedAdapters(Affine):
                 out[rows] = some
         return out if dtype is None else out.to(dtype)
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
+    def backward(
+        self,
+        delta: Tensor,
+        run: Pass = PLAIN,
+        into: Tensor | None = None,
+        upstream: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         raise HandgradError("several adapters do not train at once: use `selected`, or load one alone")
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:

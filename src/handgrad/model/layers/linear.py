@@ -57,8 +57,16 @@ class Affine(Hookless, ABC):
         return None
 
     @abstractmethod
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
-        """Δ_i → Δ_{i−1} in the layer's dtype, added to `into` if that is given: several layers may have the same input"""
+    def backward(
+        self,
+        delta: Tensor,
+        run: Pass = PLAIN,
+        into: Tensor | None = None,
+        upstream: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Δ_i → Δ_{i−1}, in `dtype` instead of the layer's own, or added to `into` if that is given: several layers may have
+        the same input"""
 
     @abstractmethod
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
@@ -162,27 +170,44 @@ class Linear(Affine):
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(
-        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        a: Tensor,
+        run: Pass = PLAIN,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        branch: linear.Branch | None = None,
     ) -> Tensor:
         b, dtype = self.added_bias(), dtype or self.dtype
         if self.packed is not None and not self.in_out:
             product = run.weights.product(a, self.packed, out)
             if product is not None:
+                product = product if branch is None else product.addmm_(*(x.to(product.dtype) for x in branch))
                 return product if b is None else product.add_(b)
         if not self.in_parts or len(a) <= linear.FEW_ROWS:
-            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype)
+            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype, branch)
         out = a.new_empty(len(a), self.widths[0], dtype=dtype) if out is None else out
         for part, w in self._parts(run.weights):
-            linear.forward(a, w, None if b is None else b[part], out[:, part])
+            low = None if branch is None else (branch[0], branch[1][:, part])
+            linear.forward(a, w, None if b is None else b[part], out[:, part], branch=low)
         return out
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
+    def backward(
+        self,
+        delta: Tensor,
+        run: Pass = PLAIN,
+        into: Tensor | None = None,
+        upstream: Any = None,
+        dtype: torch.dtype | None = None,
+        branch: linear.Branch | None = None,
+    ) -> Tensor:
+        dtype = dtype or self.dtype
         if not self.in_parts:
-            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
+            return linear.backward(delta, self.effective_weight(run.weights), into, dtype, run.rounded, branch)
         for part, w in self._parts(run.weights):
-            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
+            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded, branch)
+            branch = None
         assert into is not None
-        return into
+        return into.to(dtype)
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
         self.accumulate_weight(delta, a, run)
