@@ -108,7 +108,7 @@ def _mixed(
         calls.mixed_product(x, y, result, add, None if bias is None else bias.float(), branch)
         if exact:
             return result
-    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is branch is None:
+    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None and branch is None:
         result = torch.mm(x, y)
     else:
         result = torch.mm(*_rounded(x, y))
