@@ -1,12 +1,12 @@
 """The LoRA layer: a linear layer with a low-rank branch added to it, and DoRA's magnitude."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..model.layers.linear import Affine, Linear
+from ..model.layers.linear import Affine, Dtype, Linear
 from ..model.passes.arguments import PLAIN, Pass
 from ..model.passes.example_gradients import PieceExamples
 from ..model.storage.weights import STORED, Weights
@@ -73,12 +73,7 @@ class LoRA(Affine):
         return Signals(signal, lora.upstream(signal, self.up, self.scale))
 
     def backward(
-        self,
-        delta: Tensor,
-        run: Pass = PLAIN,
-        into: Tensor | None = None,
-        upstream: "Signals | None" = None,
-        dtype: torch.dtype | None = None,
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
         signal, of_h = upstream or self.upstream(delta, run)

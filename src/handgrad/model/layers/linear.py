@@ -18,6 +18,7 @@ from ..storage.packed import Packed
 from ..storage.weights import STORED, Weights
 from .hookless import Hookless
 
+Dtype = torch.dtype | None
 ROWS_OF_PART = 4096  # a frozen matrix with more rows, such as a head, is multiplied in parts: see Linear
 
 
@@ -58,12 +59,7 @@ class Affine(Hookless, ABC):
 
     @abstractmethod
     def backward(
-        self,
-        delta: Tensor,
-        run: Pass = PLAIN,
-        into: Tensor | None = None,
-        upstream: Any = None,
-        dtype: torch.dtype | None = None,
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         """Δ_i → Δ_{i−1}, in `dtype` instead of the layer's own, or added to `into` if that is given: several layers may have
         the same input"""
