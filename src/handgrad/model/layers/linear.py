@@ -304,9 +304,9 @@ class QueryKeyValue(Linear):
 
 
 class Head(Linear):
-    """The logits layer, w (d, V), stored as (V, d). A large frozen one is multiplied in parts, so that for many rows a packed
-    head is never unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and gradients
-    are equal to the last bit."""
+    """The logits layer, w (d, V), stored as (V, d). A large frozen one is multiplied in parts, so that for many rows a
+    packed head is never unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and
+    gradients are equal to the last bit."""
 
     @property
     def in_parts(self) -> bool:  # type: ignore[override]
