@@ -9,7 +9,7 @@ float32, and `dtype` is that of the result.
 import torch
 from torch import Tensor
 
-from ..kernels import calls
+from ..kernels import calls, mixed_products
 
 FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
 SHORT = 4 * FEW_ROWS  # rows of a short prompt: for w stored by columns that kernel is still faster than turning w first
@@ -81,7 +81,7 @@ def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bo
             result = out
         else:
             result = x.new_empty(x.shape[0], y.shape[1], dtype=dtype if exact else torch.float32)
-        calls.mixed_product(x, y, result, add, None if bias is None else bias.float())
+        mixed_products.product(x, y, result, add, None if bias is None else bias.float())
         if exact:
             return result
     elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None:
