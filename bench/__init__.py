@@ -52,10 +52,5 @@ SCENARIOS = {
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
 WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model
-WITH_MIXED = (
-    "train",
-    "lora",
-    "sft",
-    "finetune",
-    "products",
-)  # with handgrad in mixed precision, and peers under autocast
+# with handgrad in mixed precision, and peers under autocast
+WITH_MIXED = ("train", "memory", "lora", "sft", "finetune", "context", "products")

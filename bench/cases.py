@@ -104,7 +104,10 @@ def _compiled(make: Callable[[], Contender]) -> Contender:
 
 def train(size: Size) -> list[Case]:
     b, t = size.recipe_batch
-    recipe = _training(f"nano recipe, {b}×{t}", size.recipe, (b, t), size.recipe_rounds, size.compile_recipe, True)
+    recipe = _training(
+        f"nano recipe, {b}×{t}", size.recipe, (b, t), size.recipe_rounds, size.compile_recipe, loop=True,
+        rounded="recipe" in size.mixed,
+    )  # fmt: skip
     recipe.in_a_row = 10 if size.recipe_rounds > 1 else 1  # a step is so short that one alone is mostly noise
     cases = [_train_gpt2(shape, size) for shape in size.train]
     return [*cases, *(_train_gpt2(shape, size, "bfloat16") for shape in size.bfloat16), recipe]
@@ -197,7 +200,7 @@ def sft(size: Size) -> list[Case]:
 def memory(size: Size) -> list[Case]:
     b, t = size.memory
     tokens, targets = batch_of(size.model.n_vocab, b, t)
-    make = in_precisions(_hand_and_eager(partial(hg.GPT, size.model), tokens, targets), rounded=False)
+    make = in_precisions(_hand_and_eager(partial(hg.GPT, size.model), tokens, targets), "memory" in size.mixed)
     make[LEAST_MEMORY] = lambda: HandInBackward(hg.GPT(size.model), tokens, targets)
     plan = {"config": size.model, "batch": b, "tokens": t}
     return [Case(f"{size.label}, {b}×{t}", b * t, make, 1 if size.name == "quick" else 2, plan=plan)]

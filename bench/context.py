@@ -5,9 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from handgrad.model.precision import why_not_mixed
+
 from .attempts import Attempts
 from .bases import Base, long_base
-from .finetune import PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
+from .finetune import IN_MIXED, PACKED, RECOMPUTE, Ours, Run, Work, memory_note, name_of
 from .in_transformers import RANK
 from .row import NAN, Row
 from .sizes import Size
@@ -25,6 +27,8 @@ def measure(n: int, size: Size, attempts: Attempts) -> list[Row]:
         return []
     least = PACKED | RECOMPUTE if base.is_packed else RECOMPUTE
     contenders: dict[str, Run] = {"handgrad finetune": Ours(), name_of(least): Ours(least)}
+    if "context" in size.mixed and why_not_mixed() is None:
+        contenders[name_of(IN_MIXED)] = Ours(IN_MIXED)
     work = Work(f"{n:,} tokens", base, one_example(base, n), 1, STEPS, contenders)
     work.take_turns(size.process_rounds, attempts)
     note = (

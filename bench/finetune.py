@@ -7,7 +7,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -209,8 +209,7 @@ def ours_and_theirs(size: Size, checkpointing: bool = False) -> dict[str, Run]:
     name = PEFT + ", checkpointing" * checkpointing
     found: dict[str, Run] = {"handgrad finetune": Ours(), name: theirs(checkpointing)}
     if "finetune" in size.mixed and why_not_mixed() is None:
-        if "precision" in {of.name for of in fields(FinetuneOptions)}:
-            found[name_of(IN_MIXED)] = Ours(IN_MIXED)
+        found[name_of(IN_MIXED)] = Ours(IN_MIXED)
         found[name + AUTOCAST] = theirs(checkpointing, autocast=True)
     return found
 

@@ -31,7 +31,7 @@ class Size:
     compile_recipe: bool
     loop: tuple[int, int]  # entry of `train` that includes the training loop
     bfloat16: tuple[tuple[int, int], ...]  # train in bfloat16
-    mixed: tuple[str, ...]  # scenarios with contenders in mixed precision and under autocast, besides train
+    mixed: tuple[str, ...]  # scenarios, and the recipe, with contenders in mixed precision and under autocast
     mixed_train: tuple[tuple[int, int], ...]  # entries of `train` with them
     memory: tuple[int, int]
     lora: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ FULL = Size(
     compile_recipe=True,
     loop=(1, 512),
     bfloat16=((1, 512),),
-    mixed=("lora", "sft", "finetune"),
+    mixed=("recipe", "memory", "lora", "sft", "finetune", "context"),
     mixed_train=((1, 512), (4, 1024)),
     memory=(4, 1024),
     lora=((1, 256), (1, 1024), (4, 1024)),
@@ -185,7 +185,7 @@ TINY = Size(
     compile_recipe=False,  # the first compilation alone takes half a minute
     loop=(1, 128),
     bfloat16=((1, 128),),
-    mixed=("lora", "sft", "finetune"),
+    mixed=("memory", "lora", "sft", "finetune", "context"),
     mixed_train=((1, 128),),
     memory=(4, 256),
     lora=((4, 256),),

@@ -2,6 +2,7 @@
 the load of the machine. The figures themselves are not tested."""
 
 import io
+import itertools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -32,7 +33,6 @@ from conftest import need_chromium, run_processes, save_with_bytes
 from forked_bench import run_forked
 from handgrad.cli.bench import bench as bench_command
 from handgrad.model.precision import why_not_mixed
-from handgrad.training.config import FinetuneOptions
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
@@ -44,7 +44,7 @@ CONTENDERS = {
         "handgrad, mixed",
         "eager autograd, autocast",
     },
-    "memory": {"handgrad", "eager autograd", "handgrad, least memory"},
+    "memory": {"handgrad", "eager autograd", "handgrad, least memory", "handgrad, mixed", "eager autograd, autocast"},
     "lora": {"handgrad", "transformers + peft", "matmuls only", "handgrad, mixed", "transformers + peft, autocast"},
     "sft": {"handgrad", "transformers + peft", "handgrad, mixed", "transformers + peft, autocast"},
     "bridge": {"handgrad, replaced", "transformers", "handgrad, wrapped"},
@@ -98,13 +98,8 @@ WITH_MEMORY = {"memory", "finetune"}
 
 
 def possible(contenders: Iterable[str]) -> list[str]:
-    """Those that this machine and this version have."""
-    finetunes = "precision" in {of.name for of in fields(FinetuneOptions)}
-    return [
-        name
-        for name in contenders
-        if (why_not_mixed() is None or not is_rounded(name)) and (finetunes or "--precision" not in name)
-    ]
+    """Those that this machine has."""
+    return [name for name in contenders if why_not_mixed() is None or not is_rounded(name)]
 
 
 def bench(
@@ -188,7 +183,8 @@ def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examp
         row = next(row for row in rows if row["case"] == case)
         assert re.search(rf"{case}: tiny Llama, .* examples of \d+ to \d+ tokens", row["note"])
     rows = [row for row in found["rows"] if row["scenario"] == "context"]
-    assert [row["tokens"] for row in rows] == [n for n in TINY.context for _ in range(2)]
+    contenders = possible(["handgrad finetune", "… --packed --recompute blocks", "… --precision mixed"])
+    assert [(row["tokens"], row["contender"]) for row in rows] == list(itertools.product(TINY.context, contenders))
     assert all((row["bytes_per_token"] is None) == (row["tokens"] == TINY.context[0]) for row in rows)
     plot = "".join(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
     for text in ("Seconds of a LoRA step on one example", "Peak memory of the process", "handgrad finetune: slope "):

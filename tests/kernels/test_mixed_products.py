@@ -171,7 +171,7 @@ def test_products_by_torch(
         use_switch(fresh)
     elif amx_is_doubtful() and AMX_VARIABLE not in os.environ:
         pytest.skip("in this virtual machine the attempt could end the process")
-    m, n, w = 70, 1100, 65
+    m, n, w = 70, calls.DEEPEST_ROUNDED + 30, 65
     x, y = (torch.randn(s) if r else torch.randn(s[::-1]).t() for s, r in zip(((m, n), (n, w)), by_rows, strict=True))
     x, y = ((z if switch == "stand-in" else z.to(BF16).float()).to(t) for z, t in zip((x, y), dtypes, strict=True))
     bias, before = torch.randn(w), torch.randn(m, w)
@@ -189,10 +189,15 @@ def test_products_by_torch(
         assert linear.product(x, y, out, add=True, rounded=True) is out and right(out, exact + before)
         assert right(linear.product(x, y, dtype=BF16, rounded=True), exact)
         assert right(linear.product(x[:, :NARROW], y[:NARROW], dtype=BF16, bias=bias, rounded=True), short(x, y) + bias)
+        h, v = torch.randn(m, 5), torch.randn(5, w)
+        assert right(
+            linear.product(x, y, dtype=FLOAT, rounded=True, branch=(h, v)),
+            exact + h.to(BF16).double() @ v.to(BF16).double(),
+        )
         wide = torch.full((m, w + 3), math.nan)
         linear.product(x, y, wide[:, 1 : w + 1], rounded=True)  # a part of a larger matrix, and nothing beside it
         assert right(wide[:, 1 : w + 1], exact) and wide[:, [0, w + 1, w + 2]].isnan().all()
-    assert Switch.products - count == (6 if switch == "stand-in" else 0), "torch computed all of them"
+    assert Switch.products - count == (7 if switch == "stand-in" else 0), "torch computed all of them"
 
 
 def short(x: Tensor, y: Tensor) -> Tensor:

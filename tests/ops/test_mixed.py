@@ -93,17 +93,38 @@ def test_results_do_not_depend_on_threads() -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "w", "r"), [(1, 2, 3, 1), (9, 33, 31, 3), (50, 40, 30, 4), (65, 2050, 40, 17), (300, 64, 16, 40)]
+)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FLOAT), (FLOAT, BF16), (FLOAT, FLOAT)])
+def test_products_with_a_branch(m: int, n: int, w: int, r: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """a w + h v is one sum, of operands that lie by rows or by columns."""
+    bias, before = torch.randn(w), torch.randn(m, w)
+    for by_rows in (True, False):
+        x, y = stored(m, n, True, dtypes[0]), stored(n, w, by_rows, dtypes[1])
+        h, v = stored(m, r, by_rows, dtypes[0]), stored(r, w, by_rows, dtypes[1])
+        left, right, limit = torch.cat([x, h], 1), torch.cat([y, v]), SUMS * math.sqrt(n + r) + 2e-7
+        found = linear.product(x, y, dtype=FLOAT, bias=bias, rounded=True, branch=(h, v))
+        assert excess(found, left, right, bias.double()) <= limit
+        out = before.clone()
+        linear.product(x, y, out, add=True, rounded=True, branch=(h, v))
+        assert excess(out, left, right, before.double()) <= limit
+
+
 def test_low_rank() -> None:
+    """h and g are operands of further products, so they are rounded; gradients are not."""
     a, d, u = torch.randn(50, 40).to(BF16), torch.randn(40, 4), torch.randn(4, 30)
-    delta = torch.randn(50, 30)
+    delta = torch.randn(50, 30).to(BF16)
     out = torch.zeros(50, 30)
     h = lora.forward(a, d, u, 0.5, out)
-    assert h.dtype == FLOAT and excess(h, a, d) <= 1e-6
-    torch.testing.assert_close(out, 0.5 * h @ u)
+    assert h.dtype == BF16 and excess(h.double(), a, d) <= 2.0**-8
+    torch.testing.assert_close(out, 0.5 * h.float() @ u)
     g = lora.upstream(delta, u, 0.5)
-    assert (
-        excess(lora.grad_d(g, a, None), a.t(), g) <= 1e-6 and lora.grad_u(delta.to(BF16), h, 0.5, None).dtype == FLOAT
-    )
+    assert g.dtype == BF16 and excess(g.double(), delta, 0.5 * u.t()) <= 2.0**-8
+    assert excess(lora.grad_d(g, a, None, FLOAT), a.t(), g) <= 1e-6
+    found, before = lora.grad_u(delta, h, 0.5, None, FLOAT), torch.randn(4, 30)
+    assert found.dtype == FLOAT and excess(found * 2, h.t(), delta) <= 1e-6
+    assert torch.equal(lora.grad_u(delta, h, 0.5, before.clone(), FLOAT), before + found)
 
 
 # ── element-wise ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -47,11 +47,21 @@ static const operand *join_rows(const stored *x, size width, operand *out) {
 
 /* HIGH rows of BLOCK numbers, rounded */
 static void round_rows(const real *x, stored *out) {
-    for (size i = 0; i < HIGH * BLOCK; i++) out[i] = narrow(x[i]);
+    for (size i = 0; i < HIGH * BLOCK; i += PAIR * LANES) _mm512_storeu_si512(out + i, pairs_along(x + i, 1, PAIR * LANES));
+}
+
+/* BLOCK rows of BLOCK numbers, rounded → rows of pairs, one below the other */
+static void round_and_join(const real *x, operand *out) {
+    for (size t = 0; t < BLOCK; t += PAIR)
+        for (size i = 0; i < BLOCK; i += LANES) {
+            const real *row = x + t * BLOCK + i;
+            _mm512_storeu_si512(out + t / PAIR * BLOCK + i, pairs_across(row, row + BLOCK, 1, LANES));
+        }
 }
 #else /* operands are the numbers themselves, where they are */
 static const operand *join_rows(const stored *x, size width, operand *out) { return x; }
 static void round_rows(const real *x, stored *out) {}
+static void round_and_join(const real *x, operand *out) {}
 #endif
 
 /* Memory for `count` numbers of a type, from the buffer of a thread */
@@ -180,12 +190,12 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
     real *gq = TAKE(real, blocks * BLOCK * pq), *shift = TAKE(real, blocks * BLOCK);
     /* operands of sums over rows; where an operand is a number, they are where they were */
     operand *kj = (operand *)kp, *qj = (operand *)qp, *dj = (operand *)dp, *rho_j = (operand *)rho, *raw_j = (operand *)raw;
-    stored *rho_r = (stored *)rho, *raw_r = (stored *)raw; /* rounded */
+    stored *raw_r = (stored *)raw; /* rounded */
     if (PAIR > 1) {
         kj = TAKE(operand, BLOCK * pq / PAIR);
         qj = TAKE(operand, blocks * BLOCK * pq / PAIR), dj = TAKE(operand, blocks * BLOCK * pv / PAIR);
         rho_j = TAKE(operand, BLOCK * BLOCK / PAIR), raw_j = TAKE(operand, BLOCK * BLOCK / PAIR);
-        rho_r = TAKE(stored, BLOCK * BLOCK), raw_r = TAKE(stored, BLOCK * BLOCK);
+        raw_r = TAKE(stored, BLOCK * BLOCK);
     }
     size from[BLOCK], to[BLOCK];
     real factor = (real)scale;
@@ -238,14 +248,13 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
                     }
                     for (size c = to[r]; c < BLOCK; c++) rho_t[c] = raw_t[c] = 0;
                 }
-                round_rows(rho + m * BLOCK, rho_r + m * BLOCK);
                 round_rows(raw + m * BLOCK, raw_r + m * BLOCK);
                 if (end)
                     strip(pq, (end + PAIR - 1) / PAIR, (const operand *)(raw_r + m * BLOCK), BLOCK / PAIR, 1, kj, pq, gq + (i + m) * pq,
                           pq, 1);
             }
-            join_rows(rho_r, BLOCK, rho_j);
-            join_rows(raw_r, BLOCK, raw_j);
+            round_and_join(rho, rho_j);
+            round_and_join(raw, raw_j);
             size begin = 0, pairs = (rows + PAIR - 1) / PAIR;
             for (size m = 0; m < most; m += HIGH) {
                 while (begin < rows && to[begin] <= m) begin++; /* the first query that sees one of these keys */

@@ -135,19 +135,27 @@ def _either(shape: Shape, x: Tensor) -> list[int]:
     return [address, int(dtype is torch.float32), *strides]
 
 
-DEEPEST_ROUNDED = 1024  # DEEP of mixed.c: longer sums are added up in the result, which must not be rounded then
+DEEPEST_ROUNDED = 2048  # DEEP of mixed.c: longer sums are added up in the result, which must not be rounded then
+Branch = tuple[Tensor, Tensor]  # h (m, r) and v (r, w), whose product is added
 
 
-def mixed_product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
-    """out (m, w) (+)= a (m, n) b (n, w) + bias (w), with a and b rounded to bfloat16 and sums in float32. Each is float32 or
-    bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
+def mixed_product(
+    a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None, branch: Branch | None = None
+) -> None:
+    """out (m, w) (+)= a (m, n) b (n, w) + h v + bias (w), with a, b, h and v rounded to bfloat16 and sums in float32. Each
+    is float32 or bfloat16, contiguous by rows or by columns; `out` by rows. An `out` in bfloat16 is not added to."""
     (m, n), w = a.shape, b.shape[1]
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
+    low = [0] * 9
+    if branch is not None:
+        h, v = branch
+        r = h.shape[1]
+        low = [r, *_either((m, r), h), *_either((r, w), v)]
     address, stride = _rows((m, w), torch.float32 if exact else torch.bfloat16, out)
     result = *_numbers(w, torch.float32, bias), address, int(exact), stride, int(add)
-    _check(_call("mixed_product", torch.bfloat16, m, w, n, *_either((m, n), a), *_either((n, w), b), *result))
+    _check(_call("mixed_product", torch.bfloat16, m, w, n, *_either((m, n), a), *_either((n, w), b), *low, *result))
 
 
 # ── activation and gate ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -268,7 +276,7 @@ def forward_attention(
 
 def backward_attention(
     sequences: Sequences, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    a: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor],
+    a: Tensor, lse: Tensor, into: list[Tensor],
 ) -> None:  # fmt: skip
     """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
     shape, operands = _attention(sequences, causal, window, q, k, v)
@@ -280,6 +288,14 @@ def backward_attention(
     ]  # fmt: skip
     found = _call("backward_attention", dtype, *shape, *_heads((m, heads, d_h), dtype, delta), *given, *results)
     _check(found, WRONG_SEQUENCES)
+
+
+def sum_heads(x: Tensor, out: Tensor) -> None:
+    """x (n, r h, w) → out (n, h, w), the sums of r neighboring heads"""
+    (n, heads, width), dtype = x.shape, x.dtype
+    count = out.shape[1]
+    given = *_heads((n, count * (heads // count), width), dtype, x), *_heads((n, count, width), dtype, out)
+    _call("sum_heads", dtype, n, count, heads // count, width, *given)
 
 
 WRONG_SEQUENCES = "a sequence has rows outside of q, k and v, rows of another sequence, or a query that sees no key"
@@ -322,11 +338,29 @@ def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
-    """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
-    n = blocks.shape[0]
-    given = _numbers(n * BYTES_OF_BLOCK[kind], torch.uint8, blocks)
-    _call("packed_unpack", PACKED_DTYPE, PACKED[kind], n, *given, *_numbers(n * NUMBERS_OF_BLOCK, PACKED_DTYPE, out))
+# What can be unpacked: its number in packed.c, and the numbers and bytes of a block.
+UNPACKED = {
+    "Q8_0": (0, 32, 34), "Q4_0": (1, 32, 18), "Q4_1": (2, 32, 20), "Q5_0": (4, 32, 22), "Q5_1": (5, 32, 24),
+    "Q4_K": (6, 256, 144), "Q5_K": (7, 256, 176), "Q6_K": (8, 256, 210),
+}  # fmt: skip
+
+
+def unpacks(kind: str, data: Tensor, out: Tensor) -> bool:
+    """Whether `packed_unpack` can be called with these."""
+    if kind not in UNPACKED or not library.allowed() or library.load(PACKED_DTYPE) is None:
+        return False
+    kernel = out.dtype in (torch.float32, torch.bfloat16) and out.is_cpu and out.is_contiguous()
+    return kernel and data.is_cpu and data.is_contiguous()
+
+
+def packed_unpack(kind: str, data: Tensor, out: Tensor) -> None:
+    """Bytes → the numbers `out`, float32 or rounded to bfloat16, both contiguous"""
+    number, numbers, size = UNPACKED[kind]
+    blocks = out.numel() // numbers
+    exact = out.dtype is torch.float32
+    given = _numbers(blocks * size, torch.uint8, data)
+    result = _numbers(blocks * numbers, torch.float32 if exact else torch.bfloat16, out)
+    _call("packed_unpack", PACKED_DTYPE, number, blocks, *given, *result, int(exact))
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -196,6 +196,20 @@ void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, c
     }
 }
 
+/* out[t, h] = Σ_r x[t, h·repeat + r]: the error signals of a key head from those of the query heads that share it */
+void hg_sum_heads(size n, size heads, size repeat, size w, const real *x, size xs, size xh, real *out, size os, size oh) {
+    ROWS(n, heads * repeat * w) for (size t = 0; t < n; t++)
+        for (size h = 0; h < heads; h++) {
+            const real *x_h = x + t * xs + h * repeat * xh;
+            real *restrict out_h = out + t * os + h * oh;
+            for (size i = 0; i < w; i++) {
+                real sum = x_h[i];
+                for (size r = 1; r < repeat; r++) sum += x_h[r * xh + i];
+                out_h[i] = sum;
+            }
+        }
+}
+
 /* ── softmax with cross-entropy ───────────────────────────────────────────────────────────────────────────────────── */
 
 /* loss(t) = log Σ exp a − a[target], and a becomes Δ = weight (y_pred − y_gt), row by row while it is in the cache. Returns 0,

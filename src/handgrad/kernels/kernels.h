@@ -28,6 +28,8 @@ KERNEL void hg_backward_norm(size n, size w, const real *d, size ds, const real 
 KERNEL void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out);
 KERNEL void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine,
                       const real *sine, double sign, stored *y, size ys, size yh);
+KERNEL void hg_sum_heads(size n, size heads, size repeat, size w, const real *x, size xs, size xh, real *out, size os,
+                         size oh);
 KERNEL int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss);
 
 /* ── attention.c ───────────────────────────────────────────────────────────────────────────────────────────────────── */
@@ -51,14 +53,15 @@ KERNEL int hg_product(size m, size w, size n, const real *a, size ar, size ak, c
 /* ── mixed.c, which only the library with operands in bfloat16 has, and that library no product ─────────────────────── */
 
 KERNEL int hg_mixed_product(size m, size w, size n, const void *a, size a_floats, size ar, size ak, const void *b,
-                            size b_floats, size bk, size bj, const float *bias, void *c, size c_floats, size cs,
-                            size add);
+                            size b_floats, size bk, size bj, size r, const void *h, size h_floats, size hr, size hk,
+                            const void *v, size v_floats, size vk, size vj, const float *bias, void *c, size c_floats,
+                            size cs, size add);
 
 /* ── packed.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 KERNEL void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w,
                               float *out, size os);
-KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out);
+KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, void *out, size as_floats);
 
 /* ── decode.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 

@@ -12,9 +12,9 @@
 #define PANEL (WIDE * LANES)
 #define STEPS LANES               /* operands along k that are copied together */
 #define NUMBERS (STEPS * PAIR)    /* numbers along k */
-#define SQUARE (HIGH * STEPS)     /* operands of a strip of HIGH rows, copied together */
-#define DEEP 1024                 /* numbers along k at once: a panel of b stays in the cache */
-#define TALL 1024                 /* rows of a at once */
+#define DEEP 2048                 /* numbers along k at once: a panel of b stays in the cache */
+#define TALL 1024                 /* rows of a that are copied at once */
+#define SAME_SETS 4096            /* bytes: rows this far apart share the sets of the first cache */
 
 /* A matrix: x[i, k] at i·row + k·column; `floats` or bfloat16 */
 typedef struct { const void *x; size floats, row, column; } source;
@@ -24,39 +24,12 @@ ALWAYS const void *entry(source s, size i, size k) {
     return s.floats ? (const void *)((const float *)s.x + at) : (const void *)((const stored *)s.x + at);
 }
 
-ALWAYS __mmask32 first(size count) { return count >= 32 ? 0xffffffff : ((__mmask32)1 << count) - 1; }
-
-/* `count` ≤ NUMBERS neighbors in memory → STEPS pairs, the rest 0 */
-ALWAYS __m512i pairs_along(const void *x, size floats, size count) {
-    __mmask32 mask = first(count);
-    if (!floats) return _mm512_maskz_loadu_epi16(mask, x);
-    __m512 low = _mm512_maskz_loadu_ps((__mmask16)mask, x);
-    __m512 high = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), (const float *)x + LANES);
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-
-/* `count` ≤ LANES numbers of a row and those of the row below, which may be missing → LANES pairs, the rest 0 */
-ALWAYS __m512i pairs_across(const void *x, const void *below, size floats, size count) {
-    __mmask16 mask = (__mmask16)first(count), mask_below = below ? mask : 0;
-    __m512i both;
-    if (floats) {
-        __m512 low = _mm512_maskz_loadu_ps(mask, x), high = _mm512_maskz_loadu_ps(mask_below, below ? below : x);
-        both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    } else {
-        __m256i low = _mm256_maskz_loadu_epi16(mask, x), high = _mm256_maskz_loadu_epi16(mask_below, below ? below : x);
-        both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-    }
-    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                         19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(zip, both);
-}
-
-/* LANES lines of `lines` ≤ LANES that are in the matrix, from number k on: line i of `out` has STEPS operands along k */
-ALWAYS void lines_of(source s, size line, size lines, size k, size count, operand *out) {
+/* LANES lines, of which `lines` are in the matrix and the others 0, from number k on: line i of `out` has STEPS operands along k */
+ALWAYS void lines_of(source s, size line, size lines, size k, size count, operand *out, size os) {
     if (s.column == 1) {
         for (size i = 0; i < LANES; i++) {
             __m512i x = i < lines ? pairs_along(entry(s, line + i, k), s.floats, count) : _mm512_setzero_si512();
-            _mm512_store_si512(out + i * STEPS, x);
+            _mm512_storeu_si512(out + i * os, x);
         }
         return;
     }
@@ -66,19 +39,7 @@ ALWAYS void lines_of(source s, size line, size lines, size k, size count, operan
         __m512i x = PAIR * p < count ? pairs_across(entry(s, line, k + PAIR * p), below, s.floats, lines) : _mm512_setzero_si512();
         _mm512_store_si512(turned + p * LANES, x);
     }
-    transpose_square(turned, LANES, out, STEPS);
-}
-
-/* Rows of a, `depth` numbers from k on, as two strips of HIGH rows: squares of HIGH rows and STEPS operands, one after the other */
-static void pack_strips(source a, size row, size rows, size k, size depth, operand *out, size strip) {
-    operand lines[LANES * STEPS] __attribute__((aligned(64)));
-    for (size at = 0; at < depth; at += NUMBERS, out += SQUARE) {
-        lines_of(a, row, rows, k + at, depth - at, lines);
-        for (size i = 0; i < SQUARE; i += LANES) {
-            _mm512_store_si512(out + i, _mm512_load_si512(lines + i));
-            if (rows > HIGH) _mm512_store_si512(out + strip + i, _mm512_load_si512(lines + SQUARE + i));
-        }
-    }
+    transpose_square(turned, LANES, out, os);
 }
 
 /* Columns of b, `depth` numbers from k on, as rows of PANEL operands; b is given as its transpose, whose lines are columns */
@@ -88,7 +49,7 @@ static void pack_panel(source b, size column, size columns, size k, size depth, 
         for (size j = 0; j < PANEL; j += LANES) {
             size left = columns - j < 0 ? 0 : columns - j, count = depth - at;
             if (b.column == 1) {
-                lines_of(b, column + j, left, k + at, count, lines);
+                lines_of(b, column + j, left, k + at, count, lines, STEPS);
                 transpose_square(lines, STEPS, out + j, PANEL);
                 continue;
             }
@@ -104,6 +65,49 @@ static void pack_panel(source b, size column, size columns, size k, size depth, 
         }
 }
 
+/* The rows of a as operands along k: read where they are, if they lie so in memory; else, and the last rows that do not fill a
+ * tile, from a copy. */
+typedef struct {
+    source s;
+    size in_place;         /* so many rows are read where they are */
+    operand *copy;         /* of the rows after them, from row `top` on, `stride` apart */
+    size stride, top, k;   /* the copy begins at number k */
+} left;
+
+static left left_of(source s, size m, size n, size deep) {
+    size bytes = s.row * (size)sizeof(stored);
+    int lies_so = !s.floats && s.column == 1 && s.row % PAIR == 0 && n % PAIR == 0 && (uintptr_t)s.x % sizeof(operand) == 0 &&
+                  (bytes % SAME_SETS || m < HIGH);
+    /* a line more than the operands: rows that are SAME_SETS apart would displace each other */
+    return (left){s, lies_so ? m / HIGH * HIGH : 0, NULL, (deep + NUMBERS - 1) / NUMBERS * STEPS + STEPS, lies_so ? m / HIGH * HIGH : 0, 0};
+}
+
+/* Memory for the copy of at most `tall` rows; 0 if there is none */
+static int with_copy(left *a, size m, size tall) {
+    size rows = m - a->in_place < tall ? m - a->in_place : tall;
+    if (!rows) return 1;
+    a->copy = (operand *)new_buffer((rows + LANES - 1) / LANES * LANES * a->stride);
+    return a->copy != NULL;
+}
+
+/* Copy rows from a->top on, shared among the threads; all of them wait for the end */
+static void copy_rows(const left *a, size stop, size depth) {
+#pragma omp for schedule(static)
+    for (size i = a->top; i < stop; i += LANES)
+        for (size at = 0; at < depth; at += NUMBERS)
+            lines_of(a->s, i, stop - i < LANES ? stop - i : LANES, a->k + at, depth - at, a->copy + (i - a->top) * a->stride + at / PAIR,
+                     a->stride);
+}
+
+/* A part of a sum: rows of a with their stride, rows of a panel of b, and how many operands along k */
+typedef struct { const operand *a; size stride; const operand *b; size steps; } terms;
+
+ALWAYS terms terms_of(const left *a, size i, size k, const operand *panel, size depth) {
+    size steps = (depth + PAIR - 1) / PAIR;
+    if (i < a->in_place) return (terms){entry(a->s, i, k), a->s.row / PAIR, panel, steps};
+    return (terms){a->copy + (i - a->top) * a->stride, a->stride, panel, steps};
+}
+
 /* The result: c[i, j] at i·row + j */
 typedef struct { void *c; size floats, row, add; const float *bias; } result;
 
@@ -112,24 +116,29 @@ ALWAYS void *target(result c, size i, size j) {
     return c.floats ? (void *)((float *)c.c + at) : (void *)((stored *)c.c + at);
 }
 
-/* A tile of `high` ≤ HIGH rows and `wide` ≤ PANEL columns of c, from `squares` of a and rows of a panel of b */
-static void tile(size squares, const operand *a, const operand *b, size high, size wide, result c) {
+/* A tile of `high` ≤ HIGH rows and `columns` ≤ wide·LANES columns of c, the sum of one or two parts */
+ALWAYS void tile(size wide, const terms *part, size parts, size high, size columns, result c) {
     for (size i = 0; i < high; i++) /* c arrives while the sums are computed: a sixth of the time */
-        for (size j = 0; j < wide; j += LANES) __builtin_prefetch(target(c, i, j), 1, 2);
+        for (size j = 0; j < columns; j += LANES) __builtin_prefetch(target(c, i, j), 1, 2);
     vec sum[HIGH][WIDE];
     UNROLL for (size i = 0; i < HIGH; i++)
-        UNROLL for (size v = 0; v < WIDE; v++) sum[i][v] = (vec){0};
-    for (; squares--; a += SQUARE)
-        for (size p = 0; p < STEPS; p++, b += PANEL) {
+        UNROLL for (size v = 0; v < wide; v++) sum[i][v] = (vec){0};
+    for (; parts--; part++) {
+        const operand *a = part->a, *b = part->b, *a4 = a + 4 * part->stride;
+        size stride = part->stride;
+        for (size p = 0; p < part->steps; p++, a++, a4++, b += PANEL) {
             operands row[WIDE];
-            UNROLL for (size v = 0; v < WIDE; v++) row[v] = *(const operands *)(b + v * LANES);
-            UNROLL for (size i = 0; i < HIGH; i++)
-                UNROLL for (size v = 0; v < WIDE; v++) sum[i][v] = add_product(sum[i][v], a[i * STEPS + p], row[v]);
+            UNROLL for (size v = 0; v < wide; v++) row[v] = *(const operands *)(b + v * LANES);
+            UNROLL for (size i = 0; i < HIGH; i++) {
+                operand factor = i < 4 ? a[i * stride] : a4[(i - 4) * stride];
+                UNROLL for (size v = 0; v < wide; v++) sum[i][v] = add_product(sum[i][v], factor, row[v]);
+            }
         }
+    }
     UNROLL for (size i = 0; i < HIGH; i++)
-        UNROLL for (size v = 0; v < WIDE; v++) {
-            if (i >= high || v * LANES >= wide) continue;
-            __mmask16 mask = (__mmask16)first(wide - v * LANES);
+        UNROLL for (size v = 0; v < wide; v++) {
+            if (i >= high || v * LANES >= columns) continue;
+            __mmask16 mask = (__mmask16)first(columns - v * LANES);
             __m512 x = (__m512)sum[i][v];
             if (c.bias) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, c.bias + v * LANES));
             if (c.floats) {
@@ -142,47 +151,60 @@ static void tile(size squares, const operand *a, const operand *b, size high, si
         }
 }
 
-/* c (m, w) (+)= a (m, n) b (n, w); bias (w) or null. A c that is rounded is not added to, and n is at most DEEP. Returns 0 or
- * NO_MEMORY. */
+/* c (m, w) (+)= a (m, n) b (n, w) + h (m, r) v (r, w) + bias (w); bias may be null, and r 0. A c that is rounded is not added to, and
+ * n is at most DEEP. Returns 0 or NO_MEMORY. */
 int hg_mixed_product(size m, size w, size n, const void *a, size a_floats, size ar, size ak, const void *b, size b_floats,
-                     size bk, size bj, const float *bias, void *c, size c_floats, size cs, size add) {
+                     size bk, size bj, size r, const void *h, size h_floats, size hr, size hk, const void *v, size v_floats,
+                     size vk, size vj, const float *bias, void *c, size c_floats, size cs, size add) {
     int failed = 0;
-    source left = {a, a_floats, ar, ak}, right = {b, b_floats, bj, bk};
-    size deep = n < DEEP ? n : DEEP, squares = (deep + NUMBERS - 1) / NUMBERS, strip = squares * SQUARE;
-    size tall = m < TALL ? m : TALL, panels = (w + PANEL - 1) / PANEL;
-    size part = panels < 8 ? 64 : TALL; /* rows of one item of work: with few panels, several threads share one */
-    operand *strips = (operand *)new_buffer((tall + LANES - 1) / LANES * 2 * strip);
-    if (!strips) return NO_MEMORY;
+    source right = {b, b_floats, bj, bk}, low_right = {v, v_floats, vj, vk};
+    size blocks = (n + DEEP - 1) / DEEP, squares = ((n + blocks - 1) / blocks + NUMBERS - 1) / NUMBERS, deep = squares * NUMBERS;
+    size panels = (w + PANEL - 1) / PANEL, tall = m < TALL ? m : TALL, main_panel = squares * STEPS * PANEL;
+    left whole = left_of((source){a, a_floats, ar, ak}, m, n, deep), low = left_of((source){h, h_floats, hr, hk}, m, r, r);
+    if (!with_copy(&whole, m, tall) || (r && !with_copy(&low, m, m))) {
+        free(whole.copy);
+        return NO_MEMORY;
+    }
 #pragma omp parallel if (m * w * n >= (size)1 << 16)
     {
-        operand *panel = (operand *)new_buffer(squares * STEPS * PANEL);
+        operand *panel = (operand *)new_buffer(main_panel + (r + NUMBERS - 1) / NUMBERS * STEPS * PANEL);
         if (!panel) {
 #pragma omp atomic write
             failed = NO_MEMORY;
         }
+        /* few panels, which threads cannot share evenly: each takes some rows of all of them */
+        size shares = panels >= 4 * THREADS || panels % THREADS == 0 ? 1 : THREADS;
+        left mine = whole;
+        if (r && low.in_place < m) copy_rows(&low, m, r);
         for (size k = 0; k < n; k += deep) {
-            size depth = n - k < deep ? n - k : deep, count = (depth + NUMBERS - 1) / NUMBERS;
-            for (size top = 0; top < m; top += tall) {
-                size rows = m - top < tall ? m - top : tall, parts = (rows + part - 1) / part;
+            size depth = n - k < deep ? n - k : deep, last = k + depth == n;
+            for (size top = 0; top < m;) {
+                size stop = mine.in_place || m - top <= tall ? m : top + tall;
+                mine.top = mine.in_place ? mine.in_place : top, mine.k = k;
+                if (mine.top < stop) copy_rows(&mine, stop, depth);
+                size share = ((stop - top + shares - 1) / shares + HIGH - 1) / HIGH * HIGH;
 #pragma omp for schedule(static)
-                for (size i = 0; i < rows; i += LANES)
-                    pack_strips(left, top + i, rows - i < LANES ? rows - i : LANES, k, depth, strips + i / HIGH * strip, strip);
-#pragma omp for schedule(static)
-                for (size item = 0; item < panels * parts; item++) {
-                    size j = item / parts * PANEL, start = item % parts * part, wide = w - j < PANEL ? w - j : PANEL;
-                    size stop = start + part < rows ? start + part : rows;
-                    if (!panel) continue;
+                for (size item = 0; item < panels * shares; item++) {
+                    size j = item / shares * PANEL, start = top + item % shares * share, wide = w - j < PANEL ? w - j : PANEL;
+                    size end = start + share < stop ? start + share : stop;
+                    if (!panel || start >= end) continue;
                     pack_panel(right, j, wide, k, depth, panel);
-                    for (size i = start; i < stop; i += HIGH) {
-                        result out = {target((result){c, c_floats, cs}, top + i, j), c_floats, cs, add || k,
-                                      bias && !k ? bias + j : NULL};
-                        tile(count, strips + i / HIGH * strip, panel, stop - i < HIGH ? stop - i : HIGH, wide, out);
+                    if (r && last) pack_panel(low_right, j, wide, 0, r, panel + main_panel);
+                    for (size i = start; i < end; i += HIGH) {
+                        terms part[2] = {terms_of(&mine, i, k, panel, depth)};
+                        if (r && last) part[1] = terms_of(&low, i, 0, panel + main_panel, r);
+                        result out = {target((result){c, c_floats, cs}, i, j), c_floats, cs, add || k, bias && !k ? bias + j : NULL};
+                        size high = end - i < HIGH ? end - i : HIGH;
+                        if (wide <= LANES) tile(1, part, 1 + (r && last), high, wide, out);
+                        else tile(WIDE, part, 1 + (r && last), high, wide, out);
                     }
                 }
+                top = stop;
             }
         }
         free(panel);
     }
-    free(strips);
+    free(whole.copy);
+    free(low.copy);
     return failed;
 }

@@ -38,12 +38,14 @@ _of_run: ContextVar[str] = ContextVar("mixed_products", default="")  # "": that 
 _switching = threading.Lock()
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
+def product(
+    a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None, branch: calls.Branch | None = None
+) -> None:
     """`calls.mixed_product`, by the kernel or by torch."""
     if (_of_run.get() or choice()) == TORCH and min(*a.shape, b.shape[1]) >= NARROW:
-        _by_torch(a, b, out, add, bias)
+        _by_torch(a, b, out, add, bias, branch)
     else:
-        calls.mixed_product(a, b, out, add, bias)
+        calls.mixed_product(a, b, out, add, bias, branch)
 
 
 @contextlib.contextmanager
@@ -117,10 +119,14 @@ def switched() -> Iterator[None]:
             setting.fp32_precision = before
 
 
-def _by_torch(a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None) -> None:
+def _by_torch(
+    a: Tensor, b: Tensor, out: Tensor, add: bool = False, bias: Tensor | None = None, branch: calls.Branch | None = None
+) -> None:
     a, b, wide = a.float(), b.float(), out if out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
     with switched():
         wide.addmm_(a, b, beta=int(add))
+    if branch is not None:
+        wide.addmm_(*(x.bfloat16().float() for x in branch))  # too narrow for the switch
     if bias is not None:
         wide.add_(bias)
     if wide is not out:

@@ -49,6 +49,33 @@ typedef operand operands __attribute__((vector_size(BYTES), aligned(sizeof(opera
 ALWAYS vec add_product(vec sum, operand a, operands b) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
 }
+
+ALWAYS __mmask32 first(size count) { return count >= 32 ? 0xffffffff : ((__mmask32)1 << count) - 1; }
+
+/* `count` ≤ PAIR·LANES neighbors in memory → LANES pairs, the rest 0 */
+ALWAYS __m512i pairs_along(const void *x, size floats, size count) {
+    __mmask32 mask = first(count);
+    if (!floats) return _mm512_maskz_loadu_epi16(mask, x);
+    __m512 low = _mm512_maskz_loadu_ps((__mmask16)mask, x);
+    __m512 high = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), (const float *)x + LANES);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* `count` ≤ LANES numbers of a row and those of the row below, which may be missing → LANES pairs, the rest 0 */
+ALWAYS __m512i pairs_across(const void *x, const void *below, size floats, size count) {
+    __mmask16 mask = (__mmask16)first(count), mask_below = below ? mask : 0;
+    __m512i both;
+    if (floats) {
+        __m512 low = _mm512_maskz_loadu_ps(mask, x), high = _mm512_maskz_loadu_ps(mask_below, below ? below : x);
+        both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    } else {
+        __m256i low = _mm256_maskz_loadu_epi16(mask, x), high = _mm256_maskz_loadu_epi16(mask_below, below ? below : x);
+        both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                         19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(zip, both);
+}
 #else
 #define PAIR 1
 typedef real operand;

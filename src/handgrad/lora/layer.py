@@ -1,12 +1,12 @@
 """The LoRA layer: a linear layer with a low-rank branch added to it, and DoRA's magnitude."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..model.layers.linear import Affine, Linear
+from ..model.layers.linear import Affine, Dtype, Linear
 from ..model.passes.arguments import PLAIN, Pass
 from ..model.passes.example_gradients import PieceExamples
 from ..model.storage.weights import STORED, Weights
@@ -55,9 +55,8 @@ class LoRA(Affine):
     ) -> Tensor:
         mask = self._mask(a, run)
         if self.magnitude is None:
-            out = self.base.forward(a, run, out)
-            lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=out)
-            return out if dtype is None else out.to(dtype)
+            branch = lora.branch(_masked(a, mask), self.down, self.up, self.scale)
+            return self.base.forward(a, run, out, dtype, branch)
         out = self._product(a, mask, run.weights, out).mul_(self._ratio(run.weights))
         b = self.base.added_bias()
         out = out if b is None else out.add_(b)
@@ -69,16 +68,20 @@ class LoRA(Affine):
 
     def upstream(self, delta: Tensor, run: Pass = PLAIN) -> "Signals":
         signal = delta if self.magnitude is None else delta * self._ratio(run.weights)
+        if run.operand is not None:
+            signal = signal.to(run.operand)  # once for the products that read it
         return Signals(signal, lora.upstream(signal, self.up, self.scale))
 
     def backward(
-        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: "Signals | None" = None
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
         signal, of_h = upstream or self.upstream(delta, run)
+        if run.dropout_seed is None or not self.dropout:
+            return self.base.backward(signal, run, into, None, dtype, (of_h, self.down.t()))
         out = self.base.backward(signal, run, into)
-        lora.backward(of_h, self.down, into=out, mask=self._mask(out, run))
-        return out
+        lora.backward(of_h.to(out.dtype), self.down, into=out, mask=self._mask(out, run))
+        return out if dtype is None else out.to(dtype)
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: "Signals | None" = None) -> None:
         signal, of_h = upstream or self.upstream(delta, run)
@@ -90,9 +93,10 @@ class LoRA(Affine):
         mask = self._mask(a, run)
         dropped = _masked(a, mask)
         if self.up.requires_grad:
-            self.up.grad = lora.grad_u(signal, lora.project(dropped, self.down), self.scale, self.up.grad)
+            h = lora.project(dropped, self.down)
+            self.up.grad = lora.grad_u(signal, h, self.scale, self.up.grad, self.up.dtype)
         if self.down.requires_grad:
-            self.down.grad = lora.grad_d(of_h, dropped, self.down.grad)
+            self.down.grad = lora.grad_d(of_h, dropped, self.down.grad, self.down.dtype)
         if self.magnitude is not None and self.magnitude.requires_grad:
             z, c = self._product(a, mask, run.weights), self.column_norms(run.weights)
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
@@ -102,7 +106,7 @@ class LoRA(Affine):
         mask = self._mask(a, run)
         dropped = _masked(a, mask)
         if self.up.requires_grad:
-            examples.product(self.up, lora.project(dropped, self.down).mul_(self.scale), signals.z)
+            examples.product(self.up, lora.project(dropped, self.down) * self.scale, signals.z)
         if self.down.requires_grad:
             examples.product(self.down, dropped, signals.h)
         if self.magnitude is not None and self.magnitude.requires_grad:
@@ -133,9 +137,8 @@ class LoRA(Affine):
 
     def _product(self, a: Tensor, mask: Tensor | None, weights: Weights, out: Tensor | None = None) -> Tensor:
         """z = a w + scale · ã d u"""
-        z = linear.forward(a, self.base.effective_weight(weights), None, out, self.base.dtype)
-        lora.forward(_masked(a, mask), self.down, self.up, self.scale, into=z)
-        return z
+        branch = lora.branch(_masked(a, mask), self.down, self.up, self.scale)
+        return linear.forward(a, self.base.effective_weight(weights), None, out, self.base.dtype, branch)
 
     def _ratio(self, weights: Weights) -> Tensor:
         assert self.magnitude is not None

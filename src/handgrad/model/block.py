@@ -50,7 +50,8 @@ class Residual(NamedTuple):
         a = run.at(self.normed, a)
         out, kept = self.branch.forward(a, run)
         skipped = run.at(f"skip_{self.y[2:]}", x) if run.edited else x
-        y = out + (skipped if len(out) == len(x) else skipped[run.query_rows])
+        skipped = skipped if len(out) == len(x) else skipped[run.query_rows]
+        y = out.add_(skipped) if run.observer is None else out + skipped  # an observer may keep what it has seen
         return run.at(self.y, y), SavedHalf(saved, kept, a if run.edited else None)
 
     def backward(self, delta: Tensor, saved: SavedHalf, run: Pass, needed: bool = True) -> Tensor:

@@ -270,16 +270,18 @@ def _backward_by_kernel(
         delta, q, k, v, a = (x.to(lse.dtype) for x in (delta, q, k, v, a))  # bfloat16 is computed in float32
         if not calls.fits(delta, q, k, v, a):
             return False
-    heads, key_heads = q.shape[1], k.shape[1]
     # the kernel writes the signals of k and v for every query head: they add up in a group
-    direct = heads == key_heads and into[0].dtype == lse.dtype and all(x.stride(-1) == 1 for x in into)
-    found = into
-    if not direct:
-        q_, k_, v_ = (lse.new_zeros(len(x), heads, x.shape[2]) for x in into)
-        found = q_, k_, v_
+    heads = q.shape[1]
+    every_row = _rows_in(span.queries for span in spans) == len(q) and _rows_in(span.keys for span in spans) == len(k)
+    new = lse.new_empty if every_row else lse.new_zeros
+    found = [x if x.shape[1] == heads and calls.fits(lse, x) else new(len(x), heads, x.shape[2]) for x in into]
     calls.backward_attention(_sequences(spans, len(q)), causal, window, delta, q, k, v, a, lse, found)
-    if not direct:
-        for target, x in zip(into, found, strict=True):
+    for target, x in zip(into, found, strict=True):
+        if x is target:
+            continue
+        if calls.fits(x, target):
+            calls.sum_heads(x, target)
+        else:
             target.copy_(x.view(len(x), target.shape[1], -1, x.shape[2]).sum(2))
     return True
 

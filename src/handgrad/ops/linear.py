@@ -3,7 +3,7 @@
 a_{i−1}  (n, f_in)      w  (f_in, f_out)      b  (f_out)      a_i, Δ_i  (n, f_out)
 
 Mixed precision: if one operand of a product is bfloat16, or `rounded` says so, float32 operands are rounded to it. Sums are
-float32, and `dtype` is that of the result.
+float32, and `dtype` is that of the result. A `branch` is a second product, x y (n, r) (r, f), that is added: see `lora.py`.
 """
 
 import torch
@@ -11,16 +11,24 @@ from torch import Tensor
 
 from ..kernels import calls, mixed_products
 
+Branch = calls.Branch
 FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
 SHORT = 4 * FEW_ROWS  # rows of a short prompt: for w stored by columns that kernel is still faster than turning w first
 
 
 def forward(
-    a: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None, dtype: torch.dtype | None = None
+    a: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    branch: Branch | None = None,
 ) -> Tensor:
     """a_i = a_{i−1} w + b~, written to `out` if that is given"""
     if torch.bfloat16 in (a.dtype, w.dtype):
-        return product(a, w, out, dtype, bias=b)
+        return product(a, w, out, dtype, bias=b, branch=branch)
+    if branch is not None:
+        return forward(a, w, b, out).addmm_(*branch)
     by_rows = w.stride(1) == 1
     if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
         out = a.new_empty(len(a), w.shape[1])
@@ -33,10 +41,15 @@ def forward(
 
 
 def backward(
-    delta: Tensor, w: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None, rounded: bool = False
+    delta: Tensor,
+    w: Tensor,
+    into: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    rounded: bool = False,
+    branch: Branch | None = None,
 ) -> Tensor:
     """Δ_{i−1} = Δ_i wᵗ, or Δ_{i−1} += Δ_i wᵗ"""
-    return product(delta, w.t(), into, dtype, add=into is not None, rounded=rounded)
+    return product(delta, w.t(), into, dtype, add=into is not None, rounded=rounded, branch=branch)
 
 
 def grad_w(delta: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -59,11 +72,14 @@ def product(
     add: bool = False,
     bias: Tensor | None = None,
     rounded: bool = False,
+    branch: Branch | None = None,
 ) -> Tensor:
-    """x y + bias in `dtype` (default: that of x), written, or added, to `out` if that is given"""
+    """x y + bias + branch in `dtype` (default: that of x), written, or added, to `out` if that is given"""
     dtype = out.dtype if out is not None else dtype or x.dtype
     if rounded or torch.bfloat16 in (x.dtype, y.dtype):
-        return _mixed(x, y, out, dtype, add, bias)
+        return _mixed(x, y, out, dtype, add, bias, branch)
+    if branch is not None:
+        return product(x, y, out, add=add, bias=bias).addmm_(*branch)
     if calls.multiplies(x, y):
         return calls.product(x, y, out, add, bias)
     if add:
@@ -72,24 +88,38 @@ def product(
     return torch.mm(x, y, out=out) if bias is None else torch.addmm(bias, x, y, out=out)
 
 
-def _mixed(x: Tensor, y: Tensor, out: Tensor | None, dtype: torch.dtype, add: bool, bias: Tensor | None) -> Tensor:
+def _mixed(
+    x: Tensor,
+    y: Tensor,
+    out: Tensor | None,
+    dtype: torch.dtype,
+    add: bool,
+    bias: Tensor | None,
+    branch: Branch | None,
+) -> Tensor:
     """The same with operands rounded to bfloat16 and sums in float32; a result in bfloat16 is rounded once."""
     narrow = dtype == torch.bfloat16
-    if calls.mixes(x, y) and not (add and narrow):
+    if calls.mixes(x, y, *(branch or ())) and not (add and narrow):
         exact = not narrow or x.shape[1] <= calls.DEEPEST_ROUNDED  # whether the kernel writes the result itself
         if exact and out is not None:
             result = out
         else:
             result = x.new_empty(x.shape[0], y.shape[1], dtype=dtype if exact else torch.float32)
-        mixed_products.product(x, y, result, add, None if bias is None else bias.float())
+        mixed_products.product(x, y, result, add, None if bias is None else bias.float(), branch)
         if exact:
             return result
-    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None:
+    elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None and branch is None:
         result = torch.mm(x, y)
     else:
-        result = torch.mm(x.bfloat16().float(), y.bfloat16().float())
+        result = torch.mm(*_rounded(x, y))
+        if branch is not None:
+            result.addmm_(*_rounded(*branch))
         if bias is not None:
             result.add_(bias)
     if out is None:
         return result.to(dtype)
     return out.add_(result) if add else out.copy_(result)
+
+
+def _rounded(*operands: Tensor) -> list[Tensor]:
+    return [x.bfloat16().float() for x in operands]

@@ -15,20 +15,25 @@ from . import linear
 
 
 def project(a: Tensor, d: Tensor) -> Tensor:
-    """h = a d"""
-    return _product(a, d)
+    """h = a d, which is an operand of the next product"""
+    return _product(a, d, dtype=a.dtype)
+
+
+def branch(a: Tensor, d: Tensor, u: Tensor, scale: float) -> linear.Branch:
+    """h and scale · u: the product that is added to that of the frozen layer, in the same pass over its result   (43)"""
+    return project(a, d), u * scale
 
 
 def forward(a: Tensor, d: Tensor, u: Tensor, scale: float, into: Tensor) -> Tensor:
     """a_i += scale · (a d) u, added to the frozen layer's output; returns h = a d for the backward pass   (43)"""
     h = project(a, d)
-    into.addmm_(h, u, alpha=scale)
+    into.addmm_(h.to(into.dtype), u, alpha=scale)
     return h
 
 
 def upstream(delta: Tensor, u: Tensor, scale: float) -> Tensor:
     """g = scale · Δ uᵗ: the error signal of h, used by `backward` and `grad_d`"""
-    return _product(delta, u.t()).mul_(scale)
+    return _product(delta, (u * scale).t(), dtype=delta.dtype)
 
 
 def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> None:
@@ -39,20 +44,21 @@ def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> 
         into.addcmul_(torch.mm(g, d.t()), mask)
 
 
-def grad_d(g: Tensor, a: Tensor, into: Tensor | None) -> Tensor:
+def grad_d(g: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """∂d += aᵗ g   (45)"""
-    return _product(a.t(), g, into)
+    return _product(a.t(), g, into, dtype)
 
 
-def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None) -> Tensor:
+def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """∂u += scale · hᵗ Δ   (46)"""
-    return _product((h * scale).t(), delta, into)
+    found = _product(h.t(), delta, dtype=dtype)
+    return found.mul_(scale) if into is None else into.add_(found, alpha=scale)
 
 
-def _product(x: Tensor, y: Tensor, into: Tensor | None = None) -> Tensor:
-    """x y, added to `into` if that is given. In mixed precision one of them is bfloat16, and the result float32."""
-    if x.dtype != y.dtype:
-        return linear.product(x, y, into, torch.float32, add=into is not None)
+def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x y, added to `into` if that is given; in mixed precision the result has a dtype of its own."""
+    if torch.bfloat16 in (x.dtype, y.dtype):
+        return linear.product(x, y, into, dtype, add=into is not None)
     return torch.mm(x, y) if into is None else into.addmm_(x, y)
 
 

@@ -126,11 +126,11 @@ class Attention(Parts):
     def backward(self, delta_4: Tensor, saved: Saved, a_2: BranchInput, run: Pass) -> Tensor | None:
         """Δ_4 → Δ_3 → the error signals of q, k and v → the sum of their three branches, Δ_2 (33), if it is needed."""
         upstream = self.out.upstream(delta_4, run)
-        delta_3 = run.at("delta_3", self.out.backward(delta_4, run, None, upstream))
+        delta_3 = run.at("delta_3", self.out.backward(delta_4, run, None, upstream, run.operand))
         self.out.accumulate(delta_4, saved.a_3, run, upstream)
         heads = saved.heads
         n = len(delta_3) if run.query_rows is None else len(heads.k)
-        signals = branches.ErrorSignals.buffers(self.projections(), n, delta_3, run.query_rows)
+        signals = branches.ErrorSignals.buffers(self.projections(), n, delta_4, run.query_rows)
         into = self.by_head(*signals.parts)
         if isinstance(heads, matrices.Saved):
             matrices.backward(delta_3, heads, into, run)

@@ -18,7 +18,8 @@ from ..storage.packed import Packed
 from ..storage.weights import STORED, Weights
 from .hookless import Hookless
 
-ROWS_OF_PART = 4096  # a frozen matrix with more rows, such as a head, is multiplied in parts: see Linear
+Dtype = torch.dtype | None
+ROWS_OF_PART = 4096  # a frozen head with more rows is multiplied in parts: see Head
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
@@ -57,8 +58,11 @@ class Affine(Hookless, ABC):
         return None
 
     @abstractmethod
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
-        """Δ_i → Δ_{i−1} in the layer's dtype, added to `into` if that is given: several layers may have the same input"""
+    def backward(
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
+    ) -> Tensor:
+        """Δ_i → Δ_{i−1}, in `dtype` instead of the layer's own, or added to `into` if that is given: several layers may have
+        the same input"""
 
     @abstractmethod
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
@@ -94,13 +98,10 @@ class Linear(Affine):
     weight   a Parameter to share instead of a new one: a tied head has the embedding's
 
     `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
-
-    A frozen (f_out, f_in) matrix with many rows is multiplied in parts, so that for many rows a packed head is never
-    unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and gradients are equal
-    to the last bit.
     """
 
     packed: Packed | None = None
+    in_parts = False  # whether products are computed part by part
 
     def __init__(
         self,
@@ -125,11 +126,6 @@ class Linear(Affine):
     def w(self) -> Tensor:
         """(f_in, f_out), a view of the weight"""
         return self.effective_weight()
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether products are computed part by part."""
-        return not (self.in_out or self.trains or self.parts) and self.widths[0] > ROWS_OF_PART
 
     @property
     def trains(self) -> bool:
@@ -162,27 +158,44 @@ class Linear(Affine):
         self.weight, self.packed, self.like = None, packed, Like(dtype, packed.data.device)
 
     def forward(
-        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        a: Tensor,
+        run: Pass = PLAIN,
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        branch: linear.Branch | None = None,
     ) -> Tensor:
         b, dtype = self.added_bias(), dtype or self.dtype
         if self.packed is not None and not self.in_out:
             product = run.weights.product(a, self.packed, out)
             if product is not None:
+                product = product if branch is None else product.addmm_(*(x.to(product.dtype) for x in branch))
                 return product if b is None else product.add_(b)
         if not self.in_parts or len(a) <= linear.FEW_ROWS:
-            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype)
+            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype, branch)
         out = a.new_empty(len(a), self.widths[0], dtype=dtype) if out is None else out
         for part, w in self._parts(run.weights):
-            linear.forward(a, w, None if b is None else b[part], out[:, part])
+            low = None if branch is None else (branch[0], branch[1][:, part])
+            linear.forward(a, w, None if b is None else b[part], out[:, part], branch=low)
         return out
 
-    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
+    def backward(
+        self,
+        delta: Tensor,
+        run: Pass = PLAIN,
+        into: Tensor | None = None,
+        upstream: Any = None,
+        dtype: torch.dtype | None = None,
+        branch: linear.Branch | None = None,
+    ) -> Tensor:
+        dtype = dtype or self.dtype
         if not self.in_parts:
-            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
+            return linear.backward(delta, self.effective_weight(run.weights), into, dtype, run.rounded, branch)
         for part, w in self._parts(run.weights):
-            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
+            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded, branch)
+            branch = None
         assert into is not None
-        return into
+        return into.to(dtype)
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
         self.accumulate_weight(delta, a, run)
@@ -288,6 +301,16 @@ class QueryKeyValue(Linear):
             q, v = x[: self.parts["q"]], x[self.parts["q"] :]
             return {"q": q, "v": v}
         return super().parts_of(letter, x)
+
+
+class Head(Linear):
+    """The logits layer, w (d, V), stored as (V, d). A large frozen one is multiplied in parts, so that for many rows a packed
+    head is never unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and gradients
+    are equal to the last bit."""
+
+    @property
+    def in_parts(self) -> bool:  # type: ignore[override]
+        return not self.trains and self.widths[0] > ROWS_OF_PART
 
 
 class Embedding(Hookless):
