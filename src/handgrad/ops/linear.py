@@ -9,7 +9,7 @@ float32, and `dtype` is that of the result. A `branch` is a second product, x y 
 import torch
 from torch import Tensor
 
-from ..kernels import calls
+from ..kernels import calls, mixed_products
 
 Branch = calls.Branch
 FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
@@ -105,7 +105,7 @@ def _mixed(
             result = out
         else:
             result = x.new_empty(x.shape[0], y.shape[1], dtype=dtype if exact else torch.float32)
-        calls.mixed_product(x, y, result, add, None if bias is None else bias.float(), branch)
+        mixed_products.product(x, y, result, add, None if bias is None else bias.float(), branch)
         if exact:
             return result
     elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None and branch is None:
