@@ -13,7 +13,7 @@ from handgrad.errors import HandgradError
 from handgrad.inference.engine import Engine, Options
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
-from handgrad.kernels import calls, compiler, library
+from handgrad.kernels import calls, compiler, library, token_calls
 from handgrad.ops import attention, layernorm, linear, loss, rotary
 from kernels.random_masks import check_cases
 
@@ -225,9 +225,9 @@ def test_places_outside_of_the_cache_are_refused() -> None:
         with pytest.raises(HandgradError, match="no place in the cache"):
             blocks.forward(a, wrong, rotation)
         with pytest.raises(HandgradError, match="no place in the cache"):
-            calls.attend_tokens(wrong, 0, None, heads, heads, heads, torch.empty_like(heads))
+            token_calls.attend_tokens(wrong, 0, None, heads, heads, heads, torch.empty_like(heads))
     for bad in (places._replace(blocks=1), places._replace(k=(1, 2, 9)), places._replace(table=places.table[:0])):
         with pytest.raises(HandgradError, match="where a layer needs"):
             blocks.forward(a, bad, rotation)
     with pytest.raises(HandgradError, match="where a layer needs"):
-        calls.attend_tokens(places, 2, None, heads, heads, heads, torch.empty_like(heads))
+        token_calls.attend_tokens(places, 2, None, heads, heads, heads, torch.empty_like(heads))
