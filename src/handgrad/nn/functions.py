@@ -164,13 +164,19 @@ class LinearFunction(Function):
         how: How,
     ) -> Tensor:
         flat, w = operand(rows(a), how.mixed), weight if how.in_out else weight.t()
-        out = affine.forward(flat, w, bias if magnitude is None else None, dtype=a.dtype)
-        h = c = None
+        h = c = branch = None
+        if how.mixed and down is not None and up is not None:
+            branch = lora.branch(how.dropped(flat)[0], down.t(), up.t(), how.scale)
+        out = affine.forward(flat, w, bias if magnitude is None else None, dtype=a.dtype, branch=branch)
         if down is not None and up is not None:
             # PEFT's factors may be wider than the layer, or narrower
             dtype = torch.promote_types(out.dtype, down.dtype)
             wide, d, u = out.to(dtype), down.t().to(dtype), up.t().to(dtype)
-            h = lora.forward(how.dropped(flat if how.mixed else flat.to(dtype))[0], d, u, how.scale, into=wide)
+            h = (
+                lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
+                if branch is None
+                else branch[0]
+            )
             if magnitude is not None:
                 c = lora.column_norms(w.to(dtype), d, u, how.scale)
                 wide = wide * (magnitude / c)
@@ -193,30 +199,35 @@ class LinearFunction(Function):
         how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
         signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
         w = weight if how.in_out else weight.t()
-        before = affine.backward(signal, w, rounded=how.mixed) if needs[0] else None
         grad_b = affine.grad_b(given, None) if needs[2] else None
-        grad_w = grad_d = grad_u = grad_m = None
+        grad_w = grad_d = grad_u = grad_m = branch = None
         if stored:
             a = operand(stored[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, stored)[1], how.mixed)
         if needs[1]:
             left, right = (signal, a) if how.in_out else (a, signal)
             grad_w = affine.grad_w(left, right, None, weight.dtype)
         if down is not None:
-            dtype = h.dtype
-            wide, d, u = signal.to(dtype), down.t().to(dtype), up.t().to(dtype)
+            dtype = torch.promote_types(given.dtype, down.dtype)
+            wide, d, u = operand(signal.to(dtype), how.mixed), down.t().to(dtype), up.t().to(dtype)
             g = lora.upstream(wide, u, how.scale) if needs[0] or needs[3] else wide
-            if before is not None:
-                into = before.to(dtype)
-                lora.backward(g, d, into, how.dropped(into)[1])
-                before = into.to(before.dtype)
+            branch = (g, d.t()) if how.mixed and not how.dropout else None
             if needs[3]:
                 read = a if how.mixed else a.to(dtype)
-                grad_d = lora.grad_d(how.dropped(read)[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
+                grad_d = lora.grad_d(how.dropped(read)[0], g, None, dtype)  # (∂d)ᵗ = gᵗ ã   (45)
             if needs[4]:
-                grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+                grad_u = affine.grad_w(h, wide, None, dtype).mul_(how.scale)  # (∂u)ᵗ = scale · Δᵗ h   (46)
             if needs[5]:
-                z = affine.forward(a, w, None, dtype=given.dtype).to(dtype).addmm_(h, u, alpha=how.scale)
+                low = (h, u * how.scale) if how.mixed else None
+                z = affine.forward(a, w, None, dtype=given.dtype, branch=low).to(dtype)
+                z = z if how.mixed else z.addmm_(h, u, alpha=how.scale)
                 grad_m = lora.grad_m(given.to(dtype), z, c, None)
+        before = None
+        if needs[0]:
+            before = affine.backward(operand(signal, how.mixed), w, None, given.dtype, how.mixed, branch)
+            if down is not None and branch is None:
+                into = before.to(dtype)
+                lora.backward(g.to(dtype), d, into, how.dropped(into)[1])
+                before = into.to(before.dtype)
         return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, grad_m, None
 
 
