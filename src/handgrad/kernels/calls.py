@@ -322,11 +322,29 @@ def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
-    """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
-    n = blocks.shape[0]
-    given = _numbers(n * BYTES_OF_BLOCK[kind], torch.uint8, blocks)
-    _call("packed_unpack", PACKED_DTYPE, PACKED[kind], n, *given, *_numbers(n * NUMBERS_OF_BLOCK, PACKED_DTYPE, out))
+# What can be unpacked: its number in packed.c, and the numbers and bytes of a block.
+UNPACKED = {
+    "Q8_0": (0, 32, 34), "Q4_0": (1, 32, 18), "Q4_1": (2, 32, 20), "Q5_0": (4, 32, 22), "Q5_1": (5, 32, 24),
+    "Q4_K": (6, 256, 144), "Q5_K": (7, 256, 176), "Q6_K": (8, 256, 210),
+}  # fmt: skip
+
+
+def unpacks(kind: str, data: Tensor, out: Tensor) -> bool:
+    """Whether `packed_unpack` can be called with these."""
+    if kind not in UNPACKED or not library.allowed() or library.load(PACKED_DTYPE) is None:
+        return False
+    kernel = out.dtype in (torch.float32, torch.bfloat16) and out.is_cpu and out.is_contiguous()
+    return kernel and data.is_cpu and data.is_contiguous()
+
+
+def packed_unpack(kind: str, data: Tensor, out: Tensor) -> None:
+    """Bytes → the numbers `out`, float32 or rounded to bfloat16, both contiguous"""
+    number, numbers, size = UNPACKED[kind]
+    blocks = out.numel() // numbers
+    exact = out.dtype is torch.float32
+    given = _numbers(blocks * size, torch.uint8, data)
+    result = _numbers(blocks * numbers, torch.float32 if exact else torch.bfloat16, out)
+    _call("packed_unpack", PACKED_DTYPE, number, blocks, *given, *result, int(exact))
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────
