@@ -18,7 +18,7 @@ from ..storage.packed import Packed
 from ..storage.weights import STORED, Weights
 from .hookless import Hookless
 
-ROWS_OF_PART = 4096  # a frozen matrix with more rows, such as a head, is multiplied in parts: see Linear
+ROWS_OF_PART = 4096  # a frozen head with more rows is multiplied in parts: see Head
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
@@ -94,10 +94,6 @@ class Linear(Affine):
     weight   a Parameter to share instead of a new one: a tied head has the embedding's
 
     `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
-
-    A frozen (f_out, f_in) matrix with many rows is multiplied in parts, so that for many rows a packed head is never
-    unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and gradients are equal
-    to the last bit.
     """
 
     packed: Packed | None = None
@@ -127,11 +123,6 @@ class Linear(Affine):
         return self.effective_weight()
 
     @property
-    def in_parts(self) -> bool:
-        """Whether products are computed part by part."""
-        return not (self.in_out or self.trains or self.parts) and self.widths[0] > ROWS_OF_PART
-
-    @property
     def trains(self) -> bool:
         """Whether the weight gets a gradient."""
         return self.weight is not None and self.weight.requires_grad
@@ -140,22 +131,6 @@ class Linear(Affine):
     def dtype(self) -> torch.dtype:
         """The dtype of the layer's results, whatever its weight is stored as."""
         return self.like.dtype if self.weight is None else self.weight.dtype
-
-    def _parts(self, weights: Weights) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of the output, and their part of w, (f_in, part): a view, or unpacked into one buffer for all parts."""
-        buffer = None
-        for start in range(0, self.widths[0], ROWS_OF_PART):
-            rows = slice(start, min(start + ROWS_OF_PART, self.widths[0]))
-            if self.weight is not None:
-                yield rows, self.weight[rows].t()
-                continue
-            assert self.packed is not None
-            part, dtype = self.packed.between(rows.start, rows.stop), weights.dtype or self.like.dtype
-            if (stored := part.tensor()).dtype is dtype:
-                yield rows, stored.t()
-                continue
-            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], dtype)
-            yield rows, buffer.t()
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
         """Replace the weight by these bytes, in the same orientation, and compute in `dtype`."""
@@ -169,20 +144,10 @@ class Linear(Affine):
             product = run.weights.product(a, self.packed, out)
             if product is not None:
                 return product if b is None else product.add_(b)
-        if not self.in_parts or len(a) <= linear.FEW_ROWS:
-            return linear.forward(a, self.effective_weight(run.weights), b, out, dtype)
-        out = a.new_empty(len(a), self.widths[0], dtype=dtype) if out is None else out
-        for part, w in self._parts(run.weights):
-            linear.forward(a, w, None if b is None else b[part], out[:, part])
-        return out
+        return linear.forward(a, self.effective_weight(run.weights), b, out, dtype)
 
     def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
-        if not self.in_parts:
-            return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
-        for part, w in self._parts(run.weights):
-            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
-        assert into is not None
-        return into
+        return linear.backward(delta, self.effective_weight(run.weights), into, self.dtype, run.rounded)
 
     def accumulate(self, delta: Tensor, a: Tensor, run: Pass = PLAIN, upstream: Any = None) -> None:
         self.accumulate_weight(delta, a, run)
@@ -288,6 +253,54 @@ class QueryKeyValue(Linear):
             q, v = x[: self.parts["q"]], x[self.parts["q"] :]
             return {"q": q, "v": v}
         return super().parts_of(letter, x)
+
+
+class Head(Linear):
+    """The logits layer, w (d, V), stored as (V, d).
+
+    A large frozen one is multiplied in parts, so that for many rows a packed head is never unpacked as a whole. Unpacked it
+    is multiplied in the same parts: sums have the same order, and gradients are equal to the last bit.
+    """
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether products are computed part by part."""
+        return not self.trains and self.widths[0] > ROWS_OF_PART
+
+    def _parts(self, weights: Weights) -> Iterator[tuple[slice, Tensor]]:
+        """Columns of the output, and their part of w, (f_in, part): a view, or unpacked into one buffer for all parts."""
+        buffer = None
+        for start in range(0, self.widths[0], ROWS_OF_PART):
+            rows = slice(start, min(start + ROWS_OF_PART, self.widths[0]))
+            if self.weight is not None:
+                yield rows, self.weight[rows].t()
+                continue
+            assert self.packed is not None
+            part, dtype = self.packed.between(rows.start, rows.stop), weights.dtype or self.like.dtype
+            if (stored := part.tensor()).dtype is dtype:
+                yield rows, stored.t()
+                continue
+            buffer = part.unpack(None if buffer is None else buffer[: part.shape[0]], dtype)
+            yield rows, buffer.t()
+
+    def forward(
+        self, a: Tensor, run: Pass = PLAIN, out: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if not self.in_parts or len(a) <= linear.FEW_ROWS:
+            return super().forward(a, run, out, dtype)
+        out = a.new_empty(len(a), self.widths[0], dtype=dtype or self.dtype) if out is None else out
+        b = self.added_bias()
+        for part, w in self._parts(run.weights):
+            linear.forward(a, w, None if b is None else b[part], out[:, part])
+        return out
+
+    def backward(self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None) -> Tensor:
+        if not self.in_parts:
+            return super().backward(delta, run, into)
+        for part, w in self._parts(run.weights):
+            into = linear.backward(delta[:, part], w, into, self.dtype, run.rounded)
+        assert into is not None
+        return into
 
 
 class Embedding(Hookless):
