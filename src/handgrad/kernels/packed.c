@@ -5,13 +5,13 @@
  *     kind 2   Q4_1   20 bytes: d, m, 16 nibbles         w = d q + m
  *     kind 3   BF16   64 bytes: 32 w (bfloat16)
  *
- * These are multiplied, and all but BF16 unpacked. Unpacked only, because training multiplies many rows:
+ * and, to be unpacked only, five bits and K-quants, in groups g of 32 or (Q6_K) 16 of a block's 256 numbers:
  *
- *     kind 4   Q5_0   22 bytes: d, 32 bits, 16 nibbles       w = d (q − 16)
- *     kind 5   Q5_1   24 bytes: d, m, 32 bits, 16 nibbles    w = d q + m
- *     kind 6   Q4_K   144 bytes: d, m, 12 scales, 4 × 32 nibbles                 8 × 32 w = (d s) q − m t
- *     kind 7   Q5_K   176 bytes: d, m, 12 scales, 32 bytes of bits, 4 × 32 nibbles   8 × 32 w = (d s) q − m t
- *     kind 8   Q6_K   210 bytes: 2 × 64 nibbles, 2 × 32 pairs of bits, 16 s (int8), d   16 × 16 w = (d s) (q − 32)
+ *     kind 4   Q5_0   22 bytes: d, 32 bits, 16 nibbles        w = d (q − 16)
+ *     kind 5   Q5_1   24 bytes: d, m, 32 bits, 16 nibbles     w = d q + m
+ *     kind 6   Q4_K   144 bytes: d, m, 12 of scales, 128      w = (d s_g) q − m t_g
+ *     kind 7   Q5_K   176 bytes: d, m, 12 of scales, 32, 128  w = (d s_g) q − m t_g
+ *     kind 8   Q6_K   210 bytes: 128, 64, 16 s_g (int8), d    w = (d s_g) (q − 32)
  *
  * A product with one or a few rows waits for the weights to arrive from memory, so a weight of 4 bits is used in an eighth of
  * the time of a float. A block becomes the same 32 floats as those that ops/packed.py unpacks, in registers; the sums are of
@@ -157,7 +157,8 @@ void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a,
 /* 32 numbers of five bits: nibbles, and bit j of a word for number j */
 INLINE void unpack_five_bits(int kind, const uint8_t *x, floats w[VECTORS]) {
     const uint8_t *bits = x + (kind == 4 ? 2 : 4);
-    const int32_t word = (int32_t)((uint32_t)bits[0] | (uint32_t)bits[1] << 8 | (uint32_t)bits[2] << 16 | (uint32_t)bits[3] << 24);
+    int32_t word = 0;
+    for (int i = 0; i < 4; i++) word |= (int32_t)((uint32_t)bits[i] << 8 * i);
     const float d = half(x), m = kind == 5 ? half(x + 2) : 0;
     const int middle = kind == 4 ? 16 : 0;
     ints place;
