@@ -148,6 +148,8 @@ def mixed_product(
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
+    if not n:
+        raise _unfit(a, (m, 1), a.dtype)
     low = [0] * 9
     if branch is not None:
         h, v = branch

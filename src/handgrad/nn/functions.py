@@ -145,7 +145,7 @@ class How(NamedTuple):
         if not self.dropout:
             return a, None
         mask = lora.mask(a, self.dropout, self.seed)
-        return a * mask, mask
+        return lora.masked(a, mask), mask
 
 
 class LinearFunction(Function):
