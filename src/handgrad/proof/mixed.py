@@ -49,7 +49,7 @@ def mixed_paths(model: GPT, batch: Batch, reference: ReferenceModel, seed: int) 
     inside = [Inside(), *(Inside(change, x) for x in (NUDGE, -NUDGE) * (SAMPLES // 2))]
     kinds = {"values": 0.0, "deltas": ENTRY_FLOOR, "grads": ENTRY_FLOOR}
     for name, error, explained in found.errors(recorded.parts(inside), kinds):
-        note, steps[name] = "also rounded inside" if explained else "float32 sums", error
+        note, steps[name] = "rounds inside" if explained else "", error
         id, limit = f"{name}, its step", sums + MARGIN * explained
         yield Path("Mixed precision, each step from what it read", id, note, "float64", limit, partial(_outcome, error))
     logits: list[Tensor] = []
@@ -60,7 +60,7 @@ def mixed_paths(model: GPT, batch: Batch, reference: ReferenceModel, seed: int) 
             yield parts
 
     for name, error, explained in found.errors(passes(), {"deltas": NORM_FLOOR, "grads": NORM_FLOOR}, norm=True):
-        id, note, limit = f"{name} in mixed precision", f"its step {steps[name]:.1e}", MARGIN * explained
+        id, note, limit = f"{name}, mixed", f"its step: {steps[name]:.1e}", MARGIN * explained
         yield Path("Mixed precision, the whole network", id, note, "autograd", limit, partial(_outcome, error))
     exact, *samples = logits
     explained = max((x - exact).abs().max().item() for x in samples) / exact.abs().max().item()
