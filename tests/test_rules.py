@@ -118,6 +118,7 @@ ORACLES = [
     for name in (
         "proof/oracles.py",
         "proof/reference.py",
+        "proof/recorded_steps.py",
         "proof/reference_model.py",
         "proof/rounding.py",
         "auditing/model/observe.py",

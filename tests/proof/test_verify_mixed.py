@@ -1,7 +1,9 @@
-"""hg.verify of a model in mixed precision: right formulas pass, and wrong ones fail although everything is rounded."""
+"""hg.verify of a model in mixed precision: right formulas pass, and what is wrong in mixed precision alone is named.
+`test_mixed_faults.py` has the wrong formulas."""
 
 import math
-from collections.abc import Callable
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from conftest import make_batch, perturb
-from handgrad.kernels import library
-from handgrad.model.layers import linear as layers
-from handgrad.ops import attention, gated, layernorm, linear, loss, rmsnorm, rotary
+from conftest import handgrad, make_batch, perturb
+from handgrad.kernels import calls, library
+from handgrad.model.storage.quantize import quantize
+from handgrad.model.storage.rounded import round_frozen
 from handgrad.proof.check_report import Report
 from handgrad.proof.verify import verify
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 SHAPE = {"n_vocab": 61, "n_context": 40, "d_model": 32, "n_heads": 2, "n_blocks": 2}
 FAMILIES = {"gpt2": "nano", "llama": "nano-llama"}
+STEPS, NETWORK = "Mixed precision, each step from what it read", "Mixed precision, the whole network"
 
 
 def model_of(family: str, **changes: Any) -> hg.GPT:
@@ -30,75 +33,63 @@ def model_of(family: str, **changes: Any) -> hg.GPT:
     return model
 
 
-def verified(model: hg.GPT) -> Report:
-    tokens, targets = make_batch(model, [17, 9, 1, 12])
-    return verify(model, tokens, targets, [17, 9, 1, 12], watch=lambda names: [])
+def verified(model: hg.GPT, lengths: list[int]) -> Report:
+    report = verify(model, *make_batch(model, lengths), lengths, watch=lambda names: [])
+    report.checks = [c for c in report.checks if "mixed" in c.section.lower()]
+    return report
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_formulas_pass(family: str) -> None:
-    report = verified(model_of(family))
-    failed = [c.id for c in report.failed if not c.id.endswith("along u")]
-    sections = {c.section for c in report.checks}
-    assert failed == [] and {"Products in mixed precision", "Computed in mixed precision"} <= sections
-    products = [c for c in report.checks if c.section == "Products in mixed precision" and "of q, k, v" not in c.id]
-    assert max(c.error for c in products) <= 1e-6  # float32 sums, as the tests of the products have it
-
-
-def test_adapters_and_a_packed_base_pass() -> None:
-    model = model_of("llama")
-    hg.lora.inject(model, rank=2)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("up"):
-                p.normal_(std=0.1)
-    assert [c.id for c in verified(model).failed if not c.id.endswith("along u")] == []
-
-
-def wrong(found: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *args, **options: change(found(*args, **options))
-
-
-def half_rotation(x: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Tensor:
-    return ROTATE(x, cos, sin * 0.9, *args, **options)
-
-
-ROTATE = rotary.backward
-BROKEN: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "5 % of Δ wᵗ": (linear, "backward", wrong(linear.backward, lambda x: x.mul_(1.05)), "gpt2"),
-    "∂w without its last token": (
-        layers.linear, "grad_w", lambda d, a, *r: linear_grad_w(d[:-1], a[:-1], *r), "gpt2",
-    ),
-    "LayerNorm without the mean": (
-        layernorm, "backward", lambda d, a_bar, inv, w: rmsnorm.backward(d, a_bar, inv, w), "gpt2",
-    ),
-    "RMSNorm without its correction": (rmsnorm, "backward", lambda d, a_bar, inv, w: d * w * inv, "llama"),
-    "softmax without its target": (
-        loss, "forward_and_delta", lambda z, t, w: (loss_of(z.clone(), t, w)[0], torch.softmax(z, 1) * w), "gpt2",
-    ),
-    "rotation by other angles": (rotary, "backward", half_rotation, "llama"),
-    "the gate's slope is 1": (
-        gated, "backward", lambda d, g, u, name: (d.to(g.dtype) * u, *gated_backward(d, g, u, name)[1:]), "llama",
-    ),
-    "attention without Δ ⊖ a": (
-        attention, "backward",
-        lambda d, s, *r: attention_backward(d, s._replace(a=torch.zeros_like(s.a)), *r), "gpt2",
-    ),
-}  # fmt: skip
-linear_grad_w, loss_of, gated_backward, attention_backward = (
-    linear.grad_w, loss.forward_and_delta, gated.backward, attention.backward,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_wrong_formulas_fail_in_mixed_precision(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the checks in mixed precision alone: they compare what was computed in it."""
-    module, name, other, family = BROKEN[fault]
+    """Every signal and every parameter has both checks."""
     model = model_of(family)
-    before = {c.id for c in verified(model).failed}
-    monkeypatch.setattr(module, name, other)
-    failed = [c for c in verified(model).failed if "mixed" in c.section and c.id not in before]
-    assert failed, fault
+    report = verified(model, [17, 9, 1, 12])
+    assert [(c.id, c.error, c.note) for c in report.failed] == []
+    steps = {c.id.removesuffix(", its step"): c for c in report if c.section == STEPS}
+    network = {c.id.removesuffix(", mixed") for c in report if c.section == NETWORK}
+    assert network >= {name for name, _ in model.named_parameters()} | {"delta_12", "blocks.0.delta_1"}
+    assert network <= {*steps} and {"loss", "a_12", "blocks.1.q", "blocks.1.delta_v"} <= {*steps}
+    assert max(c.error for c in steps.values() if not c.statement) <= 1e-6  # as tests of products have it
+    tensors = {name.rpartition(".")[2]: c for name, c in steps.items() if not name.endswith("weight")}
+    inside = {name for name, c in tensors.items() if c.statement}
+    assert inside == {"a_3", "delta_v"} | ({"delta_q", "delta_k"} if family == "gpt2" else {"delta_x_q", "delta_x_k"})
+
+
+@pytest.mark.parametrize(
+    ("dora", "base"), [(False, "float32"), (False, "bfloat16"), (True, "bfloat16"), (True, "4 bits")]
+)
+def test_adapters_pass(dora: bool, base: str) -> None:
+    model = model_of("llama", d_hidden=96, n_blocks=1)
+    if base == "4 bits":
+        quantize(model, 4)
+    hg.lora.inject(model, rank=2, targets=("all-linear", "lm_head"), dora=dora)
+    perturb(model, seed=2, scale=0.1)
+    if base == "bfloat16":
+        round_frozen(model)
+    assert [(c.id, c.error, c.note) for c in verified(model, [10, 1, 7]).failed] == []
+
+
+def test_one_entry_that_a_product_computes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command fails, with the names of what it changes."""
+    hg.save(model_of("gpt2", n_blocks=1), tmp_path / "model")
+    right = calls.mixed_product
+
+    def wrong(a: Tensor, b: Tensor, out: Tensor, *given: Any) -> None:
+        right(a, b, out, *given)
+        if out.shape == (16, 32):  # a_4, a_9 and the error signals of a_2, a_3 and a_6
+            out[-1, -1] *= 1.1
+
+    options = ("verify", "--model", tmp_path / "model", "--precision", "mixed", "--seed", 1)
+    assert handgrad(*options).returncode == 0
+    monkeypatch.setattr(calls, "mixed_product", wrong)
+    found = handgrad(*options)
+    assert found.returncode == 1
+    failed = [line for line in found.stdout.splitlines() if line.startswith("✘")]
+    assert all(", its step" in line or "mixed" in line for line in failed)
+    assert {line.split()[1].rstrip(",") for line in failed if ", its step" in line} == {
+        "blocks.0.a_4", "blocks.0.a_9", "blocks.0.delta_6", "blocks.0.delta_3", "blocks.0.delta_2",
+    }  # fmt: skip
+    assert re.search(r"checks FAILED in .* s: blocks\.0\.a_4, its step, ", found.stdout)
 
 
 def test_the_gradient_points_the_same_way() -> None:

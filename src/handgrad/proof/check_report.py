@@ -193,7 +193,7 @@ class Report(Printed):
             table = _table(sizes, room)
             table.add_row(*(cells[str(column.header)] for column in table.columns))
             yield table
-            if not room:
+            if not room and statement.plain:
                 statement.stylize("dim")
                 yield Padding(statement, (0, 0, 0, 3))
         for reason in self.left_out:
@@ -253,7 +253,8 @@ def _columns(checks: list[Result], width: int) -> tuple[dict[str, int], int]:
             del sizes[name]
     sizes = {name: max(size, len(name)) for name, size in sizes.items()}
     room = width - sum(sizes.values()) - 2 * len(sizes) - 2
-    return sizes, room if room >= 40 else 0
+    longest = max((len(c.statement) for c in checks), default=0)
+    return sizes, room if room >= min(40, longest) else 0
 
 
 def _table(sizes: dict[str, int], room: int, show_header: bool = False) -> Table:

@@ -17,15 +17,17 @@ from ..lora.named import name_adapters
 from ..model.gpt import GPT
 from ..model.inspect.trace import trace
 from ..model.layers.linear import Linear
-from ..model.passes.example_gradients import ExampleNorms
+from ..model.passes.example_gradients import ExampleNorms, ExamplePairs, ExamplesAgainst
 from ..model.passes.objective import MeanLoss, Objective
 from ..model.storage.quantize import BITS, NUMBERS, quantize
+from ..ops.loss import NO_TARGET
 from ..optim import OptimizerInBackward
 from ..tolerances import ENTRY_FLOOR, LOSS_FLOOR, NORM_FLOOR, TOLERANCE
 from .reference_model import ReferenceModel
 from .tensor_errors import TensorErrors
 from .wide_layers import float64_copy
 
+SMALL_MODEL = 5_000_000  # parameters of a model of which everything is checked separately
 MOST_PROBABLE = 1000  # tokens whose log-probabilities are compared, of a larger vocabulary
 ADAPTERS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"rslora": True}, "DoRA": {"dora": True}}
 PASSES = {"prompts at once": 1024, "prompts in parts": 3, "one token at a time": 1}  # tokens of one pass
@@ -91,6 +93,37 @@ def training_paths(model: GPT, batch: Batch, expected: Gradients, oracle: str) -
     for name, run in found.items():
         measure = lambda run=run: _worst(run(), expected, norm=model.dtype != torch.float64)  # noqa: E731
         yield Path("Code paths of training", f"gradients, {name}", about, oracle, limit, measure)
+
+
+def example_paths(model: GPT, batch: Batch) -> Iterator[Path]:
+    """Norms and products of the examples' gradients, against the gradients of one example after the other."""
+    packed = model.pack(batch.tokens, batch.lengths)
+    tokens, targets = (torch.split(x, [*packed.lengths]) for x in (packed.ids, batch.targets.reshape(-1)))
+    counts = torch.tensor([float((x != NO_TARGET).sum()) for x in targets], dtype=torch.float64)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def measure() -> Outcome:
+        one = [Batch(x, y, None, batch.objective) for x, y in zip(tokens, targets, strict=True)]
+        # as parts of the batch, so that the same numbers are rounded
+        grads = [gradients_of(model, x, n_targets=int(counts.sum()))[1] for x in one]
+        rows = {p: torch.stack([x[name] for x in grads]).nan_to_num() for name, p in trained.items()}  # NaN: no target
+        scale = torch.where(counts > 0, counts.sum() / counts, 0.0)
+        inner = torch.stack([x.double().flatten(1) @ x.double().flatten(1).T for x in rows.values()]).sum(0)
+        norms, pairs, against = ExampleNorms(), ExamplePairs(), ExamplesAgainst(rows)
+        for examples in (norms, pairs, against):
+            gradients_of(model, batch, examples=examples)
+        expected = inner * scale[:, None] * scale
+        lengths = expected.diag().sqrt()
+        floor = ENTRY_FLOOR * lengths.max()
+        sizes = lengths.clamp(min=floor)[:, None] * lengths.clamp(min=floor)
+        return _largest({
+            "norms": ((norms.result() - lengths).abs() / lengths.clamp(min=floor)).max().item(),
+            "pairs": ((pairs.result() - expected).abs() / sizes).max().item(),
+            "against given gradients": ((against.result() * scale - expected).abs() / sizes).max().item(),
+        })  # fmt: skip
+
+    about, limit = f"{len(counts)} examples", TOLERANCE[model.dtype]
+    yield Path("Code paths of training", "norms and products of examples", about, "one by one", limit, measure)
 
 
 def _worst(found: Gradients, expected: Gradients, norm: bool = False, other: float = 0.0) -> Outcome:

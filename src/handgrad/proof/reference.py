@@ -155,32 +155,25 @@ def reference_objective(objective: Objective, targets: Tensor) -> Change:
 def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Change | None = None) -> Tensor:
     """a_1 → a_10 of block i for one sequence. `inside` changes the centered input within a norm, queries, keys and values,
     and the sum within softmax."""
-    n = len(a)
 
     def at(name: str, x: Tensor) -> Tensor:
         return hook(f"blocks.{i}.a_{name}", x)
 
-    def norm(a: Tensor, pair: Pair, kind: str = c.norm) -> Tensor:
-        return reference_norm(a, pair, kind, c.eps, inside)
+    def norm(a: Tensor, pair: Pair) -> Tensor:
+        return reference_norm(a, pair, c.norm, c.eps, inside)
 
     a_1 = at("1", a)
     a_2 = at("2", norm(a_1, block["1"]))
     q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
-    if "q_norm" in block:
-        q, k = ([norm(x, block[f"{letter}_norm"], "rms") for x in heads] for letter, heads in (("q", q), ("k", k)))
-    if c.rotated and c.rotated[i]:
-        q, k = ([_rotate(x, c) for x in heads] for heads in (q, k))
+    q, k = (turned(x, block.get(f"{letter}_norm"), c, i, inside) for letter, x in (("q", q), ("k", k)))
     if inside is not None:
         q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
-    group = len(q) // len(k)  # queries that share a key and a value
-    raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-    seen = scaled.masked_fill(_hidden(n, c, i, a.device), -math.inf)
+    seen = scores(q, k, c, i, at)
     if inside is None:
         rho = F.softmax(seen, -1)
     else:  # the sum that its backward pass subtracts cancels where softmax saturates
         rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
-    a_3 = at("3", torch.cat([r @ v[h // group] for h, r in enumerate(rho)], 1))
+    a_3 = at("3", weighted(rho, v))
     a_4 = at("4", affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
     a_6 = at("6", norm(a_5, block["5"]))
@@ -191,6 +184,26 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
         a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
     a_9 = at("9", affine(a_8, block["8"]))
     return at("10", a_5 + a_9)
+
+
+def turned(heads: list[Tensor], gain: Pair | None, c: Choices, i: int, inside: Change | None = None) -> list[Tensor]:
+    """The queries or the keys of every head of block i, normalized if there is a gain, and rotated"""
+    if gain is not None:
+        heads = [reference_norm(x, gain, "rms", c.eps, inside) for x in heads]
+    return [_rotate(x, c) for x in heads] if c.rotated and c.rotated[i] else heads
+
+
+def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Tensor:
+    """q kᵗ/√d_ρ of every head, −∞ where a query does not see a key. (h, n, n)"""
+    group = len(q) // len(k)  # queries that share a key and a value
+    raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
+    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
+    return scaled.masked_fill(_hidden(scaled.shape[1], c, i, scaled.device), -math.inf)
+
+
+def weighted(rho: Tensor, v: list[Tensor]) -> Tensor:
+    """ρ v of every head, side by side"""
+    return torch.cat([r @ v[h // (len(rho) // len(v))] for h, r in enumerate(rho)], 1)
 
 
 def affine(a: Tensor, pair: Pair) -> Tensor:

@@ -102,7 +102,7 @@ class ReferenceModel:
         batch = model.pack(tokens, lengths)
         self.ids, self.positions, self.lengths = batch.ids, batch.positions, batch.lengths
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        self._objective = reference_objective(objective, targets.reshape(-1).to(self.ids))
+        self.objective = reference_objective(objective, targets.reshape(-1).to(self.ids))
 
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,7 +125,7 @@ class ReferenceModel:
         norm = self.layers.layer(n) if layer is None or first != n else layer
         a_11 = visit(0, "a_11", self._norm(norm, a))
         logits = torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1)
-        return self._objective(visit(0, "a_12", logits))
+        return self.objective(visit(0, "a_12", logits))
 
     def loss_with(self, name: str, change: Tensor, first: int) -> float:
         """The loss with `change` added to the activation of that name, in block `first`."""
@@ -234,7 +234,7 @@ class ReferenceModel:
         changed = change or (lambda x: x)
         a_11 = changed(self._norm(norm, a, change))
         logits = changed(torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1))
-        end = differentiate(lambda x, _: self._objective(x), logits)
+        end = differentiate(lambda x, _: self.objective(x), logits)
         delta_12, delta_11 = changed(end.delta), torch.zeros_like(a_11)
         for columns, pair in self.layers.head_parts():
             delta_11 += differentiate(lambda a, _, pair=pair: affine(a, pair), a_11, (), delta_12[:, columns]).delta  # type: ignore[misc]
@@ -252,7 +252,7 @@ class ReferenceModel:
             if table.trains:
                 assert table.weight is not None
                 ids = self.ids if name == "w_tok" else self.positions
-                terms[table.weight] = [partial(_looked_up, ids, delta_1)]
+                terms[table.weight] = [partial(looked_up, ids, delta_1)]
         if model.head.adapted:
             wide, own = self.layers.head(), list(model.head.parameters())
             chosen = [q for p, q in zip(own, wide.parameters(), strict=True) if p.requires_grad]
@@ -283,7 +283,7 @@ class ReferenceModel:
         return joined
 
 
-def _looked_up(ids: Tensor, delta_1: Tensor, rows: slice) -> Tensor:
+def looked_up(ids: Tensor, delta_1: Tensor, rows: slice) -> Tensor:
     """What an embedding adds to the gradient of some rows of its table."""
     here = (ids >= rows.start) & (ids < rows.stop)
     table = delta_1.new_zeros(rows.stop - rows.start, delta_1.shape[1])

@@ -22,6 +22,7 @@ from .checker import Checker, activation_names, check_finite_and_trained, concat
 from .mixed import mixed_paths
 from .oracles import directional_error
 from .paths import (
+    SMALL_MODEL,
     Batch,
     Gradients,
     Path,
@@ -39,7 +40,6 @@ from .wide_layers import float64_copy, in_one_dtype, shared_copy
 # bytes per parameter: a float64 copy, its gradients twice, autograd's, and a direction for finite differences
 WHOLE = 8 * 5
 BY_BLOCK = 8 * 6  # bytes per parameter of the largest block: the same, and autograd's intermediates
-SMALL_MODEL = 5_000_000  # parameters up to which finite differences test every parameter and signal separately
 
 
 def verify(
@@ -246,6 +246,8 @@ class _Verification:
             )
         elif self.model.size > SMALL_MODEL and not adapters_of(self.model):
             found.append(f"new adapters: the model has more than {SMALL_MODEL:,} parameters")
+        if self.mixed is not None and self.model.size > SMALL_MODEL:
+            found.append(f"products of examples: the model has more than {SMALL_MODEL:,} parameters")
         if type(self.batch.objective) is not MeanLoss:
             found.append("norms of examples and the optimizer in backward: they know the mean loss alone")
 

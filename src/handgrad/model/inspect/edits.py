@@ -6,7 +6,7 @@ What uses a tensor uses the edited one:
     Δ            everything below it, the gradients of the parameters of its layer included. The loss stays.
 
 Besides the names of a trace there are the skip connections (skip_5 is a_1 on its way to a_5, skip_10 is a_5 on its way to
-a_10; delta_skip_5 and delta_skip_10) and the signals inside attention (delta_rho, delta_q, delta_k, delta_v).
+a_10; delta_skip_5 and delta_skip_10) and the signals inside attention (delta_rho, and delta_q and delta_k after a rotation).
 """
 
 from collections.abc import Callable, Mapping

@@ -80,6 +80,10 @@ class Attention(Parts):
         """The layers of q, k and v."""
         return [getattr(self, name) for name in self.inputs]
 
+    def projected(self) -> tuple[str, str, str]:
+        """The names of what the layers of q, k and v compute: x_q and x_k, if norm or rotation come before q and k."""
+        return ("x_q", "x_k", "v") if self.rotated or self.normed else ("q", "k", "v")
+
     def by_head(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(n, h d_ρ) and (n, h d_h) → (n, h, d_ρ) and (n, h, d_h), views"""
         return (
@@ -161,6 +165,12 @@ class Attention(Parts):
                     layer: Norm = getattr(self, norm)
                     signal = layer.backward(signal, layer.rebuild_output(kept)[0], kept, run)
                     signals.replace(i, signal)
+        if run.observer is not None:
+            for i, (name, x) in enumerate(zip(self.projected(), self.by_head(*signals.parts), strict=True)):
+                if not run.edited:
+                    run.observer.note(f"delta_{name}", x.transpose(0, 1))
+                elif name.startswith("x_"):  # the others were seen, and replaced, where the heads computed them
+                    signals.replace(i, run.at(f"delta_{name}", x.transpose(0, 1)).transpose(0, 1).flatten(1))
         return signals.backward(a_2.tensor(), run, a_2.signal_needed)
 
     def steps(self) -> list[Step]:
