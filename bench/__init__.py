@@ -53,4 +53,4 @@ SCENARIOS = {
 }
 WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model
 # with handgrad in mixed precision, and peers under autocast
-WITH_MIXED = ("train", "memory", "lora", "sft", "finetune", "context", "products")
+WITH_MIXED = ("train", "memory", "lora", "sft", "bridge", "finetune", "context", "products")

@@ -10,6 +10,7 @@ import handgrad as hg
 
 from .in_transformers import network_of
 from .peers import Autograd, adamw
+from .row import MIXED
 
 REPLACED, WRAPPED, TRANSFORMERS = "handgrad, replaced", "handgrad, wrapped", "transformers"
 
@@ -17,7 +18,10 @@ REPLACED, WRAPPED, TRANSFORMERS = "handgrad, replaced", "handgrad, wrapped", "tr
 class Transformers(Autograd):
     """transformers, with peft's adapters if the model has adapters."""
 
-    def __init__(self, model: hg.GPT, tokens: Tensor):
+    autocasts = True  # if operands are to be rounded
+
+    def __init__(self, model: hg.GPT, tokens: Tensor, low: bool = False):
+        self.low = low  # whether operands of products are rounded: by us, or in a peer by autocast
         self.network = self.make(model)
         self.call: Any = self.network
         self.batch = {"input_ids": tokens, "labels": tokens}
@@ -28,7 +32,8 @@ class Transformers(Autograd):
 
     def gradients(self) -> float:
         self.optimizer.zero_grad()
-        loss = self.call(**self.batch).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.low and self.autocasts):
+            loss = self.call(**self.batch).loss
         loss.backward()
         return float(loss.item())
 
@@ -44,20 +49,25 @@ def ours(name: str) -> str:
 
 
 class Replaced(Transformers):
+    autocasts = False
+
     def make(self, model: hg.GPT) -> nn.Module:
         network = network_of(model)
-        hg.nn.replace(network, loss=True)
+        hg.nn.replace(network, loss=True, precision=MIXED if self.low else None)
         return network
 
 
 class Compiled(Transformers):
-    def __init__(self, model: hg.GPT, tokens: Tensor):
-        super().__init__(model, tokens)
+    def __init__(self, model: hg.GPT, tokens: Tensor, low: bool = False):
+        super().__init__(model, tokens, low)
         self.call = torch.compile(self.network, dynamic=False)
 
 
 class Wrapped(Transformers):
+    autocasts = False
+
     def make(self, model: hg.GPT) -> nn.Module:
+        model.precision = MIXED if self.low else "float32"
         return hg.nn.wrap(model)
 
     def named_gradients(self) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def in_precisions(make: InPrecisions, rounded: bool) -> Contenders:
     found: Contenders = {name: partial(call, False) for name, call in make.items()}
     if rounded and why_not_mixed() is None:
         found |= {
-            f"{name}, {MIXED}" if name == "handgrad" else name + AUTOCAST: partial(call, True)
+            f"{name}, {MIXED}" if name.startswith("handgrad") else name + AUTOCAST: partial(call, True)
             for name, call in make.items()
         }
     return found
@@ -220,15 +220,21 @@ def _bridged(label: str, config: hg.ModelConfig, adapted: bool, size: Size) -> C
         made = hg.GPT(config)
         return with_adapters(made) if adapted else made
 
-    make: Contenders = {
-        bridge.REPLACED: lambda: bridge.Replaced(model(), tokens),
-        bridge.TRANSFORMERS: lambda: bridge.Transformers(model(), tokens),
-        bridge.WRAPPED: lambda: bridge.Wrapped(model(), tokens),
+    make: InPrecisions = {
+        bridge.REPLACED: lambda low: bridge.Replaced(model(), tokens, low),
+        bridge.TRANSFORMERS: lambda low: bridge.Transformers(model(), tokens, low),
+        bridge.WRAPPED: lambda low: bridge.Wrapped(model(), tokens, low),
     }
     if size.bridge_compiled:
-        make[COMPILED] = lambda: _compiled(lambda: bridge.Compiled(model(), tokens))
+        make[COMPILED] = lambda low: _compiled(lambda: bridge.Compiled(model(), tokens, low))
     name = f"{label}, {f'LoRA r={RANK}, ' * adapted}{b}×{t}"
-    return Case(name, b * t, make, 2 if size.name == "quick" else 6, before=load_libraries)
+    return Case(
+        name,
+        b * t,
+        in_precisions(make, "bridge" in size.mixed),
+        2 if size.name == "quick" else 6,
+        before=load_libraries,
+    )
 
 
 CASES: dict[str, Callable[[Size], list[Case]]] = {

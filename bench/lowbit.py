@@ -1,5 +1,5 @@
-"""Products of a few rows with low-bit weights: handgrad's kernel, which rounds activations to 8 bits, against those of torch, on
-which the choice of the kernel rests. Part of `generate`.
+"""Products of a few rows with low-bit weights: handgrad's kernel, which rounds activations to 8 bits, against those of
+torch, on which the choice of the kernel rests. Part of `generate`.
 
 All take and return float32; those that compute with bfloat16 activations convert. Every layer has separate weights, so
 that they come from memory, as in a network."""

@@ -47,7 +47,14 @@ CONTENDERS = {
     "memory": {"handgrad", "eager autograd", "handgrad, least memory", "handgrad, mixed", "eager autograd, autocast"},
     "lora": {"handgrad", "transformers + peft", "matmuls only", "handgrad, mixed", "transformers + peft, autocast"},
     "sft": {"handgrad", "transformers + peft", "handgrad, mixed", "transformers + peft, autocast"},
-    "bridge": {"handgrad, replaced", "transformers", "handgrad, wrapped"},
+    "bridge": {
+        "handgrad, replaced",
+        "transformers",
+        "handgrad, wrapped",
+        "handgrad, replaced, mixed",
+        "transformers, autocast",
+        "handgrad, wrapped, mixed",
+    },
     "finetune": {"handgrad finetune", "transformers + peft", "… --precision mixed", "transformers + peft, autocast"},
     "generate": {
         "handgrad",

@@ -13,6 +13,8 @@ try:
 except ModuleNotFoundError:  # Windows
     raise ImportError("handgrad runs on Linux and macOS; on Windows, install it in WSL") from None
 
+AMX_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+
 
 def configure_runtime() -> None:
     """Set up this process as the commands do: the allocator keeps freed memory, torch asks for large pages, waiting threads
@@ -66,10 +68,15 @@ def disable_amx_in_virtual_machines() -> None:
     """Make oneDNN avoid AMX in virtual machines: some announce it and then kill the process at the first bfloat16 matmul.
 
     oneDNN reads the variable once, before its first matmul. No-op if the user set it."""
+    if amx_is_doubtful():
+        os.environ.setdefault(AMX_VARIABLE, "AVX512_CORE_FP16")
+
+
+def amx_is_doubtful() -> bool:
+    """Whether this is a virtual machine that announces AMX."""
     cpu = Path("/proc/cpuinfo")
     flags = cpu.read_text() if cpu.exists() else ""
-    if "amx_bf16" in flags and "hypervisor" in flags:
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    return "amx_bf16" in flags and "hypervisor" in flags
 
 
 def available_cores() -> int:

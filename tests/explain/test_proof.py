@@ -133,7 +133,7 @@ def test_identities_alone_detect_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_adapter_that_blocks_the_frozen_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "grad_d", lambda g, a, into: 2 * torch.mm(a.t(), g))
+    monkeypatch.setattr(lora, "grad_d", lambda g, a, *_: 2 * torch.mm(a.t(), g))
     session = make_session(lora=2)
     with torch.no_grad():
         session.model.blocks[0].mlp.expand.up += 0.1  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2DoubleHeadsModel,
 import handgrad as hg
 from conftest import perturb
 from handgrad.errors import HandgradError
+from handgrad.model.precision import why_not_mixed
 from handgrad.nn.heads import layout_of_mask
 from handgrad.ops import gated, linear
 from nn.changes import model_of
@@ -154,6 +155,28 @@ def test_trainer_takes_the_same_steps(name: str, tmp_path: Path) -> None:
     trainer_of(model, tmp_path / "ours").train()
     after, expected = model.state_dict(), judge.state_dict()
     assert_equal_gradients(*({n: x[n] - before[n] for n in before} for x in (after, expected)))  # equal updates
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_trainer_in_mixed_precision(adapted: bool, tmp_path: Path) -> None:
+    """Updates of two steps in the direction of float32's; weights stay float32."""
+    updates = []
+    for precision in (None, "mixed"):
+        model = small()
+        if adapted:
+            torch.manual_seed(0)
+            model = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear"))
+            perturb(model, seed=5, scale=0.05)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        hg.nn.replace(model, loss=True, precision=precision)
+        trainer_of(model, tmp_path / str(precision)).train()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        changes = [(p - before[name]).flatten() for name, p in model.named_parameters()]
+        updates.append(torch.cat(changes).detach().double())
+    error = (updates[1] - updates[0]).norm() / updates[0].norm()
+    assert 1e-4 < error <= 8 * 2.0**-8  # the second step is one of other weights
 
 
 @pytest.mark.filterwarnings("ignore")

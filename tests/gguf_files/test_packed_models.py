@@ -1,6 +1,8 @@
 """Models whose matrices stay packed: equal to the unpacked ones in every way of computing gradients, and frozen."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,22 +89,51 @@ def test_a_large_head_is_never_unpacked_as_a_whole(
 ) -> None:
     path = gguf_file(tmp_path, "Q8_0", vocab_size=203)
     loss, whole = gradients(adapted(hg.load(path, dtype="float64"), targets=targets))
-    monkeypatch.setattr(linear, "ROWS_OF_PART", 100)  # more than any matrix of a block has
+    monkeypatch.setattr(linear, "ROWS_OF_PART", 50)  # matrices of a block have more, and are unpacked as a whole
     plain, packed = (adapted(hg.load(path, packed=p, dtype="float64"), targets=targets) for p in (False, True))
-    rows: list[int] = []
-    unpack = Packed.unpack
-
-    def counted(matrix: Packed, *rest: Any, **named: Any) -> torch.Tensor:
-        rows.append(matrix.shape[0])
-        return unpack(matrix, *rest, **named)
-
-    monkeypatch.setattr(Packed, "unpack", counted)
     found = gradients(packed)
-    assert {100, 3} <= set(rows) and max(rows) == 100
+    with unpacked_matrices() as unpacked:
+        assert_same(gradients(packed), found)
+    of_blocks = matrices_of(*packed.blocks)
+    rows = [matrix.shape[0] for matrix in unpacked if matrix not in of_blocks]
+    assert set(rows) == {sum(LENGTHS), 50, 3}  # of the embedding, and parts of the head
     assert packed.loss(*batch(), LENGTHS) == plain.loss(*batch(), LENGTHS) == pytest.approx(loss, rel=1e-12)
     assert_same(found, gradients(plain))
     for name, grad in whole.items():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_a_block_is_unpacked_once_per_pass_for_all_pieces(
+    recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "ROWS_OF_PART", 50)
+    packed = adapted(hg.load(gguf_file(tmp_path, "Q8_0"), packed=True))
+    with unpacked_matrices() as unpacked:
+        gradients(packed, tokens_at_once=1, recompute=recompute)
+    first, second = packed.blocks  # in the first, nothing needs the error signal of the input
+    assert {unpacked.count(matrix) for matrix in matrices_of(second)} == {2}
+    assert max(unpacked.count(matrix) for matrix in matrices_of(first)) == 2
+
+
+@contextmanager
+def unpacked_matrices() -> Iterator[list[Packed]]:
+    """Every matrix that is unpacked in this context."""
+    found: list[Packed] = []
+    unpack = Packed.unpack
+
+    def noted(matrix: Packed, *rest: Any, **named: Any) -> torch.Tensor:
+        found.append(matrix)
+        return unpack(matrix, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packed, "unpack", noted)
+        yield found
+
+
+def matrices_of(*blocks: torch.nn.Module) -> list[Packed]:
+    found = (x.packed for block in blocks for x in block.modules() if isinstance(x, linear.Linear))
+    return [matrix for matrix in found if matrix is not None]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])

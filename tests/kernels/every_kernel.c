@@ -91,8 +91,13 @@ static void products(size m, size n, size w) {
     free(a), free(b), free(bias), free(c);
 }
 
+/* By kind: numbers and bytes of a block, and where its float16 scales are */
+static const struct { size numbers, bytes, scales, count; } blocks_of[] = {
+    {32, 34, 0, 1}, {32, 18, 0, 1}, {32, 20, 0, 2}, {32, 64, 0, 0}, {32, 22, 0, 1}, {32, 24, 0, 2},
+    {256, 144, 0, 2}, {256, 176, 0, 2}, {256, 210, 208, 1}};
+
 static uint8_t *packed(size kind, size blocks) {
-    size bytes = kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64;
+    size bytes = blocks_of[kind].bytes;
     uint8_t *data = malloc((size_t)(blocks * bytes));
     for (size i = 0; i < blocks * bytes; i++) data[i] = (uint8_t)(128 + 127 * draw());
     if (kind == 3) { /* bfloat16 between 2⁻⁴ and 2⁴ */
@@ -100,17 +105,19 @@ static uint8_t *packed(size kind, size blocks) {
         return data;
     }
     for (size i = 0; i < blocks; i++) /* float16 of about 2⁻⁷ */
-        for (int j = 0; j < (kind == 2 ? 2 : 1); j++) data[i * bytes + 2 * j + 1] = 0x20 | (data[i * bytes + 2 * j + 1] & 0x83);
+        for (size j = 0; j < blocks_of[kind].count; j++) {
+            uint8_t *high = data + i * bytes + blocks_of[kind].scales + 2 * j + 1;
+            *high = 0x20 | (*high & 0x83);
+        }
     return data;
 }
 
 static void packed_products(size n, size f_in, size f_out) {
     for (size kind = 0; kind < 4; kind++) {
         uint8_t *w = packed(kind, f_in / 32 * f_out);
-        size numbers = f_in * f_out > n * f_out ? f_in * f_out : n * f_out;
-        float *a = malloc((size_t)(n * f_in) * 4), *out = malloc((size_t)numbers * 4);
+        float *a = malloc((size_t)(n * f_in) * 4), *out = malloc((size_t)(n * f_out) * 4);
         for (size i = 0; i < n * f_in; i++) a[i] = (float)draw();
-        real *wide = new_buffer(numbers);
+        real *wide = new_buffer(n * f_out);
         hg_packed_product(kind, n, f_in, f_out, a, f_in, w, out, f_out);
         for (size i = 0; i < n * f_out; i++) wide[i] = (real)out[i];
         show("packed", wide, n * f_out);
@@ -118,11 +125,29 @@ static void packed_products(size n, size f_in, size f_out) {
             require("rounded", hg_rounded_product(kind, n, f_in, f_out, a, f_in, w, out, f_out));
             for (size i = 0; i < n * f_out; i++) wide[i] = (real)out[i];
             show("packed, rounded", wide, n * f_out);
-            hg_packed_unpack(kind, f_in / 32 * f_out, w, out);
-            for (size i = 0; i < f_in * f_out; i++) wide[i] = (real)out[i];
-            show("unpacked", wide, f_in * f_out);
         }
         free(w), free(a), free(out), free(wide);
+    }
+}
+
+static void unpacked(size blocks) {
+    for (size kind = 0; kind < (size)COUNT(blocks_of); kind++) {
+        if (kind == 3) continue;
+        size count = blocks * blocks_of[kind].numbers;
+        uint8_t *w = packed(kind, blocks);
+        float *out = malloc((size_t)count * 4);
+        uint16_t *rounded = malloc((size_t)count * 2);
+        real *wide = new_buffer(count);
+        hg_packed_unpack(kind, blocks, w, out, 1);
+        for (size i = 0; i < count; i++) wide[i] = (real)out[i];
+        show("unpacked", wide, count);
+        hg_packed_unpack(kind, blocks, w, rounded, 0);
+        for (size i = 0; i < count; i++) {
+            union { uint32_t i; float f; } u = {.i = (uint32_t)rounded[i] << 16};
+            wide[i] = (real)u.f;
+        }
+        show("unpacked, rounded", wide, count);
+        free(w), free(out), free(rounded), free(wide);
     }
 }
 
@@ -173,6 +198,7 @@ int main(void) {
     attention(12, 5, 3, 1, 0), attention(200, 8, 17, 1, 40), attention(150, 16, 8, 0, 0);
     products(9, 33, 37), products(300, 520, 40);
     packed_products(3, 64, 5), packed_products(13, 512, 40), packed_products(23, 96, 33);
+    unpacked(1), unpacked(640);
     tokens(1, OUT_IN, 1), tokens(12, OUT_IN, 0), tokens(3, IN_OUT, 1), tokens(16, IN_OUT, 0);
     return 0;
 }

@@ -13,7 +13,7 @@ from handgrad.errors import HandgradError
 from handgrad.inference.engine import Engine, Options
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
-from handgrad.kernels import calls, compiler, library
+from handgrad.kernels import calls, compiler, library, token_calls
 from handgrad.ops import attention, layernorm, linear, loss, rotary
 from kernels.random_masks import check_cases
 
@@ -127,6 +127,10 @@ def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
         "packed bytes": lambda: calls.packed_product("Q8_0", torch.randn(1, 32), torch.zeros(4, 33, dtype=torch.uint8), d),
         "rounded": lambda: calls.rounded_product("Q8_0", d[:1], torch.zeros(4, 34, dtype=torch.uint8), torch.empty(1, 4)),
         "kind": lambda: calls.rounded_product("BF16", torch.randn(1, 32), torch.zeros(4, 64, dtype=torch.uint8), d[:1, :4]),
+        "bytes to unpack": lambda: calls.packed_unpack("Q4_K", torch.zeros(143, dtype=torch.uint8), torch.empty(256)),
+        "half a block": lambda: calls.packed_unpack("Q4_K", torch.zeros(144, dtype=torch.uint8), torch.empty(384)),
+        "unpacked columns": lambda: calls.packed_unpack("Q8_0", torch.zeros(34, dtype=torch.uint8), torch.empty(64)[::2]),
+        "unpacked dtype": lambda: calls.packed_unpack("Q8_0", torch.zeros(34, dtype=torch.uint8), torch.empty(32).half()),
     }  # fmt: skip
     for name, attempt in attempts.items():
         with pytest.raises(HandgradError):
@@ -223,9 +227,9 @@ def test_places_outside_of_the_cache_are_refused() -> None:
         with pytest.raises(HandgradError, match="no place in the cache"):
             blocks.forward(a, wrong, rotation)
         with pytest.raises(HandgradError, match="no place in the cache"):
-            calls.attend_tokens(wrong, 0, None, heads, heads, heads, torch.empty_like(heads))
+            token_calls.attend_tokens(wrong, 0, None, heads, heads, heads, torch.empty_like(heads))
     for bad in (places._replace(blocks=1), places._replace(k=(1, 2, 9)), places._replace(table=places.table[:0])):
         with pytest.raises(HandgradError, match="where a layer needs"):
             blocks.forward(a, bad, rotation)
     with pytest.raises(HandgradError, match="where a layer needs"):
-        calls.attend_tokens(places, 2, None, heads, heads, heads, torch.empty_like(heads))
+        token_calls.attend_tokens(places, 2, None, heads, heads, heads, torch.empty_like(heads))

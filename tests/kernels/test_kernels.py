@@ -10,7 +10,7 @@ from torch import Tensor
 import handgrad as hg
 from conftest import ROUNDING
 from handgrad.inference.kv_cache import Cache
-from handgrad.kernels import calls, compiler, library
+from handgrad.kernels import calls, compiler, library, token_calls
 from handgrad.ops import activation, attention, gated, layernorm, linear, loss, rmsnorm, rotary
 from handgrad.proof.oracles import relative_error
 
@@ -251,15 +251,15 @@ def test_what_has_no_kernel_is_computed_by_torch() -> None:
 def test_products_of_few_rows(f_in: int, f_out: int, orientation: str, dtype: torch.dtype) -> None:
     """Equal to torch's; a row has the same bits alone and beside a few others."""
     w = view(f_in, f_out, dtype) if orientation == "in_out" else view(f_out, f_in, dtype).t()
-    a = view(calls.FEW_ROWS, f_in, dtype)
+    a = view(token_calls.FEW_ROWS, f_in, dtype)
     bias = torch.randn(f_out, dtype=dtype)
-    for n in range(1, calls.FEW_ROWS + 1):
+    for n in range(1, token_calls.FEW_ROWS + 1):
         (ours,), (expected,) = both(lambda n=n: linear.forward(a[:n], w, bias))  # type: ignore[misc]
         assert relative_error(ours, expected) <= ROUNDING[dtype]
         alone = [linear.forward(a[i : i + 1], w, bias) for i in range(n)]
-        assert torch.equal(ours, torch.cat(alone)) or (n > calls.FEW_ROWS // 2 and orientation == "out_in")
+        assert torch.equal(ours, torch.cat(alone)) or (n > token_calls.FEW_ROWS // 2 and orientation == "out_in")
     more = view(linear.SHORT + 1, f_in, dtype)
-    for n in (calls.FEW_ROWS + 1, linear.SHORT - 1, linear.SHORT, linear.SHORT + 1):
+    for n in (token_calls.FEW_ROWS + 1, linear.SHORT - 1, linear.SHORT, linear.SHORT + 1):
         (ours,), (expected,) = both(lambda n=n: linear.forward(more[:n], w, bias))  # type: ignore[misc]
         assert relative_error(ours, expected) <= ROUNDING[dtype]
 

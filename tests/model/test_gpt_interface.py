@@ -260,7 +260,7 @@ def test_repr_shows_shapes() -> None:
     model = make_model(n_vocab=11, d_model=8, n_heads=2)
     shown = repr(model)
     assert f"{model.size:,} parameters, float64" in shown and "Embedding(weight 11 × 8)" in shown
-    assert "LayerNorm(weight 8, bias 8)" in shown and "Linear(weight 11 × 8)" in shown
+    assert "LayerNorm(weight 8, bias 8)" in shown and "Head(weight 11 × 8)" in shown
     hg.lora.inject(model, rank=2)
     assert "down 8 × 2, up 2 × " in repr(model)
 

@@ -14,10 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import handgrad as hg
-from conftest import make_model
+from conftest import make_model, perturb
 from families.members import from_folder
 from handgrad.errors import HandgradError
 from handgrad.model.config import FAMILIES
+from handgrad.model.precision import why_not_mixed
+from handgrad.model.storage.rounded import round_frozen
+from handgrad.ops import loss as softmax_loss
 
 LLAMA: dict[str, Any] = {
     "family": "llama", **FAMILIES["llama"].fixed, "activation": "silu", "qkv_bias": False, "out_bias": False,
@@ -71,6 +74,55 @@ def test_loss_backward_is_loss_and_grads(shape: dict[str, Any]) -> None:
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     assert out.logits.shape == (2, 7, 11) and out.logits[1, 4:].abs().max() == 0
     torch.testing.assert_close(wrapped(batch()["input_ids"][:1]).logits, model.logits(batch()["input_ids"][:1]))
+
+
+@pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("adapter", [None, {}, {"dora": True, "targets": ("all-linear", "lm_head")}], ids=str)
+def test_mixed_precision_has_the_bits_of_loss_and_grads(shape: dict[str, Any], adapter: dict[str, Any] | None) -> None:
+    model = make_model(dtype=torch.float32, n_blocks=2, **{"tied": False, **shape})
+    if adapter is not None:
+        hg.lora.inject(model, 2, **adapter)
+        perturb(model)
+    model.precision = "mixed"
+    exact = copy.deepcopy(model)
+    exact.precision = "float32"
+    if adapter is not None:
+        round_frozen(model)
+    plain, wrapped, ids = copy.deepcopy(model), hg.nn.wrap(model), batch()["input_ids"]
+
+    def assert_equal() -> None:
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+        model.zero_grad()
+        plain.zero_grad()
+
+    for side in ("right", "left"):
+        mask = batch()["attention_mask"] if side == "right" else batch()["attention_mask"].flip(1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        labels = ids.masked_fill(positions == 0, -100)  # no first token, which padding would predict; and no padding
+        labels = labels.masked_fill(mask == 0, -100)
+        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        for recompute in (False, True):
+            wrapped.gradient_checkpointing = recompute
+            loss = wrapped(ids, attention_mask=mask, position_ids=positions, labels=labels).loss
+            loss.backward()
+            rows = mask.bool()
+            expected = plain.loss_and_grads(
+                ids[rows], targets[rows], mask.sum(1).tolist(), recompute="blocks" if recompute else "none"
+            )
+            assert loss.dtype == torch.float32 and loss == torch.tensor(expected)
+            assert loss.item() != exact.loss(ids[rows], targets[rows], mask.sum(1).tolist()), "nothing was rounded"
+            assert_equal()
+    targets = torch.randint(11, ids.shape, generator=torch.Generator().manual_seed(3))  # of every row
+    for recompute in (False, True):
+        wrapped.gradient_checkpointing = recompute
+        logits = wrapped(ids).logits
+        assert torch.equal(logits, model.logits(ids)) and not torch.equal(logits, exact.logits(ids))
+        delta = softmax_loss.forward_and_delta(logits.detach().flatten(0, 1), targets.flatten(), 1 / ids.numel())[1]
+        logits.backward(delta.view_as(logits))
+        plain.loss_and_grads(ids, targets)
+        assert_equal()
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries

@@ -158,6 +158,47 @@ def test_four_bits_are_not_worse_than_those_of_gguf(scale: float) -> None:
     assert errors[0].sum() < 0.95 * errors[1].sum()
 
 
+@pytest.mark.parametrize("kind", calls.UNPACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_compute_the_numbers_of_the_torch_code(kind: str, dtype: torch.dtype) -> None:
+    """Random bytes: every pattern of scales, with infinite and NaN ones; an odd number of rows, at an odd address."""
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("compares kernels with torch")
+    generator = torch.Generator().manual_seed(6)
+    rows, width = 257, fast.bytes_per_row(768, kind)
+    data = torch.randint(0, 256, (rows * width + 1,), dtype=torch.uint8, generator=generator)[1:].view(rows, width)
+    starts, size = SCALES.get(kind, (0,)), fast.KINDS[kind].bytes
+    for start in starts:
+        data[:64].view(-1, size)[:, start + 1] &= 0x83  # denormal or 0
+    data[64], data[65] = 0, 0xFF
+    for row, start, high in ((66, starts[0], 0x7C), (67, starts[-1], 0xFC)):
+        data[row].view(-1, size)[:, start : start + 2] = torch.tensor([0, high], dtype=torch.uint8)  # ±∞
+    found = torch.empty(rows, 768, dtype=dtype)
+    assert calls.unpacks(kind, data, found)
+    fast.unpack(data, kind, found)
+    with library.disabled():
+        exact = fast.unpack(data, kind, torch.empty_like(found))
+    assert exact.isnan().any() and exact.isinf().any()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert torch.equal(found.view(bits)[~exact.isnan()], exact.view(bits)[~exact.isnan()])
+
+
+@pytest.mark.parametrize("kind", calls.UNPACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacking_does_not_depend_on_threads_and_writes_only_into_out(kind: str, dtype: torch.dtype) -> None:
+    data = random_data(101, 768, kind, seed=7)
+    out = torch.full((2, 103, 768), -1.0, dtype=dtype)
+    fast.unpack(data, kind, out[0, 1:102])
+    torch.set_num_threads(3)
+    try:
+        fast.unpack(data, kind, out[1, 1:102])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(out[0], out[1])
+    assert out[:, (0, 102)].eq(-1).all()
+
+
 PRODUCTS = ["Q8_0", "Q4_0", "Q4_1", "BF16"]
 
 

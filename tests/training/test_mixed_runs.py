@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from conftest import handgrad, make_model, run_processes, use_empty_cache
 from handgrad.files.manifest import FILE
 from handgrad.formats.models import open_to_generate
 from handgrad.inference.token_block import describe
-from handgrad.kernels import library
+from handgrad.kernels import library, mixed_products
+from handgrad.model.layers.linear import Linear
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.precision import why_not_mixed
 from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
+from mixed_by_torch import Switch, forget, use_switch
 from runs import OFTEN, SMALL, TEXT, same_weights, weights
 
 mixes = pytest.mark.skipif(why_not_mixed() is not None, reason=f"no mixed precision: {why_not_mixed()}")
@@ -86,7 +89,9 @@ def settings(run: str) -> dict[str, Any]:
 def test_resume_is_bit_identical(workdir: Path, command: Any, options: list[object]) -> None:
     for name in "ab":
         command(*MIXED, "--out", name, *options)
-    assert settings("a")["training"]["precision"] == "mixed" and settings("a")["mixes"] is True
+    assert (
+        settings("a")["training"]["precision"] == "mixed" and settings("a")["mixed_products"] == mixed_products.choice()
+    )
     (workdir / "b" / "checkpoints" / "step-00000006" / FILE).write_text("{")
     resumed = handgrad(command.__name__, "--resume", "--out", "b")
     assert resumed.returncode == 0 and "from step 4" in resumed.stdout, resumed.stderr
@@ -100,6 +105,7 @@ def test_two_processes_train_almost_the_same_weights(workdir: Path) -> None:
     train(*MIXED, "--out", "1")
     done = run_processes(2, "train", "--data", "text.txt", "--steps", 6, *SMALL, *OFTEN, *MIXED, "--out", workdir / "2")
     assert done.returncode == 0, done.stderr
+    assert settings("2")["mixed_products"] == settings("1")["mixed_products"]
     one, two = weights(workdir / "1", 6), weights(workdir / "2", 6)
     assert max(relative_error(two[name], one[name], 1e-2) for name in one) < 1e-2
 
@@ -173,7 +179,7 @@ def test_an_adapter_trains_on_a_rounded_base_and_belongs_to_the_original(workdir
     result = hg.finetune("base", "data.jsonl", precision="mixed", rank=2, steps=4, out="run", quiet=True)
     model = result.model
     assert model.packed and not model.unpacks and model.precision == "mixed" and not hasattr(model.embed.weight, "grad")
-    held = {x.packed for x in model.modules() if isinstance(x, type(model.head.plain())) and x.packed is not None}
+    held = {x.packed for x in model.modules() if isinstance(x, Linear) and x.packed is not None}
     full = sum(p.nbytes for p in hg.load("base").parameters() if p.ndim == 2)
     assert sum(x.nbytes for x in held | {model.positions.packed}) == full // 2, "a tied matrix is stored once"
     with pytest.raises(hg.HandgradError, match="packed"):
@@ -231,7 +237,7 @@ def test_every_command_says_one_line_and_computes_in_float32(workdir: Path, no_b
         assert done.stdout.count(LINE) == 1, done.stdout
         command("--out", f"{run}32")
         assert same_weights(weights(workdir / run, 6), weights(workdir / f"{run}32", 6))
-        assert settings(run)["mixes"] is False
+        assert settings(run)["mixed_products"] == "float32"
     prompt = ["--model", "base", "--prompt", "3 + 1 =", "--max-new-tokens", 4]
     mixed = handgrad("generate", *prompt, *MIXED)
     assert mixed.returncode == 0 and mixed.stderr.count(LINE) == 1
@@ -262,6 +268,42 @@ def test_resuming_where_bits_differ(workdir: Path, monkeypatch: pytest.MonkeyPat
     assert same_weights(weights(workdir / "b", 8), weights(workdir / "c", 8))
 
 
+@mixes
+def test_a_resumed_run_multiplies_as_it_began(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a machine whose torch rounds operands (a stand-in), of one that prefers our kernel, and of one that has no
+    other: a run keeps its bits wherever that is possible."""
+    wide = ["--d-model", 64, "--n-context", 64, "--batch-tokens", 128]
+
+    def on(machine: Any, products: str) -> None:
+        use_switch(monkeypatch, machine)
+        monkeypatch.setenv(mixed_products.VARIABLE, products)
+
+    def resumed(run: str) -> str:
+        (workdir / run / "checkpoints" / "step-00000006" / FILE).write_text("{")
+        done = handgrad("train", "--resume", "--out", run)
+        assert done.returncode == 0 and "from step 4" in done.stdout, done.stderr
+        return done.stdout
+
+    try:
+        for products in ("torch", "own"):
+            on(Switch, products)
+            for copy in "ab":
+                train(*MIXED, *wide, "--out", products + copy)
+            assert settings(products + "a")["mixed_products"] == products
+        assert not same_weights(weights(workdir / "torcha", 6), weights(workdir / "owna", 6)), (
+            "one of both computed all"
+        )
+        for products, other in (("torch", "own"), ("own", "torch")):
+            on(Switch, other)
+            assert "bits differ" not in resumed(products + "b")
+            assert same_weights(weights(workdir / f"{products}a", 6), weights(workdir / f"{products}b", 6))
+        on(nullcontext, "own")
+        assert resumed("torchb").count("this machine has only ours: the bits differ") == 1
+        assert settings("torchb")["mixed_products"] == "torch", "it can return"
+    finally:
+        forget()
+
+
 @pytest.mark.parametrize(
     ("variable", "reason"),
     [
@@ -277,6 +319,30 @@ def test_why_not(variable: dict[str, str], reason: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("mixed precision needs products of bfloat16, and ") and reason in done.stdout
     assert done.stdout.endswith("; computing in float32\n") and len(done.stdout) < 160
+
+
+def test_masked_instructions(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user masks them: one line, and the bits of float32."""
+    if "x86" not in os.uname().machine:
+        pytest.skip("the flag is that of compilers for x86")
+    monkeypatch.setenv("HANDGRAD_CFLAGS", "-mno-avx512bf16")
+    commands: list[list[object]] = [
+        ["train", "--data", "text.txt", "--steps", 2, *SMALL, *OFTEN],
+        ["finetune", *TUNE, "--steps", 2, *OFTEN],
+        ["generate", "--model", "base", "--prompt", "3 + 1 =", "--max-new-tokens", 4],
+    ]
+    for name, *options in commands:
+        found = []
+        for precision in ("mixed", "float32"):
+            out = [] if name == "generate" else ["--out", f"{name}-{precision}"]
+            done = run_processes(1, name, *options, *out, "--precision", precision)
+            assert done.returncode == 0, done.stderr
+            said = (done.stdout + done.stderr).splitlines()
+            lines = [line for line in said if "bfloat16" in line]
+            assert len(lines) == (precision == "mixed"), said
+            assert all("it has no AVX512_BF16; computing in float32" in line for line in lines)
+            found.append(weights(workdir / f"{name}-{precision}", 2) if out else {"": done.stdout})
+        assert same_weights(*found) if out else found[0] == found[1]
 
 
 # ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────

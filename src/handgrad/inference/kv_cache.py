@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..kernels import calls
+from ..kernels import calls, token_calls
 from ..model.gpt import GPT
 from ..ops import attention
 from ..ops.attention import Saved
@@ -207,7 +207,7 @@ class Step:
             i = stop
 
     @property
-    def places(self) -> calls.Places | None:
+    def places(self) -> token_calls.Places | None:
         """Where the keys and values of single new tokens belong; None if the pass has others."""
         part = self.parts[0]
         return part.places if len(self.parts) == 1 and isinstance(part, _Tokens) else None
@@ -326,11 +326,11 @@ class _Tokens:
         pool = slots[0].pool
         assert pool is not None
         k, v = ((len(slots), pool.shape[1], width) for width in pool.widths)
-        self.places = calls.Places(torch.tensor([_place(slot) for slot in slots]), pool.shape[0], k, v)
+        self.places = token_calls.Places(torch.tensor([_place(slot) for slot in slots]), pool.shape[0], k, v)
 
     def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         a = v.new_empty(*q.shape[:2], v.shape[2])
-        calls.attend_tokens(self.places, i, window, q, k, v, a)
+        token_calls.attend_tokens(self.places, i, window, q, k, v, a)
         return a
 
 

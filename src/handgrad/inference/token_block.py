@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import calls, token_block
+from ..kernels import calls, token_block, token_calls
 from ..model.block import Block
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
@@ -35,7 +35,7 @@ class TokenBlocks:
         """Whether the model's numbers are still where they were: the data of a parameter can be exchanged."""
         return [_where(p) for p in self._parameters] == self._described
 
-    def forward(self, a: Tensor, places: calls.Places, rotation: tuple[Tensor, Tensor] | None) -> None:
+    def forward(self, a: Tensor, places: token_calls.Places, rotation: tuple[Tensor, Tensor] | None) -> None:
         """a (n, d): a_1 of the first block, which becomes a_10 of the last"""
         token_block.forward(self._blocks, places, rotation, a)
 

@@ -148,6 +148,8 @@ def mixed_product(
     exact = out.dtype is torch.float32
     if not exact and (add or n > DEEPEST_ROUNDED):
         raise _unfit(out, (m, w), torch.float32)
+    if not n:
+        raise _unfit(a, (m, 1), a.dtype)
     low = [0] * 9
     if branch is not None:
         h, v = branch
@@ -324,8 +326,6 @@ PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3}
 PACKED_DTYPE = torch.float32  # of their products
 BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}
 NUMBERS_OF_BLOCK = 32
-
-
 ROUNDED = ("Q8_0", "Q4_0", "Q4_1")  # whose products with activations rounded to 8 bits have a kernel
 
 
@@ -351,11 +351,29 @@ def _packed(kind: str, a: Tensor, data: Tensor, out: Tensor) -> list[int]:
     return [PACKED[kind], n, f_in, f_out, *rows[0], *weights, *rows[1]]
 
 
-def packed_unpack(kind: str, blocks: Tensor, out: Tensor) -> None:
-    """blocks (n, bytes) → out (n, 32), both contiguous; float32"""
-    n = blocks.shape[0]
-    given = _numbers(n * BYTES_OF_BLOCK[kind], torch.uint8, blocks)
-    _call("packed_unpack", PACKED_DTYPE, PACKED[kind], n, *given, *_numbers(n * NUMBERS_OF_BLOCK, PACKED_DTYPE, out))
+# What can be unpacked: its number in packed.c, and the numbers and bytes of a block.
+UNPACKED = {
+    "Q8_0": (0, 32, 34), "Q4_0": (1, 32, 18), "Q4_1": (2, 32, 20), "Q5_0": (4, 32, 22), "Q5_1": (5, 32, 24),
+    "Q4_K": (6, 256, 144), "Q5_K": (7, 256, 176), "Q6_K": (8, 256, 210),
+}  # fmt: skip
+
+
+def unpacks(kind: str, data: Tensor, out: Tensor) -> bool:
+    """Whether `packed_unpack` can be called with these."""
+    if kind not in UNPACKED or not library.allowed() or library.load(PACKED_DTYPE) is None:
+        return False
+    kernel = out.dtype in (torch.float32, torch.bfloat16) and out.is_cpu and out.is_contiguous()
+    return kernel and data.is_cpu and data.is_contiguous()
+
+
+def packed_unpack(kind: str, data: Tensor, out: Tensor) -> None:
+    """Bytes → the numbers `out`, float32 or rounded to bfloat16, both contiguous"""
+    number, numbers, size = UNPACKED[kind]
+    blocks = out.numel() // numbers
+    exact = out.dtype is torch.float32
+    given = _numbers(blocks * size, torch.uint8, data)
+    result = _numbers(blocks * numbers, torch.float32 if exact else torch.bfloat16, out)
+    _call("packed_unpack", PACKED_DTYPE, number, blocks, *given, *result, int(exact))
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -367,60 +385,3 @@ def _check(found: int, wrong: str = "") -> None:
         raise MemoryError("no memory for the buffers of a kernel")
     if found:
         raise HandgradError(wrong)
-
-
-# ── generation ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-FEW_ROWS = 16  # MANY of decode.c: up to here products read the weights at the speed of memory, faster than torch does
-
-
-def few_rows(a: Tensor, w: Tensor, out: Tensor) -> None:
-    """a (n, f_in) w (f_in, f_out), contiguous by rows or by columns → out (n, f_out)"""
-    (n, f_in), f_out, dtype = a.shape, w.shape[1], a.dtype
-    if n > FEW_ROWS:
-        raise _unfit(a, (FEW_ROWS, f_in), dtype)
-    given, results = _rows((n, f_in), dtype, a), _rows((n, f_out), dtype, out)
-    if w.stride(0) == 1:
-        _check(_call("few_rows", dtype, n, f_in, f_out, *given, *_rows((f_out, f_in), dtype, w.t()), *results))
-    else:
-        _call("few_rows_in_out", dtype, n, f_in, f_out, *given, *_rows((f_in, f_out), dtype, w), *results)
-
-
-class Places(NamedTuple):
-    """Where single new tokens of n sequences go in the cache."""
-
-    table: Tensor  # (n, 6) int64, see decode.h
-    blocks: int  # of the cache
-    k: Shape  # (n, h_kv, d_ρ) of the new keys
-    v: Shape
-
-    def address(self) -> int:
-        return _numbers(6 * self.k[0], torch.int64, self.table)[0]
-
-
-WRONG_PLACES = "a token has no place in the cache: its position is not below the capacity"
-
-
-def attend_tokens(places: Places, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """q, out (n, h, …); k, v (n, h_kv, …)"""
-    (n, heads, width), dtype, d_h = q.shape, q.dtype, places.v[2]
-    if not 0 <= block < places.blocks or heads % places.k[1] or places.k != (n, places.v[1], width):
-        raise _unfit(q, (places.k[0], heads, places.k[2]), dtype)
-    found = _call(
-        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, window or 0, width**-0.5,
-        places.address(), *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
-        *_heads((n, heads, d_h), dtype, out),
-    )  # fmt: skip
-    _check(found, WRONG_PLACES)
-
-
-def token_blocks(
-    count: int, blocks: int, widths: Shape, places: Places, rotation: tuple[Tensor, Tensor] | None, a: Tensor
-) -> None:
-    """All blocks, described at the address `blocks`, on a (n, d). `widths` are d, h_kv, d_ρ and d_h of every block."""
-    n, (d, key_heads, d_rho, d_h), dtype = places.k[0], widths, a.dtype
-    if n > FEW_ROWS or count > places.blocks or places.k[1:] != (key_heads, d_rho) or places.v != (n, key_heads, d_h):
-        raise _unfit(a, (FEW_ROWS, d), dtype)
-    angles = (0, 0) if rotation is None else _numbers(n * (d_rho // 2), dtype, *rotation)
-    given = n, places.address(), *angles, *_numbers(n * d, dtype, a)
-    _check(_call("token_blocks", dtype, count, blocks, *given), WRONG_PLACES)

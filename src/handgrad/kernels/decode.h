@@ -1,5 +1,5 @@
-/* Functions of decode.c, packed.c and rounded.c. One whose name ends in _part is called by all threads of a parallel region, and computes
- * the outputs, or heads, of the calling thread. */
+/* Functions of decode.c, packed.c and rounded.c. One whose name ends in _part is called by all threads of a parallel region, and
+ * computes the outputs, or heads, of the calling thread. */
 
 #pragma once
 

@@ -61,7 +61,7 @@ KERNEL int hg_mixed_product(size m, size w, size n, const void *a, size a_floats
 
 KERNEL void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w,
                               float *out, size os);
-KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out);
+KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, void *out, size as_floats);
 
 /* ── rounded.c ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
 

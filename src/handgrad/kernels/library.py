@@ -156,6 +156,11 @@ def _path(real: str) -> Path:
     return cache_path("kernels", f"kernels-{real}-{key.hexdigest()[:16]}.so")
 
 
+def path_beside(dtype: torch.dtype, ending: str) -> Path:
+    """A file beside the kernels for a dtype, for what belongs to them and depends on the same."""
+    return _path(REAL[dtype]).with_suffix(ending)
+
+
 @cache
 def multiplies() -> bool:
     """Whether matrix products should be ours: on processors of AMD with AVX-512 the library of torch is slower. Decided by

@@ -1,4 +1,5 @@
-/* Matrix products of operands rounded to bfloat16, with sums in float: c = a b, c = bias + a b or c += a b.
+/* Matrix products of operands rounded to bfloat16, with sums in float: c = a b, c = bias + a b or c += a b, to each
+ * of which a second product h v, of an adapter, may be added.
  *
  *     |ĉ − c| ≤ (2u + u² + γ) |a| |b|,   u = 2⁻⁸ for the two roundings, γ for the float sums
  *

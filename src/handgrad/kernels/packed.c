@@ -5,6 +5,14 @@
  *     kind 2   Q4_1   20 bytes: d, m, 16 nibbles         w = d q + m
  *     kind 3   BF16   64 bytes: 32 w (bfloat16)
  *
+ * and, to be unpacked only, five bits and K-quants, in groups g of 32 or (Q6_K) 16 of a block's 256 numbers:
+ *
+ *     kind 4   Q5_0   22 bytes: d, 32 bits, 16 nibbles        w = d (q − 16)
+ *     kind 5   Q5_1   24 bytes: d, m, 32 bits, 16 nibbles     w = d q + m
+ *     kind 6   Q4_K   144 bytes: d, m, 12 of scales, 128      w = (d s_g) q − m t_g
+ *     kind 7   Q5_K   176 bytes: d, m, 12 of scales, 32, 128  w = (d s_g) q − m t_g
+ *     kind 8   Q6_K   210 bytes: 128, 64, 16 s_g (int8), d    w = (d s_g) (q − 32)
+ *
  * A product with one or a few rows waits for the weights to arrive from memory, so a weight of 4 bits is used in an eighth of
  * the time of a float. A block becomes the same 32 floats as those that ops/packed.py unpacks, in registers; the sums are of
  * floats. Always float, whatever REAL is. */
@@ -123,14 +131,85 @@ void hg_packed_product(size kind, size n, size f_in, size f_out, const float *a,
     packed_product_part(kind, n, f_in, f_out, a, as, w, out, os);
 }
 
-/* out: 32 floats of each block */
-void hg_packed_unpack(size kind, size blocks, const uint8_t *w, float *out) {
-    ROWS(blocks, PER_BLOCK) for (size b = 0; b < blocks; b++) {
-        floats *x = (floats *)(out + b * PER_BLOCK), y[VECTORS];
-        if (kind == 0) unpack_block(0, w + b * block_bytes(0), y);
-        else if (kind == 1) unpack_block(1, w + b * block_bytes(1), y);
-        else if (kind == 2) unpack_block(2, w + b * block_bytes(2), y);
-        else unpack_block(3, w + b * block_bytes(3), y);
-        for (int v = 0; v < VECTORS; v++) x[v] = y[v];
+/* ── unpacking ─────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* 32 numbers of five bits: nibbles, and bit j of a word for number j */
+INLINE void unpack_five_bits(int kind, const uint8_t *x, floats w[VECTORS]) {
+    const uint8_t *bits = x + (kind == 4 ? 2 : 4);
+    int32_t word = 0;
+    for (int i = 0; i < 4; i++) word |= (int32_t)((uint32_t)bits[i] << 8 * i);
+    const float d = half(x), m = kind == 5 ? half(x + 2) : 0;
+    const int middle = kind == 4 ? 16 : 0;
+    ints place;
+    for (int i = 0; i < LANES; i++) place[i] = i;
+    for (int v = 0; v < VECTORS; v++) {
+        ints low = widen(bits + 4 + v % (VECTORS / 2) * LANES) >> (v < VECTORS / 2 ? 0 : 4) & 15;
+        ints q = low | ((place - place + word) >> (place + v * LANES) & 1) << 4;
+        w[v] = d * __builtin_convertvector(q - middle, floats);
+        if (kind == 5) w[v] += m;
+    }
+}
+
+/* numbers 32 g … 32 g + 31 of a block of 256; the scales of 6 bits: ops/packed.py, _six_bits */
+INLINE void unpack_group(int kind, const uint8_t *x, int g, floats w[VECTORS]) {
+    if (kind == 8) {
+        const uint8_t *nibbles = x + g / 4 * 64 + g % 2 * 32, *pairs = x + 128 + g / 4 * 32;
+        const float d = half(x + 208);
+        for (int v = 0; v < VECTORS; v++) {
+            ints low = widen(nibbles + v * LANES) >> g % 4 / 2 * 4 & 15, high = widen(pairs + v * LANES) >> g % 4 * 2 & 3;
+            const float scale = d * (int8_t)x[192 + 2 * g + v * LANES / 16];
+            w[v] = scale * __builtin_convertvector((low | high << 4) - 32, floats);
+        }
+        return;
+    }
+    const uint8_t *b = x + 4, *nibbles = x + (kind == 6 ? 16 : 48) + g / 2 * 32;
+    const int s = g < 4 ? b[g] & 63 : (b[g + 4] & 15) | (b[g - 4] >> 2 & 48);
+    const int t = g < 4 ? b[g + 4] & 63 : b[g + 4] >> 4 | (b[g] >> 2 & 48);
+    const float scale = half(x) * s, offset = half(x + 2) * t;
+    for (int v = 0; v < VECTORS; v++) {
+        ints q = widen(nibbles + v * LANES) >> g % 2 * 4 & 15;
+        if (kind == 7) q |= (widen(x + 16 + v * LANES) >> g & 1) << 4;
+        w[v] = scale * __builtin_convertvector(q, floats) - offset;
+    }
+}
+
+/* 32 numbers to `out` as floats, or rounded to bfloat16: to nearest, ties to even; NaN stays NaN */
+INLINE void store(const floats w[VECTORS], void *out, size at, size as_floats) {
+    for (int v = 0; v < VECTORS; v++) {
+        if (as_floats) {
+            *(floats *)((float *)out + at + v * LANES) = w[v];
+            continue;
+        }
+#ifdef __AVX512BF16__ /* would make denormal floats 0: all numbers here are multiples of 2⁻²⁴ */
+        _mm256_storeu_si256((__m256i *)((uint16_t *)out + at + v * LANES), (__m256i)_mm512_cvtneps_pbh((__m512)w[v]));
+#else
+        words x = (words)w[v], rounded = x + 0x7fff + (x >> 16 & 1), nan = (words)(w[v] != w[v]);
+        x = (rounded & ~nan) | ((x | 0x400000) & nan);
+        *(shorts *)((uint16_t *)out + at + v * LANES) = __builtin_convertvector(x >> 16, shorts);
+#endif
+    }
+}
+
+INLINE void unpack(int kind, size bytes, int groups, size blocks, const uint8_t *w, void *out, size as_floats) {
+    size first, end;
+    share_of(blocks, 1, &first, &end);
+    for (size b = first; b < end; b++)
+        for (int g = 0; g < groups; g++) {
+            floats x[VECTORS];
+            if (kind >= 6) unpack_group(kind, w + b * bytes, g, x);
+            else if (kind >= 4) unpack_five_bits(kind, w + b * bytes, x);
+            else unpack_block(kind, w + b * bytes, x);
+            store(x, out, (b * groups + g) * PER_BLOCK, as_floats);
+        }
+}
+
+/* out: the numbers of all blocks, floats or bfloat16 */
+void hg_packed_unpack(size kind, size blocks, const uint8_t *w, void *out, size as_floats) {
+#define OF_KIND(k, bytes, groups)                                                                                        \
+    if (kind == k && as_floats) unpack(k, bytes, groups, blocks, w, out, 1);                                             \
+    if (kind == k && !as_floats) unpack(k, bytes, groups, blocks, w, out, 0);
+    PRAGMA(omp parallel if (blocks * (kind < 6 ? 1 : 8) * PER_BLOCK >= PARALLEL_FROM)) {
+        OF_KIND(0, 34, 1) OF_KIND(1, 18, 1) OF_KIND(2, 20, 1) OF_KIND(4, 22, 1) OF_KIND(5, 24, 1)
+        OF_KIND(6, 144, 8) OF_KIND(7, 176, 8) OF_KIND(8, 210, 8)
     }
 }

@@ -25,7 +25,7 @@ ARGUMENTS = {
     "product": "nnn pnn pnn p pn n",
     "mixed_product": "nnn pnnn pnnn n pnnn pnnn p pnn n",
     "packed_product": "nnnn pn p pn",
-    "packed_unpack": "nn p p",
+    "packed_unpack": "nn p pn",
     "rounded_product": "nnnn pn p pn",
     "few_rows": "nnn pn pn pn",
     "few_rows_in_out": "nnn pn pn pn",

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .calls import ACTIVATIONS, BYTES_OF_BLOCK, NUMBERS_OF_BLOCK, PACKED, ROUNDED, Places, token_blocks
+from .calls import ACTIVATIONS, BYTES_OF_BLOCK, NUMBERS_OF_BLOCK, PACKED, ROUNDED
+from .token_calls import Places, token_blocks
 
 _SIZE = ctypes.c_int64
 IN_OUT, OUT_IN, ROUNDED_FROM = -2, -1, 16

@@ -1,12 +1,12 @@
 """The LoRA layer: a linear layer with a low-rank branch added to it, and DoRA's magnitude."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..model.layers.linear import Affine, Linear
+from ..model.layers.linear import Affine, Dtype, Linear
 from ..model.passes.arguments import PLAIN, Pass
 from ..model.passes.example_gradients import PieceExamples
 from ..model.storage.weights import STORED, Weights
@@ -55,7 +55,7 @@ class LoRA(Affine):
     ) -> Tensor:
         mask = self._mask(a, run)
         if self.magnitude is None:
-            branch = lora.branch(_masked(a, mask), self.down, self.up, self.scale)
+            branch = lora.branch(lora.masked(a, mask), self.down, self.up, self.scale)
             return self.base.forward(a, run, out, dtype, branch)
         out = self._product(a, mask, run.weights, out).mul_(self._ratio(run.weights))
         b = self.base.added_bias()
@@ -73,12 +73,7 @@ class LoRA(Affine):
         return Signals(signal, lora.upstream(signal, self.up, self.scale))
 
     def backward(
-        self,
-        delta: Tensor,
-        run: Pass = PLAIN,
-        into: Tensor | None = None,
-        upstream: "Signals | None" = None,
-        dtype: torch.dtype | None = None,
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         """The frozen layer still carries its part of Δ (R3)."""
         signal, of_h = upstream or self.upstream(delta, run)
@@ -96,7 +91,7 @@ class LoRA(Affine):
             self._measure(run.examples, delta, a, run, Signals(signal, of_h))
             return
         mask = self._mask(a, run)
-        dropped = _masked(a, mask)
+        dropped = lora.masked(a, mask)
         if self.up.requires_grad:
             h = lora.project(dropped, self.down)
             self.up.grad = lora.grad_u(signal, h, self.scale, self.up.grad, self.up.dtype)
@@ -109,9 +104,9 @@ class LoRA(Affine):
     def _measure(self, examples: PieceExamples, delta: Tensor, a: Tensor, run: Pass, signals: Signals) -> None:
         """Hand over the factors of ∂u = scale · hᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
         mask = self._mask(a, run)
-        dropped = _masked(a, mask)
+        dropped = lora.masked(a, mask)
         if self.up.requires_grad:
-            examples.product(self.up, lora.project(dropped, self.down) * self.scale, signals.z)
+            examples.product(self.up, lora.project(dropped, self.down).to(self.up.dtype) * self.scale, signals.z)
         if self.down.requires_grad:
             examples.product(self.down, dropped, signals.h)
         if self.magnitude is not None and self.magnitude.requires_grad:
@@ -142,7 +137,7 @@ class LoRA(Affine):
 
     def _product(self, a: Tensor, mask: Tensor | None, weights: Weights, out: Tensor | None = None) -> Tensor:
         """z = a w + scale · ã d u"""
-        branch = lora.branch(_masked(a, mask), self.down, self.up, self.scale)
+        branch = lora.branch(lora.masked(a, mask), self.down, self.up, self.scale)
         return linear.forward(a, self.base.effective_weight(weights), None, out, self.base.dtype, branch)
 
     def _ratio(self, weights: Weights) -> Tensor:
@@ -157,7 +152,3 @@ class LoRA(Affine):
             return lora.mask(like, self.dropout, seed)
         first, count = run.dropout_rows
         return lora.mask(like.new_empty(count, like.shape[1]), self.dropout, seed)[first : first + len(like)]
-
-
-def _masked(a: Tensor, mask: Tensor | None) -> Tensor:
-    return a if mask is None else a * mask

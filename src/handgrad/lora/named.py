@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import HandgradError, NonFiniteError
 from ..model.gpt import GPT
-from ..model.layers.linear import Affine, Linear
+from ..model.layers.linear import Affine, Dtype, Linear
 from ..model.passes.arguments import PLAIN, Pass, Rows
 from ..model.storage.weights import STORED, Weights
 from .injection import adapters_of, put, remove
@@ -57,12 +57,7 @@ class NamedAdapters(Affine):
         return out if dtype is None else out.to(dtype)
 
     def backward(
-        self,
-        delta: Tensor,
-        run: Pass = PLAIN,
-        into: Tensor | None = None,
-        upstream: Any = None,
-        dtype: torch.dtype | None = None,
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         raise HandgradError("several adapters do not train at once: use `selected`, or load one alone")
 

@@ -17,7 +17,7 @@ from .block import Block
 from .config import ModelConfig
 from .dtype import DTYPES, as_dtype
 from .layers.hookless import Layers
-from .layers.linear import Affine, Embedding, Linear, freeze
+from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import NORMS, Norm
 from .layers.parts import Parts, part
 from .precision import check_precision, why_not_mixed
@@ -84,7 +84,7 @@ class Network(Parts):
         self.add("blocks", names["blocks"], Layers(Block(c, i, device) for i in range(c.n_blocks)))
         self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
         shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
-        head = Linear(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
+        head = Head(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
         self.add("head", names["head"], head)
 
     @torch.no_grad()

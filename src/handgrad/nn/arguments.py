@@ -1,11 +1,34 @@
-"""The shapes that the functions take. Kernels read tensors by address, so a wrong shape must not reach them."""
+"""The shapes and the precision that the functions take. Kernels read tensors by address, so a wrong shape must not reach
+them."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import HandgradError
+from ..checks import MIXED, check_choice
+from ..errors import HandgradError, HandgradWarning
+from ..model.precision import without_mixing
+
+
+def mixes(precision: str | None, **tensors: Tensor | None) -> bool:
+    """Whether products of these tensors round their operands to bfloat16: in mixed precision, unless this machine has none,
+    which is said."""
+    check_choice(precision, None)
+    if precision != MIXED:
+        return False
+    for name, x in tensors.items():
+        if x is not None and x.dtype != torch.float32:
+            raise HandgradError(f"mixed precision needs float32 tensors, and {name} is {x.dtype}: {name}.float()")
+        if x is not None and torch.is_autocast_enabled(x.device.type):
+            raise HandgradError(
+                "mixed precision and autocast both choose what is rounded: leave out precision='mixed', or autocast, which"
+                " bf16=True of a Trainer is too"
+            )
+    if line := without_mixing(precision):
+        warnings.warn(HandgradWarning(line), stacklevel=4)
+    return not line
 
 
 def check_norm(a: Tensor, **gains: Tensor) -> None:

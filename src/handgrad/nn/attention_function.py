@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..tolerances import TOLERANCE
 from .functions import opaque
 from .heads import Layout, attention, causal_layout, kind_of, layout_of_mask
-from .parts import fell_back, one_dtype, why_not_tensors
+from .parts import fell_back, one_dtype, precision_of, why_not_tensors
 
 NAME, ORIGINAL = "handgrad", "sdpa"
 _CHANGES_SCORES = ("position_bias", "cache", "softcap", "output_attentions")  # what transformers' function looks at
@@ -44,17 +44,17 @@ def attention_function(
     if isinstance(layout, Layout):
         reason = _first_of_its_kind(module, *given, attention_mask, options, original, layout)
         if not reason:
-            return _heads(*given, layout), None
+            return _heads(*given, layout, precision_of(module)), None
         layout = reason
     fell_back(module, layout)
     found: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **options)
     return found
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def _heads(q: Tensor, k: Tensor, v: Tensor, layout: Layout, precision: str | None) -> Tensor:
     """(B, h, T, d) → (B, T, h, d_h)"""
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
-    out = attention(flat_q, flat_k, flat_v, q.shape[1], k.shape[1], layout=layout)
+    out = attention(flat_q, flat_k, flat_v, q.shape[1], k.shape[1], layout=layout, precision=precision)
     return out.view(*out.shape[:2], q.shape[1], -1)
 
 
@@ -63,7 +63,7 @@ def _layout(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any], original: Any
 ) -> Layout | str:
     """Which keys each query sees, or why transformers has to compute this call."""
-    reason = why_not_tensors(q, k, v) or one_dtype(q, k, v)
+    reason = why_not_tensors(q, k, v, precision=precision_of(module)) or one_dtype(q, k, v)
     if reason:
         return reason
     if (original.__module__, original.__qualname__) != (
@@ -133,8 +133,10 @@ def _first_of_its_kind(
     if kind not in checked:
         from ..proof import bridge  # only proof asks for gradients
 
+        precision = precision_of(module)
+
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _heads(q, k, v, layout)
+            return _heads(q, k, v, layout, precision)
 
         def theirs(*tensors: Tensor) -> Tensor:
             added = mask.to(tensors[0].dtype) if mask is not None and mask.is_floating_point() else mask
@@ -144,8 +146,10 @@ def _first_of_its_kind(
         with torch.autocast(q.device.type, enabled=False):
             narrow = [x.detach() for x in (q, k, v)]
             narrow = [x.to(min({y.dtype for y in narrow}, key=lambda d: d.itemsize)) for x in narrow]
+            if precision is not None:
+                narrow = [x.bfloat16().float() for x in narrow]  # what is compared is the formula, not this rounding
             error = bridge.function_error(ours, theirs, narrow, gradients=wanted)
-        allowed = TOLERANCE[narrow[0].dtype]
+        allowed = TOLERANCE[narrow[0].dtype if precision is None else torch.bfloat16]
         if error is None:
             return ""  # not finite: nothing to compare, and the next call tries again
         wrong = f"its result for this kind of mask differs by {error:.0e} from torch's"

@@ -17,7 +17,7 @@ from ..model.config import ACTIVATIONS, GATES
 from ..ops import activation as activations
 from ..ops import gated, layernorm, lora, rmsnorm
 from ..ops import linear as affine
-from .arguments import check_activation, check_gate, check_linear, check_norm
+from .arguments import check_activation, check_gate, check_linear, check_norm, mixes
 from .rebuild import Rebuild, Shared, Source, mark, source_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +53,11 @@ def autocast(kind: str, *tensors: Tensor | None) -> Any:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def operand(x: Tensor, mixed: bool) -> Tensor:
+    """What a product reads."""
+    return x.bfloat16() if mixed else x
 
 
 def rows(x: Tensor) -> Tensor:
@@ -133,13 +138,14 @@ class How(NamedTuple):
     dropout: float
     seed: int
     source: Source | None  # of the input
+    mixed: bool  # whether products round their operands to bfloat16
 
     def dropped(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
         """ã and the mask that makes it, or a itself."""
         if not self.dropout:
             return a, None
         mask = lora.mask(a, self.dropout, self.seed)
-        return a * mask, mask
+        return lora.masked(a, mask), mask
 
 
 class LinearFunction(Function):
@@ -157,14 +163,20 @@ class LinearFunction(Function):
         magnitude: Tensor | None,
         how: How,
     ) -> Tensor:
-        flat, w = rows(a), weight if how.in_out else weight.t()
-        out = affine.forward(flat, w, bias if magnitude is None else None)
-        h = c = None
+        flat, w = operand(rows(a), how.mixed), weight if how.in_out else weight.t()
+        h = c = branch = None
+        if how.mixed and down is not None and up is not None:
+            branch = lora.branch(how.dropped(flat)[0], down.t(), up.t(), how.scale)
+        out = affine.forward(flat, w, bias if magnitude is None else None, dtype=a.dtype, branch=branch)
         if down is not None and up is not None:
             # PEFT's factors may be wider than the layer, or narrower
             dtype = torch.promote_types(out.dtype, down.dtype)
             wide, d, u = out.to(dtype), down.t().to(dtype), up.t().to(dtype)
-            h = lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
+            h = (
+                lora.forward(how.dropped(flat.to(dtype))[0], d, u, how.scale, into=wide)
+                if branch is None
+                else branch[0]
+            )
             if magnitude is not None:
                 c = lora.column_norms(w.to(dtype), d, u, how.scale)
                 wide = wide * (magnitude / c)
@@ -187,29 +199,35 @@ class LinearFunction(Function):
         how, needs, given = ctx.how, ctx.needs_input_grad, rows(delta)
         signal = given if magnitude is None else (given * (magnitude / c)).to(given.dtype)  # of both paths together
         w = weight if how.in_out else weight.t()
-        before = affine.backward(signal, w) if needs[0] else None
         grad_b = affine.grad_b(given, None) if needs[2] else None
-        grad_w = grad_d = grad_u = grad_m = None
+        grad_w = grad_d = grad_u = grad_m = branch = None
         if stored:
-            a = stored[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, stored)[1]
+            a = operand(stored[0] if ctx.rebuild is None else ctx.shared.get(ctx.rebuild, stored)[1], how.mixed)
         if needs[1]:
             left, right = (signal, a) if how.in_out else (a, signal)
-            grad_w = affine.grad_w(left, right, None)
+            grad_w = affine.grad_w(left, right, None, weight.dtype)
         if down is not None:
-            dtype = h.dtype
-            wide, d, u = signal.to(dtype), down.t().to(dtype), up.t().to(dtype)
+            dtype = torch.promote_types(given.dtype, down.dtype)
+            wide, d, u = operand(signal.to(dtype), how.mixed), down.t().to(dtype), up.t().to(dtype)
             g = lora.upstream(wide, u, how.scale) if needs[0] or needs[3] else wide
-            if before is not None:
-                into = before.to(dtype)
-                lora.backward(g, d, into, how.dropped(into)[1])
-                before = into.to(before.dtype)
+            branch = (g, d.t()) if how.mixed and not how.dropout else None
             if needs[3]:
-                grad_d = lora.grad_d(how.dropped(a.to(dtype))[0], g, None)  # (∂d)ᵗ = gᵗ ã   (45)
+                read = a if how.mixed else a.to(dtype)
+                grad_d = lora.grad_d(how.dropped(read)[0], g, None, dtype)  # (∂d)ᵗ = gᵗ ã   (45)
             if needs[4]:
-                grad_u = affine.grad_w(h * how.scale, wide, None)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+                grad_u = affine.grad_w(h, wide, None, dtype).mul_(how.scale)  # (∂u)ᵗ = scale · Δᵗ h   (46)
             if needs[5]:
-                z = affine.forward(a, w, None).to(dtype).addmm_(h, u, alpha=how.scale)
+                low = (h, u * how.scale) if how.mixed else None
+                z = affine.forward(a, w, None, dtype=given.dtype, branch=low).to(dtype)
+                z = z if how.mixed else z.addmm_(h, u, alpha=how.scale)
                 grad_m = lora.grad_m(given.to(dtype), z, c, None)
+        before = None
+        if needs[0]:
+            before = affine.backward(operand(signal, how.mixed), w, None, given.dtype, how.mixed, branch)
+            if down is not None and branch is None:
+                into = before.to(dtype)
+                lora.backward(g.to(dtype), d, into, how.dropped(into)[1])
+                before = into.to(before.dtype)
         return None if before is None else before.view(ctx.shape), grad_w, grad_b, grad_d, grad_u, grad_m, None
 
 
@@ -225,18 +243,21 @@ def linear(
     scale: float = 1.0,
     dropout: float = 0.0,
     in_out: bool = False,
+    precision: str | None = None,
 ) -> Tensor:
     """a w + b, with the weight stored as (f_out, f_in), or as (f_in, f_out) if `in_out`; plus scale · ã d u, with down
     (r, f_in) and up (f_out, r). `dropout` is the share of the branch's input that is dropped. A `magnitude` (f_out)
-    rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA)."""
+    rescales the columns of w + scale · d u to its length, whose present lengths count as constants (DoRA). With the
+    `precision` "mixed" operands of products are rounded to bfloat16; sums, result and gradients are float32."""
     check_linear(a, weight, bias, down, up, magnitude, in_out)
+    mixed = mixes(precision, a=a, weight=weight, bias=bias, down=down, up=up, magnitude=magnitude)
     kind, source = a.device.type, source_of(a)
     tensors = autocast(kind, a, weight, bias, down, up, magnitude)
     if tensors[0] is not a:
         source = None  # which is in another dtype
     seed = int(torch.randint(1 << 31, ())) if dropout else 0
     with without_autocast(kind):
-        return LinearFunction.apply(*tensors, How(in_out, scale, dropout, seed, source))  # type: ignore
+        return LinearFunction.apply(*tensors, How(in_out, scale, dropout, seed, source, mixed))  # type: ignore
 
 
 # ── activations and gates ───────────────────────────────────────────────────────────────────────────────────────────

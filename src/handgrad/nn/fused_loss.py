@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ops.loss import NO_TARGET
 from .functions import opaque
 from .loss import linear_cross_entropy
-from .parts import Linear, Part, fell_back, is_observed, one_dtype, why_not_tensors
+from .parts import Linear, Part, fell_back, is_observed, one_dtype, precision_of, why_not_tensors
 
 
 class CausalLMPart(Part):
@@ -76,8 +76,9 @@ class CausalLMPart(Part):
             return loss
         n_targets = None if num_items_in_batch is None else float(num_items_in_batch)
         return linear_cross_entropy(
-            logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets
-        )
+            logits, head.weight, targets.reshape(logits.shape[:-1]), head.bias, n_targets=n_targets,
+            precision=precision_of(self),
+        )  # fmt: skip
 
 
 def why_not_loss(model: Any) -> str:

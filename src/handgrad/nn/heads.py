@@ -17,8 +17,8 @@ from torch.autograd import Function
 from ..errors import HandgradError
 from ..ops import attention as heads_op
 from ..ops import rotary
-from .arguments import check_heads
-from .functions import autocast, first_derivative, opaque, rows, shaped, without_autocast
+from .arguments import check_heads, mixes
+from .functions import autocast, first_derivative, opaque, operand, rows, shaped, without_autocast
 
 
 class Layout(NamedTuple):
@@ -36,6 +36,7 @@ class Heads(NamedTuple):
     n_heads: int
     n_kv_heads: int
     layout: Layout
+    mixed: bool  # whether products round their operands to bfloat16
 
     def split(self, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(n, h d_ρ), … → (n, h, d_ρ), (n, h_kv, d_ρ), (n, h_kv, d_h), views"""
@@ -58,11 +59,13 @@ class AttentionFunction(Function):
             q_, k_ = rotary.forward(q_, cos, sin), rotary.forward(k_, cos, sin)
             if k is None:
                 v_ = v_.contiguous()  # a view would keep all that the fused layer has computed
+        q_, k_, v_ = (operand(x, heads.mixed) for x in (q_, k_, v_))
         a, saved = heads_op.forward(q_, k_, v_, layout.spans, layout.causal, layout.window)
         if layout.blind is not None:
             a[layout.blind], saved.lse[layout.blind] = 0, 0
         out = shaped(a, *q.shape[:-1], a.shape[1] * a.shape[2])
         ctx.save_for_backward(q_, k_, v_, out, saved.lse, cos, sin)
+        out = out.to(q.dtype)
         ctx.heads, ctx.fused = heads, k is None
         return out
 
@@ -102,16 +105,18 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     layout: Layout | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """softmax(mask(q kᵗ/√d_ρ)) v of every head: (B, T, h d_ρ) → (B, T, h d_h). Without k and v, q holds all three side by
-    side. Each of the B rows is a sequence unless a `layout` says which keys a query sees."""
+    side. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
+    operands and output are rounded to bfloat16; sums, gradients and the dtype of the output are float32."""
     if layout is None:
         if q.ndim != 3:
             raise HandgradError(f"attention takes queries of shape (B, T, width), not {tuple(q.shape)}")
         layout = Layout(causal_layout(*q.shape[:2]).spans, window, causal)
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     check_heads(q, k, v, n_heads, n_kv_heads, rotation)
-    heads = Heads(n_heads, n_kv_heads, layout)
+    heads = Heads(n_heads, n_kv_heads, layout, mixes(precision, q=q, k=k, v=v))
     kind = q.device.type
     q, k, v = autocast(kind, q, k, v)  # queries and keys may come from norms in float32
     cos, sin = (None, None) if rotation is None else rotation

@@ -17,8 +17,8 @@ from ..errors import HandgradError
 from ..model.passes.readout import rows_at_once
 from ..ops import linear
 from ..ops import loss as softmax_loss
-from .arguments import check_linear
-from .functions import autocast, first_derivative, opaque, rows, without_autocast
+from .arguments import check_linear, mixes
+from .functions import autocast, first_derivative, opaque, operand, rows, without_autocast
 
 
 class LinearCrossEntropyFunction(Function):
@@ -31,18 +31,19 @@ class LinearCrossEntropyFunction(Function):
         targets: Tensor,
         n_targets: float | None,
         needs: tuple[bool, bool, bool],
+        mixed: bool,
     ) -> Tensor:
         flat, answers = rows(a), targets.reshape(-1)
         chosen = softmax_loss.rows_with_target(answers)
         every = len(chosen) == len(flat)
         n, divisor = len(chosen), len(chosen) if n_targets is None else n_targets
-        read = flat if every else flat[chosen]
+        read = operand(flat if every else flat[chosen], mixed)
         answers = answers if every else answers[chosen]
         total = torch.zeros((), dtype=torch.float64, device=a.device)
-        before, grad_w, grad_b = torch.empty_like(read) if needs[0] else None, None, None
+        before, grad_w, grad_b = torch.empty_like(read, dtype=a.dtype) if needs[0] else None, None, None
         most = rows_at_once(len(weight), needs[1])
         size = math.ceil(n / math.ceil(n / most)) if n else 1
-        buffer = read.new_empty(min(size, n), len(weight))
+        buffer = flat.new_empty(min(size, n), len(weight))
         for start in range(0, n, size):
             part = slice(start, start + size)
             x = read[part]
@@ -53,7 +54,7 @@ class LinearCrossEntropyFunction(Function):
             summed, delta = softmax_loss.forward_and_delta(logits, answers[part], 1 / divisor)
             total += summed
             if before is not None:
-                before[part] = linear.backward(delta, weight.t())
+                before[part] = linear.backward(delta, weight.t(), rounded=mixed)
             if needs[1]:
                 grad_w = linear.grad_w(x, delta, grad_w)  # (∂w)ᵗ = Δᵗ a
             if needs[2]:
@@ -72,15 +73,22 @@ class LinearCrossEntropyFunction(Function):
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
         factor = delta.item() if delta.is_cpu else delta
         grads = (x if x is None or factor == 1 else x * factor for x in ctx.saved_tensors)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 @opaque
 def linear_cross_entropy(
-    a: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, n_targets: float | None = None
+    a: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    n_targets: float | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """The mean of −log softmax(a wᵗ + b)[target] over the targets ≠ −100; divided by `n_targets` instead of their number
-    if several calls accumulate one batch."""
+    if several calls accumulate one batch. With the `precision` "mixed" operands of products are rounded to bfloat16; sums,
+    loss and gradients are float32."""
     check_linear(a, weight, bias)
     if targets.shape != a.shape[:-1]:
         raise HandgradError(
@@ -96,9 +104,9 @@ def linear_cross_entropy(
         )
     if n_targets is not None and not 0 < n_targets < math.inf and given.numel():  # NaN is neither
         raise HandgradError(f"n_targets is the number of targets of all calls together, more than 0, not {n_targets}")
-    kind = a.device.type
+    kind, mixed = a.device.type, mixes(precision, a=a, weight=weight, bias=bias)
     a, weight, bias = autocast(kind, a, weight, bias)
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (a, weight, bias))
     with without_autocast(kind):
-        return LinearCrossEntropyFunction.apply(a, weight, bias, targets.long(), n_targets, needs)  # type: ignore
+        return LinearCrossEntropyFunction.apply(a, weight, bias, targets.long(), n_targets, needs, mixed)  # type: ignore

@@ -1,6 +1,7 @@
 """Drop-in modules: torch's own layers, and the parts of a transformer, with hand-derived backward passes.
 
 `LayerNorm`, `RMSNorm` and `Linear` are torch's classes with another `forward`: same arguments, same state_dict.
+Modules that multiply have an attribute `precision`: None, or "mixed" as in `functions.linear`.
 """
 
 import math
@@ -39,8 +40,10 @@ class RMSNorm(nn.RMSNorm):
 class Linear(nn.Linear):
     """torch.nn.Linear"""
 
+    precision: str | None = None
+
     def forward(self, input: Tensor) -> Tensor:
-        return functions.linear(input, self.weight, self.bias)
+        return functions.linear(input, self.weight, self.bias, precision=self.precision)
 
 
 class LoRALinear(Linear):
@@ -71,8 +74,9 @@ class LoRALinear(Linear):
     def forward(self, input: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         return functions.linear(
-            input, self.weight, self.bias, down=self.down, up=self.up, scale=self.scale, dropout=dropout
-        )
+            input, self.weight, self.bias, down=self.down, up=self.up, scale=self.scale, dropout=dropout,
+            precision=self.precision,
+        )  # fmt: skip
 
 
 class MLP(nn.Module):
@@ -107,6 +111,8 @@ class GatedMLP(nn.Module):
 class Attention(nn.Module):
     """Self-attention (B, T, d) → (B, T, d): causal, with grouped queries (n_kv_heads < n_heads), with a window of keys,
     with rotary positions if `rope_base` is given."""
+
+    precision: str | None = None
 
     def __init__(
         self,
@@ -145,8 +151,9 @@ class Attention(nn.Module):
             rotation = rotary.angles(positions, theta)
         q, k, v = self.q(a), self.k(a), self.v(a)
         heads = attention(
-            q, k, v, self.n_heads, self.n_kv_heads, rotation=rotation, causal=self.causal, window=self.window
-        )
+            q, k, v, self.n_heads, self.n_kv_heads, rotation=rotation, causal=self.causal, window=self.window,
+            precision=self.precision,
+        )  # fmt: skip
         out: Tensor = self.out(heads)
         return out
 
@@ -155,8 +162,11 @@ class LinearCrossEntropy(nn.Linear):
     """A logits layer with its loss: forward(a, targets) is the mean cross-entropy over the targets ≠ −100. The logits of
     all rows never exist together. weight (V, d)"""
 
+    precision: str | None = None
+
     def __init__(self, in_features: int, n_vocab: int, bias: bool = False):
         super().__init__(in_features, n_vocab, bias)
 
     def forward(self, input: Tensor, targets: Tensor, n_targets: float | None = None) -> Tensor:  # type: ignore[override]
-        return linear_cross_entropy(input, self.weight, targets, self.bias, n_targets=n_targets)
+        given = input, self.weight, targets, self.bias
+        return linear_cross_entropy(*given, n_targets=n_targets, precision=self.precision)

@@ -39,10 +39,16 @@ class Part(nn.Module):
         base, forward = self._handgrad_base
         if base.forward is not forward:  # type: ignore[attr-defined]
             return f"{base.__name__}.forward was replaced"
-        return why_not_tensors(*tensors)
+        return why_not_tensors(*tensors, precision=precision_of(self))
 
 
-def why_not_tensors(*tensors: Tensor | None) -> str:
+def precision_of(module: nn.Module) -> str | None:
+    """ "mixed" if `replace` was asked for it."""
+    found: str | None = module.__dict__.get("_handgrad_precision")
+    return found
+
+
+def why_not_tensors(*tensors: Tensor | None, precision: str | None = None) -> str:
     """Why tensors cannot go to the functions of `nn`; "" if they can."""
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
@@ -53,6 +59,8 @@ def why_not_tensors(*tensors: Tensor | None) -> str:
             return f"a {type(x).__name__} on {x.device.type}, {x.layout}"
         if x.dtype not in DTYPES:
             return f"a tensor in {x.dtype}"
+        if precision is not None and x.dtype != torch.float32:
+            return f"{precision} precision needs float32, and a tensor is in {x.dtype}"
     return ""
 
 
@@ -190,7 +198,7 @@ class ProductPart(Part):
             return super().forward(x)  # type: ignore[no-any-return]
         if is_observed(self, _FORWARD):
             rebuild.forget(x)
-        return functions.linear(x, self.weight, self.bias, in_out=self.in_out)
+        return functions.linear(x, self.weight, self.bias, in_out=self.in_out, precision=precision_of(self))
 
 
 class Linear(ProductPart, nn.Linear):
@@ -229,6 +237,7 @@ class AdapterPart(Part):
         return functions.linear(
             x, base.weight, base.bias, down=me.lora_A[name].weight, up=me.lora_B[name].weight,
             magnitude=magnitude, scale=me.scaling[name], dropout=dropout, in_out=base.in_out,
+            precision=precision_of(self),
         )  # fmt: skip
 
 

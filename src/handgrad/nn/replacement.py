@@ -3,6 +3,7 @@
 Attention is registered with transformers as an implementation; other parts are swapped module by module.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandgradError
+from ..checks import MIXED, check_choice
+from ..errors import HandgradError, HandgradWarning
 from ..families import FAMILIES
+from ..model.precision import check_precision, without_mixing
 from . import attention_function, parts
 from .fused_loss import CausalLMPart
 from .parts import Part
@@ -23,7 +26,9 @@ KINDS = {
     parts.AdapterPart: "LoRA", parts.FeedForwardPart: "feed-forward", CausalLMPart: "loss",
 }  # fmt: skip
 # What modules hold while replaced.
-_SETTINGS = ("_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent")
+_SETTINGS = (
+    "_handgrad_activation", "_handgrad_fallbacks", "_handgrad_checked", "_handgrad_parent", "_handgrad_precision",
+)  # fmt: skip
 
 
 class Replacement:
@@ -32,11 +37,13 @@ class Replacement:
     replaced    name of a module → its kind: attention, feed-forward, norm, linear, LoRA or loss
     left        name of a module → why it was left as it was
     fallbacks   calls that a replaced module left to the original code while gradients were wanted, by reason
+    precision   "mixed" if replaced modules round what their products read to bfloat16
     undo()      restore every module; parameters and their names never change
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, precision: str | None = None):
+        self.model, self.asked = model, precision
+        self.precision = precision if precision == MIXED and not without_mixing(precision) else None
         self.replaced: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.fallbacks: dict[str, int] = {}
@@ -73,13 +80,20 @@ class Replacement:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"left       {names[0] or 'the model'}{more}: {reason}")
         lines += [f"fell back  {n} calls: {reason}" for reason, n in self.fallbacks.items()]
+        if self.asked is not None:
+            lines.append(f"precision  {without_mixing(self.asked) or self.asked}")
         if self.audit is not None:
             lines.append(f"audit      {self.audit}")
         return "\n".join(lines)
 
 
 def replace(
-    model: nn.Module, *, loss: bool = False, audit: Mapping[str, Tensor] | None = None, tolerance: float | None = None
+    model: nn.Module,
+    *,
+    loss: bool = False,
+    audit: Mapping[str, Tensor] | None = None,
+    tolerance: float | None = None,
+    precision: str | None = None,
 ) -> Replacement:
     """Swap the parts of a transformers causal language model that have hand-derived backward passes, in place: attention,
     feed-forward layers, norms, linear layers and PEFT's LoRA layers.
@@ -92,6 +106,8 @@ def replace(
     loss        fuse the logits layer and the loss: in training with labels the model's output then has no logits
     audit       a batch with labels: gradients of every parameter are compared with those of the original modules; a
                 difference larger than `tolerance` (default: what the dtype allows) undoes the replacement and raises
+    precision   "mixed": replaced parts of a float32 model round what products and attention read to bfloat16; sums,
+                results and gradients stay float32
     """
     if not isinstance(model, nn.Module) or hasattr(model, "loss_and_grads"):
         raise HandgradError(
@@ -103,11 +119,17 @@ def replace(
         raise HandgradError("float16 has no hand-derived layers: convert the model to bfloat16 or float32 first")
     if audit is not None and (not isinstance(audit, Mapping) or "labels" not in audit):
         raise HandgradError("audit takes a batch as the model does, with labels: {'input_ids': …, 'labels': …}")
+    check_choice(precision, None)
+    for p in model.parameters() if precision is not None else ():
+        if p.is_floating_point():
+            check_precision(precision, p.dtype)
+    if line := without_mixing(precision):
+        warnings.warn(HandgradWarning(line), stacklevel=2)
+    result = Replacement(model, precision)
     if audit is not None:
         from ..proof import bridge
 
-        before = bridge.original_of(model, audit, tolerance)
-    result = Replacement(model)
+        before = bridge.original_of(model, audit, tolerance, mixed=result.precision is not None)
     try:
         _swap_all(result, loss)
         if audit is not None:
@@ -136,7 +158,7 @@ def _swap_all(result: Replacement, loss: bool) -> None:
 def _swap(result: Replacement, name: str, module: nn.Module, part: type[Part]) -> None:
     activation = parts.Activation(module) if part is parts.FeedForwardPart else None
     parts.swap(module, part)
-    module.__dict__["_handgrad_fallbacks"] = result.fallbacks
+    module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
     if activation is not None:
         module.__dict__["_handgrad_activation"] = activation
     if KINDS[part] == "norm":
@@ -157,7 +179,7 @@ def _replace_attention(result: Replacement, name: str, module: Any) -> None:
     else:
         attention_function.register()
         config._attn_implementation = attention_function.NAME
-        module.__dict__["_handgrad_fallbacks"] = result.fallbacks
+        module.__dict__.update(_handgrad_fallbacks=result.fallbacks, _handgrad_precision=result.precision)
         module.__dict__["_handgrad_checked"] = result.checked
         result.replaced[name], result.attention[name] = "attention", module
         dropout = module.attn_dropout.p if hasattr(module, "attn_dropout") else module.attention_dropout

@@ -143,7 +143,7 @@ def _logits(model: GPT, state: ForwardState) -> Tensor:
     found = []
     with model.weights(model.head) as weights:
         for piece, a_10 in zip(state.work.pieces, state.a_10, strict=True):
-            a_11 = model.final_norm.forward(a_10)[0]
+            a_11 = model.final_norm.forward(a_10, model.operand)[0]
             for rows in row_groups(len(a_11), model.head):
                 run = PLAIN._replace(
                     dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(a_11)), weights=weights

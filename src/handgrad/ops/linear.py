@@ -9,10 +9,10 @@ float32, and `dtype` is that of the result. A `branch` is a second product, x y 
 import torch
 from torch import Tensor
 
-from ..kernels import calls
+from ..kernels import calls, mixed_products, token_calls
 
 Branch = calls.Branch
-FEW_ROWS = calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
+FEW_ROWS = token_calls.FEW_ROWS  # products of so few rows have another kernel, limited by reading the weights
 SHORT = 4 * FEW_ROWS  # rows of a short prompt: for w stored by columns that kernel is still faster than turning w first
 
 
@@ -33,7 +33,7 @@ def forward(
     if len(a) <= (FEW_ROWS if by_rows else SHORT) and out is None and calls.fits(a, w if by_rows else w.t()):
         out = a.new_empty(len(a), w.shape[1])
         for part, result in zip(torch.split(a, FEW_ROWS), torch.split(out, FEW_ROWS), strict=True):
-            calls.few_rows(part, w, result)
+            token_calls.few_rows(part, w, result)
         return out if b is None else out.add_(b)
     if calls.multiplies(a, w):
         return calls.product(a, w, out, bias=b)
@@ -105,7 +105,7 @@ def _mixed(
             result = out
         else:
             result = x.new_empty(x.shape[0], y.shape[1], dtype=dtype if exact else torch.float32)
-        calls.mixed_product(x, y, result, add, None if bias is None else bias.float(), branch)
+        mixed_products.product(x, y, result, add, None if bias is None else bias.float(), branch)
         if exact:
             return result
     elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None and branch is None:

@@ -41,7 +41,7 @@ def backward(g: Tensor, d: Tensor, into: Tensor, mask: Tensor | None = None) -> 
     if mask is None:
         into.addmm_(g, d.t())
     else:
-        into.addcmul_(torch.mm(g, d.t()), mask)
+        into.add_(torch.mm(g, d.t()) * mask)
 
 
 def grad_d(g: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -51,8 +51,9 @@ def grad_d(g: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None 
 
 def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """∂u += scale · hᵗ Δ   (46)"""
-    found = _product(h.t(), delta, dtype=dtype)
-    return found.mul_(scale) if into is None else into.add_(found, alpha=scale)
+    dtype = dtype or h.dtype
+    found = _product(h.t(), delta, dtype=torch.promote_types(dtype, torch.float32))
+    return found.mul_(scale).to(dtype) if into is None else into.add_(found, alpha=scale)
 
 
 def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -66,9 +67,16 @@ def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtyp
 
 
 def mask(like: Tensor, dropout: float, seed: int) -> Tensor:
-    """0 with probability `dropout`, else 1/(1 − dropout), which preserves the mean; determined by the seed"""
+    """0 with probability `dropout`, else 1/(1 − dropout), which preserves the mean; determined by the seed. In float32 at
+    least: both passes of a layer must have the same factor, whatever the dtypes of their tensors."""
     generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.empty_like(like).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
+    drawn = torch.empty_like(like).bernoulli_(1 - dropout, generator=generator)
+    return drawn.to(torch.promote_types(like.dtype, torch.float32)).div_(1 - dropout)
+
+
+def masked(a: Tensor, mask: Tensor | None) -> Tensor:
+    """ã = mask ∘ a, rounded once to the dtype of a"""
+    return a if mask is None else (a * mask).to(a.dtype)
 
 
 def column_norms(w: Tensor, d: Tensor, u: Tensor, scale: float) -> Tensor:

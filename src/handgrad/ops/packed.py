@@ -61,17 +61,10 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
             f"{kind} data {tuple(data.shape)} of {data.dtype} does not unpack into {tuple(out.shape)}: expected uint8"
             f" {(rows, bytes_per_row(f_in, kind))} and a contiguous `out`"
         )
-    result = out.view(-1, numbers)
-    if (
-        kind in calls.PACKED
-        and kind not in FLOATS
-        and data.is_contiguous()
-        and data.is_cpu
-        and out.dtype == torch.float32
-        and calls.fits(out)
-    ):
-        calls.packed_unpack(kind, data.view(-1, size), result)
+    if calls.unpacks(kind, data, out):
+        calls.packed_unpack(kind, data, out)
         return out
+    result = out.view(-1, numbers)
     blocks = _aligned(data).view(-1, size)
     step = max(NUMBERS_PER_THREAD * torch.get_num_threads() // numbers, 1)
     for start in range(0, len(blocks), step):

@@ -12,6 +12,7 @@ from ..errors import HandgradError
 from ..tolerances import ENTRY_FLOOR, NORM_FLOOR, TOLERANCE
 from . import new_adapters
 from .oracles import differentiate, loss_gradients, relative_error
+from .tensor_errors import TensorErrors
 
 MARGIN = 3.0  # times the error that the original itself has in a narrow dtype
 
@@ -25,15 +26,16 @@ class Gradients(NamedTuple):
 
 class Original(NamedTuple):
     """What a replaced model must give: the original's loss and gradients, in float32 if it computes in less, and the
-    largest relative error of each."""
+    largest relative error of each, by norm where it rounds: a single entry is then off by chance."""
 
     right: Gradients
     allowed: dict[str, float]
     allowed_loss: float
+    by_norm: bool
 
 
 class Comparison(NamedTuple):
-    """The largest error of a gradient, relative to its largest entry, and where it is."""
+    """The largest error of a gradient, relative to its largest entry or its norm, and where it is."""
 
     error: float
     parameter: str
@@ -68,23 +70,30 @@ def gradients_of(network: nn.Module, batch: Mapping[str, Any]) -> Gradients:
     return Gradients(loss, grads)
 
 
-def original_of(network: nn.Module, batch: Mapping[str, Any], tolerance: float | None = None) -> Original:
-    """The gradients before anything is replaced. A model in bfloat16 rounds: it is compared with a copy in
-    float32, and a replaced one may be `MARGIN` times as far from that."""
+def original_of(
+    network: nn.Module, batch: Mapping[str, Any], tolerance: float | None = None, mixed: bool = False
+) -> Original:
+    """The gradients before anything is replaced. A model in bfloat16 or under autocast rounds: it is compared with float32,
+    and a replaced one may be `MARGIN` times as far from that. For one in mixed precision, which rounds what autocast does
+    except results, autocast is the measure."""
+    kind = next(network.parameters()).device.type
+    if mixed and tolerance is None:
+        with torch.autocast(kind, torch.bfloat16):
+            return original_of(network, batch)
     found = gradients_of(network, batch)
     dtypes = {p.dtype for p in network.parameters() if p.is_floating_point()}
-    kind = next(network.parameters()).device.type
+    wide = dtypes == {torch.float32}
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     if tolerance is not None or not dtypes & {torch.bfloat16, torch.float16}:
         # transformers computes norms, rotations and the loss in float32 even in a float64 model
         limit = TOLERANCE[torch.float32] if tolerance is None else tolerance
-        return Original(found, dict.fromkeys(found.grads, limit), limit)
+        return Original(found, dict.fromkeys(found.grads, limit), limit, by_norm=False)
     with torch.autocast(kind, enabled=False):
-        right = gradients_of(copy.deepcopy(network).float(), batch)
+        right = gradients_of(network if wide else copy.deepcopy(network).float(), batch)
     least = TOLERANCE[torch.bfloat16]
-    own = {name: max(least, MARGIN * error) for name, error in _errors(found, right).items()}
-    return Original(right, own, max(least, MARGIN * abs(found.loss - right.loss)))
+    own = {name: max(least, MARGIN * error) for name, error in _errors(found, right, by_norm=True).items()}
+    return Original(right, own, max(least, MARGIN * abs(found.loss - right.loss)), by_norm=True)
 
 
 def compare(before: Original, after: Gradients) -> Comparison:
@@ -93,7 +102,7 @@ def compare(before: Original, after: Gradients) -> Comparison:
     missing = sorted(set(right.grads) ^ set(after.grads))
     if missing:
         raise HandgradError(f"{missing[0]} has a gradient only {'before' if missing[0] in right.grads else 'after'}")
-    errors = _errors(after, right)
+    errors = _errors(after, right, before.by_norm)
     worst = max(errors, key=lambda name: errors[name] / before.allowed[name])
     error, allowed = errors[worst], before.allowed[worst]
     if not error <= allowed:
@@ -106,14 +115,13 @@ def compare(before: Original, after: Gradients) -> Comparison:
     return Comparison(error, worst, allowed, len(errors))
 
 
-def _errors(found: Gradients, right: Gradients) -> dict[str, float]:
-    """Relative to the largest entry of each gradient."""
-    largest = max(grad.abs().max().item() for grad in right.grads.values())
-    return {
-        name: relative_error(found.grads[name], grad, floor=ENTRY_FLOOR * largest)
-        for name, grad in right.grads.items()
-        if name in found.grads
-    }
+def _errors(found: Gradients, right: Gradients, by_norm: bool) -> dict[str, float]:
+    """Relative to the largest entry of each gradient, or to its norm."""
+    errors = TensorErrors()
+    for name, grad in right.grads.items():
+        if name in found.grads:
+            errors.add(name, found.grads[name], grad, by_norm)
+    return errors.relative(NORM_FLOOR if by_norm else ENTRY_FLOOR)
 
 
 def function_error(

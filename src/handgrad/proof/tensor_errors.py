@@ -28,7 +28,10 @@ class TensorErrors:
         is relative to at least."""
         least = floor * max((size for _, size in self.found.values()), default=0.0)
         least = max(least, floor * other)
-        return {name: error / (max(size, least) or 1.0) for name, (error, size) in self.found.items()}
+        return {
+            name: error if math.isinf(error) else error / (max(size, least) or 1.0)
+            for name, (error, size) in self.found.items()
+        }
 
     @property
     def largest_norm(self) -> float:

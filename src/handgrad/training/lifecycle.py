@@ -22,7 +22,7 @@ from ..files import manifest
 from ..files.atomic import write_folder, write_text
 from ..files.reading import check_unicode
 from ..formats.run_folder import OPTIMIZER, RUNS, Checkpoint, newest_run
-from ..kernels import library
+from ..kernels import library, mixed_products
 from ..lora import gguf_export
 from ..model.gpt import GPT
 from ..model.precision import why_not_mixed, without_mixing
@@ -55,6 +55,7 @@ FREE = {
     "follow_load",
     "peer_timeout",
 }
+FLOAT32 = "float32"  # recorded instead of what multiplies where mixed precision is not possible
 PATHS = {"data", "val_data", "model", "chat_template"}
 
 
@@ -136,12 +137,12 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
         for line in start.messages:
             display.say(line)
         options = _options(request, start)
-        mixes = why_not_mixed() is None
-        if start.settings.get("mixes", mixes) != mixes and options.precision == MIXED:
-            options, line = _keep_precision(options, start.folder)
-            display.say(line)
-        elif line := without_mixing(options.precision):
-            display.say(line)
+        products = ""
+        if options.precision == MIXED:
+            here = ranks.broadcast(lambda: FLOAT32 if why_not_mixed() else mixed_products.choice())
+            options, products, line = _keep_products(options, start, here)
+            if line:
+                display.say(line)
         ranks.set_timeout(options.peer_timeout)
         checkpoint = run.checkpoint(Path(start.checkpoint), contents=False) if start.checkpoint else None
         job = request.prepare(options, ranks, display, checkpoint)
@@ -155,11 +156,14 @@ def execute(request: Request[C], ranks: Ranks, display: Display) -> Result:
             library.prepare(job.model.dtype, display.say)  # before steps are timed
             if job.model.operand is not None:
                 library.prepare(job.model.operand, display.say)
-        with Threads(job, ranks, display.say, start.settings.get("threads")) as threads:
+        with (
+            mixed_products.using(products),
+            Threads(job, ranks, display.say, start.settings.get("threads")) as threads,
+        ):
             if not job.resumed:
                 settings["threads"] = threads.number  # of the first step
                 if options.precision == MIXED:
-                    settings["mixes"] = mixes  # whether the machine multiplied bfloat16
+                    settings["mixed_products"] = products  # what multiplies
             ranks.run_on_first(lambda: _begin(run, job, settings))
             new = False
             if job.ended:
@@ -298,13 +302,22 @@ def _options(request: Request[C], start: _Start) -> C:
         raise HandgradError(f"{start.folder}/run.json was not written by this version: {reason}") from None
 
 
-def _keep_precision(options: C, folder: str) -> tuple[C, str]:
-    """The options of a run in mixed precision that was started on another kind of machine, and a line that says how it is
-    continued."""
+def _keep_products(options: C, start: _Start, here: str) -> tuple[C, str, str]:
+    """The options of a run in mixed precision, what computes its products, and a line for the user, or \"\". A new run
+    computes as this machine does (`here`); a resumed one as it was started, if that is possible here."""
+    started = start.settings.get("mixed_products", here)
+    differ = f": the bits differ from those that {start.folder} would have where it was started"
     if line := without_mixing(options.precision):
-        return options, f"{line}: the bits differ from those that {folder} would have where it was started"
-    line = f"{folder} was started on a machine without products of bfloat16, in float32: it continues in float32"
-    return replace(options, precision=None), line
+        return options, FLOAT32, line + (differ if started != FLOAT32 else "")
+    if started == FLOAT32:
+        line = (
+            f"{start.folder} was started on a machine without products of bfloat16, in float32: it continues in float32"
+        )
+        return replace(options, precision=None), "", line
+    if started == mixed_products.TORCH and not mixed_products.torch_rounds():
+        line = f"{start.folder} was started with torch's products of rounded operands; this machine has only ours"
+        return options, mixed_products.OWN, line + differ
+    return options, started, ""
 
 
 def _from_json(options: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,10 @@ def audit(
 
 
 def _honest_dtype(subject: Subject, seen: Observed) -> torch.dtype:
-    """transformers computes norms, rotations and the loss in float32, whatever the model's dtype."""
+    """transformers computes norms, rotations and the loss in float32, whatever the model's dtype. What `hg.nn.replace` has
+    put into mixed precision rounds inside, where no activation shows it."""
+    if any(vars(module).get("_handgrad_precision") for module in subject.model.modules()):
+        return torch.bfloat16
     of_transformers = hasattr(subject.base, "save_pretrained")
     return torch.float32 if seen.dtype == torch.float64 and of_transformers else seen.dtype
 

@@ -18,7 +18,8 @@ from ..storage.packed import Packed
 from ..storage.weights import STORED, Weights
 from .hookless import Hookless
 
-ROWS_OF_PART = 4096  # a frozen matrix with more rows, such as a head, is multiplied in parts: see Linear
+Dtype = torch.dtype | None
+ROWS_OF_PART = 4096  # a frozen head with more rows is multiplied in parts: see Head
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
@@ -58,12 +59,7 @@ class Affine(Hookless, ABC):
 
     @abstractmethod
     def backward(
-        self,
-        delta: Tensor,
-        run: Pass = PLAIN,
-        into: Tensor | None = None,
-        upstream: Any = None,
-        dtype: torch.dtype | None = None,
+        self, delta: Tensor, run: Pass = PLAIN, into: Tensor | None = None, upstream: Any = None, dtype: Dtype = None
     ) -> Tensor:
         """Δ_i → Δ_{i−1}, in `dtype` instead of the layer's own, or added to `into` if that is given: several layers may have
         the same input"""
@@ -102,13 +98,10 @@ class Linear(Affine):
     weight   a Parameter to share instead of a new one: a tied head has the embedding's
 
     `pack` replaces the weight by packed bytes, which are unpacked whenever the layer computes. It is then frozen.
-
-    A frozen (f_out, f_in) matrix with many rows is multiplied in parts, so that for many rows a packed head is never
-    unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and gradients are equal
-    to the last bit.
     """
 
     packed: Packed | None = None
+    in_parts = False  # whether products are computed part by part
 
     def __init__(
         self,
@@ -133,11 +126,6 @@ class Linear(Affine):
     def w(self) -> Tensor:
         """(f_in, f_out), a view of the weight"""
         return self.effective_weight()
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether products are computed part by part."""
-        return not (self.in_out or self.trains or self.parts) and self.widths[0] > ROWS_OF_PART
 
     @property
     def trains(self) -> bool:
@@ -314,6 +302,16 @@ class QueryKeyValue(Linear):
             q, v = x[: self.parts["q"]], x[self.parts["q"] :]
             return {"q": q, "v": v}
         return super().parts_of(letter, x)
+
+
+class Head(Linear):
+    """The logits layer, w (d, V), stored as (V, d). A large frozen one is multiplied in parts, so that for many rows a
+    packed head is never unpacked as a whole. Unpacked it is multiplied in the same parts: sums have the same order, and
+    gradients are equal to the last bit."""
+
+    @property
+    def in_parts(self) -> bool:  # type: ignore[override]
+        return not self.trains and self.widths[0] > ROWS_OF_PART
 
 
 class Embedding(Hookless):

@@ -21,12 +21,14 @@ from .example_gradients import PieceExamples
 from .objective import Objective, TargetRows
 
 LOGITS_AT_ONCE = 1 << 25  # most entries of the logits matrix that exist at any time; with fewer its products slow down
+FROZEN_ROWS = 128  # of a frozen head: products of fewer rows slow down, and packed weights are unpacked for each group
 
 
 def rows_at_once(n_vocab: int, head_trains: bool) -> int:
     """Rows of a group. A trained head reads and writes its gradient once per group; a frozen one has no such cost, so its
     groups are smaller."""
-    return max(1, LOGITS_AT_ONCE // (n_vocab * (1 if head_trains else 4)))
+    most = max(1, LOGITS_AT_ONCE // n_vocab)
+    return most if head_trains else max(most // 4, min(most, FROZEN_ROWS))
 
 
 def row_groups(n: int, head: Affine) -> list[slice]:

@@ -4,7 +4,7 @@
         block.forward(a_1, Pass(weights=weights))          layers take their matrices from there
 
 A matrix that is stored as something else than it is computed with passes through here. Exceptions are unpacked where they
-are used: the rows that an embedding looks up, and a large frozen matrix, such as a head, which is unpacked in parts.
+are used: the rows that an embedding looks up, and a large head, which is unpacked in parts.
 """
 
 from collections import defaultdict
