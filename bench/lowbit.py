@@ -1,5 +1,5 @@
-"""Products of a few rows with low-bit weights: handgrad's kernel against those of torch, on which the choice of the kernel
-rests. Part of `generate`.
+"""Products of a few rows with low-bit weights: handgrad's kernel, which rounds activations to 8 bits, against those of
+torch, on which the choice of the kernel rests. Part of `generate`.
 
 All take and return float32; those that compute with bfloat16 activations convert. Every layer has separate weights, so
 that they come from memory, as in a network."""
@@ -96,7 +96,7 @@ def ours(kind: str, w: Tensor) -> Product:
     if library.load(torch.float32) is None:
         raise MissingError("there is no C compiler for handgrad's kernels")
     data = packed.pack(w, kind)
-    return lambda a: packed.product(a, data, kind)
+    return lambda a: packed.rounded_product(a, data, kind)
 
 
 def linear_dynamic(w: Tensor) -> Product:

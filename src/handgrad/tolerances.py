@@ -5,6 +5,7 @@ import torch
 # Relative error of an activation, an error signal or a gradient, by the dtype in which it was computed.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
+SUM_TOLERANCE = 2e-6  # a sum of products in float32, relative to the sum of their absolute values
 IDENTITY_TOLERANCE = 1e-12  # two forms of the same expression in float64
 FINITE_DIFFERENCE_TOLERANCE = 1e-6  # of a smooth function
 RELU_DIFFERENCE_TOLERANCE = 1e-4  # the step must be small enough not to cross a kink, so rounding is larger

@@ -1,5 +1,6 @@
 """Low-bit weights: a model with them computes what its unpacked weights compute; what they cost; what is refused."""
 
+import contextlib
 import copy
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from handgrad.inference import engine
 from handgrad.inference.quantization_loss import PASSAGE, measure_cost
 from handgrad.kernels import library
 from handgrad.model.layers.linear import Linear
+from handgrad.model.passes.arguments import Pass
 from handgrad.model.storage.quantize import quantize
 from handgrad.ops import packed
 from handgrad.text.tokenizer import make
@@ -56,6 +58,7 @@ def test_computes_with_its_unpacked_weights(name: str, bits: int) -> None:
         assert close(low.logits(tokens), plain.logits(tokens))
         with library.disabled():
             assert close(low.logits(tokens), plain.logits(tokens))
+    low.rounds_activations = False
     prompts = [[1, 2, 3], [4] * 20, [5]]
     for some in ([[7, 8]], prompts):  # few rows, and more than the kernel takes
         ours, theirs = (
@@ -72,19 +75,57 @@ def test_generates_with_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     if library.load(torch.float32) is None:
         pytest.skip("products with packed weights need kernels")
     low = quantize(model("llama"), 4)
-    rows = []
-    product = packed.product
-    monkeypatch.setattr(packed, "product", lambda a, *rest: rows.append(len(a)) or product(a, *rest))
-    hg.generate(low, [[1] * 20], 4)
-    assert rows == [1] * 4  # the head; the blocks run in one call
-    rows.clear()
-    monkeypatch.setattr(engine, "describe", lambda _: None)
-    hg.generate(low, [[1] * 20], 4)
-    assert rows == [1] + [1] * 15 * 3  # the head after the prompt; then seven layers of both blocks, and the head
-    rows.clear()
-    low.logits(torch.tensor([[1, 2]]))
-    low.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
-    assert rows == []  # only when generating: elsewhere the same numbers as with unpacked weights, to the last bit
+    rows = {"product": [], "rounded_product": []}
+    for name, found in rows.items():
+        right = getattr(packed, name)
+        wrapped = lambda a, *rest, right=right, found=found: found.append(len(a)) or right(a, *rest)  # noqa: E731
+        monkeypatch.setattr(packed, name, wrapped)
+    for rounds in (True, False):
+        low.rounds_activations, used = rounds, rows["rounded_product" if rounds else "product"]
+        prompt = [20] * 14 if rounds and library.multiplies_bytes() else []  # seven layers of both blocks
+        with monkeypatch.context() as patch:
+            hg.generate(low, [[1] * 20], 4)
+            assert used == prompt + [1] * 4  # the head; after the prompt, the blocks run in one call
+            used.clear()
+            patch.setattr(engine, "describe", lambda _: None)
+            hg.generate(low, [[1] * 20], 4)
+            assert used == prompt + [1] + [1] * 15 * 3
+            used.clear()
+        low.logits(torch.tensor([[1, 2]]))
+        low.loss(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
+        assert not any(
+            rows.values()
+        )  # only when generating: elsewhere the numbers of unpacked weights, to the last bit
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_generation_rounds_activations(bits: int) -> None:
+    """With any number of rows, with kernels and without."""
+    low = quantize(model("llama"), bits)
+    layers = [x for x in low.modules() if isinstance(x, Linear)]
+    for n in (1, 16, 17, 60):
+        for layer in layers:
+            a = torch.randn(n, layer.w.shape[0], generator=torch.Generator().manual_seed(n))
+            expected = packed.rounded(a) @ layer.w
+            for context in (contextlib.nullcontext, library.disabled):
+                with context(), low.weights(layer, generating=True) as weights:
+                    found = layer.forward(a, Pass(weights=weights))
+                    assert close(found, expected) and not close(found, a @ layer.w)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_batch_changes_no_bit(name: str, bits: int) -> None:
+    """Sums of another order would move an activation by a step now and then, and change the text."""
+    if library.load(torch.float32) is None:
+        pytest.skip("products with packed weights need kernels")
+    low = quantize(model(name), bits)
+    prompts = [[1, 2, 3], [4] * 20, [5], *([6, i] for i in range(10))]
+    options = {"temperature": 1.0, "seed": 3, "logprobs": 1, "details": True}
+    together = hg.generate(low, prompts, 12, **options)
+    for i in (0, 1, 2, 12):
+        alone = hg.generate(low, prompts[i], 12, **(options | {"seed": 3 + i}))
+        assert alone.ids == together[i].ids and alone.logprobs == together[i].logprobs
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -156,7 +197,7 @@ def test_cost() -> None:
     plain = model("llama")
     ids = make("bytes", []).encode(PASSAGE)
     same = measure_cost(plain, plain, ids)
-    assert (same.tokens, same.change, same.differ) == (len(ids) - 1, 0, 0)
+    assert (same.tokens, same.change, same.differ, same.differ_by_activations) == (len(ids) - 1, 0, 0, 0)
     windows = [torch.tensor(ids[i : i + 65]) for i in range(0, len(ids) - 1, 64)]
     whole = sum(plain.loss(x[None, :-1], x[None, 1:]) * (len(x) - 1) for x in windows) / (len(ids) - 1)
     assert abs(same.loss - whole) < 1e-5
@@ -166,6 +207,12 @@ def test_cost() -> None:
         assert abs(found.change) < 5 * sum(x.change**2 / len(expected) for x in expected) ** 0.5
         assert found.differ < 2 * max(x.differ for x in expected)
     assert eight.differ < four.differ
+    low = quantize(copy.deepcopy(plain), 4)
+    low.rounds_activations = False
+    weights = measure_cost(plain, low, ids)
+    assert weights.low_bit_loss == weights.weights_loss == four.weights_loss != four.low_bit_loss
+    assert weights.differ_by_activations == 0 < four.differ_by_activations < four.differ
+    assert f"{four.low_bit_loss - four.weights_loss:+.4f} nats" in str(four).splitlines()[1]
     with pytest.raises(HandgradError, match="at least two tokens"):
         measure_cost(plain, plain, [1])
 

@@ -121,6 +121,11 @@ static void packed_products(size n, size f_in, size f_out) {
         hg_packed_product(kind, n, f_in, f_out, a, f_in, w, out, f_out);
         for (size i = 0; i < n * f_out; i++) wide[i] = (real)out[i];
         show("packed", wide, n * f_out);
+        if (kind < 3) {
+            require("rounded", hg_rounded_product(kind, n, f_in, f_out, a, f_in, w, out, f_out));
+            for (size i = 0; i < n * f_out; i++) wide[i] = (real)out[i];
+            show("packed, rounded", wide, n * f_out);
+        }
         free(w), free(a), free(out), free(wide);
     }
 }
@@ -192,7 +197,7 @@ int main(void) {
     rows(3, 5), rows(150, 129);
     attention(12, 5, 3, 1, 0), attention(200, 8, 17, 1, 40), attention(150, 16, 8, 0, 0);
     products(9, 33, 37), products(300, 520, 40);
-    packed_products(3, 64, 5), packed_products(13, 512, 40);
+    packed_products(3, 64, 5), packed_products(13, 512, 40), packed_products(23, 96, 33);
     unpacked(1), unpacked(640);
     tokens(1, OUT_IN, 1), tokens(12, OUT_IN, 0), tokens(3, IN_OUT, 1), tokens(16, IN_OUT, 0);
     return 0;

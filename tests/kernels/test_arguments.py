@@ -125,6 +125,8 @@ def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
             calls.Sequences(calls.table(((0, 20, 0, 20),))), True, None, heads, heads[:10], heads[:10], heads, cos
         ),
         "packed bytes": lambda: calls.packed_product("Q8_0", torch.randn(1, 32), torch.zeros(4, 33, dtype=torch.uint8), d),
+        "rounded": lambda: calls.rounded_product("Q8_0", d[:1], torch.zeros(4, 34, dtype=torch.uint8), torch.empty(1, 4)),
+        "kind": lambda: calls.rounded_product("BF16", torch.randn(1, 32), torch.zeros(4, 64, dtype=torch.uint8), d[:1, :4]),
         "bytes to unpack": lambda: calls.packed_unpack("Q4_K", torch.zeros(143, dtype=torch.uint8), torch.empty(256)),
         "half a block": lambda: calls.packed_unpack("Q4_K", torch.zeros(144, dtype=torch.uint8), torch.empty(384)),
         "unpacked columns": lambda: calls.packed_unpack("Q8_0", torch.zeros(34, dtype=torch.uint8), torch.empty(64)[::2]),

@@ -122,9 +122,27 @@ def test_low_rank() -> None:
     g = lora.upstream(delta, u, 0.5)
     assert g.dtype == BF16 and excess(g.double(), delta, 0.5 * u.t()) <= 2.0**-8
     assert excess(lora.grad_d(g, a, None, FLOAT), a.t(), g) <= 1e-6
-    found, before = lora.grad_u(delta, h, 0.5, None, FLOAT), torch.randn(4, 30)
-    assert found.dtype == FLOAT and excess(found * 2, h.t(), delta) <= 1e-6
-    assert torch.equal(lora.grad_u(delta, h, 0.5, before.clone(), FLOAT), before + found)
+    found, before = lora.grad_u(delta, h, None, FLOAT), torch.randn(4, 30)
+    assert found.dtype == FLOAT and excess(found, h.t(), delta) <= 1e-6
+    assert torch.equal(lora.grad_u(delta, h, before.clone(), FLOAT), before + found)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-5, 1e10])
+def test_scales_of_low_rank(scale: float) -> None:
+    a, d, u = (torch.randn(50, 40) * scale).to(BF16), torch.randn(40, 4), torch.randn(4, 30) / scale
+    delta = (torch.randn(50, 30) * scale).to(BF16)
+    h, g = lora.project(a, d), lora.upstream(delta, u, 0.5)
+    assert excess(h.double(), a, d) <= 2.0**-8 and excess(g.double(), delta, 0.5 * u.t()) <= 2.0**-8
+    assert excess(lora.grad_d(g, a, None, FLOAT), a.t(), g) <= 1e-6
+    assert excess(lora.grad_u(delta, h, None, FLOAT), h.t(), delta) <= 1e-6
+    w = torch.randn(40, 30) * scale
+    found = linear.forward(a, w, None, dtype=FLOAT, branch=lora.branch(a, d, u * scale, 0.5))
+    assert excess(found, torch.cat([a, h], 1), torch.cat([w, 0.5 * scale * u])) <= 1e-6
+    a[7, 3] = math.nan
+    h = lora.project(a, d)
+    assert h[7].isnan().all() and h[[*range(7), *range(8, 50)]].isfinite().all()
+    grad = lora.grad_d(g, a, None, FLOAT)
+    assert grad[3].isnan().all() and grad[[*range(3), *range(4, 40)]].isfinite().all()
 
 
 # ── element-wise ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,6 +194,74 @@ def close(found: Tensor, exact: Tensor) -> bool:
     return bool(((found.double() - exact.double()).abs() <= exact.double().abs() * 2.0**-8 * 1.01 + 1e-6).all())
 
 
+EXTREMES = [
+    (1e-30, 1.0, 1.0),
+    (1.0, 1e-15, 1e-15),
+    (1e-3, 1e15, 1e15),
+    (1e4, 1e-15, 1e-15),
+    (1e18, 1e10, 1e5),
+    (1e37, 1e-5, 1e-5),
+]
+
+
+@pytest.mark.parametrize("scales", EXTREMES)
+@pytest.mark.parametrize("name", gated.NAMES)
+def test_tiny_and_huge_gates(name: str, scales: tuple[float, float, float]) -> None:
+    """Against float64, relative to the factors of a result: those of a tiny result are tiny."""
+    gate, up, delta = (torch.randn(20, 35) * s for s in scales)
+    gate, up = gate.to(BF16), up.to(BF16)
+    wide = gate.double(), up.double()
+    sizes = (delta * up, delta * gate, gate * up)  # |g(x)| ≤ |x|, |g'(x)| < 1.2
+    found, exact = gated.backward(delta, gate, up, name), gated.backward(delta.double(), *wide, name)
+    pairs = [
+        *zip(found, exact, sizes, strict=True),
+        (gated.forward(gate, up, name), gated.forward(*wide, name), sizes[2]),
+    ]
+    if name != "silu":
+        both = activation.backward(delta, gate, name), activation.backward(delta.double(), wide[0], name)
+        pairs += [*zip(*both, (delta, gate), strict=True)]
+        pairs.append((activation.forward(gate, name), activation.forward(wide[0], name), gate))
+    for x, y, size in pairs:
+        within = 2.0**-8 * y.abs() + 2e-6 * size.double().abs() + torch.finfo(FLOAT).tiny
+        assert x.dtype == BF16 and bool(((x.double() - y).abs() <= within).all())
+
+
+def test_element_wise_ops_keep_what_is_no_number() -> None:
+    """Where the same op gives NaN or infinity in float32, and nowhere else."""
+    for bad in (math.nan, math.inf, -math.inf):
+        gate, up, a = torch.randn(9, 35).to(BF16), torch.randn(9, 35).to(BF16), torch.randn(9, 35)
+        delta, w, b = torch.randn(9, 35), torch.randn(35), torch.randn(35)
+        gate[1, 3], up[2, 33], delta[3, 17], a[4, 5] = bad, bad, bad, bad
+        wide = gate.float(), up.float()
+        pairs = [
+            (layernorm.forward(a, w, b, 1e-5, BF16)[0], layernorm.forward(a, w, b, 1e-5)[0]),
+            (rmsnorm.forward(a, w, 1e-5, BF16)[0], rmsnorm.forward(a, w, 1e-5)[0]),
+        ]
+        for name in gated.NAMES:
+            pairs += zip(gated.backward(delta, gate, up, name), gated.backward(delta, *wide, name), strict=True)
+            pairs.append((gated.forward(gate, up, name), gated.forward(*wide, name)))
+        for name in ("gelu", "gelu_tanh", "relu", "relu2"):
+            pairs += zip(activation.backward(delta, gate, name), activation.backward(delta, wide[0], name), strict=True)
+            pairs.append((activation.forward(gate, name), activation.forward(wide[0], name)))
+        for found, exact in pairs:
+            assert found.dtype == BF16 and not (math.isnan(bad) and exact.isfinite().all())
+            assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.isinf(), exact.isinf())
+            assert close(*(torch.where(exact.isfinite(), x, 0.0) for x in (found, exact)))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
+def test_scales_of_rotation(scale: float) -> None:
+    x = torch.randn(12, 3, 8) * scale
+    x[5, 1, 2] = math.nan
+    cos, sin = rotary.angles(torch.arange(12), *rotary.frequencies(8, 100.0))
+    exact, size = rotary.forward(x.double(), cos.double(), sin.double()), x.double().abs().roll(4, 2) + x.double().abs()
+    found = rotary.forward(x, cos, sin, dtype=BF16)
+    spoiled = torch.zeros_like(x, dtype=torch.bool)
+    spoiled[5, 1, [2, 6]] = True  # both numbers of a plane
+    assert torch.equal(found.isnan(), spoiled)
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6 * size)[~spoiled].all()
+
+
 def test_rotation_rounds_once() -> None:
     x, positions = torch.randn(12, 3, 8), torch.arange(12)
     cos, sin = rotary.angles(positions, *rotary.frequencies(8, 100.0))
@@ -225,6 +311,40 @@ def test_scales_of_attention(scale: float) -> None:
     assert all(x.isfinite().all() for x in (a.float(), saved.lse, *into))
     wide = attention.forward(q.double(), k.double(), v.double(), spans, True)[0]
     assert (a.double() - wide).abs().max() <= 0.02 * wide.abs().max()
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1.0, 40.0])
+@pytest.mark.parametrize(("value", "error"), [(1e-12, 1e-12), (1e-15, 1e15), (1e15, 1e15)])
+def test_scales_of_attention_backward(scale: float, value: float, error: float) -> None:
+    """Against float64. ρ, a and Δ_raw are rounded, and in a saturated row the terms of Δ_raw cancel, so errors of q and k
+    are relative to at least one of these terms times a key."""
+    spans, scales = attention.spans_of((70,)), (scale, scale, value)
+    q, k, v = ((torch.randn(70, 2, 16) * s).to(BF16) for s in scales)
+    delta = torch.randn(70, 2, 16) * error
+    grads = []
+    for dtype in (BF16, torch.float64):
+        _, saved = attention.forward(*(x.to(dtype) for x in (q, k, v)), spans, True)
+        grads.append([torch.empty(x.shape, dtype=FLOAT if dtype == BF16 else dtype) for x in (q, k, v)])
+        given = delta if dtype == BF16 else delta.to(BF16).double()
+        attention.backward(given, saved, spans, True, tuple(grads[-1]))  # type: ignore[arg-type]
+    for found, exact, floor in zip(*grads, (value * error * scale, value * error * scale, 0.0), strict=True):
+        size = max(exact.norm().item(), floor * math.sqrt(exact.numel()))
+        assert (found.double() - exact).norm().item() <= 1.2e-2 * size
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_attention_backward_hides_nothing(bad: float) -> None:
+    """What is no number in Δ reaches its query and the keys and values that it saw, and no other head or sequence."""
+    q, k, v = torch.randn(3, 30, 2, 8).to(BF16)
+    delta, spans = torch.randn(30, 2, 8), attention.spans_of((20, 10))
+    delta[4, 1, 3] = bad
+    saved = attention.forward(q, k, v, spans, True)[1]
+    into = tuple(torch.zeros(x.shape) for x in (q, k, v))
+    attention.backward(delta, saved, spans, True, into)  # type: ignore[arg-type]
+    grad_q, grad_k, grad_v = into
+    assert not grad_q[4, 1].isfinite().any() and not grad_k[:5, 1].isfinite().any()
+    assert not grad_v[:5, 1, 3].isfinite().any()
+    assert all(x[:, 0].isfinite().all() and x[20:].isfinite().all() for x in into)
 
 
 def test_attention_keeps_what_is_no_number() -> None:

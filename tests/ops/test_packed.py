@@ -1,12 +1,16 @@
 """ops.packed against gguf's own numbers and paper.packed, to the last bit."""
 
+import ctypes
+import math
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from handgrad.kernels import calls, library
+from handgrad.kernels import calls, compiler, library, signatures
 from handgrad.ops import packed as fast
 from handgrad.paper import packed as plain
 
@@ -240,3 +244,126 @@ def test_no_product_where_it_does_not_fit() -> None:
     assert not fast.multiplies(torch.randn(1, 256), quantized(torch.randn(8, 256), "Q8_0")[::2].t().t()[:, :], "Q8_0")
     with library.disabled():
         assert not fast.multiplies(torch.randn(1, 256), data, "Q8_0")
+
+
+# ── rounded activations ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_activations_are_rounded_to_the_nearest_of_255_numbers() -> None:
+    a = torch.randn(5, 96)
+    a[0, :32] = 0
+    a[1, :32] = torch.arange(32) / 2 - 8  # steps of 1/2, halves among them
+    a[1, 31] = 127
+    q, d = fast.round_to_8_bits(a)
+    groups = a.view(5, 3, 32)
+    assert torch.equal(q, q.round()) and q.abs().amax() == 127
+    assert torch.equal(d[1:].flatten(), groups.abs().amax(2)[1:].double().div(127).float().flatten())
+    assert ((q * d - groups).abs() <= d * (0.5 + 1e-4)).all()
+    assert q[0, 0].eq(0).all() and d[0, 0] == 0
+    assert torch.equal(q[1, 0, :31], torch.arange(31).div(2).sub(8).round())  # to even
+    assert torch.equal(fast.rounded(a), (q * d).view(5, 96))
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-100, 1.0, 2.0**100, 2.0**126])
+def test_activations_of_every_size_are_rounded(scale: float) -> None:
+    """A power of two changes d alone, up to the resolution of denormal numbers."""
+    a = torch.randint(-3, 4, (4, 64)).float()
+    a[0] = 0
+    q, d = fast.round_to_8_bits(a * scale)
+    expected = fast.round_to_8_bits(a)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(d, (expected[1].double() * scale).float())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_stays_visible(wrong: float) -> None:
+    a, data = torch.randn(21, 96), quantized(torch.randn(9, 96), "Q8_0")
+    before = fast.rounded(a)
+    a[17, 40] = a[3, 95] = wrong
+    bad = torch.zeros(21, dtype=torch.bool)
+    bad[[3, 17]] = True
+    found = fast.rounded(a)
+    assert found[17, 32:64].isnan().all() and torch.equal(found[~bad], before[~bad])
+    if calls.fits(a):
+        out = fast.rounded_product(a, data, "Q8_0")
+        assert out[bad].isnan().all() and out[~bad].isfinite().all()
+
+
+def sums_are_exact(out: Tensor, a: Tensor, w: Tensor) -> bool:
+    """Whether out is a' wᵗ up to the rounding of float32 sums of blocks; results below the least float32 are 0."""
+    rounded = fast.rounded(a).double()
+    error, size = (out - rounded @ w.double().t()).abs(), rounded.abs() @ w.double().abs().t()
+    return bool((error <= 2e-6 * size + a.shape[1] * 2.0**-126).all())
+
+
+@pytest.mark.parametrize("kind", fast.ROUNDED)
+@pytest.mark.parametrize(("f_out", "f_in"), [(1, 32), (7, 96), (33, 576), (70, 1536)])
+def test_rounded_products_equal_the_formula(kind: str, f_out: int, f_in: int) -> None:
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    data = quantized(torch.randn(f_out, f_in), kind)
+    w = fast.unpack(data, kind, torch.empty(f_out, f_in))
+    rows = torch.randn(40, f_in + 3)[:, 1 : f_in + 1]  # apart, and not aligned
+    rows[2, :32] = 0
+    alone = torch.cat([fast.rounded_product(a[None], data, kind) for a in rows])
+    for n in (*range(1, 19), 24, 25, 40):
+        a, before = rows[:n], (data.clone(), rows.clone())
+        out = torch.full((n, f_out + 2), torch.nan)
+        calls.rounded_product(kind, a, data, out[:, :f_out])
+        assert sums_are_exact(out[:, :f_out], a, w)
+        assert torch.equal(out[:, :f_out], alone[:n])  # to the last bit
+        assert out[:, f_out:].isnan().all()
+        assert torch.equal(data, before[0]) and torch.equal(rows, before[1])
+        assert fast.multiplies(a, data, kind, True) == (n <= fast.FEW_ROWS or library.multiplies_bytes())
+
+
+@pytest.mark.parametrize("kind", fast.ROUNDED)
+@pytest.mark.parametrize("scale", [2.0**-140, 2.0**-100, 2.0**-60, 2.0**60, 2.0**100])
+def test_rounded_products_of_every_size(kind: str, scale: float) -> None:
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    data = quantized(torch.randn(6, 128), kind)
+    a = torch.randn(19, 128) * scale
+    a[:, 32:64] = 0
+    assert sums_are_exact(fast.rounded_product(a, data, kind), a, fast.unpack(data, kind, torch.empty(6, 128)))
+
+
+@pytest.mark.parametrize("kind", fast.ROUNDED)
+@pytest.mark.parametrize("n", [3, 21])
+def test_rounded_products_of_extreme_numbers(kind: str, n: int) -> None:
+    """All integers at their ends: −128 in 8 bits, 0 and 15 in 4, against ±127"""
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    data = random_data(5, 64, kind)
+    blocks = data.view(-1, fast.KINDS[kind].bytes)
+    blocks[:, fast.KINDS[kind].bytes - (32 if kind == "Q8_0" else 16) :] = torch.tensor([0x80, 0x7F])[
+        torch.arange(len(blocks)) % 2, None
+    ]
+    a = torch.ones(n, 64)
+    a[1] = -1
+    assert sums_are_exact(fast.rounded_product(a, data, kind), a, fast.unpack(data, kind, torch.empty(5, 64)))
+
+
+@pytest.mark.parametrize("kind", fast.ROUNDED)
+def test_rounded_products_do_not_depend_on_threads(kind: str) -> None:
+    if not calls.fits(torch.empty(1, 1)):
+        pytest.skip("products with packed weights need kernels")
+    a, data = torch.randn(23, 576), quantized(torch.randn(301, 576), kind)
+    together = fast.rounded_product(a, data, kind)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(fast.rounded_product(a, data, kind), together)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(compiler.command() is None, reason="LEFT OUT: no C compiler")
+def test_processors_without_products_of_bytes(tmp_path: Path) -> None:
+    source, out = next(path for path in compiler.FILES if path.name == "rounded.c"), tmp_path / "plain.so"
+    compiler._run([str(source), "-o", str(out), "-DREAL=float", *compiler.FLAGS, *compiler._openmp_flags(), "-lm"])
+    product = signatures.declared(ctypes.CDLL(str(out)), "rounded_product")
+    for kind in fast.ROUNDED:
+        for n in (1, 6, 39):
+            a, data, found = torch.randn(n, 96), quantized(torch.randn(7, 96), kind), torch.empty(n, 7)
+            product(calls.PACKED[kind], n, 96, 7, a.data_ptr(), 96, data.data_ptr(), found.data_ptr(), 7)
+            assert sums_are_exact(found, a, fast.unpack(data, kind, torch.empty(7, 96)))

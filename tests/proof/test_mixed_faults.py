@@ -181,10 +181,12 @@ def accumulate_but_the_head(self: Linear, delta: Tensor, a: Tensor, run: Any) ->
         ACCUMULATE(self, delta, a, run)
 
 
-def adapter_path_only(self: LoRA, delta: Tensor, run: Any, into: Tensor | None = None, upstream: Any = None) -> Tensor:
+def adapter_path_only(
+    self: LoRA, delta: Tensor, run: Any, into: Any = None, upstream: Any = None, dtype: Any = None
+) -> Any:
     out = torch.zeros(len(delta), self.down.shape[0]) if into is None else into
-    lora.backward((upstream or self.upstream(delta, run)).h, self.down, into=out)
-    return out
+    lora.backward((upstream or self.upstream(delta, run)).h.to(out.dtype), self.down, into=out)
+    return out if dtype is None else out.to(dtype)
 
 
 def wrong_sign(delta: Tensor, a_bar: Tensor, inv_sigma: Tensor, w: Tensor) -> Tensor:
@@ -333,8 +335,7 @@ LEDGER: dict[str, Fault] = {
         "LoRA", ((LoRA, "backward", adapter_path_only),), {"delta_2", "delta_3", "delta_6", "delta_8"},
     ),
     "a dropped scale": Fault(
-        "LoRA", (before(lora, "grad_u", lambda delta, h, scale, into: (delta, h, 1.0, into)),),
-        UPS,
+        "LoRA", (before(lora, "project", lambda a, d, scale=1.0: (a, d)),), UPS,
     ),
     "a wrong activation slope": Fault(
         "gpt2", (after(activation, "backward", lambda y, d, x, name: ((d * (x > 0)).to(x.dtype), y[1])),), {"delta_7"},

@@ -15,6 +15,7 @@ from conftest import make_batch, make_model
 from handgrad.inference import engine, kv_cache, token_block
 from handgrad.inference.sequences import TokenLogprob
 from handgrad.kernels import library
+from handgrad.kernels import token_block as kernel_block
 from handgrad.lora import merging
 from handgrad.lora.layer import LoRA
 from handgrad.model.block import Block
@@ -44,8 +45,10 @@ def test_every_path_of_a_right_model_passes() -> None:
     report = hg.verify(model, *make_batch(model, LENGTHS), LENGTHS)
     assert report.passed, [(c.id, c.error, c.note) for c in report.failed]
     ids = {c.id for c in report}
+    low = [f", {bits} bits{x}" for bits in (8, 4) for x in ("", ", activations of 8 bits")]
     for way in ("prompts at once", "prompts in parts", "one token at a time"):
-        assert {f"log-probabilities, {way}{x}" for x in ("", ", float32", ", 8 bits", ", 4 bits")} <= ids
+        assert {f"log-probabilities, {way}{x}" for x in ("", ", float32", *low)} <= ids
+    assert {"products, 8 bits", "products, 4 bits"} <= ids
     assert {f"gradients, {x}" for x in paths.ADAPTERS} <= ids
     assert {f"log-probabilities, {x} merged" for x in paths.ADAPTERS} <= ids
     assert {"trace, an empty edit", "log-probabilities, adapters by name"} <= ids
@@ -83,6 +86,30 @@ def test_products_with_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "product", lambda *given: right(*given).mul_(1.01))
     found = failures(wide_enough())
     assert found and all(name.endswith((", 8 bits", ", 4 bits")) for name in found)
+
+
+@needs_kernels
+def test_products_with_rounded_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is smaller than what the rounding changes is found in the products."""
+    right = packed.rounded_product
+    monkeypatch.setattr(packed, "rounded_product", lambda *given: right(*given).mul_(1 + 1e-5))
+    assert failures(wide_enough()) == {"products, 8 bits", "products, 4 bits"}
+
+
+@needs_kernels
+def test_a_token_block_that_takes_other_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernel_block.packed
+    flipped: list[Tensor] = []  # stay in memory
+
+    def wrong(data: Tensor, kind: str, f_in: int, rounds: bool) -> dict[str, int] | None:
+        if rounds:
+            flipped.append(data := data.flip(0))
+        return right(data, kind, f_in, rounds)
+
+    monkeypatch.setattr(kernel_block, "packed", wrong)
+    found = failures(wide_enough())
+    assert len(found) == 4 and all(name.endswith("activations of 8 bits") for name in found)
+    assert not any("at once" in name for name in found)
 
 
 def test_weights_that_are_not_those_of_the_rounded_model(monkeypatch: pytest.MonkeyPatch) -> None:

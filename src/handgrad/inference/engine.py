@@ -139,7 +139,7 @@ class Engine:
         else:
             a, last = self._forward_uncached(work)
         model = self.model
-        with model.weights(model.head, few_rows=True) as weights:
+        with model.weights(model.head, generating=True) as weights:
             events = self._prompt_logprobs(work, a, weights)
             ready = [i for i, (x, _) in enumerate(work) if x.finish is None and x.pending == 0]
             wanted = [work[i][0] for i in ready if work[i][0].options.max_new_tokens]
@@ -235,14 +235,15 @@ class Engine:
             self._blocks.forward(a, step.places, rotation)
         else:
             for i, block in enumerate(model.blocks):
-                with model.weights(block, few_rows=True) as weights:
+                with model.weights(block, generating=True) as weights:
                     a, _ = block.forward(a, run._replace(cache=step.block(i), weights=weights))
         step.finish()
         return a, _last_rows([count for _, count in work])
 
     def _operand(self, rows: int) -> torch.dtype | None:
-        """What products read. Those of a few rows wait for the weights, whatever they compute with: nothing is rounded."""
-        return self.model.operand if rows > FEW_ROWS else None
+        """What products read. Those of a few rows wait for the weights, whatever they compute with: nothing is rounded. A
+        model that rounds activations to 8 bits reads float32."""
+        return self.model.operand if rows > FEW_ROWS and not self.model.rounds_activations else None
 
     def _forward_uncached(self, work: list[tuple[Sequence, int]]) -> tuple[Tensor, list[int]]:
         """The same without a cache: complete sequences, as in training."""
@@ -255,7 +256,7 @@ class Engine:
             adapters=groups([(x.options.adapter, count) for x, count in work]), operand=self._operand(len(batch.ids)),
         )  # fmt: skip
         for block in model.blocks:
-            with model.weights(block, few_rows=True) as weights:
+            with model.weights(block, generating=True) as weights:
                 a, _ = block.forward(a, run._replace(weights=weights))
         for sequence, count in work:
             sequence.slot.length = count

@@ -1,4 +1,5 @@
-"""What low-bit weights cost: the change of the mean loss on a text, and how often the most probable token differs."""
+"""What low bits cost: the change of the mean loss on a text, and how often the most probable token differs; and how much of
+both is due to the activations, which generation rounds to 8 bits."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,21 +27,27 @@ in the hay.
 
 
 class Cost(NamedTuple):
-    """Mean losses in nats per token, and the number of tokens whose most probable successor differs."""
+    """Mean losses in nats per token, and the number of tokens whose most probable successor differs: from that of the model,
+    and from that of the same weights with float32 activations."""
 
     tokens: int
     loss: float
     low_bit_loss: float
     differ: int
+    weights_loss: float
+    differ_by_activations: int
 
     @property
     def change(self) -> float:
         return self.low_bit_loss - self.loss
 
     def __str__(self) -> str:
+        by_activations, share = self.low_bit_loss - self.weights_loss, self.differ_by_activations / self.tokens
         return (
             f"loss {self.loss:.4f} → {self.low_bit_loss:.4f} ({self.change:+.4f} nats per token); the most probable token"
-            f" differs at {self.differ} of {self.tokens} ({self.differ / self.tokens:.1%})"
+            f" differs at {self.differ} of {self.tokens} ({self.differ / self.tokens:.1%})\n"
+            f"of this, activations of 8 bits: {by_activations:+.4f} nats per token; with float32 ones the most probable"
+            f" token differs at {self.differ_by_activations} ({share:.1%})"
         )
 
 
@@ -48,15 +55,18 @@ def measure_cost(model: GPT, low_bit: GPT, ids: list[int]) -> Cost:
     """Compare two models on a text, in windows of at most 256 tokens."""
     if len(ids) < 2:
         raise HandgradError("the text is too short to compare models on it: it needs at least two tokens")
-    total, low_total, differ = 0.0, 0.0, 0
+    totals, differ = [0.0, 0.0, 0.0], [0, 0]
     for window in _windows(ids, min(WINDOW, model.config.n_context)):
-        targets = window[1:, None]
-        ours, low = (_log_probabilities(m, window[:-1]) for m in (model, low_bit))
-        total -= float(ours.gather(1, targets).sum())
-        low_total -= float(low.gather(1, targets).sum())
-        differ += int((ours.argmax(1) != low.argmax(1)).sum())
+        given, targets = window[:-1], window[1:, None]
+        passes = (low_bit, True), (model, False), (low_bit, False)
+        low, ours, weights = found = [_log_probabilities(m, given, generating) for m, generating in passes]
+        for i, x in enumerate(found):
+            totals[i] -= float(x.gather(1, targets).sum())
+        for i, x in enumerate((ours, weights)):
+            differ[i] += int((x.argmax(1) != low.argmax(1)).sum())
     count = len(ids) - 1
-    return Cost(count, total / count, low_total / count, differ)
+    low_loss, loss, weights_loss = (x / count for x in totals)
+    return Cost(count, loss, low_loss, differ[0], weights_loss, differ[1])
 
 
 def _windows(ids: list[int], size: int) -> Iterator[Tensor]:
@@ -65,6 +75,6 @@ def _windows(ids: list[int], size: int) -> Iterator[Tensor]:
         yield torch.tensor(ids[start : start + size + 1])
 
 
-def _log_probabilities(model: GPT, ids: Tensor) -> Tensor:
-    logits = model.logits(ids[None].to(model.device))[0].as_subclass(Tensor)
+def _log_probabilities(model: GPT, ids: Tensor, generating: bool) -> Tensor:
+    logits = model.logits(ids[None].to(model.device), generating=generating)[0].as_subclass(Tensor)
     return torch.log_softmax(logits.double(), 1).cpu()

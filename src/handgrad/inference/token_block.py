@@ -68,10 +68,10 @@ def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_blo
         c.n_heads * c.query_width,
         *(c.kv_heads * w for w in (c.query_width, c.value_width)),
     )
-    qkv = _matrices(attn.projections(), d, q_width + k_width + v_width, tensors)
-    inputs = _matrices(mlp.projections(), d, c.hidden_width * (2 if mlp.gated else 1), tensors)
-    (out,) = _matrices([attn.out], c.n_heads * c.value_width, d, tensors)
-    (contract,) = _matrices([mlp.contract], c.hidden_width, d, tensors)
+    qkv = _matrices(model, attn.projections(), d, q_width + k_width + v_width, tensors)
+    inputs = _matrices(model, mlp.projections(), d, c.hidden_width * (2 if mlp.gated else 1), tensors)
+    (out,) = _matrices(model, [attn.out], c.n_heads * c.value_width, d, tensors)
+    (contract,) = _matrices(model, [mlp.contract], c.hidden_width, d, tensors)
     found = token_block.Block(
         i, c.d_model, c.n_heads, c.n_heads // c.kv_heads, c.query_width, c.value_width, c.hidden_width,
         attn.window or 0, int(attn.rotated), g, int(mlp.gated), len(qkv), len(inputs),
@@ -94,15 +94,17 @@ def _norm(norm: Norm, width: int, tensors: list[Tensor]) -> token_block.Norm:
     return token_block.Norm(w, b, norm.eps)
 
 
-def _matrices(layers: Iterable[Affine], f_in: int, f_out: int, tensors: list[Tensor]) -> list[token_block.Matrix]:
+def _matrices(
+    model: GPT, layers: Iterable[Affine], f_in: int, f_out: int, tensors: list[Tensor]
+) -> list[token_block.Matrix]:
     """Layers with one input of width f_in, whose outputs are f_out wide side by side."""
-    found = [_matrix(layer, tensors) for layer in layers]
+    found = [_matrix(layer, model.rounds_activations, tensors) for layer in layers]
     if any(x.f_in != f_in for x in found) or sum(x.f_out for x in found) != f_out:
         raise _NoKernel
     return found
 
 
-def _matrix(layer: Affine, tensors: list[Tensor]) -> token_block.Matrix:
+def _matrix(layer: Affine, rounds: bool, tensors: list[Tensor]) -> token_block.Matrix:
     branches, plain = layer.low_rank(), layer.plain()
     if branches is None or len(branches) > 1:
         raise _NoKernel
@@ -113,7 +115,7 @@ def _matrix(layer: Affine, tensors: list[Tensor]) -> token_block.Matrix:
             fields = token_block.numbers(w)
             tensors.append(w)
     elif not plain.in_out and plain.like.dtype is calls.PACKED_DTYPE and plain.packed.data.is_cpu:
-        fields = token_block.packed(plain.packed.data, plain.packed.kind, plain.packed.shape[1])
+        fields = token_block.packed(plain.packed.data, plain.packed.kind, plain.packed.shape[1], rounds)
         tensors.append(plain.packed.data)
     if fields is None or fields["f_out"] != sum(plain.widths):
         raise _NoKernel

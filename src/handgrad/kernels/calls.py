@@ -326,18 +326,29 @@ PACKED = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2, "BF16": 3}
 PACKED_DTYPE = torch.float32  # of their products
 BYTES_OF_BLOCK = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}
 NUMBERS_OF_BLOCK = 32
+ROUNDED = ("Q8_0", "Q4_0", "Q4_1")  # whose products with activations rounded to 8 bits have a kernel
 
 
 def packed_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
     """out (n, f_out) = a (n, f_in) wᵗ; data (f_out, bytes per row), contiguous; float32"""
+    _call("packed_product", PACKED_DTYPE, *_packed(kind, a, data, out))
+
+
+def rounded_product(kind: str, a: Tensor, data: Tensor, out: Tensor) -> None:
+    """The same, with a rounded to 8 bits; kinds of ROUNDED"""
+    if kind not in ROUNDED:
+        raise HandgradError(f"no product of rounded activations with {kind}: it has those with {', '.join(ROUNDED)}")
+    _check(_call("rounded_product", PACKED_DTYPE, *_packed(kind, a, data, out)))
+
+
+def _packed(kind: str, a: Tensor, data: Tensor, out: Tensor) -> list[int]:
     (n, f_in), f_out = a.shape, data.shape[0]
     if f_in % NUMBERS_OF_BLOCK:
         raise _unfit(a, (n, f_in // NUMBERS_OF_BLOCK * NUMBERS_OF_BLOCK), PACKED_DTYPE)
     size = f_out * (f_in // NUMBERS_OF_BLOCK) * BYTES_OF_BLOCK[kind]
-    _call(
-        "packed_product", PACKED_DTYPE, PACKED[kind], n, f_in, f_out, *_rows((n, f_in), PACKED_DTYPE, a),
-        *_numbers(size, torch.uint8, data), *_rows((n, f_out), PACKED_DTYPE, out),
-    )  # fmt: skip
+    weights = _numbers(size, torch.uint8, data)
+    rows = _rows((n, f_in), PACKED_DTYPE, a), _rows((n, f_out), PACKED_DTYPE, out)
+    return [PACKED[kind], n, f_in, f_out, *rows[0], *weights, *rows[1]]
 
 
 # What can be unpacked: its number in packed.c, and the numbers and bytes of a block.

@@ -1,5 +1,5 @@
-/* Functions of decode.c and packed.c. One whose name ends in _part is called by all threads of a parallel region, and computes
- * the outputs, or heads, of the calling thread. */
+/* Functions of decode.c, packed.c and rounded.c. One whose name ends in _part is called by all threads of a parallel region, and
+ * computes the outputs, or heads, of the calling thread. */
 
 #pragma once
 
@@ -20,6 +20,12 @@ void few_rows_in_out_part(size n, size f_in, size f_out, const real *a, size as,
 /* a (n, f_in), w packed → a wᵗ (n, f_out); float, whatever REAL is */
 void packed_product_part(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w, float *out,
                          size os);
+
+/* a (n, f_in) rounded to 8 bits, in `rounded_size` numbers, 64-byte aligned; then its product with packed w */
+typedef struct group group;
+size rounded_size(size n, size f_in);
+void round_part(size n, size f_in, const float *a, size as, group *out);
+void rounded_product_part(size kind, size n, size f_in, size f_out, const group *a, const uint8_t *w, float *out, size os);
 
 /* Heads of queries, `share` of them to one head of keys and values; widths of keys and values */
 typedef struct { size heads, share, d, dv, window; double scale; } heads;

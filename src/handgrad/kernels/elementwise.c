@@ -13,8 +13,12 @@
 
 static inline real sigmoid(real x) { return 1 / (1 + exp_(-x)); }
 
+/* From here on σ is 1, or 0 but for the end of `exp_`: huge numbers must multiply neither that nor 1 − σ. */
+#define SATURATED 100
+
 /* g = x σ(x),  g' = σ + g (1 − σ) */
 static inline real silu(real x, real *slope) {
+    x = x < -SATURATED ? -SATURATED : x;
     real s = sigmoid(x), g = x * s;
     *slope = s + g * (1 - s);
     return g;
@@ -25,7 +29,7 @@ static inline real gelu_tanh(real x, real *slope) {
     const real twice = (real)1.5957691216057308, cubic = (real)0.044715;
     real square = x * x;
     real s = sigmoid(twice * (x + cubic * x * square)), g = x * s;
-    *slope = s + g * (1 - s) * twice * (1 + 3 * cubic * square);
+    *slope = square > SATURATED * SATURATED ? s : s + g * (1 - s) * twice * (1 + 3 * cubic * square);
     return g;
 }
 

@@ -63,6 +63,11 @@ KERNEL void hg_packed_product(size kind, size n, size f_in, size f_out, const fl
                               float *out, size os);
 KERNEL void hg_packed_unpack(size kind, size blocks, const uint8_t *w, void *out, size as_floats);
 
+/* ── rounded.c ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+KERNEL int hg_rounded_product(size kind, size n, size f_in, size f_out, const float *a, size as, const uint8_t *w,
+                              float *out, size os);
+
 /* ── decode.c ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 KERNEL int hg_few_rows(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out,
@@ -75,7 +80,8 @@ KERNEL int hg_attend_tokens(size n, size count, size share, size d, size dv, siz
 
 /* ── token_block.c ─────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-enum { IN_OUT = -2, OUT_IN = -1 }; /* orientation of a matrix; other kinds are packed, see packed.c */
+/* Orientation of a matrix; other kinds are packed (packed.c), and from ROUNDED on multiplied with rounded activations (rounded.c). */
+enum { IN_OUT = -2, OUT_IN = -1, ROUNDED = 16 };
 enum { SILU, GELU_TANH };
 
 /* A matrix with the addresses of its numbers, of its bias and of an adapter's factors; 0: none */

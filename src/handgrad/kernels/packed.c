@@ -19,10 +19,7 @@
 
 #include "decode.h"
 #include "kernels.h"
-
-#if defined(__F16C__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "packed.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -31,29 +28,13 @@
 #else
 #define LANES 4
 #endif
-#define PER_BLOCK 32
 #define VECTORS (PER_BLOCK / LANES) /* of a block */
-#define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t shorts __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
-
-/* a float16; exponent and fraction move to their places in a float, whose exponent is larger by 112 */
-INLINE float half(const uint8_t *x) {
-    uint32_t h = (uint32_t)x[0] | (uint32_t)x[1] << 8;
-#ifdef __F16C__
-    return _cvtsh_ss((unsigned short)h);
-#else
-    union { uint32_t i; float f; } u = {.i = (h & 0x7fff) << 13}, largest = {.i = 0x7f800000};
-    u.f *= 0x1p112f;
-    if ((h & 0x7c00) == 0x7c00) u.i |= largest.i; /* infinity, NaN */
-    u.i |= (h & 0x8000) << 16;
-    return u.f;
-#endif
-}
 
 /* LANES bytes as integers; gcc compiles the general form to one byte after the other */
 INLINE ints widen(const uint8_t *x) {
@@ -65,8 +46,6 @@ INLINE ints widen(const uint8_t *x) {
     return __builtin_convertvector(*(const bytes *)x, ints);
 #endif
 }
-
-INLINE size block_bytes(int kind) { return kind == 0 ? 34 : kind == 1 ? 18 : kind == 2 ? 20 : 64; }
 
 /* the 32 numbers of a block */
 INLINE void unpack_block(int kind, const uint8_t *x, floats w[VECTORS]) {

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "mixed_product": "nnn pnnn pnnn n pnnn pnnn p pnn n",
     "packed_product": "nnnn pn p pn",
     "packed_unpack": "nn p pn",
+    "rounded_product": "nnnn pn p pn",
     "few_rows": "nnn pn pn pn",
     "few_rows_in_out": "nnn pn pn pn",
     "attend_tokens": "nnnnnnn x p pnn pnn pnn pnn",
@@ -33,8 +34,8 @@ ARGUMENTS = {
 }
 # These return 0, NO_MEMORY or WRONG_TABLE (common.h), the others nothing.
 WITH_STATUS = (
-    "softmax_loss", "forward_attention", "backward_attention", "product", "mixed_product", "few_rows", "attend_tokens",
-    "token_blocks",
+    "softmax_loss", "forward_attention", "backward_attention", "product", "mixed_product", "rounded_product", "few_rows",
+    "attend_tokens", "token_blocks",
 )  # fmt: skip
 
 

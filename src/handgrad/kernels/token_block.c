@@ -8,27 +8,33 @@
 #include "kernels.h"
 
 /* Where a token's tensors lie. `widest` is the widest input of a product, `rank` the highest of an adapter. */
-typedef struct { real *a_2, *q, *a_3, *a_7, *a_8, *turned, *low, *up, *statistics, *heads; } buffers;
+typedef struct { real *a_2, *q, *a_3, *a_7, *a_8, *turned, *low, *up, *statistics, *heads; group *rounded; } buffers;
 
 #define BARRIER PRAGMA(omp barrier)
 #define ONE_THREAD PRAGMA(omp single) /* the others wait */
 
 /* out = a w */
-static void product_part(const matrix *m, size n, const real *a, size as, const real *turned, real *out, size os) {
-    if (m->kind == OUT_IN) few_rows_part(n, m->f_in, m->f_out, a, as, turned, (const real *)m->w, m->ws, out, os);
-    else if (m->kind == IN_OUT) few_rows_in_out_part(n, m->f_in, m->f_out, a, as, (const real *)m->w, m->ws, out, os);
-    else packed_product_part(m->kind, n, m->f_in, m->f_out, (const float *)a, as, (const uint8_t *)m->w, (float *)out, os);
+static void product_part(const matrix *m, size n, const real *a, size as, const buffers *x, real *out, size os) {
+    size f_in = m->f_in, f_out = m->f_out;
+    const uint8_t *w = (const uint8_t *)m->w;
+    if (m->kind == OUT_IN) few_rows_part(n, f_in, f_out, a, as, x->turned, (const real *)w, m->ws, out, os);
+    else if (m->kind == IN_OUT) few_rows_in_out_part(n, f_in, f_out, a, as, (const real *)w, m->ws, out, os);
+    else if (m->kind < ROUNDED) packed_product_part(m->kind, n, f_in, f_out, (const float *)a, as, w, (float *)out, os);
+    else rounded_product_part(m->kind - ROUNDED, n, f_in, f_out, x->rounded, w, (float *)out, os);
 }
 
 /* out = a w + b~ + scale · a d u of `count` layers with the same input, side by side */
 static void linear_part(const matrix *m, int count, size n, const real *a, size as, real *out, size os, const buffers *x) {
-    if (2 * n > MANY) {
-        turn_part(n, m->f_in, a, as, x->turned);
+    int turn = 0, round = 0;
+    for (int i = 0; i < count; i++) turn |= 2 * n > MANY && m[i].kind == OUT_IN, round |= m[i].kind >= ROUNDED;
+    if (turn) turn_part(n, m->f_in, a, as, x->turned);
+    if (round) round_part(n, m->f_in, (const float *)a, as, x->rounded);
+    if (turn || round) {
         BARRIER
     }
     real *to = out, *low = x->low;
     for (int i = 0; i < count; to += m[i].f_out, low += n * m[i].rank, i++) {
-        product_part(m + i, n, a, as, x->turned, to, os);
+        product_part(m + i, n, a, as, x, to, os);
         if (m[i].rank) few_rows_in_out_part(n, m[i].f_in, m[i].rank, a, as, (const real *)m[i].down, m[i].rank, low, m[i].rank);
     }
     BARRIER
@@ -126,7 +132,7 @@ int hg_token_blocks(size count, const block *blocks, size n, const int64_t *plac
         if (x[i].activation != SILU && x[i].activation != GELU_TANH) return WRONG_TABLE;
     }
     size numbers = n * (x->d + heads + x->heads * x->d_h + 3 * x->hidden + widest + 3 * rank) + MANY * widest;
-    numbers += heads + 2 * larger(n, x->heads) + 10 * 16;
+    numbers += heads + 2 * larger(n, x->heads) + rounded_size(n, widest) + 11 * 16;
     real *memory = new_buffer(numbers), *rest = memory;
     if (!memory) return NO_MEMORY;
     buffers to = {.a_2 = take(&rest, n * x->d)};
@@ -139,6 +145,7 @@ int hg_token_blocks(size count, const block *blocks, size n, const int64_t *plac
     to.up = take(&rest, n * widest);
     to.statistics = take(&rest, 2 * larger(n, x->heads));
     to.heads = take(&rest, heads);
+    to.rounded = (group *)take(&rest, rounded_size(n, widest));
     PRAGMA(omp parallel)
     for (size i = 0; i < count; i++) token_block_part(blocks + i, n, places, cosine, sine, a, &to);
     free(memory);

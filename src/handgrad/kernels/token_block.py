@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .calls import ACTIVATIONS, BYTES_OF_BLOCK, NUMBERS_OF_BLOCK, PACKED
+from .calls import ACTIVATIONS, BYTES_OF_BLOCK, NUMBERS_OF_BLOCK, PACKED, ROUNDED
 from .token_calls import Places, token_blocks
 
 _SIZE = ctypes.c_int64
-IN_OUT, OUT_IN = -2, -1
+IN_OUT, OUT_IN, ROUNDED_FROM = -2, -1, 16
 
 
 class Matrix(ctypes.Structure):
@@ -57,14 +57,15 @@ def numbers(w: Tensor) -> dict[str, int] | None:
     return None
 
 
-def packed(data: Tensor, kind: str, f_in: int) -> dict[str, int] | None:
-    """Fields of a packed Matrix, data (f_out, bytes per row); None if there is no kernel for its kind, or it has other
-    bytes."""
+def packed(data: Tensor, kind: str, f_in: int, rounds: bool) -> dict[str, int] | None:
+    """Fields of a packed Matrix, data (f_out, bytes per row), multiplied with activations that are rounded if it `rounds`;
+    None if there is no kernel for its kind, or it has other bytes."""
     if kind not in PACKED or not data.is_contiguous():
         return None
     if f_in % NUMBERS_OF_BLOCK or data.shape[1] != f_in // NUMBERS_OF_BLOCK * BYTES_OF_BLOCK[kind]:
         return None
-    return {"kind": PACKED[kind], "f_in": f_in, "f_out": data.shape[0], "w": data.data_ptr(), "ws": 0}
+    number = PACKED[kind] + (ROUNDED_FROM if rounds and kind in ROUNDED else 0)
+    return {"kind": number, "f_in": f_in, "f_out": data.shape[0], "w": data.data_ptr(), "ws": 0}
 
 
 def activation(g: str) -> int | None:

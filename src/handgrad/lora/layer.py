@@ -93,8 +93,8 @@ class LoRA(Affine):
         mask = self._mask(a, run)
         dropped = lora.masked(a, mask)
         if self.up.requires_grad:
-            h = lora.project(dropped, self.down)
-            self.up.grad = lora.grad_u(signal, h, self.scale, self.up.grad, self.up.dtype)
+            h = lora.project(dropped, self.down, self.scale)
+            self.up.grad = lora.grad_u(signal, h, self.up.grad, self.up.dtype)
         if self.down.requires_grad:
             self.down.grad = lora.grad_d(of_h, dropped, self.down.grad, self.down.dtype)
         if self.magnitude is not None and self.magnitude.requires_grad:
@@ -102,11 +102,11 @@ class LoRA(Affine):
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
 
     def _measure(self, examples: PieceExamples, delta: Tensor, a: Tensor, run: Pass, signals: Signals) -> None:
-        """Hand over the factors of ∂u = scale · hᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
+        """Hand over the factors of ∂u = (scale · h)ᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
         mask = self._mask(a, run)
         dropped = lora.masked(a, mask)
         if self.up.requires_grad:
-            examples.product(self.up, lora.project(dropped, self.down).to(self.up.dtype) * self.scale, signals.z)
+            examples.product(self.up, lora.project(dropped, self.down, self.scale), signals.z)
         if self.down.requires_grad:
             examples.product(self.down, dropped, signals.h)
         if self.magnitude is not None and self.magnitude.requires_grad:

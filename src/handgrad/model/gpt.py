@@ -61,21 +61,24 @@ class GPT(Network):
     # ── the public calls ────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
-        """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V)."""
-        a = self.last_layer(tokens, lengths)
-        with self.weights(self.head) as weights:
+    def logits(self, tokens: Tensor, lengths: list[int] | None = None, *, generating: bool = False) -> Tensor:
+        """(B, T) ids → (B, T, V). Sequences of uneven length: (n) ids end to end with their lengths → (n, V).
+
+        generating   round activations as generation does, if the model does so: one with low-bit weights
+        """
+        a = self.last_layer(tokens, lengths, generating)
+        with self.weights(self.head, generating) as weights:
             found = self.head.forward(a, Pass(weights=weights))
         return self.check_finite(found).view(*tokens.shape, -1).as_subclass(Logits)
 
     @torch.no_grad()
-    def last_layer(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
-        """(B, T) ids → (B·T, d): the last block's output, after the final norm. Lengths as for `logits`."""
+    def last_layer(self, tokens: Tensor, lengths: list[int] | None = None, generating: bool = False) -> Tensor:
+        """(B, T) ids → (B·T, d): the last block's output, after the final norm. Arguments as for `logits`."""
         batch = self.pack(tokens, lengths)
         a = self.embeddings(batch.ids, batch.positions)
         run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions), operand=self.operand)
         for block in self.blocks:
-            with self.weights(block) as weights:
+            with self.weights(block, generating) as weights:
                 a, _ = block.forward(a, run._replace(weights=weights))
         return self.final_norm.forward(a, self.operand)[0]
 

@@ -59,6 +59,7 @@ class Network(Parts):
         self.read_tokenizer: Callable[[Path], Any] | None = None  # reads it; set by handgrad.formats
         self._tokenizer: tuple[str, Any] = ("", None)  # where it was read, and the tokenizer
         self.scratch: Scratch | None = None  # buffers to unpack weights into, if any are packed
+        self.rounds_activations = False  # to 8 bits, for products with weights of 8 or 4 bits, when generating
         self._mixed = precision == MIXED
         meta = torch.device("meta")
         self._build(meta)
@@ -224,10 +225,10 @@ class Network(Parts):
         return self.packed and any(matrix.tensor().dtype is not wide for matrix in held)
 
     @contextmanager
-    def weights(self, layer: nn.Module, few_rows: bool = False) -> Iterator[Weights]:
+    def weights(self, layer: nn.Module, generating: bool = False) -> Iterator[Weights]:
         """The weights of a block or of the head, to use within the context: a packed matrix is unpacked once, instead of at
-        every use. Blocks share their buffers, which are freed before the head needs its own. With `few_rows`, in generation,
-        products of a few rows use packed weights directly."""
+        every use. Blocks share their buffers, which are freed before the head needs its own. When generating, products of a
+        few rows use packed weights directly, and a model that rounds activations does so."""
         if self.scratch is None:
             yield STORED
             return
@@ -235,7 +236,7 @@ class Network(Parts):
         if alone:
             self.scratch.clear()
         try:
-            with self.scratch.fetch(few_rows, self.operand) as weights:
+            with self.scratch.fetch(generating, self.operand, generating and self.rounds_activations) as weights:
                 yield weights
         finally:
             if alone:

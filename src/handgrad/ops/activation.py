@@ -15,6 +15,7 @@ from ..kernels import calls
 
 CUBIC = 0.044715
 TWICE = 2 * math.sqrt(2 / math.pi)
+SATURATED = 100.0  # from here on s or 1 − s is 0
 ENTRIES_AT_ONCE = 1 << 18  # so that the elementwise steps below work in the CPU cache
 
 
@@ -80,6 +81,7 @@ def _gelu_tanh(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
     s = _sigmoid(x, square)
     torch.mul(x, s, out=value)
     rest = torch.addcmul(value, value, s, value=-1, out=out)  # g (1 − s)
+    square.clamp_(max=SATURATED**2)  # `rest` is 0 from here on, and infinity must not multiply it
     rest.mul_(square.mul_(3 * CUBIC * TWICE).add_(TWICE)).add_(s).mul_(delta)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from . import linear
 
 
-def project(a: Tensor, d: Tensor) -> Tensor:
-    """h = a d, which is an operand of the next product"""
-    return _product(a, d, dtype=a.dtype)
+def project(a: Tensor, d: Tensor, scale: float = 1.0) -> Tensor:
+    """scale · h = a (scale · d), which is an operand of the next product"""
+    return _product(a, d if scale == 1.0 else d * scale, dtype=a.dtype)
 
 
 def branch(a: Tensor, d: Tensor, u: Tensor, scale: float) -> linear.Branch:
@@ -49,11 +49,9 @@ def grad_d(g: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None 
     return _product(a.t(), g, into, dtype)
 
 
-def grad_u(delta: Tensor, h: Tensor, scale: float, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """∂u += scale · hᵗ Δ   (46)"""
-    dtype = dtype or h.dtype
-    found = _product(h.t(), delta, dtype=torch.promote_types(dtype, torch.float32))
-    return found.mul_(scale).to(dtype) if into is None else into.add_(found, alpha=scale)
+def grad_u(delta: Tensor, scaled_h: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """∂u += (scale · h)ᵗ Δ   (46)"""
+    return _product(scaled_h.t(), delta, into, dtype)
 
 
 def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -30,8 +30,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import calls
+from ..kernels import calls, library
 
+ROUNDED = calls.ROUNDED  # kinds that are multiplied with activations of 8 bits, in a model that rounds those
 FEW_ROWS = 16  # up to here a product is faster with packed weights than with unpacked ones
 NUMBERS_PER_THREAD = 1 << 18  # at once, so that all steps of a part work in the cache of a core
 
@@ -75,9 +76,10 @@ def unpack(data: Tensor, kind: str, out: Tensor) -> Tensor:
     return out
 
 
-def multiplies(a: Tensor, data: Tensor, kind: str) -> bool:
-    """Whether `product` can be called, and is faster than a product with the unpacked weights."""
-    few = len(a) <= FEW_ROWS and kind in calls.PACKED and a.dtype == torch.float32
+def multiplies(a: Tensor, data: Tensor, kind: str, rounded: bool = False) -> bool:
+    """Whether `product`, or `rounded_product`, can be called, and is faster than a product with the unpacked weights."""
+    few = len(a) <= FEW_ROWS or (rounded and library.multiplies_bytes())
+    few = few and kind in (ROUNDED if rounded else calls.PACKED) and a.dtype == torch.float32
     few = few and a.shape[1] % calls.NUMBERS_OF_BLOCK == 0
     return few and data.is_cpu and data.is_contiguous() and calls.fits(a)
 
@@ -87,6 +89,30 @@ def product(a: Tensor, data: Tensor, kind: str, out: Tensor | None = None) -> Te
     if out is None:
         out = a.new_empty(len(a), len(data))
     calls.packed_product(kind, a, data, out)
+    return out
+
+
+def round_to_8_bits(a: Tensor) -> tuple[Tensor, Tensor]:
+    """q (n, f_in/32, 32) and d (n, f_in/32, 1), float32, with a ≈ d q: d is 1/127 of the largest of 32 numbers, and q the
+    nearest integers, halves to even. If one of the numbers is not finite, d is NaN."""
+    groups = a.double().reshape(len(a), -1, 32)  # 127 divided by a denormal float32 is no float32
+    largest = groups.abs().amax(2, keepdim=True)
+    finite = largest.isfinite()
+    q = (groups * torch.where(largest == 0, 0, 127 / largest)).round_()
+    return torch.where(finite, q, 0).float(), torch.where(finite, largest / 127, torch.nan).float()
+
+
+def rounded(a: Tensor) -> Tensor:
+    """a (n, f_in) as `rounded_product` reads it"""
+    q, d = round_to_8_bits(a)
+    return (q * d).view(a.shape).to(a.dtype)
+
+
+def rounded_product(a: Tensor, data: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    """`product` with a rounded to 8 bits. A row of the result does not depend on the other rows, to the last bit."""
+    if out is None:
+        out = a.new_empty(len(a), len(data))
+    calls.rounded_product(kind, a, data, out)
     return out
 
 

@@ -171,6 +171,7 @@ class Linear(Affine):
             if product is not None:
                 product = product if branch is None else product.addmm_(*(x.to(product.dtype) for x in branch))
                 return product if b is None else product.add_(b)
+            a = run.weights.rounded(a, self.packed)
         if not self.in_parts or len(a) <= linear.FEW_ROWS:
             return linear.forward(a, self.effective_weight(run.weights), b, out, dtype, branch)
         out = a.new_empty(len(a), self.widths[0], dtype=dtype) if out is None else out

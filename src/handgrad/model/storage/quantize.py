@@ -5,7 +5,10 @@
        4   Q4_1     Q8_0      w = d q + m, q of 4 bits, float16 d and m for every 32 numbers: 5 bits per weight
 
 The head keeps 8 bits: its rounding changes every logit directly. Matrices that a GGUF file stores in as few bits stay as
-they are, exactly. A matrix with rows that are not a multiple of 32 numbers stays float32. Activations and sums are float32.
+they are, exactly. A matrix with rows that are not a multiple of 32 numbers stays float32.
+
+When generating, what these matrices multiply is rounded to 8 bits as well, with a scale for every 32 numbers of a row
+(`ops/packed.py`), whatever the number of rows; `model.rounds_activations = False` leaves it float32. Sums are float32.
 """
 
 import torch
@@ -60,6 +63,7 @@ def quantize(model: GPT, bits: int) -> GPT:
         if layer is head and model.config.tied:
             model.embed.pack(matrix, torch.float32)
     model.scratch = model.scratch or Scratch()
+    model.rounds_activations = True
     model.requires_grad_(False)
     return model
 

@@ -35,16 +35,23 @@ class Weights:
         weights is to be used."""
         return None
 
+    def rounded(self, a: Tensor, matrix: Packed) -> Tensor:
+        """What a product with the unpacked matrix reads."""
+        return a
+
 
 STORED = Weights()
 
 
 class Fetched(Weights):
-    """Matrices that are unpacked once, when they are first used. With `few_rows`, products of a few rows use packed weights
-    directly: sums in another order."""
+    """Matrices that are unpacked once, when they are first used.
 
-    def __init__(self, scratch: "Scratch", few_rows: bool, dtype: torch.dtype | None = None):
-        self.scratch, self.few_rows, self.dtype = scratch, few_rows, dtype
+    few_rows   products of a few rows use packed weights directly: sums in another order
+    rounds     products with weights of 8 or 4 bits round float32 activations to 8 bits, and use packed weights directly
+    """
+
+    def __init__(self, scratch: "Scratch", few_rows: bool, dtype: torch.dtype | None = None, rounds: bool = False):
+        self.scratch, self.few_rows, self.dtype, self.rounds = scratch, few_rows, dtype, rounds
         self.buffers: dict[tuple[Packed, torch.dtype], Tensor] = {}
 
     def unpacked(self, matrix: Packed, dtype: torch.dtype) -> Tensor:
@@ -56,9 +63,16 @@ class Fetched(Weights):
         return self.buffers[matrix, dtype]
 
     def product(self, a: Tensor, matrix: Packed, out: Tensor | None = None) -> Tensor | None:
-        if not self.few_rows or not packed.multiplies(a, matrix.data, matrix.kind):
+        rounds = self._rounds(a, matrix)
+        if not self.few_rows or not packed.multiplies(a, matrix.data, matrix.kind, rounds):
             return None
-        return packed.product(a, matrix.data, matrix.kind, out)
+        return (packed.rounded_product if rounds else packed.product)(a, matrix.data, matrix.kind, out)
+
+    def rounded(self, a: Tensor, matrix: Packed) -> Tensor:
+        return packed.rounded(a) if self._rounds(a, matrix) else a
+
+    def _rounds(self, a: Tensor, matrix: Packed) -> bool:
+        return self.rounds and matrix.kind in packed.ROUNDED and a.dtype is torch.float32
 
 
 class Scratch:
@@ -69,9 +83,11 @@ class Scratch:
         self._free: defaultdict[tuple[object, ...], list[Tensor]] = defaultdict(list)
 
     @contextmanager
-    def fetch(self, few_rows: bool = False, dtype: torch.dtype | None = None) -> Iterator[Fetched]:
+    def fetch(
+        self, few_rows: bool = False, dtype: torch.dtype | None = None, rounds: bool = False
+    ) -> Iterator[Fetched]:
         """Weights to use within the context. Do not keep a matrix: afterwards others are unpacked into its buffer."""
-        weights = Fetched(self, few_rows, dtype)
+        weights = Fetched(self, few_rows, dtype, rounds)
         try:
             yield weights
         finally:
