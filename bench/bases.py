@@ -78,10 +78,13 @@ class Base:
         return lengths_of(self.read(path))
 
     def write_peers_copy(self) -> None:
-        """Write what transformers + peft need: the same weights in base/, the initial factors in start/."""
+        """Write what transformers + peft need: the same weights in base/, those of packed files also rounded in bfloat16/, and
+        the initial factors in start/."""
         model = hg.load(self.path)
         if self.path != self.folder / "base":
             hg.save(model, self.folder / "base")
+        if self.is_packed:
+            hg.save(hg.load(self.path, dtype="bfloat16"), self.folder / "bfloat16")
         hg.lora.inject(model, RANK)
         hg.lora.save(model, self.folder / "start")
 

@@ -35,7 +35,7 @@ from .in_transformers import RANK
 from .measure import Timing, timed_rows
 from .peers import BATCH
 from .process import run_alone, with_torch
-from .row import AUTOCAST, MIXED, Row, is_rounded
+from .row import AUTOCAST, MIXED, TWO_BYTES, Row, is_rounded
 from .sizes import Size
 
 LR = 1e-4
@@ -193,25 +193,29 @@ def name_of(options: Options) -> str:
     return f"… {' '.join(command_line(options))}"
 
 
-def theirs(checkpointing: bool = False, autocast: bool = False) -> Run:
+def theirs(checkpointing: bool = False, autocast: bool = False, two_bytes: bool = False) -> Run:
     """transformers + peft on batches of BATCH examples, each padded to its longest."""
 
     def run(work: Work, round_: int) -> Found:
         settings = MEMORY_SETTINGS[round_ % 2]
-        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing, autocast)
+        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing, autocast, two_bytes)
 
     return run
 
 
 def ours_and_theirs(size: Size, checkpointing: bool = False) -> dict[str, Run]:
-    """handgrad finetune and transformers + peft in float32; if the size and this machine have them, both with operands
-    rounded to bfloat16."""
+    """handgrad finetune and transformers + peft, in float32 and `in_mixed` precision."""
     name = PEFT + ", checkpointing" * checkpointing
     found: dict[str, Run] = {"handgrad finetune": Ours(), name: theirs(checkpointing)}
-    if "finetune" in size.mixed and why_not_mixed() is None:
+    if in_mixed(size):
         found[name_of(IN_MIXED)] = Ours(IN_MIXED)
         found[name + AUTOCAST] = theirs(checkpointing, autocast=True)
     return found
+
+
+def in_mixed(size: Size) -> bool:
+    """Whether the size and this machine have contenders with operands in bfloat16."""
+    return "finetune" in size.mixed and why_not_mixed() is None
 
 
 def run_peer(
@@ -222,6 +226,7 @@ def run_peer(
     memory_settings: dict[str, str] = MEMORY_SETTINGS[0],
     checkpointing: bool = False,
     autocast: bool = False,
+    two_bytes: bool = False,
 ) -> Found:
     """The first steps of fine-tuning on the examples of a file by transformers + peft, one for each learning rate."""
     found, folder = base.read(data), base.folder
@@ -230,7 +235,8 @@ def run_peer(
         tokens, targets, lengths = found.batch(step * batch, batch)
         pairs = zip(tokens.split(lengths), targets.split(lengths), strict=True)
         steps.append([(ids.tolist(), expected.tolist()) for ids, expected in pairs])
-    work = {"base": str(folder / "base"), "start": str(folder / "start"), "lrs": lrs, "batch": BATCH}
+    weights, dtype = ("bfloat16", "bfloat16") if two_bytes else ("base", "float32")
+    work = {"base": str(folder / weights), "dtype": dtype, "start": str(folder / "start"), "lrs": lrs, "batch": BATCH}
     work |= {"checkpointing": checkpointing, "autocast": autocast, "steps": steps}
     (folder / "work.json").write_text(json.dumps(work))
     code = "from bench.peft_peer import main; main()"
@@ -271,7 +277,10 @@ def measure(name: str, size: Size, attempts: Attempts) -> list[Row]:
 
 
 def memory_note() -> str:
-    return f"memory: of the process; above torch: above an interpreter with torch loaded, {with_torch() / 1e6:,.0f} MB"
+    return (
+        "memory: of the process, with the pages of mapped files; above torch: above an interpreter with torch loaded,"
+        f" {with_torch() / 1e6:,.0f} MB"
+    )
 
 
 def on_pieces_name(size: Size) -> str:
@@ -289,7 +298,8 @@ def on_pieces(base: Base, size: Size) -> Work:
 
 
 def on_instructions(base: Base, size: Size) -> list[Work]:
-    """BATCH real examples per step: in random order, sorted by length, and with the weights packed."""
+    """BATCH real examples per step: in random order, sorted by length, and with the weights packed, beside the peer in its least
+    memory."""
     rng, steps = random.Random(0), size.instruction_steps
     chosen = rng.sample(range(len(base.records)), BATCH * steps)
     lengths, records = base.lengths, base.records
@@ -319,5 +329,8 @@ def on_instructions(base: Base, size: Size) -> list[Work]:
             "handgrad finetune": Ours(),
             name_of(least): Ours(least),
         }
+        if in_mixed(size):
+            contenders[name_of(PACKED | IN_MIXED)] = Ours(PACKED | IN_MIXED)
+            contenders[f"{PEFT}, checkpointing{TWO_BYTES}"] = theirs(checkpointing=True, two_bytes=True)
         work.append(Work(packed_name(size), base, base.write(records, "packed"), BATCH, steps, contenders))
     return work

@@ -20,7 +20,8 @@ def main() -> None:
 
     with open(sys.argv[1]) as file:
         work = json.load(file)
-    base = AutoModelForCausalLM.from_pretrained(work["base"], attn_implementation="sdpa", dtype=torch.float32)
+    dtype = getattr(torch, work["dtype"])
+    base = AutoModelForCausalLM.from_pretrained(work["base"], attn_implementation="sdpa", dtype=dtype)
     for module in base.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -8,6 +8,7 @@ BOUND = "bandwidth bound"  # a contender that no other can beat
 OURS = ("handgrad", "…", "as written", "transposed")  # beginnings of the names of handgrad's contenders
 MIXED = "mixed"  # the end of the names of handgrad's contenders in mixed precision
 AUTOCAST = ", autocast"  # the end of the names of peers under torch.autocast in bfloat16
+TWO_BYTES = ", weights in bfloat16"  # of peers that store them so, which takes the least memory
 
 
 @dataclass
@@ -58,4 +59,4 @@ class Row:
 
 def is_rounded(contender: str) -> bool:
     """Whether operands of its products are rounded to bfloat16, while those of the others are float32."""
-    return contender.endswith((MIXED, AUTOCAST))
+    return contender.endswith((MIXED, AUTOCAST, TWO_BYTES))

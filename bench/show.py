@@ -12,7 +12,7 @@ from rich.table import Table
 
 from . import SCENARIOS, WITH_MODEL
 from .machine import Machine
-from .row import AUTOCAST, Row
+from .row import Row
 from .scenarios import Part
 
 
@@ -144,7 +144,7 @@ def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
 
 
 def mixed_notes(rows: list[Row]) -> list[str]:
-    """What mixed precision gains in each case over handgrad's float32 and the fastest peer under autocast, and how far the
+    """What mixed precision gains in each case over handgrad's float32 and the fastest peer that rounds, and how far the
     gradients of both are from float32."""
     notes = []
     for row in rows:
@@ -153,7 +153,7 @@ def mixed_notes(rows: list[Row]) -> list[str]:
             text = f"relative error of all gradients {row.gradient_error:.1e}, cosine {row.cosine:.5f}"
             notes.append(f"{row.case}, {row.contender}: {text}")
         if row.is_mixed and row.seconds > 0 and not beside[0].is_mixed:
-            peers = [other for other in beside if other.contender.endswith(AUTOCAST) and other.seconds > 0]
+            peers = [other for other in beside if other.is_rounded and not other.is_ours and other.seconds > 0]
             rivals = [beside[0], *sorted(peers, key=lambda other: other.seconds)[:1]]
             parts = [f"{x.seconds / row.seconds:.2f}× {x.contender}" for x in rivals if x.seconds > 0]
             measured = [other for other in peers if other.memory and row.memory]

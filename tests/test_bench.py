@@ -99,6 +99,8 @@ OF_INSTRUCTIONS = {
         "… --packed",
         "handgrad finetune",
         "… --packed --recompute blocks",
+        "… --packed --precision mixed",
+        "transformers + peft, checkpointing, weights in bfloat16",
     ],
 }
 WITH_MEMORY = {"memory", "finetune"}
