@@ -16,13 +16,14 @@ memory is measured in a separate process per contender. A contender that fails i
     compete.py     compares, times and measures the contenders of a case
     bridge.py      contenders of bridge: a transformers model as it is, replaced, compiled; a model of handgrad, wrapped
     attention.py   attention alone, forward and backward
-    bases.py       models and examples of finetune, context and generate
+    bases.py       models and examples of finetune, context, generate and precision
     finetune.py    the command finetune, and the same by transformers + peft
     peft_peer.py   the process of transformers + peft
     context.py     the command finetune on one example of increasing length
     generate.py    generating tokens
     generators.py  its contenders: handgrad's engine, transformers, llama-bench, the speed of memory
     lowbit.py      its products with low-bit weights: handgrad's kernel and those of torch
+    precision.py   gradients in mixed precision, under autocast and in bfloat16 against float32
     shared.py      a small model while other processes use the cores
     examples.py    a step that measures every example's gradient, and the plain step
     explain.py     the page of handgrad explain in a browser
@@ -48,9 +49,10 @@ SCENARIOS = {
     "attention": "Attention alone, backward and forward, against torch's kernels.",
     "products": "Matrix products of a layer: as written and transposed; in float32, bfloat16 and mixed precision.",
     "shared": "Steps of a small model while zero, one and two other processes use a core each.",
+    "precision": "Gradients in mixed precision, under autocast and in bfloat16: errors against float32; nothing is timed.",
     "examples": "A step with the norm of every example's gradient, against the plain step: at most 1.3 times its time.",
     "explain": "Waiting times and memory of the page of handgrad explain in Chromium; no peer.",
 }
-WITH_MODEL = ("finetune", "context", "generate")  # scenarios that take --model
+WITH_MODEL = ("finetune", "context", "generate", "precision")  # scenarios that take --model
 # with handgrad in mixed precision, and peers under autocast
-WITH_MIXED = ("train", "memory", "lora", "sft", "bridge", "finetune", "context", "products")
+WITH_MIXED = ("train", "memory", "lora", "sft", "bridge", "finetune", "context", "products", "precision")

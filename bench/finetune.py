@@ -198,7 +198,9 @@ def theirs(checkpointing: bool = False, autocast: bool = False, two_bytes: bool 
 
     def run(work: Work, round_: int) -> Found:
         settings = MEMORY_SETTINGS[round_ % 2]
-        return run_peer(work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing, autocast, two_bytes)
+        return run_peer(
+            work.base, work.data, work.batch, [LR] * work.steps, settings, checkpointing, autocast, two_bytes
+        )
 
     return run
 

@@ -36,6 +36,7 @@ class Row:
     of_idle: float = NAN  # speed ÷ this one's speed when no other process wants a core
     of_bound: float = NAN  # speed ÷ that at which memory delivers what this one reads
     cosine: float = NAN  # of a rounded contender; its gradient_error is that of all gradients together
+    worst: float = NAN  # largest relative error of one gradient of a rounded contender
     gflops: float = NAN  # 10⁹ operations per second of a product
     problem: str = ""  # "missing: …", "wrong: …" or "failed: …": why figures are empty
 

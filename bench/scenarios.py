@@ -12,7 +12,7 @@ from torch import Tensor
 from handgrad.model.precision import why_not_mixed
 from handgrad.ops import linear
 
-from . import SCENARIOS, attention, context, examples, finetune, generate, shared
+from . import SCENARIOS, attention, context, examples, finetune, generate, precision, shared
 from . import explain as page
 from .attempts import Attempts
 from .cases import CASES
@@ -142,6 +142,7 @@ OTHERS: dict[str, Callable[[Size], dict[str, Measure]]] = {
     "attention": attention.cases,
     "products": products,
     "shared": shared.cases,
+    "precision": precision.cases,
     "examples": examples.cases,
     "explain": explain,
 }

@@ -92,6 +92,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "median": lambda r: seconds(r.median),
     "GFLOP/s": lambda r: number(r.gflops, "{:,.0f}"),
     "ratio": lambda r: number(r.ratio, "{:.2f}×"),
+    "error": lambda r: number(r.gradient_error, "{:.2e}") if r.worst == r.worst else "",
+    "worst tensor": lambda r: number(r.worst, "{:.2e}"),
+    "cosine": lambda r: number(r.cosine, "{:.5f}") if r.worst == r.worst else "",
     "of torch's products": lambda r: number(r.mfu, "{:.2f}×"),
     "of bound": lambda r: number(r.of_bound, "{:.0%}"),
     "predicted": lambda r: seconds(r.predicted_seconds),
@@ -132,7 +135,9 @@ def show(rows: list[Row], size: str, machine: Machine, out: Console) -> None:
     if hidden:
         notes.append(f"hidden columns: {', '.join(dict.fromkeys(hidden))}; --json has all figures")
     notes += mixed_notes(rows)
-    errors = [row.gradient_error for row in rows if not (math.isnan(row.gradient_error) or row.is_rounded)]
+    errors = [
+        row.gradient_error for row in rows if not (math.isnan(row.gradient_error) or row.is_rounded or row.worst > 0)
+    ]
     if errors:
         notes.append(f"results compared before timing: largest relative error {max(errors):.1e}")
     if size == "tiny":
@@ -149,7 +154,7 @@ def mixed_notes(rows: list[Row]) -> list[str]:
     notes = []
     for row in rows:
         beside = [other for other in rows if other.case == row.case]
-        if row.cosine == row.cosine:
+        if row.cosine == row.cosine and row.worst != row.worst:
             text = f"relative error of all gradients {row.gradient_error:.1e}, cosine {row.cosine:.5f}"
             notes.append(f"{row.case}, {row.contender}: {text}")
         if row.is_mixed and row.seconds > 0 and not beside[0].is_mixed:

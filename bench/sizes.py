@@ -65,7 +65,8 @@ class Size:
     bridge: tuple[int, int] = (1, 512)  # sequences, tokens of each
     bridge_models: tuple[tuple[str, hg.ModelConfig], ...] = ()  # besides `model`, by label
     bridge_compiled: bool = False
-    base: str = ""  # --model of finetune, context and generate; "": `model` with random weights
+    precision: tuple[int, int] = (2, 64)  # texts, tokens of each
+    base: str = ""  # --model; "": `model` with random weights
 
 
 GPT2 = hg.preset("gpt2")
@@ -122,6 +123,7 @@ FULL = Size(
     peaks=("train", "memory", "lora", "sft", "bridge"),
     bridge_models=SMOLLM2,
     bridge_compiled=True,
+    precision=(8, 235),
     explain=("gpt2", 64),
     rounds=40,
     measure_seconds=1.5,

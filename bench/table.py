@@ -35,7 +35,7 @@ HEADLINES = (  # scenario and case of the README's five lines
     ("generate", "decode, float32, 1×512"),
     ("generate", "decode, 4 bits, 1×512"),
 )
-NOT_IN_A_TABLE = ("examples", "explain")
+NOT_IN_A_TABLE = ("precision", "examples", "explain")
 TITLES = {
     "train": "training step, {}",
     "memory": "memory of a step, {}",

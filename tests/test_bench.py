@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from bench import SCENARIOS, __main__, compete, finetune, machine, process, scenarios, shared, supervise
+from bench import SCENARIOS, __main__, compete, finetune, machine, precision, process, scenarios, shared, supervise
 from bench.attempts import Attempts
 from bench.bridge import REPLACED
 from bench.cases import CASES
@@ -174,6 +174,44 @@ def test_scenario_compares_results_and_times(
     assert "times as fast as the reference" in plot and f"load {machine['load']:.2f}" in plot
 
 
+@pytest.mark.filterwarnings("ignore")  # of the peers
+@pytest.mark.parametrize("model", ["", "smollm2"])
+def test_errors_of_rounded_gradients_are_compared(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(__main__.err, "width", 400)
+    found, shown = bench(capsys, monkeypatch, "precision", *(["--model", model] if model else []))
+    ours, theirs, narrow = rows = found["rows"]
+    assert [row["contender"] for row in rows] == [precision.OURS, precision.THEIRS, precision.NARROW]
+    assert all(0 < row["gradient_error"] < row["worst"] < 0.3 and 0.99 < row["cosine"] < 1 for row in (theirs, narrow))
+    if why_not_mixed() is not None:
+        assert ours["problem"].startswith("missing: ") and ours["gradient_error"] is None
+        return
+    assert 0 < ours["gradient_error"] < theirs["gradient_error"] < narrow["gradient_error"]
+    assert re.match(r"nearer than autocast in \d+ of \d+ tensors, in single texts in \d+ to \d+", ours["note"])
+    assert ours["note"] in shown and f"{ours['worst']:.2e}" in shown and f"{ours['cosine']:.5f}" in shown
+
+
+def test_tensors_in_which_autocast_is_nearer_are_named() -> None:
+    """Of two tensors in two examples: one is nearer in both, the other further in one and in the sum."""
+    exact = {"a": torch.zeros(2), "b": torch.ones(2)}
+    exact["a"][0] = 1
+    ours, theirs = precision.Errors(), precision.Errors()
+    for errors, by in ((ours, (0.1, 0.4)), (theirs, (0.2, 0.3))):
+        for at in (0, 1):
+            off = {"a": exact["a"] + by[0], "b": exact["b"] + (by[1] if at else 0.1)}
+            errors.add(lambda example, off=off: off, (exact["a"], exact["a"]), exact)  # type: ignore[misc]
+    assert precision.beside(ours, theirs) == (
+        "nearer than autocast in 1 of 2 tensors, in single texts in 1 to 1; not in b (1.30×)"
+    )
+    assert ours.error == pytest.approx(math.sqrt((2 * 0.02 + 0.02 + 0.32) / 6))
+    assert max(ours.of_tensors().values()) == pytest.approx(math.sqrt(0.34 / 4))
+    with pytest.raises(
+        hg.HandgradError, match=r"relative error 2.5e-01 of all gradients, cosine 0.99200: not rounding"
+    ):
+        ours.check()
+
+
 def test_named_model_is_finetuned_on_instructions_and_on_longer_and_longer_examples(tmp_path: Path) -> None:
     """A tiny Llama with packed weights stands for the model; forked processes, so that torch is imported once."""
     arguments = ["--model", "smollm2", "--tiny", "--json", tmp_path / "figures.json", "--plot", tmp_path / "plot.svg"]
@@ -263,7 +301,7 @@ def test_explain_page_is_timed(
 
 
 def test_every_scenario_is_tested_and_described() -> None:
-    assert {*CONTENDERS, "context", "explain"} == set(SCENARIOS)
+    assert {*CONTENDERS, "context", "precision", "explain"} == set(SCENARIOS)
     assert f"Scenarios: {', '.join(SCENARIOS)};" in " ".join((bench_command.__doc__ or "").split())
     for size in SIZES.values():
         assert size.loop in size.train and {*size.compiled, *size.mixed_train} <= set(size.train)
@@ -365,7 +403,7 @@ def test_help_fits_80_columns(option: str, capsys: pytest.CaptureFixture[str], m
         (["attention", "--quick", "--tiny"], "not allowed with"),
         (
             ["finetune", "train", "--model", "smollm2"],
-            "--model is an option of finetune, context, generate, not of train",
+            "--model is an option of finetune, context, generate, precision, not of train",
         ),
         (["context", "--quick", "--model", "no-such-model"], "'no-such-model' is neither a preset"),
         (["context", "--quick", "--model", "gpt2"], "gpt2 is a preset, a shape without weights"),

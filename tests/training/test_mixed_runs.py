@@ -10,21 +10,32 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import handgrad as hg
 from conftest import handgrad, make_model, run_processes, use_empty_cache
+from handgrad.display.run_progress import Silent
+from handgrad.errors import for_command_line
 from handgrad.files.manifest import FILE
-from handgrad.formats.models import open_to_generate
+from handgrad.formats.models import find_model, open_to_generate
+from handgrad.formatting import duration, size
 from handgrad.inference.token_block import describe
 from handgrad.kernels import library, mixed_products
-from handgrad.model.layers.linear import Linear
+from handgrad.model.layers.linear import Embedding, Linear
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.model.precision import why_not_mixed
 from handgrad.model.storage.rounded import round_frozen
 from handgrad.optim import OptimizerInBackward
+from handgrad.plan.estimate import plan_model
 from handgrad.proof.oracles import relative_error
 from handgrad.text import tokenizer
+from handgrad.training import run_plan
+from handgrad.training.config import FinetuneOptions
+from handgrad.training.distributed import Ranks
+from handgrad.training.finetune import prepare
+from handgrad.training.lifecycle import Request, dry_run
+from handgrad.training.run_plan import plan_job, saved_by_mixing
 from mixed_by_torch import Switch, forget, use_switch
 from runs import OFTEN, SMALL, TEXT, same_weights, weights
 
@@ -68,6 +79,44 @@ def finetune(*options: object) -> subprocess.CompletedProcess[str]:
 
 def settings(run: str) -> dict[str, Any]:
     return json.loads(Path(run, "run.json").read_text())  # type: ignore[no-any-return]
+
+
+@mixes
+@pytest.mark.parametrize(
+    "options", [{"rank": 2}, {"rank": 2, "modules_to_save": ("wpe", "c_fc")}, {"full": True}], ids=str
+)
+def test_summary_says_what_mixed_precision_would_save(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The plan as if in mixed precision is that of such a run, and saves the bytes that its weights save; of the time,
+    only that of products shrinks, here to a quarter."""
+    given = {"model": "base", "data": ("data.jsonl",), "batch_examples": 5, "steps": 6, **options}
+    job, mixed = (
+        dry_run(Request(FinetuneOptions, prepare, given | {"precision": name}), Ranks(), Silent(Console()))
+        for name in ("float32", "mixed")
+    )
+    plan, other = plan_job(job), plan_job(job, mixed=True)
+    assert other == plan_job(mixed) and other.bytes_peak < plan.bytes_peak
+    stored, rounded = (
+        [*made.parameters(), *{x.packed for x in made.modules() if isinstance(x, Linear | Embedding) and x.packed}]
+        for made in (job.model, mixed.model)
+    )
+    assert plan.bytes_weights - other.bytes_weights == sum(x.nbytes for x in stored) - sum(x.nbytes for x in rounded)
+    if "modules_to_save" not in options:
+        named = plan_model(find_model("base"), {}, options.get("rank", 0), (), precision="mixed", batch=5, tokens=9)
+        assert named.bytes_weights == other.bytes_weights
+
+    rates = {"float32": 1e6, "mixed": 4e6}
+    monkeypatch.setattr(run_plan, "matmul_rate", rates.__getitem__)
+    products = 6 * (plan.forward_flop + plan.backward_flop) / 1e6
+    memory = size(plan.bytes_peak - other.bytes_peak)
+    for seconds, less in ((2 * products, 0.75 * products), (0.5 * products, 0.375 * products)):
+        line = for_command_line(saved_by_mixing(job, 6, seconds))
+        assert line == (
+            f"--precision mixed would take about {duration(less)} less of {duration(seconds)}, and {memory} less memory, on"
+            " this machine"
+        )
+    assert saved_by_mixing(mixed, 6, products) == "" and saved_by_mixing(job, 6, 8 * products) == ""
 
 
 # ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

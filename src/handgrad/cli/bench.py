@@ -12,12 +12,13 @@ from ..errors import HandgradError
 def bench(context: typer.Context) -> None:
     """Measure speed and memory side by side with other libraries.
 
-    Scenarios: train, memory, lora, sft, bridge, finetune, context, generate, attention, products, shared, examples, explain;
-    all unless named. --case 1x512 selects cases by their name. --model smollm2 measures finetune, context and generate with
-    a real model and real instructions, instead of GPT-2 with random weights. --quick takes 3 minutes and --tiny uses the
-    smallest sizes, --json FILE writes every figure with machine, load, versions and commit, --plot FILE.svg draws the ratios
-    and the growth with the tokens. table FILE.json … prints a table of results, or writes it into pages with --into. A
-    contender that fails is reported and the rest goes on; the exit status is 1 if one of handgrad's failed.
+    Scenarios: train, memory, lora, sft, bridge, finetune, context, generate, attention, products, shared, precision,
+    examples, explain; all unless named. --case 1x512 selects cases by their name. --model smollm2 measures finetune,
+    context, generate and precision with a real model and real instructions, instead of GPT-2 with random weights.
+    --quick takes 3 minutes and --tiny uses the smallest sizes, --json FILE writes every figure with machine, load,
+    versions and commit, --plot FILE.svg draws the ratios and the growth with the tokens. table FILE.json … prints a
+    table of results, or writes it into pages with --into. A contender that fails is reported and the rest goes on; the
+    exit status is 1 if one of handgrad's failed.
 
     Needs a clone of the repository, which contains bench/, and the packages of the test extra. make llama-bench builds
     llama.cpp's benchmark, a peer of generate.

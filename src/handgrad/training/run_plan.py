@@ -25,7 +25,9 @@ def plan_job(job: Job, mixed: bool | None = None) -> Plan:
     mixes = job.model.operand is not None if mixed is None else mixed
     kinds = kinds_of(job.model)
     if mixes and job.model.adapter is not None:
-        kinds = {**two_bytes(job.model.config, "bfloat16"), **kinds}
+        trained = {name.replace(".base.", ".") for name, p in job.model.named_parameters() if p.requires_grad}
+        frozen = {x: kind for x, kind in two_bytes(job.model.config, "bfloat16").items() if x not in trained}
+        kinds = {**frozen, **kinds}
     count, ranks = min(EXAMPLES, job.training.per_epoch), job.adapter_ranks or None
     tokens, targets = (max(1, round(n / count)) for n in job.training.size(0, count, False))
     make = partial(
@@ -49,8 +51,9 @@ def saved_by_mixing(job: Job, steps: int, seconds: float) -> str:
     if job.model.precision != "float32" or why_not_mixed() is not None or seconds <= 0:
         return ""
     plan, other = plan_job(job), plan_job(job, mixed=True)
-    work = steps * (plan.forward_flop + plan.backward_flop)
-    less = min(seconds, work / matmul_rate("float32") - work / matmul_rate("mixed"))
+    rate = matmul_rate("float32")
+    products = min(seconds, steps * (plan.forward_flop + plan.backward_flop) / rate)  # all else takes as long as before
+    less = products * (1 - rate / matmul_rate("mixed"))
     if less < LEAST_SAVED * seconds:
         return ""
     return (
