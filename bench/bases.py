@@ -78,8 +78,8 @@ class Base:
         return lengths_of(self.read(path))
 
     def write_peers_copy(self) -> None:
-        """Write what transformers + peft need: the same weights in base/, those of packed files also rounded in bfloat16/, and
-        the initial factors in start/."""
+        """Write what transformers + peft need: the same weights in base/, those of packed files also rounded in bfloat16/,
+        and the initial factors in start/."""
         model = hg.load(self.path)
         if self.path != self.folder / "base":
             hg.save(model, self.folder / "base")

@@ -300,8 +300,8 @@ def on_pieces(base: Base, size: Size) -> Work:
 
 
 def on_instructions(base: Base, size: Size) -> list[Work]:
-    """BATCH real examples per step: in random order, sorted by length, and with the weights packed, beside the peer in its least
-    memory."""
+    """BATCH real examples per step: in random order, sorted by length, and with the weights packed, beside the peer in its
+    least memory."""
     rng, steps = random.Random(0), size.instruction_steps
     chosen = rng.sample(range(len(base.records)), BATCH * steps)
     lengths, records = base.lengths, base.records
