@@ -43,19 +43,24 @@ ALWAYS void lines_of(source s, size line, size lines, size k, size count, operan
     transpose_square(turned, LANES, out, os);
 }
 
-/* Columns of b, `depth` numbers from k on, as rows of PANEL operands; b is given as its transpose, whose lines are columns */
+/* Columns of b, `depth` numbers from k on, as rows of PANEL operands; b is given as its transpose, whose lines are columns. The
+ * next panel, if this one is full, is fetched while this one is multiplied. */
 static void pack_panel(source b, size column, size columns, size k, size depth, operand *out) {
     operand lines[LANES * STEPS] __attribute__((aligned(64)));
+    size in_64_bytes = b.floats ? LANES : NUMBERS;
     for (size at = 0; at < depth; at += NUMBERS, out += STEPS * PANEL)
         for (size j = 0; j < PANEL; j += LANES) {
             size left = columns - j < 0 ? 0 : columns - j, count = depth - at;
             if (b.column == 1) {
+                for (size i = 0; columns == PANEL && i < LANES; i++)
+                    for (size x = 0; x < NUMBERS; x += in_64_bytes)
+                        __builtin_prefetch(entry(b, column + j + PANEL + i, k + at + x), 0, 2);
                 lines_of(b, column + j, left, k + at, count, lines, STEPS);
                 transpose_square(lines, STEPS, out + j, PANEL);
                 continue;
             }
             for (size p = 0; p < STEPS; p++) {
-                if (PAIR * p + 1 < count && left == LANES) /* the same rows of the next panel, while this one is multiplied */
+                if (PAIR * p + 1 < count && columns == PANEL && (j + LANES) % in_64_bytes == 0)
                     for (size i = 0; i < PAIR; i++) __builtin_prefetch(entry(b, column + j + PANEL, k + at + PAIR * p + i), 0, 2);
                 const void *below = PAIR * p + 1 < count ? entry(b, column + j, k + at + PAIR * p + 1) : NULL;
                 __m512i x = _mm512_setzero_si512();
