@@ -190,13 +190,16 @@ def test_modules() -> None:
     network, ids = nn.ModuleList([body, head]), torch.tensor([[0, 1, 2, 3, 4] * 3])
     found = []
     for precision in (None, "mixed"):
-        for module in network.modules():
-            module.precision = precision  # type: ignore[assignment]
+        for module in (body[1].attn, *body[1].mlp, head):
+            module.precision = precision
+            assert all(x.precision == precision for x in module.modules() if isinstance(x, hg.nn.Linear))
         network.zero_grad()
         head(body(ids[:, :-1]), ids[:, 1:]).backward()
         found.append([p.grad.clone() for p in network.parameters() if p.grad is not None])
     assert 1e-4 < distance(found[1], found[0]) <= NETWORK
     assert all(x.dtype == torch.float32 for x in found[1])
+    with pytest.raises(HandgradError, match="precision must be float32 or mixed, not"):
+        head.precision = "half"
 
 
 # ── a model of transformers ─────────────────────────────────────────────────────────────────────────────────────────

@@ -335,7 +335,7 @@ LEDGER: dict[str, Fault] = {
         "LoRA", ((LoRA, "backward", adapter_path_only),), {"delta_2", "delta_3", "delta_6", "delta_8"},
     ),
     "a dropped scale": Fault(
-        "LoRA", (before(lora, "project", lambda a, d, scale=1.0: (a, d)),), UPS,
+        "LoRA", (before(lora, "grad_u", lambda delta, h, *x: (delta, h / 1.5, *x)),), UPS,
     ),
     "a wrong activation slope": Fault(
         "gpt2", (after(activation, "backward", lambda y, d, x, name: ((d * (x > 0)).to(x.dtype), y[1])),), {"delta_7"},

@@ -102,7 +102,7 @@ class LoRA(Affine):
             self.magnitude.grad = lora.grad_m(delta, z, c, self.magnitude.grad)
 
     def _measure(self, examples: PieceExamples, delta: Tensor, a: Tensor, run: Pass, signals: Signals) -> None:
-        """Hand over the factors of ∂u = (scale · h)ᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
+        """Hand over the factors of ∂u = hᵗ Δ, ∂d = ãᵗ g and the rows of ∂m = Σ_tok Δ ∘ z / c."""
         mask = self._mask(a, run)
         dropped = lora.masked(a, mask)
         if self.up.requires_grad:

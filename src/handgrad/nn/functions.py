@@ -215,11 +215,11 @@ class LinearFunction(Function):
                 read = a if how.mixed else a.to(dtype)
                 grad_d = lora.grad_d(how.dropped(read)[0], g, None, dtype)  # (∂d)ᵗ = gᵗ ã   (45)
             if needs[4]:
-                grad_u = affine.grad_w(h, wide, None, dtype).mul_(how.scale)  # (∂u)ᵗ = scale · Δᵗ h   (46)
+                grad_u = affine.grad_w(h, wide, None, dtype)  # (∂u)ᵗ = Δᵗ h   (46)
             if needs[5]:
-                low = (h, u * how.scale) if how.mixed else None
+                low = (h, u) if how.mixed else None
                 z = affine.forward(a, w, None, dtype=given.dtype, branch=low).to(dtype)
-                z = z if how.mixed else z.addmm_(h, u, alpha=how.scale)
+                z = z if how.mixed else z.addmm_(h, u)
                 grad_m = lora.grad_m(given.to(dtype), z, c, None)
         before = None
         if needs[0]:

@@ -1,7 +1,7 @@
 """Drop-in modules: torch's own layers, and the parts of a transformer, with hand-derived backward passes.
 
 `LayerNorm`, `RMSNorm` and `Linear` are torch's classes with another `forward`: same arguments, same state_dict.
-Modules that multiply have an attribute `precision`: None, or "mixed" as in `functions.linear`.
+Modules that multiply have an attribute `precision`: None, or "mixed" as in `functions.linear`; those within one follow it.
 """
 
 import math
@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_choice
 from ..errors import HandgradError
 from ..model.config import ACTIVATIONS, GATES
 from ..ops import rotary
@@ -37,10 +38,23 @@ class RMSNorm(nn.RMSNorm):
         return functions.rms_norm(x, self.weight, eps)
 
 
-class Linear(nn.Linear):
-    """torch.nn.Linear"""
+class Multiplies(nn.Module):
+    _precision: str | None = None
 
-    precision: str | None = None
+    @property
+    def precision(self) -> str | None:
+        return self._precision
+
+    @precision.setter
+    def precision(self, value: str | None) -> None:
+        check_choice(value, None)
+        for module in self.modules():
+            if isinstance(module, Multiplies):
+                module._precision = value
+
+
+class Linear(Multiplies, nn.Linear):
+    """torch.nn.Linear"""
 
     def forward(self, input: Tensor) -> Tensor:
         return functions.linear(input, self.weight, self.bias, precision=self.precision)
@@ -79,7 +93,7 @@ class LoRALinear(Linear):
         )  # fmt: skip
 
 
-class MLP(nn.Module):
+class MLP(Multiplies):
     """(…, d) → g(a w_6 + b_6) w_8 + b_8; g is relu, gelu, gelu_tanh or relu2"""
 
     def __init__(self, d_model: int, d_hidden: int, activation: str = "gelu_tanh", bias: bool = True):
@@ -93,7 +107,7 @@ class MLP(nn.Module):
         return out
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Multiplies):
     """(…, d) → [g(a w_gate) ∘ a w_up] w_8; g is silu, gelu or gelu_tanh"""
 
     def __init__(self, d_model: int, d_hidden: int, activation: str = "silu", bias: bool = False):
@@ -108,11 +122,9 @@ class GatedMLP(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class Attention(Multiplies):
     """Self-attention (B, T, d) → (B, T, d): causal, with grouped queries (n_kv_heads < n_heads), with a window of keys,
     with rotary positions if `rope_base` is given."""
-
-    precision: str | None = None
 
     def __init__(
         self,
@@ -158,11 +170,9 @@ class Attention(nn.Module):
         return out
 
 
-class LinearCrossEntropy(nn.Linear):
+class LinearCrossEntropy(Multiplies, nn.Linear):
     """A logits layer with its loss: forward(a, targets) is the mean cross-entropy over the targets ≠ −100. The logits of
     all rows never exist together. weight (V, d)"""
-
-    precision: str | None = None
 
     def __init__(self, in_features: int, n_vocab: int, bias: bool = False):
         super().__init__(in_features, n_vocab, bias)

@@ -109,6 +109,8 @@ def _mixed(
         if exact:
             return result
     elif x.dtype == y.dtype == dtype == torch.bfloat16 and bias is None and branch is None:
+        if add and out is not None:
+            return out.addmm_(x, y)
         result = torch.mm(x, y)
     else:
         result = torch.mm(*_rounded(x, y))

@@ -1,7 +1,7 @@
 """Section 6, equations 43–46: the low-rank branch, bracketed so that d·u is never formed.
 
     a  (n, f_in)      d  (f_in, r)  down      u  (r, f_out)  up      Δ  (n, f_out)
-    h = a d  (n, r)                           g = scale · Δ uᵗ  (n, r)
+    h = scale · a d  (n, r)                   g = scale · Δ uᵗ  (n, r)
 
 These are the terms of the branch; the frozen layer adds its own part of Δ (R3). With dropout the branch reads
 ã = mask ∘ a instead of a. With a magnitude (DoRA) the sum of both paths, z, is rescaled column by column:
@@ -14,20 +14,20 @@ from torch import Tensor
 from . import linear
 
 
-def project(a: Tensor, d: Tensor, scale: float = 1.0) -> Tensor:
-    """scale · h = a (scale · d), which is an operand of the next product"""
-    return _product(a, d if scale == 1.0 else d * scale, dtype=a.dtype)
+def project(a: Tensor, d: Tensor, scale: float) -> Tensor:
+    """h = a (scale · d), which is an operand of further products"""
+    return _product(a, d * scale, dtype=a.dtype)
 
 
 def branch(a: Tensor, d: Tensor, u: Tensor, scale: float) -> linear.Branch:
-    """h and scale · u: the product that is added to that of the frozen layer, in the same pass over its result   (43)"""
-    return project(a, d), u * scale
+    """h and u: the product that is added to that of the frozen layer, in the same pass over its result   (43)"""
+    return project(a, d, scale), u
 
 
 def forward(a: Tensor, d: Tensor, u: Tensor, scale: float, into: Tensor) -> Tensor:
-    """a_i += scale · (a d) u, added to the frozen layer's output; returns h = a d for the backward pass   (43)"""
-    h = project(a, d)
-    into.addmm_(h.to(into.dtype), u, alpha=scale)
+    """a_i += h u, added to the frozen layer's output; returns h for the backward pass   (43)"""
+    h = project(a, d, scale)
+    _product(h, u, into)
     return h
 
 
@@ -49,9 +49,9 @@ def grad_d(g: Tensor, a: Tensor, into: Tensor | None, dtype: torch.dtype | None 
     return _product(a.t(), g, into, dtype)
 
 
-def grad_u(delta: Tensor, scaled_h: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """∂u += (scale · h)ᵗ Δ   (46)"""
-    return _product(scaled_h.t(), delta, into, dtype)
+def grad_u(delta: Tensor, h: Tensor, into: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """∂u += hᵗ Δ   (46)"""
+    return _product(h.t(), delta, into, dtype)
 
 
 def _product(x: Tensor, y: Tensor, into: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
