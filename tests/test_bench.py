@@ -129,7 +129,7 @@ def bench(
 def test_scenario_compares_results_and_times(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in (shared, compete):
+    for module in (shared, compete, finetune):
         monkeypatch.setattr(module, "run_alone", run_forked)
     found, shown = bench(capsys, monkeypatch, name, "--plot", str(tmp_path / "plot.svg"))
     rows, machine = found["rows"], found["machine"]
