@@ -45,6 +45,7 @@ TITLES = {
     "finetune": "`handgrad finetune`, {}",
     "shared": "nano recipe, {}",
 }
+SAME = ("cpu", "cores", "memory", "threads")  # of a machine; memory in GB
 NOTHING = "it has no measurements; measure again"
 Result = dict[str, Any]  # what --json wrote
 
@@ -92,15 +93,19 @@ def read(files: list[Path]) -> list[Result]:
         results += several
     first = results[0]
     for result in results:
-        for what in ("cpu", "cores", "memory", "threads"):
-            if result["machine"][what] != first["machine"][what]:
+        for what, a, b in zip(SAME, *(identity(x["machine"]) for x in (first, result)), strict=True):
+            if a != b:
                 raise HandgradError(
-                    f"results of different machines: {what} is {first['machine'][what]} in one and"
-                    f" {result['machine'][what]} in another; measure all on one"
+                    f"results of different machines: {what} is {a} in one and {b} in another; measure all on one"
                 )
         if result["versions"] != first["versions"]:
             raise HandgradError("results with different versions of Python or packages; measure all with the same")
     return without_repeats(results)
+
+
+def identity(machine: dict[str, Any]) -> list[object]:
+    """What results of one machine have in common. After a restart the system may leave a few kilobytes more or less."""
+    return [round(machine[what] / 1e9) if what == "memory" else machine[what] for what in SAME]
 
 
 def check(result: Result) -> None:

@@ -110,6 +110,7 @@ BUSY = result()["machine"]
         ({"machine": BUSY | {"load": 1.5}}, "the machine was busy, load 1.50 on 2 cores"),
         ({"machine": BUSY | {"others": 0.7}}, "other processes used 0.70 cores meanwhile"),
         ({"machine": BUSY | {"threads": 1}}, "results of different machines: threads is 2 in one and 1 in another"),
+        ({"machine": BUSY | {"memory": 9 * 10**9}}, "results of different machines: memory is "),
         ({"versions": {"torch": "2.0"}}, "results with different versions of Python or packages"),
         (
             {"rows": [{"scenario": "lora", "case": "c", "contender": "handgrad", "problem": "failed: why"}]},
