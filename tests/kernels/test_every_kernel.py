@@ -1,11 +1,12 @@
 """All kernels in a program without Python, under the sanitizers of one compiler; make kernels-check has the rest."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from handgrad.kernels import compiler
-from kernels.check import compare, is_clang, sanitized
+from kernels.check import is_clang, sanitized
 
 words = compiler.command()
 if words is None:
@@ -13,6 +14,7 @@ if words is None:
 
 
 @pytest.mark.skipif(is_clang(words), reason="clang's sanitizers need libraries of their own: make kernels-check")
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """Three threads under one sanitizer, any number under the other: the same results."""
-    compare(sanitized(words, "thread", "float", tmp_path), sanitized(words, "address", "float", tmp_path), "float")
+def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    """That of addresses and undefined behavior; make kernels-check has those of threads and of double."""
+    found = sanitized(words, "address", "float", tmp_path)
+    assert len(found) > 50 and all(math.isfinite(x) for _, numbers in found for x in numbers)
