@@ -20,6 +20,7 @@ from conftest import make_batch, make_model, perturb
 from handgrad import optim
 from handgrad.model.passes.example_gradients import ExampleNorms
 from handgrad.optim import OptimizerInBackward, align
+from handgrad.optim.optimizers import ROW
 from handgrad.proof.oracles import relative_error
 
 LENGTHS = [9, 2, 13, 5, 16]
@@ -151,13 +152,21 @@ def test_norm_is_accurate_over_the_range_of_each_dtype(dtype: torch.dtype) -> No
     assert math.isnan(optim.norm(torch.tensor([1.0, math.nan], dtype=dtype)))
 
 
-def test_ordinary_norm_is_bit_identical_to_dot_product() -> None:
-    grad = torch.randn(1000)
-    assert optim.norm(grad) == math.sqrt(torch.dot(grad, grad).item())
+def test_norm_does_not_depend_on_threads() -> None:
+    threads = torch.get_num_threads()
+    for n in (0, 1, 5, ROW - 1, ROW, 3 * ROW + 7, 300_001):
+        grad, found = torch.randn(n), set[float]()
+        for number in (1, 2, 3, 5):
+            torch.set_num_threads(number)
+            found.add(optim.norm(grad))
+        torch.set_num_threads(threads)
+        assert len(found) == 1 and found.pop() == pytest.approx(grad.double().norm().item(), rel=1e-6)
+
+
+def test_length_of_several_norms() -> None:
     assert optim.length([3.0, 4.0]) == 5.0
-    assert optim.length([3e200, 4e200]) == pytest.approx(5e200) and optim.length([3e-200, 4e-200]) == pytest.approx(
-        5e-200
-    )
+    assert optim.length([3e200, 4e200]) == pytest.approx(5e200)
+    assert optim.length([3e-200, 4e-200]) == pytest.approx(5e-200)
     assert math.isnan(optim.length([1.0, math.nan])) and optim.length([]) == 0.0
 
 

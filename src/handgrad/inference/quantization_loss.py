@@ -46,8 +46,8 @@ class Cost(NamedTuple):
         return (
             f"loss {self.loss:.4f} → {self.low_bit_loss:.4f} ({self.change:+.4f} nats per token); the most probable token"
             f" differs at {self.differ} of {self.tokens} ({self.differ / self.tokens:.1%})\n"
-            f"of this, activations of 8 bits: {by_activations:+.4f} nats per token; with float32 ones the most probable"
-            f" token differs at {self.differ_by_activations} ({share:.1%})"
+            f"of this, activations of 8 bits: {by_activations:+.4f} nats per token; without that rounding the most"
+            f" probable token differs at {self.differ_by_activations} ({share:.1%})"
         )
 
 

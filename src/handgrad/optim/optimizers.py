@@ -111,14 +111,17 @@ def step(optimizer: Optimizer, factor: float) -> None:
         optimizer.step()
 
 
+ROW = 1 << 14  # numbers; torch splits sums of twice as many
+
+
 def norm(grad: Tensor) -> float:
-    """√⟨g, g⟩. A dot product reads g once, at memory speed. Where the squares would leave the range of the dtype, g is
-    divided by its largest entry first."""
-    flat = grad.reshape(-1)
-    if grad.dtype == torch.bfloat16:  # a bfloat16 sum has three digits
-        square = torch.linalg.vector_norm(flat, dtype=torch.float32).item() ** 2
-    else:
-        square = torch.dot(flat, flat).item()
+    """√⟨g, g⟩, with the same bits for any number of threads: none splits a row. Where squares would leave the range of the
+    dtype, g is divided by its largest entry first."""
+    flat, wide = grad.reshape(-1), torch.promote_types(grad.dtype, torch.float32)  # a bfloat16 sum has three digits
+    whole = len(flat) // ROW * ROW
+    rows, rest = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+    norms = torch.cat([torch.linalg.vector_norm(x, dim=1, dtype=wide) for x in (rows, rest)]).double()
+    square = norms.square().sum().item()
     least, most = _squares(grad.dtype)
     if flat.numel() * least <= square <= most:
         return math.sqrt(square)

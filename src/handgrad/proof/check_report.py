@@ -238,10 +238,10 @@ def _number(x: float) -> str:
 
 def _columns(checks: list[Result], width: int) -> tuple[dict[str, int], int]:
     """Widths of the columns that fit, and the width left for the statement (0: it goes below the row). The least important
-    columns are dropped until the rest fits; a number is never truncated."""
+    columns are dropped until the rest fits; a long name is folded, a number is never truncated."""
     sizes = {
         "": 1,
-        "check": max((len(c.id) for c in checks), default=5),
+        "check": min(max((len(c.id) for c in checks), default=5), max(24, width - 40)),
         "eq.": max((len(c.equation) for c in checks), default=3),
         "oracle": max((len(c.oracle) for c in checks), default=6),
         "error": 7,
@@ -264,5 +264,6 @@ def _table(sizes: dict[str, int], room: int, show_header: bool = False) -> Table
             table.add_column(name, width=room)
         elif name in sizes:
             right = name in ("error", "limit", "ms")
-            table.add_column(name, no_wrap=True, width=sizes[name], justify="right" if right else "left")
+            wraps = name == "check"
+            table.add_column(name, no_wrap=not wraps, width=sizes[name], justify="right" if right else "left")
     return table
