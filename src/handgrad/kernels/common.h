@@ -72,6 +72,17 @@ static inline void share_of(size count, size unit, size *first, size *end) {
 #define IN_ORDER
 #endif
 
+/* A product that is not multiplied in another order: a factor of 0 may belong to a huge one. Compilers that do not know the function
+ * may give NaN where |x| |y| |z| overflows and x y z does not. */
+#ifdef __has_builtin
+#if __has_builtin(__builtin_assoc_barrier)
+#define FIRST(x) __builtin_assoc_barrier(x)
+#endif
+#endif
+#ifndef FIRST
+#define FIRST(x) (x)
+#endif
+
 /* exp: for float by 2^k · p(r), |r| ≤ ln 2 / 2, which the compiler turns into vector instructions. Error: 1 unit in the last
  * place. Outside −87 … 88 the result is that of the nearest end; NaN stays NaN. */
 static inline real exp_(real x) {

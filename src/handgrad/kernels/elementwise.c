@@ -11,15 +11,14 @@
 
 /* ── activation and gate ──────────────────────────────────────────────────────────────────────────────────────────── */
 
-static inline real sigmoid(real x) { return 1 / (1 + exp_(-x)); }
+/* 0 where `exp_` would be that of the nearest end, which a huge number must not multiply */
+static inline real sigmoid(real x) { return sizeof(real) == 4 && x < -88 ? 0 : 1 / (1 + exp_(-x)); }
 
-/* From here on σ is 1, or 0 but for the end of `exp_`: huge numbers must multiply neither that nor 1 − σ. */
-#define SATURATED 100
+#define SATURATED 100 /* from here on 1 − σ is 0, and infinity must not multiply it */
 
 /* g = x σ(x),  g' = σ + g (1 − σ) */
 static inline real silu(real x, real *slope) {
-    x = x < -SATURATED ? -SATURATED : x;
-    real s = sigmoid(x), g = x * s;
+    real s = sigmoid(x), g = FIRST(x * s);
     *slope = s + g * (1 - s);
     return g;
 }
@@ -28,7 +27,7 @@ static inline real silu(real x, real *slope) {
 static inline real gelu_tanh(real x, real *slope) {
     const real twice = (real)1.5957691216057308, cubic = (real)0.044715;
     real square = x * x;
-    real s = sigmoid(twice * (x + cubic * x * square)), g = x * s;
+    real s = sigmoid(twice * (x + cubic * x * square)), g = FIRST(x * s);
     *slope = square > SATURATED * SATURATED ? s : s + g * (1 - s) * twice * (1 + 3 * cubic * square);
     return g;
 }

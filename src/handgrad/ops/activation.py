@@ -43,7 +43,7 @@ def forward(x: Tensor, name: str) -> Tensor:
 def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Δ_{i−1} = Δ_i ∘ g'(a_{i−1}), with ReLU'(0) = 0; and g(a_{i−1})"""
     if name == "relu":
-        return (delta * (x > 0)).to(x.dtype), torch.relu(x)
+        return torch.where(x <= 0, 0, delta).to(x.dtype), torch.relu(x)  # Δ where x is no number
     out, value = torch.empty_like(x), torch.empty_like(x)
     if name in calls.ACTIVATIONS and x.ndim == 2 and delta.shape == x.shape:
         given = delta.to(calls.COMPUTED.get(x.dtype, x.dtype))
@@ -64,7 +64,7 @@ def backward(delta: Tensor, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def parts(x: Tensor) -> tuple[Tensor, ...]:
     """Groups of rows of at most ENTRIES_AT_ONCE entries."""
-    return torch.split(x, max(1, ENTRIES_AT_ONCE // x.shape[1]))
+    return torch.split(x, max(1, ENTRIES_AT_ONCE // max(1, x.shape[1])))
 
 
 def _gelu(delta: Tensor, x: Tensor, out: Tensor, value: Tensor) -> None:
