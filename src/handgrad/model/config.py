@@ -49,6 +49,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
+    attention_scale: float | None = None  # of q kᵗ; default: 1/√d_ρ
+    score_cap: float | None = None  # c: scores s become c tanh(s/c); default: no cap
+    sinks: bool = False  # every head has a learned score without a key in its softmax
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
@@ -65,6 +68,7 @@ class ModelConfig:
             raise HandgradError(f"eps must be a number of at least 1e-30 and below 1, not {self.eps!r}")
         for name in (
             "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm",
+            "sinks",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -78,6 +82,10 @@ class ModelConfig:
                 f"n_kv_heads={self.n_kv_heads} does not divide {option('n_heads', self.n_heads)}: every key/value"
                 " head serves a group of equally many query heads"
             )
+        for name in ("attention_scale", "score_cap"):
+            x = getattr(self, name)
+            if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
+                raise HandgradError(f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default")
         if self.positions == "rotary":
             self._check_rotary()
         if self.window is not None and not self.causal:

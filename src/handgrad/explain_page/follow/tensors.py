@@ -107,13 +107,13 @@ class Tensors:
     def seen(self, here: str, i: int) -> range:
         """The tokens that attention at token i sees."""
         attn = self.block(here).attn
-        first = 0 if attn.window is None else max(0, i + 1 - attn.window)
-        return range(first, i + 1 if attn.causal else len(self.trace["a_0"]))
+        first = 0 if attn.scores.window is None else max(0, i + 1 - attn.scores.window)
+        return range(first, i + 1 if attn.scores.causal else len(self.trace["a_0"]))
 
     def seeing(self, here: str, j: int) -> range:
         """The tokens whose attention sees token j."""
         attn, n = self.block(here).attn, len(self.trace["a_0"])
-        return range(j if attn.causal else 0, n if attn.window is None else min(n, j + attn.window))
+        return range(j if attn.scores.causal else 0, n if attn.scores.window is None else min(n, j + attn.scores.window))
 
     # ── between the projections and the heads ───────────────────────────────────────────────────────────────────────
 

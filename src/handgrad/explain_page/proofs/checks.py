@@ -126,10 +126,10 @@ def _attention_identities(session: Session, checker: Checker, station: Station, 
         ("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)),
         ("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)),
     ]
-    if attn.causal:
+    if attn.scores.causal:
         found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
-    if attn.window is not None:
-        found.append((f"ρ is 0 more than {attn.window - 1} tokens back", _largest(rho.tril(-attn.window))))
+    if attn.scores.window is not None:
+        found.append((f"ρ is 0 more than {attn.scores.window - 1} tokens back", _largest(rho.tril(-attn.scores.window))))
     for keys in station.parameters:
         if keys.symbol == "b_k" and keys.name in checker.trained and not attn.rotated and not attn.normed:
             found.append(("∂b_k is 0 (29)", _largest(keys.view(checker.gradient(keys.name)))))

@@ -35,13 +35,13 @@ def attention(attn: Attention, config: ModelConfig, name: str, output: str) -> A
         forward=tuple(_renamed(formula, name, output) for formula in forward),
         backward=tuple(_renamed(formula, name, output) for formula in backward),
         errata=(
-            *(["R1"] if attn.causal else []),
+            *(["R1"] if attn.scores.causal else []),
             *(["R32"] if fused and (no_effect or not config.key_bias) else []),
             *(["R3", "R11"] if adapted else []),
         ),
         sources=_sources(attn, as_in_paper),
         derived_in=(
-            *(["grouped_query"] if grouped or attn.window is not None else []),
+            *(["grouped_query"] if grouped or attn.scores.window is not None else []),
             *(["rotary"] if attn.rotated else []),
             *(["rmsnorm"] if attn.normed else []),
         ),
@@ -55,8 +55,8 @@ def _renamed(formula: Formula, name: str, output: str) -> Formula:
 
 def _summary(attn: Attention, config: ModelConfig) -> str:
     seen = "all tokens"
-    if attn.causal:
-        before = "all earlier ones" if attn.window is None else f"the {attn.window - 1} before it"
+    if attn.scores.causal:
+        before = "all earlier ones" if attn.scores.window is None else f"the {attn.scores.window - 1} before it"
         seen = f"that token and {before}"
     scaling = config.rope_scaling.rope_type
     extra = {
@@ -118,7 +118,7 @@ def _rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
 
 
 def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
-    mask = r"\mathrm{mask}" if attn.causal else ""
+    mask = r"\mathrm{mask}" if attn.scores.causal else ""
     q, k, v, rho = ("q^h", "(k^g)", "v^g", r"\rho^h") if grouped else ("q", "k", "v", r"\rho")
     yield Formula(
         rf"{rho} = \mathrm{{softmax}}\left({mask}\left(\frac{{{q} {k}^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
@@ -131,8 +131,8 @@ def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
             rf" \frac{{{attn.n_heads}}}{{{attn.n_kv_heads}}}",
             "L-gqa-fwd",
         )
-    if attn.window is not None:
-        yield Formula(rf"\rho_{{t\beta}} = 0 \; \text{{ unless }} \; t - {attn.window} \lt \beta \le t", "L-window-fwd")
+    if attn.scores.window is not None:
+        yield Formula(rf"\rho_{{t\beta}} = 0 \; \text{{ unless }} \; t - {attn.scores.window} \lt \beta \le t", "L-window-fwd")
 
 
 # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,7 +288,7 @@ def _sources(attn: Attention, as_in_paper: bool) -> Sources:
         forward += ["paper/rotary.py forward", "ops/rotary.py forward"]
         backward += ["paper/rotary.py delta_prev", "ops/rotary.py backward"]
     forward.append("ops/attention.py forward")
-    if attn.n_kv_heads < attn.n_heads or attn.window is not None:
+    if attn.n_kv_heads < attn.n_heads or attn.scores.window is not None:
         forward.append("paper/grouped_query.py forward")
         backward.append("paper/grouped_query.py sum_over_group")
     if not as_in_paper:
