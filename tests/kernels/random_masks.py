@@ -42,9 +42,9 @@ def check_case(seed: int) -> str:
     delta = draw(m, heads, d_h)
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, causal, window)
+        a, saved = attention.forward(q, k, v, spans, attention.Scores(causal, window))
         into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        attention.backward(delta, saved, spans, causal, into, window)
+        attention.backward(delta, saved, spans, into, attention.Scores(causal, window))
         return [a, *into]
 
     found = run()

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..kernels import calls, token_calls
+from ..kernels.calls import Scores
 from ..model.gpt import GPT
 from ..ops import attention
-from ..ops.attention import Saved, Scores
+from ..ops.attention import Saved
 
 How = tuple[Scores, Tensor | None]  # how scores are computed, and the heads' sinks
 FIRST_CAPACITY = 256  # tokens of the smallest slots
@@ -371,10 +372,10 @@ class _Neighbors:
             values.transpose(1, 2)[self.each, self.places] = v
             if window not in self.masks:
                 self.masks[window] = _mask(self.places, range(start, end), window, q)[:, None, None]
-        seen = (x.narrow(2, start, end - start) for x in (keys, values))
+        seen_k, seen_v = (x.narrow(2, start, end - start) for x in (keys, values))
         rows = None if sinks is None else sinks.view(shared, -1)
         queries, mask = q.reshape(n, shared, heads // shared, width), self.masks.get(window)
-        return attention.attend_with_mask(queries, *seen, mask, scores, rows).reshape(n, heads, -1)
+        return attention.attend_with_mask(queries, seen_k, seen_v, mask, scores, rows).reshape(n, heads, -1)
 
 
 _Part = _Prompts | _Continued | _Tokens | _Neighbors

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import HandgradError
 from ..kernels import calls
-from ..kernels.calls import Scores
+from ..kernels.calls import Scores as Scores
 from . import _tiles
 
 FLOAT32_SCORES = 1024.0  # rounding a larger score to float32 changes ρ by more than 1e-4 of its value
@@ -178,16 +178,13 @@ def maps(
             by_head = tile.view(-1, length, repeat, length).transpose(1, 2)
             target[:, rows, rows] = by_head.flatten(0, 1)
         start += length
-    rho, signal, raw = found
-    return rho, signal, raw
+    return found[0], found[1], found[2]
 
 
 # ── one tile ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rho_tile(
-    q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks, of: Scores
-) -> tuple[Tensor, Tensor | None]:
+def rho_tile(q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks, of: Scores) -> tuple[Tensor, Tensor | None]:
     """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to a query (R1); and the slope of the cap, 1 − tanh², if there
     is one. (g, rows, columns)
 
@@ -251,8 +248,8 @@ def _forward_by_library(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tupl
         mask = q.new_zeros(rows.stop - rows.start, seen.stop - seen.start)
         for columns, part in hidden:
             mask[:, columns].masked_fill_(part, -math.inf)
-        part = q[:, :, rows], k[:, :, seen], v[:, :, seen]
-        tiles.append(kernel(*part, 0.0, False, attn_mask=mask, scale=scores.scale))
+        operands = q[:, :, rows], k[:, :, seen], v[:, :, seen]
+        tiles.append(kernel(*operands, 0.0, False, attn_mask=mask, scale=scores.scale))
     out, lse = torch.cat([out for out, _ in tiles], 2), torch.cat([lse for _, lse in tiles], 2)
     return _with_overflow(q, k, out, lse)
 

@@ -17,9 +17,8 @@ from ..errors import HandgradError
 from ..model.block import Block
 from ..model.config import ModelConfig
 from ..model.layers.linear import Affine
-from ..model.layers.norms import Norm
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
-from ..model.steps import require_block, signal
+from ..model.steps import Layer, require_block, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
 
@@ -49,6 +48,8 @@ class Choices(NamedTuple):
     factor: float = 1.0  # the attention factor of rotary positions
     rotated: tuple[bool, ...] = ()  # per block
     windows: tuple[int | None, ...] = ()  # per block
+    scale: float | None = None  # of scores; None: 1/√d_ρ
+    cap: float | None = None  # of scores
 
 
 def choices_of(config: ModelConfig) -> Choices:
@@ -58,6 +59,7 @@ def choices_of(config: ModelConfig) -> Choices:
     return Choices(
         config.activation, config.eps, config.causal, config.norm, config.gated, theta, factor,
         tuple(map(config.rotated_block, blocks)), tuple(map(config.window_of, blocks)),
+        config.attention_scale, config.score_cap,
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     return pairs
 
 
-def weight_and_bias(layer: Affine | Norm) -> Pair:
+def weight_and_bias(layer: Layer) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
@@ -169,10 +171,11 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
     if inside is not None:
         q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
     seen = scores(q, k, c, i, at)
+    every = with_sink(seen, block.get("sink"))
     if inside is None:
-        rho = F.softmax(seen, -1)
+        rho = F.softmax(every, -1)[..., : len(a)]
     else:  # the sum that its backward pass subtracts cancels where softmax saturates
-        rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
+        rho = torch.exp(seen - inside(torch.logsumexp(every, -1, keepdim=True)))
     a_3 = at("3", weighted(rho, v))
     a_4 = at("4", affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
@@ -194,11 +197,18 @@ def turned(heads: list[Tensor], gain: Pair | None, c: Choices, i: int, inside: C
 
 
 def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Tensor:
-    """q kᵗ/√d_ρ of every head, −∞ where a query does not see a key. (h, n, n)"""
+    """q kᵗ/√d_ρ of every head, scaled and capped as the model does, −∞ where a query does not see a key. (h, n, n)"""
     group = len(q) // len(k)  # queries that share a key and a value
     raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-    return scaled.masked_fill(_hidden(scaled.shape[1], c, i, scaled.device), -math.inf)
+    root = math.sqrt(q[0].shape[1]) if c.scale is None else 1 / c.scale
+    scaled = raw / root
+    capped = at("causal", scaled if c.cap is None else c.cap * torch.tanh(scaled / c.cap))
+    return capped.masked_fill(_hidden(capped.shape[1], c, i, capped.device), -math.inf)
+
+
+def with_sink(seen: Tensor, sink: Pair | None) -> Tensor:
+    """The scores, and as a last column every head's sink if it has one. (h, n, n + 1)"""
+    return seen if sink is None else torch.cat([seen, sink[0][:, None, None].expand(*seen.shape[:2], 1)], -1)
 
 
 def weighted(rho: Tensor, v: list[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.calls import Scores
 from ...ops import attention, rmsnorm, rotary
 from ..config import ModelConfig
 from ..passes.arguments import Observer, Pass
@@ -57,7 +58,7 @@ class Attention(Parts):
         super().__init__()
         c, names = config, config.table.names
         self.n_heads, self.n_kv_heads = c.n_heads, c.kv_heads
-        self.scores = attention.Scores(c.causal, c.window_of(i), c.attention_scale, c.score_cap)
+        self.scores = Scores(c.causal, c.window_of(i), c.attention_scale, c.score_cap)
         self.sinks = nn.Parameter(torch.empty(c.n_heads, device=device)) if c.sinks else None
         self.rotated, self.normed = c.rotated_block(i), c.qk_norm
         stored = c.table.stored

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.attention import Scores, scores_of
+from ...kernels.calls import Scores
+from ...ops.attention import scores_of
 from ..passes.arguments import Pass
 
 
@@ -48,9 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | Non
     return Saved(q, k, v, softmax, rho, a, slope, rho_sink)
 
 
-def backward(
-    delta_3: Tensor, saved: Saved, into: tuple[Tensor, Tensor, Tensor], run: Pass
-) -> Tensor | None:
+def backward(delta_3: Tensor, saved: Saved, into: tuple[Tensor, Tensor, Tensor], run: Pass) -> Tensor | None:
     """Δ_3 (n, h d_h) → Δ_q, Δ_k, Δ_v, written into the buffers (n, h, d), and what each row adds to ∂sink (n, h)"""
     q, k, v, softmax, rho, _, slope, rho_sink = saved
     delta = delta_3.view(len(delta_3), len(q), -1).transpose(0, 1).to(rho.dtype)  # (h, n, d_h)

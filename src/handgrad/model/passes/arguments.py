@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...errors import HandgradError
-from ...ops.attention import Saved, Scores, Spans
+from ...kernels.calls import Scores
+from ...ops.attention import Saved, Spans
 from ..storage.weights import STORED, Weights
 
 if TYPE_CHECKING:
