@@ -138,7 +138,15 @@ def random_mask(chance: random.Random) -> Case:
         layout = layout_of_mask(mask[:, None], batch, window)
         if isinstance(layout, Layout):
             seen = torch.block_diag(*mask.float()).bool()
-            return layout.spans, batch * length, batch * length, seen, window, layout.causal, ", ".join(sorted(kinds))
+            return (
+                layout.spans,
+                batch * length,
+                batch * length,
+                seen,
+                window,
+                layout.scores.causal,
+                ", ".join(sorted(kinds)),
+            )
 
 
 def check_cases(count: int, first: int = 0) -> dict[str, int]:

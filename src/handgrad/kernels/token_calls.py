@@ -45,8 +45,9 @@ def attend_tokens(
     if not 0 <= block < places.blocks or heads % places.k[1] or places.k != (n, places.v[1], width):
         raise _unfit(q, (places.k[0], heads, places.k[2]), dtype)
     found = _call(
-        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, scores.window or 0, *scores.numbers(width),
-        *_numbers(heads, dtype, sinks), places.address(), *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
+        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, scores.window or 0,
+        *scores.numbers(width), *_numbers(heads, dtype, sinks), places.address(),
+        *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
         *_heads((n, heads, d_h), dtype, out),
     )  # fmt: skip
     _check(found, WRONG_PLACES)

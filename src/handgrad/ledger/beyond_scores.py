@@ -123,8 +123,8 @@ def capped_scores_backward(rng: RandomInputs) -> float:
 
 @check("L-sink-fwd", BEYOND, "", IDENTITY)
 def sink(rng: RandomInputs) -> float:
-    """ρ = softmax of the scores and b, without the column of b: a is that of a key with the score b and the value 0, rows of ρ
-    sum to 1 − ρ_sink, and b = −∞ changes nothing"""
+    """ρ = softmax of the scores and b, without the column of b: a is that of a key with the score b and the value 0; rows of
+    ρ sum to 1 − ρ_sink, and b = −∞ changes nothing"""
     x = _inputs(rng)
     f = scores.forward(x.q, x.k, x.v, 0.7, None, x.b)
     assert f.rho_sink is not None

@@ -85,7 +85,9 @@ class ModelConfig:
         for name in ("attention_scale", "score_cap"):
             x = getattr(self, name)
             if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
-                raise HandgradError(f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default")
+                raise HandgradError(
+                    f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
+                )
         if self.positions == "rotary":
             self._check_rotary()
         if self.window is not None and not self.causal:

@@ -89,7 +89,7 @@ class Network(Parts):
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases and sinks 0"""
+        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, others 0"""
         generator = torch.Generator().manual_seed(seed)
         sinks = {id(block.attn.sinks) for block in self.blocks}
         joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}

@@ -21,7 +21,6 @@ from ..ops import rotary
 from .arguments import check_heads, mixes
 from .functions import autocast, first_derivative, opaque, operand, rows, shaped, without_autocast
 
-
 Rotation = tuple[Tensor, Tensor] | None  # cos and sin
 
 
@@ -117,8 +116,8 @@ def attention(
     precision: str | None = None,
 ) -> Tensor:
     """softmax(mask(q kᵗ/√d_ρ)) v of every head: (B, T, h d_ρ) → (B, T, h d_h). Without k and v, q holds all three side by
-    side. Another `scale` takes the place of 1/√d_ρ; with a `cap` c scores s become c tanh(s/c); `sinks` (h) are scores without
-    a key. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
+    side. Another `scale` takes the place of 1/√d_ρ; with a `cap` c scores s become c tanh(s/c); `sinks` (h) are scores
+    without a key. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
     operands and output are rounded to bfloat16; sums, gradients and the dtype of the output are float32."""
     if layout is None:
         if q.ndim != 3:

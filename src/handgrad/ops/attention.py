@@ -3,8 +3,8 @@
     q  (m, h, d_ρ)      k  (n, h_kv, d_ρ)      v  (n, h_kv, d_h)      a, Δ  (m, h, d_h)      lse  (m, h)
 
 No n×n matrix is stored: the backward pass rebuilds ρ = exp(s − lse), s = q kᵗ/√d_ρ, one tile of keys at a time, for the
-queries that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` says where
-the packed sequences end and which rows have queries: all of them (m = n), or only some.
+queries that can see them, from lse, the log-sum-exp of each row of scores; memory is linear in the tokens. `Spans` says
+where the packed sequences end and which rows have queries: all of them (m = n), or only some.
 
 h_kv = h in the paper. With fewer key heads (grouped queries; h_kv divides h), the r = h/h_kv query heads i with
 i // r = g share key and value head g. The tiles have their queries as r neighboring rows of equal position, so a product
@@ -12,8 +12,8 @@ such as ρᵗ Δ also sums over the group.
 
 `Scores` says what a score is and which keys a query sees: with a `window` the keys t − window + 1 … t only; with a `scale` σ
 s = σ q kᵗ; with a `cap` c tanh(s/c) takes the place of s, so Δ_s = Δ_causal ∘ (1 − tanh²(s/c)). A head may have a sink, a
-learned score b without a key, in the denominator of its softmax: lse' = log(exp lse + exp b), a' = a exp(lse − lse'), and with
-these the backward pass is unchanged, since the sink's value is 0; ∂b = −Σ_t exp(b − lse'_t) (Δ_t ⊖ a'_t).
+learned score b without a key, in the denominator of its softmax: lse' = log(exp lse + exp b), a' = a exp(lse − lse'), and
+with these the backward pass is unchanged, since the sink's value is 0; ∂b = −Σ_t exp(b − lse'_t) (Δ_t ⊖ a'_t).
 """
 
 import math
@@ -155,8 +155,8 @@ def sink_signals(delta: Tensor, saved: Saved, spans: Spans) -> Tensor:
 def maps(
     delta: Tensor, saved: Saved, lengths: tuple[int, ...], scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ρ, Δ_causal and Δ_raw of every head over the packed stream, (h, n, n), zero between sequences, for inspection: the
-    error signals of what the softmax reads and of q kᵗ. The same tiles as in the backward pass, each as large as a sequence."""
+    """ρ and the error signals of what the softmax reads, Δ_causal, and of q kᵗ, Δ_raw, of every head over the packed stream,
+    (h, n, n), zero between sequences, for inspection. The same tiles as in the backward pass, each as large as a sequence."""
     a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
     repeat = n_heads // saved.k.shape[1]
@@ -185,8 +185,8 @@ def maps(
 
 
 def rho_tile(q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks, of: Scores) -> tuple[Tensor, Tensor | None]:
-    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to a query (R1); and the slope of the cap, 1 − tanh², if there
-    is one. (g, rows, columns)
+    """ρ = exp(q kᵗ/√d_ρ − lse), and 0 where a key is not visible to a query (R1); and the slope of the cap, 1 − tanh², if
+    there is one. (g, rows, columns)
 
     The zeros are written after the exponential, which is many times slower on −∞; the clamp before it keeps invisible
     entries from overflowing. A visible score never exceeds its row's log-sum-exp, so the clamp does not change it."""
@@ -266,7 +266,7 @@ def _with_overflow(q: Tensor, k: Tensor, out: Tensor, lse: Tensor) -> tuple[Tens
 def _forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, positions: list[int] | None, of: Scores, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same with matrix products only: for any device, for d_ρ ≠ d_h, for capped scores and for queries in some rows only.
+    """The same with matrix products only: for any device, for d_ρ ≠ d_h, capped scores and queries in some rows only.
     (g, rows, width) as in the backward pass, sinks (g, rows) → (g, rows, d_h), (g, rows)"""
     out, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
     for rows, seen, hidden in _tiles.of_queries(q, k, positions, of.causal, of.window):

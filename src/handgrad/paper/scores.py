@@ -2,8 +2,8 @@
 
     q, k  (n_T, d_ρ)    v, a, Δ  (n_T, d_h)    raw, scaled, capped, ρ and their Δ  (n_T, n_T)    ρ_sink  (n_T)
 
-A sink is a learned score b, one number for each head, of a key that every query sees and whose value is 0. The paper has none
-of the three; this is beyond it.
+A sink is a learned score b, one number for each head, of a key that every query sees and whose value is 0. The paper has
+none of the three; this is beyond it.
 """
 
 from typing import NamedTuple
@@ -57,9 +57,7 @@ def grad_sink(delta: Tensor, a: Tensor, rho_sink: Tensor) -> Tensor:
     return -(rho_sink * row_dot(delta, a)).sum()
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, sigma: float, c: float | None = None, b: Tensor | None = None
-) -> Forward:
+def forward(q: Tensor, k: Tensor, v: Tensor, sigma: float, c: float | None = None, b: Tensor | None = None) -> Forward:
     """a = softmax(mask(c tanh(σ q kᵗ/c)), b) v"""
     scaled = scale(q @ k.t(), sigma)
     seen = mask(scaled if c is None else cap(scaled, c))

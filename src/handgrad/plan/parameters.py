@@ -10,8 +10,8 @@ from ..lora.patterns import split_names
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
-from ..model.steps import Layer
 from ..model.names import block_of, without_block
+from ..model.steps import Layer
 from .outline import linear_layers, outline
 
 

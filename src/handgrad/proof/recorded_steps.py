@@ -18,7 +18,17 @@ from ..model.layers.linear import Affine, QueryKeyValue
 from ..model.steps import signal
 from ..model.storage.packed import Packed
 from ..model.storage.weights import Weights
-from .reference import GATES, Change, block_weights, reference_norm, scores, turned, weight_and_bias, weighted, with_sink
+from .reference import (
+    GATES,
+    Change,
+    block_weights,
+    reference_norm,
+    scores,
+    turned,
+    weight_and_bias,
+    weighted,
+    with_sink,
+)
 from .reference_model import Part, ReferenceModel, differentiate, looked_up
 from .wide_layers import row_groups
 

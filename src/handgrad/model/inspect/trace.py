@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..gpt import GPT
 from ..layers.linear import Affine
-from ..steps import Layer
 from ..passes.arguments import Pass, Record
 from ..passes.objective import MEAN_LOSS, Objective
 from ..passes.options import Finished, PassOptions, no_hook
 from ..passes.readout import forward_at_once
+from ..steps import Layer
 from .edits import Editor, Edits
 from .trace_html import trace_html
 
