@@ -268,10 +268,10 @@ class Scores(NamedTuple):
 
     def numbers(self, d_rho: int) -> list[float]:
         """σ and c as kernels take them; no cap is 0."""
-        factor, cap = self.factor(d_rho), self.cap or 0.0
-        if not 0 < factor < math.inf or not 0 <= cap < math.inf:
-            raise HandgradError(f"scores with scale={self.scale} and cap={self.cap}: both must be numbers above 0")
-        return [factor, cap]
+        factor, cap = self.factor(d_rho), self.cap
+        if not 0 < factor < math.inf or (cap is not None and not 0 < cap < math.inf):
+            raise HandgradError(f"scores with scale={self.scale} and cap={cap}: both must be numbers above 0")
+        return [factor, cap or 0.0]
 
 
 class Sequences(NamedTuple):

@@ -155,8 +155,8 @@ def sink_signals(delta: Tensor, saved: Saved, spans: Spans) -> Tensor:
 def maps(
     delta: Tensor, saved: Saved, lengths: tuple[int, ...], scores: Scores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ρ and the error signals of what the softmax reads, Δ_causal, and of q kᵗ, Δ_raw, of every head over the packed stream,
-    (h, n, n), zero between sequences, for inspection. The same tiles as in the backward pass, each as large as a sequence."""
+    """ρ and the error signals of what the softmax reads, Δ_causal, and of q kᵗ, Δ_raw, of every head over the packed stream
+    (h, n, n), zero between sequences, for inspection. The same tiles as in the backward pass, as large as a sequence."""
     a, lse = saved.a, saved.lse
     n, n_heads = lse.shape
     repeat = n_heads // saved.k.shape[1]
@@ -194,7 +194,7 @@ def rho_tile(q: Tensor, k: Tensor, lse: Tensor, masks: _tiles.Masks, of: Scores)
     if of.cap is None:
         scores = torch.baddbmm(lse[..., None], q, k.transpose(1, 2), beta=-1, alpha=factor)
     else:
-        tanh = torch.bmm(q, k.transpose(1, 2)).mul_(factor / of.cap).tanh_()
+        tanh = _tanh(torch.bmm(q, k.transpose(1, 2)).mul_(factor / of.cap))
         slope = 1 - tanh * tanh
         scores = tanh.mul_(of.cap).sub_(lse[..., None])
     for rows, _ in masks:
@@ -282,7 +282,12 @@ def _forward_in_tiles(
 def scores_of(q: Tensor, k: Tensor, of: Scores) -> Tensor:
     """q kᵗ/√d_ρ, or with the scale and the cap of a model. (…, rows, columns)"""
     scores = (q @ k.mT).mul_(of.factor(q.shape[-1]))
-    return scores if of.cap is None else scores.div_(of.cap).tanh_().mul_(of.cap)
+    return scores if of.cap is None else _tanh(scores.div_(of.cap)).mul_(of.cap)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """tanh of scores divided by their cap, in place. A sum that overflowed has no sign to rely on, and stays no number."""
+    return x.masked_fill_(x.isinf(), math.nan).tanh_()
 
 
 def _with_sinks(a: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,6 +438,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
             f"{q.shape[1]} query heads on {k.shape[1]} key heads and {v.shape[1]} value heads: "
             "the number of key heads and value heads must be equal and divide the number of query heads"
         )
+    scores.numbers(q.shape[2])
     causal, window, *_ = scores
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window={window} with causal={causal}: a window is at least 1, and only for causal attention")
