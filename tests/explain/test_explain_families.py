@@ -71,7 +71,6 @@ def test_norms_of_queries_and_keys_windows_and_unrotated_blocks_are_named() -> N
         r"s = 0.4 \, q^h (k^g)^t",
         r"2 \tanh(s / 2)",
         r"\tilde b_{\mathrm{sink}}",
-       
         "none exceeds 2",
     ):
         assert part in f"{formulas_of(scores)} {scores.summary}"
