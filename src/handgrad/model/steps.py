@@ -21,17 +21,21 @@ Layer = Affine | Norm | Sinks  # the parameters of a step
 class Step(NamedTuple):
     """One step of a block. The error signal of an activation has its name with `delta` instead of `a`: see `signal`."""
 
-    name: str  # norm_1, attention, projection, skip_1 …
+    name: str  # norm_1, attention, projection, skip_5 …
     kind: str  # norm, attention, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
     layers: dict[str, Layer] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
+    scale: float = 1.0  # of what an addition adds to the stream
+    extras: tuple[str, ...] = ()  # what it does besides, each in a word or two
 
     def __str__(self) -> str:
         """All that distinguishes it: norm_1: norm of a_1 → a_2 by 1"""
         by = f" by {' '.join(self.layers)}" if self.layers else ""
-        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}"
+        scaled = () if self.scale == 1 else (f"scale {self.scale:g}",)
+        more = "".join(f", {extra}" for extra in (*scaled, *self.extras))
+        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}{more}"
 
 
 @cache
@@ -68,12 +72,12 @@ PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
         for sink in ("", " sink")
     ),
     ("projection: linear of a_3 → a_4 by 3",),
-    ("skip_1: add of a_1, a_4 → a_5",),
-    ("norm_2: norm of a_5 → a_6 by 5",),
+    ("skip_5: add of a_1, a_4 → a_5",),
+    ("norm_5: norm of a_5 → a_6 by 5",),
     ("expand: linear of a_6 → a_7 by 6", *(f"expand: linear of a_6 → a_gate, a_up by {x}" for x in ("6", "gate up"))),
     ("activation: activation of a_7 → a_8", "activation: gated of a_gate, a_up → a_8"),
     ("contract: linear of a_8 → a_9 by 8",),
-    ("skip_2: add of a_5, a_9 → a_10",),
+    ("skip_10: add of a_5, a_9 → a_10",),
 )
 
 
