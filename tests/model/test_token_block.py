@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import handgrad as hg
-from conftest import ROUNDING
+from conftest import ROUNDING, perturb
 from families.members import MEMBERS, transformers_model
 from handgrad.inference.kv_cache import Cache
 from handgrad.inference.token_block import describe
@@ -76,6 +76,14 @@ def test_adapters(preset: str) -> None:
     plain = hg.GPT(hg.preset(preset, n_vocab=33), seed=1)
     hg.lora.inject(plain, 5, dora=True)
     assert describe(plain) is None, "a magnitude is not a low-rank branch"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("changes", [{"attention_scale": 0.9}, {"score_cap": 0.5}, {"sinks": True, "score_cap": 2.0}])
+def test_other_scores(changes: dict[str, object], dtype: str) -> None:
+    model = hg.GPT(hg.preset("nano-llama", n_vocab=33, n_blocks=2, **changes), dtype=dtype, seed=1)
+    perturb(model)
+    assert_equal(model, ROUNDING[model.dtype])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
