@@ -16,7 +16,7 @@ POSITIONS = ("learned", "rotary")
 _OPTIONAL = ("d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width")
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
-    "qk_norm_joint", "rotary_neighbors", "parallel",
+    "qk_norm_joint", "rotary_neighbors", "parallel", "sinks",
 )  # fmt: skip
 
 
@@ -71,6 +71,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
+    attention_scale: float | None = None  # of q kᵗ; default: 1/√d_ρ
+    score_cap: float | None = None  # c: scores s become c tanh(s/c); default: no cap
+    sinks: bool = False  # every head has a learned score without a key in its softmax
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
@@ -99,6 +102,12 @@ class ModelConfig:
                 " head serves a group of equally many query heads"
             )
         self._check_scales()
+        for name in ("attention_scale", "score_cap"):
+            x = getattr(self, name)
+            if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
+                raise HandgradError(
+                    f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
+                )
         if self.positions == "rotary":
             self._check_rotary()
         if self.window is not None and not self.causal:
