@@ -101,13 +101,13 @@ class ModelConfig:
                 f"n_kv_heads={self.n_kv_heads} does not divide {option('n_heads', self.n_heads)}: every key/value"
                 " head serves a group of equally many query heads"
             )
+        self._check_scales()
         for name in ("attention_scale", "score_cap"):
             x = getattr(self, name)
             if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
                 raise HandgradError(
                     f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
                 )
-        self._check_scales()
         if self.positions == "rotary":
             self._check_rotary()
         if self.window is not None and not self.causal:

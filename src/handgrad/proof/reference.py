@@ -55,10 +55,10 @@ class Choices(NamedTuple):
     norm: str = "layer"
     turns: tuple[Turn | None, ...] = ()  # per block; None: it does not rotate
     windows: tuple[int | None, ...] = ()  # per block
-    scale: float | None = None  # of scores; None: 1/√d_ρ
-    cap: float | None = None  # of scores
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    scale: float | None = None  # of scores; None: 1/√d_ρ
+    cap: float | None = None  # of scores
 
 
 def choices_of(config: ModelConfig) -> Choices:
@@ -67,7 +67,7 @@ def choices_of(config: ModelConfig) -> Choices:
     turns = (tables[config.rotary_table_of(i)] if config.rotated_block(i) else None for i in blocks)
     return Choices(
         config.activation, config.eps, config.causal, config.norm, (*turns,), tuple(map(config.window_of, blocks)),
-        config.attention_scale, config.score_cap, config.logit_scale, config.logit_cap,
+        config.logit_scale, config.logit_cap, config.attention_scale, config.score_cap,
     )  # fmt: skip
 
 
@@ -151,9 +151,7 @@ def weight_and_bias(layer: Layer) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
-    if isinstance(layer, Sinks):
-        return layer.weight, None
-    return layer.weight + layer.offset, getattr(layer, "bias", None)
+    return layer.weight if isinstance(layer, Sinks) else layer.weight + layer.offset, getattr(layer, "bias", None)
 
 
 def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:

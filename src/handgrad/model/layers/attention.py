@@ -194,8 +194,7 @@ class Attention(Parts):
         return signals.backward(a_2.tensor(), run, a_2.signal_needed)
 
     def steps(self, reads: str) -> list[Step]:
-        """The activation of that name → a_3 → a_4; the parameters of the first step are w_q, w_k, w_v, or all three as
-        w_2, and b_sink."""
+        """The activation of that name → a_3 → a_4; the first step has w_q, w_k, w_v, or all three as w_2, and b_sink."""
         layers: dict[str, Layer] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
         layers |= {name: getattr(self, name) for name in ("q_norm", "k_norm") if self.has(name)}
         layers |= {} if self.sinks is None else {"sink": Sinks(self.sinks)}
