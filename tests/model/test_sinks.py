@@ -11,7 +11,8 @@ from handgrad.proof.oracles import relative_error
 
 LENGTHS = [5, 1, 9]
 CONFIG = hg.preset(
-    "nano-llama", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_kv_heads=1, d_hidden=16, n_blocks=2, sinks=True, score_cap=1.5
+    "nano-llama", n_vocab=11, n_context=16, d_model=12, n_heads=3, n_kv_heads=1, d_hidden=16, n_blocks=2, sinks=True,
+    score_cap=1.5,
 )  # fmt: skip
 NAMES = [f"model.layers.{i}.self_attn.sinks" for i in range(2)]
 

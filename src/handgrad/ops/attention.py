@@ -90,7 +90,7 @@ def forward(
     _check(q, k, v, scores)
     a = v.new_empty(*q.shape[:2], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=_at_least_float32(v.dtype), device=v.device)
-    sinks = None if sinks is None else sinks.detach().to(lse.dtype)
+    sinks = None if sinks is None else sinks.detach().to(lse.dtype).contiguous()
     saved = Saved(q, k, v, a, lse, sinks)
     if _rows_in(span.queries for span in spans) < len(q):  # a row that is no query, as of padding, sees no key
         a.zero_()
