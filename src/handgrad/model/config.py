@@ -17,6 +17,7 @@ _OPTIONAL = ("d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_widt
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
     "qk_norm_joint", "rotary_neighbors", "parallel", "sinks",
+    "qkv_by_head",
 )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ class ModelConfig:
     gated: bool = False  # a_8 = g(gate) ∘ up instead of g(a_7)
     n_kv_heads: int | None = None  # heads of keys and values, each shared by a group of queries; default: n_heads
     qkv_bias: bool = True
+    qkv_by_head: bool = False  # of a layer with q, k and v: the columns of each head are side by side
     out_bias: bool = True  # of w_3
     mlp_bias: bool = True
     norm_bias: bool = True  # of LayerNorm
@@ -130,6 +132,8 @@ class ModelConfig:
             raise HandgradError(f"gain_offset must be 0 or 1, not {self.gain_offset!r}")
         if self.gain_offset and self.norm != "rms":
             raise HandgradError("gain_offset belongs to RMSNorm: choose norm='rms', or leave it out")
+        if self.qkv_by_head and self.kv_heads != self.n_heads:
+            raise HandgradError("qkv_by_head needs as many heads of keys as of queries: leave out n_kv_heads")
         if self.qk_norm_joint and not self.qk_norm:
             raise HandgradError("qk_norm_joint says how queries and keys are normalized: give qk_norm as well")
 
@@ -172,7 +176,7 @@ class ModelConfig:
         scaling = self.rope_scaling
         if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
             raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
-        if scaling.rope_type != "default" and not self.table.scaled:
+        if scaling.rope_type not in self.table.rope_types:
             raise HandgradError(f"rope_scaling of the type {scaling.rope_type} is not defined for {self.family}")
         for name, value in scaling._asdict().items():
             if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):

@@ -126,10 +126,10 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)
         parts = layer.plain().parts if isinstance(layer, Affine) else {}
-        if parts:
-            widths = list(parts.values())
-            biases = [None] * len(widths) if b is None else torch.split(b, widths)
-            pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
+        if isinstance(layer, Affine) and parts:
+            biases = [None] * len(parts) if b is None else [x.flatten() for x in layer.plain().split(b)]
+            columns = [x.flatten(1) for x in layer.plain().split(w)]
+            pairs |= dict(zip(parts, zip(columns, biases, strict=True), strict=True))
         else:
             pairs[number] = (w, b)
     for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):

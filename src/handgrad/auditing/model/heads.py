@@ -178,7 +178,7 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     attn, (sequences, n) = block.attn, batch.shape
     projected = [_project(getattr(attn, name), a_2, name in c.bypassed, c.away) for name in attn.inputs]
     if attn.inputs == ("qkv",):
-        projected = list(torch.split(projected[0], list(config.qkv_widths().values()), 1))
+        projected = [x.flatten(1) for x in attn.qkv.plain().split(projected[0])]
     projected = [projected["qkv".index(letter)] for letter in c.order]
     heads = [config.n_heads, config.kv_heads, config.kv_heads]
     q, k, v = (x.view(sequences * n, h, -1) for x, h in zip(projected, heads, strict=True))

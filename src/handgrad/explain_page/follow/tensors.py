@@ -50,9 +50,9 @@ def products(layers: Sequence[Affine], letters: Sequence[str]) -> dict[str, Pair
     names = iter(letters)
     for layer in layers:
         plain = layer.plain()
-        weights = torch.split(layer.effective_weight(), plain.widths, 1)
+        weights = [x.flatten(1) for x in plain.split(layer.effective_weight())]
         b = plain.added_bias()
-        biases: Sequence[Tensor | None] = [None] * len(weights) if b is None else torch.split(b, plain.widths)
+        biases: Sequence[Tensor | None] = [None] * len(weights) if b is None else [x.flatten() for x in plain.split(b)]
         found |= {next(names): pair for pair in zip(weights, biases, strict=True)}
     return found
 

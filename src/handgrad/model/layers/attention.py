@@ -75,6 +75,7 @@ class Attention(Parts):
         if self.inputs == ("qkv",):
             matters = c.positions == "rotary" or c.qk_norm
             fused = QueryKeyValue(c.d_model, widths, c.qkv_bias, c.key_bias, matters, device, stored=stored)
+            fused.heads = c.n_heads if c.qkv_by_head else None
             self.add("qkv", names["attn.qkv"], fused)
         else:
             for letter, width in widths.items():
