@@ -325,7 +325,7 @@ def test_another_scale_of_scores() -> None:
             layer.self_attn.scaling = scale
     result = hg.nn.replace(model)
     assert_equal(outcome(model, BATCH, 0), outcome(plain, BATCH, 0))
-    assert not result.fallbacks and not any("self_attn" == name.rpartition(".")[2] for name in result.left)
+    assert not result.fallbacks and not any(name.rpartition(".")[2] == "self_attn" for name in result.left)
 
 
 def test_a_mask_that_wants_a_gradient() -> None:

@@ -34,7 +34,9 @@ def heads(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, causal: bo
 
 def other_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     """The same with scores that are scaled by 0.4 and capped to 1.5, and with sinks, by matrices."""
-    q, k, v = (x.unflatten(2, (n, -1)).transpose(1, 2).repeat_interleave(6 // n, 1) for x, n in ((q, 6), (k, 2), (v, 2)))
+    q, k, v = (
+        x.unflatten(2, (n, -1)).transpose(1, 2).repeat_interleave(6 // n, 1) for x, n in ((q, 6), (k, 2), (v, 2))
+    )
     s = 1.5 * torch.tanh(0.4 * q @ k.mT / 1.5)
     s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
     joined = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], 3)

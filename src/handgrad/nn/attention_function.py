@@ -19,7 +19,13 @@ from .heads import Layout, attention, causal_layout, kind_of, layout_of_mask
 from .parts import fell_back, one_dtype, precision_of, why_not_tensors
 
 NAME, ORIGINAL = "handgrad", "sdpa"
-_CHANGES_SCORES = ("position_bias", "cache", "softcap", "s_aux", "output_attentions")  # what transformers' function looks at
+_CHANGES_SCORES = (
+    "position_bias",
+    "cache",
+    "softcap",
+    "s_aux",
+    "output_attentions",
+)  # what transformers' function looks at
 
 
 def register() -> None:
