@@ -4,18 +4,25 @@ Import `FAMILIES`, `Family` and `full_name`. A new family is a new table, listed
 and this package knows nothing of models, tensors or files.
 """
 
+from .dots1 import DOTS1
 from .family import Family
 from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "full_name"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DOTS1)
+}
 
 
 def full_name(name: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
+from .layers.experts import Experts, feed_forward
 from .layers.linear import Affine
 from .layers.mlp import MLP
 from .layers.norms import NORMS, Norm
@@ -41,7 +42,7 @@ class Residual(NamedTuple):
     branched: str
     y: str
     norm: Norm
-    branch: Attention | MLP
+    branch: Attention | MLP | Experts
 
     def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, SavedHalf]:
         """x (n, d) → y (n, d), or (m, d) if the branch computes only the rows that the pass needs"""
@@ -97,7 +98,7 @@ class Block(Parts):
     norm_1: Norm = part("norm_1")
     attn: Attention = part("attn")
     norm_2: Norm = part("norm_2")
-    mlp: MLP = part("mlp")
+    mlp: MLP | Experts = part("mlp")
 
     def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
         super().__init__()
@@ -105,7 +106,7 @@ class Block(Parts):
         self.add("norm_1", names["norm_1"], norm(config.d_model, config.eps, device))
         self.add("attn", names["attn"], Attention(config, i, device))
         self.add("norm_2", names["norm_2"], norm(config.d_model, config.eps, device))
-        self.add("mlp", names["mlp"], MLP(config, device))
+        self.add("mlp", names["mlp"], feed_forward(config, i, device))
 
     def halves(self) -> tuple[Residual, Residual]:
         """The order of the block."""

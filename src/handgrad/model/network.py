@@ -16,6 +16,7 @@ from ..ops import embedding, rotary
 from .block import Block
 from .config import ModelConfig
 from .dtype import DTYPES, as_dtype
+from .layers.experts import SELECTION
 from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import NORMS, Norm
@@ -91,7 +92,9 @@ class Network(Parts):
     def _initialize(self, seed: int) -> None:
         """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
         generator = torch.Generator().manual_seed(seed)
-        joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}
+        joining = {
+            id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, *block.mlp.joining())
+        }
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
@@ -182,6 +185,9 @@ class Network(Parts):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
         super().requires_grad_(requires_grad)
+        for name, p in self.named_parameters():
+            if name.endswith(SELECTION):
+                p.requires_grad_(False)
         if not requires_grad:
             freeze(self.parameters())
         return self

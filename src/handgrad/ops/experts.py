@@ -6,24 +6,12 @@ Experts are chosen by torch.topk of the same numbers as in transformers, so that
 in float32.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-ROUTERS = ("softmax", "softmax of chosen", "sigmoid")
+from .routing import Routing
+
 TINY = 1e-20  # added to the sum of sigmoids, as DeepSeek does
-
-
-class Routing(NamedTuple):
-    """How a router turns scores into gates."""
-
-    k: int  # experts per token
-    kind: str  # one of ROUTERS
-    normalized: bool = True  # whether the gates of a token are divided by their sum
-    scale: float = 1.0  # τ, of "sigmoid"
-    groups: int = 1  # that the experts are divided into, for "sigmoid"
-    kept: int = 1  # groups that a token may choose from
 
 
 def route(s: Tensor, r: Routing, selection: Tensor | None = None) -> tuple[Tensor, Tensor]:
