@@ -219,8 +219,8 @@ def _float_means_double() -> Iterator[None]:
 
 
 def in_float64(network: Any) -> Any:
-    """Make RMSNorm, the routers and the rotary tables of a transformers model compute in float64. They cast to float32, whatever the
-    model's dtype; their own code runs with that dtype replaced."""
+    """Make RMSNorm, routers and rotary tables of a transformers model compute in float64. They cast to float32, whatever
+    the model's dtype; their own code runs with that dtype replaced."""
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:

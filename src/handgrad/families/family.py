@@ -28,12 +28,10 @@ class Family:
     defaults: Mapping[str, Any]  # what transformers takes for a field that config.json omits
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig that every member shares
     only: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json with the one value that is supported
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields, as versions of transformers write them
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields that transformers writes
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
-    windows: str = (
-        ""  # blocks with a sliding window: "every block", "late blocks", "even early blocks" or "unrotated blocks"; "": none
-    )
+    windows: str = ""  # blocks with a sliding window, as `_window` of config_json.py reads them; "": none can have
     scaled: bool = True  # whether transformers scales its rotary positions as "linear", "llama3" and "yarn" say
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -249,7 +249,7 @@ def _experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[s
 
 def _expert_fields(config: ModelConfig) -> dict[str, object]:
     """The same fields, as far as the family has them; `_own` writes what it cannot express."""
-    defaults, written = config.table.defaults, {}
+    defaults, written = config.table.defaults, dict[str, object]()
     if "decoder_sparse_step" in defaults:
         written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense)}
     if "first_k_dense_replace" in defaults:
@@ -261,7 +261,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, object]:
 
 def _told_by_experts(config: ModelConfig) -> set[str]:
     """The choices that these fields express."""
-    defaults, told = config.table.defaults, set()
+    defaults, told = config.table.defaults, set[str]()
     first = config.dense == tuple(range(len(config.dense)))
     if "decoder_sparse_step" in defaults or ("first_k_dense_replace" in defaults and first):
         told.add("dense")

@@ -11,7 +11,8 @@ from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 from ..ops.routing import ROUTERS
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
-GATES = ("silu", "gelu", "gelu_tanh", "clamped")
+GATES = ("silu", "gelu", "gelu_tanh")
+CLAMPED = "clamped"  # the gate of gpt-oss
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary")
 _OPTIONAL = (
@@ -108,7 +109,7 @@ class ModelConfig:
                 raise HandgradError(f"{name} must be a tuple of blocks from 0 to {self.n_blocks - 1}, not {blocks!r}")
 
     def _check_choices(self) -> None:
-        activations = GATES if self.gated else ACTIVATIONS
+        activations = (*GATES, CLAMPED) if self.gated else ACTIVATIONS
         for name, value, known in (
             ("activation", self.activation, activations),
             ("norm", self.norm, NORMS),
@@ -134,11 +135,17 @@ class ModelConfig:
             raise HandgradError("a mixture of experts needs both n_experts and experts_per_token")
         if self.n_experts is None or self.experts_per_token is None:
             if self.d_expert is not None or self.d_shared is not None or self.dense:
-                raise HandgradError("d_expert, d_shared and dense belong to a mixture of experts: give n_experts as well")
+                raise HandgradError(
+                    "d_expert, d_shared and dense belong to a mixture of experts: give n_experts as well"
+                )
             if not (self.table.has("mlp.contract")):
                 raise HandgradError(f"the family {self.family} has experts only: give n_experts and experts_per_token")
             return
-        for layer, needed in (("mlp.experts", True), ("mlp.shared", self.d_shared is not None), ("mlp.contract", self.dense)):
+        for layer, needed in (
+            ("mlp.experts", True),
+            ("mlp.shared", self.d_shared is not None),
+            ("mlp.contract", self.dense),
+        ):
             if needed and not self.table.has(layer):
                 raise HandgradError(f"the family {self.family} has no name for {layer}: choose another family")
         if self.router not in ROUTERS:
@@ -151,8 +158,8 @@ class ModelConfig:
         size = self.n_experts // groups
         if self.n_experts % groups or kept > groups or (groups > 1 and (size < 2 or self.router != "sigmoid")):
             raise HandgradError(
-                f"{self.n_experts} experts in {groups} groups, {kept} for a token: groups of a sigmoid router have at least 2"
-                " experts each, all the same number"
+                f"{self.n_experts} experts in {groups} groups, {kept} for a token: groups are of a sigmoid router, equally"
+                " large, and have at least 2 experts"
             )
         if self.experts_per_token > size * kept:
             raise HandgradError(

@@ -73,10 +73,30 @@ PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
 )
 
 
-def require_block(steps: Iterable[Step], reader: str) -> None:
-    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order."""
-    for step, forms in zip_longest(steps, PAPER_BLOCK):
+# A mixture of experts in the place of expand, activation and contract; the shared expert has these three.
+_SHARED = (*PAPER_BLOCK[5:7], ("contract: linear of a_8 → a_shared by 8",))
+_SHARED_GATE = ("shared_gate: linear of a_6 → a_shared_gate by shared",)
+_ROUTED = (
+    ("router: linear of a_6 → a_scores by router",),
+    ("gates: router of a_scores → a_gates",),
+    ("experts: experts of a_6, a_gates → a_experts",),
+)
+
+
+def require_block(steps: Iterable[Step], reader: str, mixtures: bool = False) -> None:
+    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order. `mixtures`:
+    it knows mixtures of experts as well."""
+    steps, known = list(steps), PAPER_BLOCK
+    if mixtures and (mixture := next((step for step in steps if step.kind == "mixture"), None)):
+        shared = _SHARED if "a_shared" in mixture.inputs else ()
+        gate = (_SHARED_GATE,) if "a_shared_gate" in mixture.inputs else ()
+        mixed = (f"mixture: mixture of {', '.join(mixture.inputs)} → a_9",)
+        known = (*PAPER_BLOCK[:5], *_ROUTED, *shared, *gate, mixed, PAPER_BLOCK[-1])
+    for step, forms in zip_longest(steps, known):
         if step is None:
             raise UnknownStep(f"{reader} expects the step {forms[0]!r}, which this model's blocks do not have")
-        if forms is None or str(step) not in forms:
-            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({step})")
+        name = str(
+            step._replace(layers={}) if step.kind == "experts" else step
+        )  # their number is not the reader's concern
+        if forms is None or name not in forms:
+            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({name})")

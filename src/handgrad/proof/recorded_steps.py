@@ -14,11 +14,22 @@ import torch
 from torch import Tensor
 
 from ..model.block import Block
+from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine, QueryKeyValue
 from ..model.steps import signal
 from ..model.storage.packed import Packed
 from ..model.storage.weights import Weights
-from .reference import GATES, Change, block_weights, reference_norm, scores, turned, weight_and_bias, weighted
+from .reference import (
+    ACTIVATIONS,
+    Change,
+    block_weights,
+    reference_norm,
+    scores,
+    turned,
+    weight_and_bias,
+    weighted,
+)
+from .reference_experts import choose, gated, gates_of, mixed, mixture_of
 from .reference_model import Part, ReferenceModel, differentiate, looked_up
 from .wide_layers import row_groups
 
@@ -26,6 +37,21 @@ from .wide_layers import row_groups
 def rounded(x: Tensor) -> Tensor:
     """What a product reads."""
     return x.bfloat16().double()
+
+
+def _stored(x: Tensor) -> Tensor:
+    """x in bfloat16, and its error signal as well"""
+    return _Stored.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return rounded(x)
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Tensor:
+        return rounded(delta)
 
 
 class _Product(torch.autograd.Function):
@@ -164,9 +190,17 @@ class RecordedSteps:
                 steps.write(outputs[0], reference_norm(inputs[0], weight_and_bias(layers[0]), c.norm, c.eps))
             elif step.kind == "add":
                 steps.write(outputs[0], inputs[0] + inputs[1])
+            elif step.kind == "router":
+                assert isinstance(block.mlp, Experts)
+                m = mixture_of(block.mlp)
+                chosen = choose(self.seen[f"blocks.{i}.a_scores"], m)
+                steps.write(outputs[0], gates_of(inputs[0], chosen, m.routing))
+            elif step.kind == "experts":
+                steps.write(outputs[0], self._experts(block.mlp, inputs[0], chosen, again["a_6"], inside))
+            elif step.kind == "mixture":
+                steps.write(outputs[0], mixed(*inputs))
             else:
-                g = GATES[c.g](inputs[0])
-                steps.write(outputs[0], g * inputs[1] if step.kind == "gated" else g)
+                steps.write(outputs[0], gated(c.g, *inputs) if step.kind == "gated" else ACTIVATIONS[c.g](inputs[0]))
             if step.kind in ("norm", "gated", "activation"):
                 again[step.outputs[0]] = steps.values[outputs[0]]
         return steps.part(self.layers.parameters(i, block))
@@ -196,6 +230,19 @@ class RecordedSteps:
             found.append(weighted(inside.value(torch.exp(seen - lse.detach()[..., None])), v))
             steps.total = steps.total - (lse.T * shift[rows]).sum()
         steps.write(here + "a_3", torch.cat(found), delta)
+
+    def _experts(self, experts: Experts, a: Tensor, chosen: Tensor, before: Tensor, inside: Inside) -> Tensor:
+        """a_6 → a_experts. What an expert rounds inside is not recorded."""
+        found = a.new_zeros(*chosen.shape, a.shape[1])
+        for e, expert in enumerate(experts.experts):
+            where = (chosen == e).nonzero(as_tuple=True)
+            if len(where[0]):
+                rows, again = a[where[0]], before[where[0]]
+                both = torch.cat([inside.affine(layer, rows, again) for layer in expert.projections()], 1)
+                gate, up = (inside.change(_stored(x)) for x in both.chunk(2, 1))
+                a_8 = inside.change(_stored(gated(self.reference.choices.g, gate, up)))
+                found = found.index_put(where, inside.affine(expert.contract, a_8, None))
+        return found.flatten(1)
 
     def _split(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """x as the tensors of these names that are side by side in it"""

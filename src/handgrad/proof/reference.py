@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import HandgradError
 from ..model.block import Block
 from ..model.config import ModelConfig
+from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine
 from ..model.layers.norms import Norm
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
 from ..model.steps import require_block, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
+from .reference_experts import affine, gated, mixture_of, reference_mixture
 
 Hook = Callable[[str, Tensor], Tensor]  # the name of an activation, and the activation → the one to go on with
 Change = Callable[[Tensor], Tensor]
@@ -34,7 +36,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
-GATES = {**ACTIVATIONS, "silu": F.silu}
 
 
 class Choices(NamedTuple):
@@ -80,7 +81,7 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 def block_weights(block: Block, config: ModelConfig) -> Weights:
     """The parameters of one block; raises if the reference does not know one of its steps."""
-    require_block(block.steps(), "the reference")
+    require_block(block.steps(), "the reference", mixtures=True)
     pairs: Weights = {}
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)
@@ -95,6 +96,8 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
         w, b = pairs[letter]
         biases = [None] * heads if b is None else b.chunk(heads)
         pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
+    if isinstance(block.mlp, Experts):
+        pairs["mixture"] = mixture_of(block.mlp)
     return pairs
 
 
@@ -177,9 +180,11 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
     a_4 = at("4", affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
     a_6 = at("6", norm(a_5, block["5"]))
+    if "mixture" in block:
+        return at("10", a_5 + at("9", reference_mixture(block, c.g, a_6, at, inside)))
     if c.gated:
         gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
-        a_8 = at("8", GATES[c.g](gate) * up)
+        a_8 = at("8", gated(c.g, gate, up))
     else:
         a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
     a_9 = at("9", affine(a_8, block["8"]))
@@ -204,12 +209,6 @@ def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Te
 def weighted(rho: Tensor, v: list[Tensor]) -> Tensor:
     """ρ v of every head, side by side"""
     return torch.cat([r @ v[h // (len(rho) // len(v))] for h, r in enumerate(rho)], 1)
-
-
-def affine(a: Tensor, pair: Pair) -> Tensor:
-    """a w + b"""
-    w, b = pair
-    return a @ w if b is None else a @ w + b
 
 
 def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float, inside: Change | None = None) -> Tensor:

@@ -19,7 +19,6 @@ from ..model.steps import require_block, signal
 from .reference import (
     Change,
     Reference,
-    affine,
     block_weights,
     choices_of,
     reference_block,
@@ -27,6 +26,7 @@ from .reference import (
     reference_objective,
     weight_and_bias,
 )
+from .reference_experts import affine
 from .wide_layers import WideLayers, row_groups
 
 Visit = Callable[[int, str, Tensor], Tensor]  # first row, name, activation → the activation to go on with
@@ -96,7 +96,7 @@ class ReferenceModel:
         pause: Callable[[], None] = lambda: None,
     ):
         for block in model.blocks:
-            require_block(block.steps(), "the reference")
+            require_block(block.steps(), "the reference", mixtures=True)
         self.model, self.pause = model, pause
         self.layers, self.choices = WideLayers(model, pause), choices_of(model.config)
         batch = model.pack(tokens, lengths)

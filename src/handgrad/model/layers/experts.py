@@ -7,7 +7,7 @@ Rows are sorted by expert, and each expert computes its own rows: no token is dr
 nothing. Only an observer needs `a_experts`; without one, a row of y is added to a_9 as soon as it is computed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from .linear import Affine, Linear
 from .mlp import MLP
 from .parts import Parts, part
 
-SELECTION = "e_score_correction_bias"  # of a router with sigmoids: (E), added to them in order to choose. It gets no gradient
+SELECTION = (
+    "e_score_correction_bias"  # of a router with sigmoids: (E), added to them in order to choose. It gets no gradient
+)
 
 
 class Saved(NamedTuple):
@@ -54,7 +56,7 @@ class Experts(Parts):
     """A mixture of experts in the place of the feed-forward layer."""
 
     router: Affine = part("router")
-    experts: Layers = part("experts")
+    experts: Any = part("experts")  # a list of MLP
     shared: MLP = part("shared")
     shared_gate: Affine = part("shared_gate")
 
@@ -83,7 +85,8 @@ class Experts(Parts):
         gates, chosen = experts.route(scores, self.routing, getattr(self.router.plain(), SELECTION, None))
         gates = run.at("a_gates", gates)
         a_9 = scores.new_zeros(len(a_6), self.router.plain().f_in)
-        outputs, saved = None, []
+        outputs: Tensor | None = None
+        saved: list[mlp.Saved | None] = []
         if run.observer is not None:
             run.observer.note("chosen", chosen)
             outputs = a_9.new_empty(chosen.numel(), a_9.shape[1])
@@ -149,12 +152,13 @@ class Experts(Parts):
                 continue
             its = Rows(a.a[tokens], a.signal_needed)
             if run.edited:
-                found, _ = expert.backward_gated(alone.view(-1, delta_9.shape[1])[rows], own, its, part)
+                signal, _ = expert.backward_gated(alone.view(-1, delta_9.shape[1])[rows], own, its, part)
             else:
-                found, of_gate = expert.backward_gated(delta_9[tokens], own, its, part, gates.view(-1)[rows])
+                signal, of_gate = expert.backward_gated(delta_9[tokens], own, its, part, gates.view(-1)[rows])
+                assert of_gate is not None
                 delta_g[rows] = of_gate.to(delta_g.dtype)
             if delta is not None:
-                delta.index_add_(0, tokens, found)
+                delta.index_add_(0, tokens, signal)
         if saved.outputs is not None:  # an edit may have changed them
             return (saved.outputs.view(*gates.shape, -1) * delta_9[:, None]).sum(2)
         return delta_g.view(gates.shape)
@@ -164,19 +168,21 @@ class Experts(Parts):
         own, score = saved.shared, saved.shared_score
         assert own is not None
         if score is None:
-            found, _ = self.shared.backward_gated(run.at("delta_shared", delta_9), own, a, run)
+            signal = self.shared.backward(run.at("delta_shared", delta_9), own, a, run)
         else:
             sigma = torch.sigmoid(score)
             alone = run.at("delta_shared", sigma * delta_9) if run.observer is not None else delta_9
             if saved.shared_output is not None:
-                found, _ = self.shared.backward_gated(alone, own, a, run)
+                signal = self.shared.backward(alone, own, a, run)
                 of_gate = (saved.shared_output * delta_9).sum(1)
             else:
-                found, of_gate = self.shared.backward_gated(delta_9, own, a, run, sigma[:, 0])
+                signal, of_gate = self.shared.backward_gated(delta_9, own, a, run, sigma[:, 0])
+            assert of_gate is not None
             delta_z = run.at("delta_shared_gate", of_gate[:, None] * sigma * (1 - sigma))
             _backward_linear(self.shared_gate, delta_z, a.a, delta, run)
         if delta is not None:
-            delta += found
+            assert signal is not None
+            delta += signal
 
     def activate(self, a_7: list[Tensor]) -> Tensor:
         """gate and up of the shared expert → a_8"""
@@ -192,7 +198,12 @@ class Experts(Parts):
 
     def steps(self) -> list[Step]:
         """a_6 → a_scores → a_gates; a_6 → a_experts; a_6 → a_shared; all → a_9"""
-        layers = {f"{x}_{e}": y for e, expert in enumerate(self.experts) for x, y in _by_letter(expert).items()}
+        layers = {
+            f"{letter}_{e}": layer
+            for e, expert in enumerate(self.experts)
+            for step in expert.steps()
+            for letter, layer in step.layers.items()
+        }
         steps = [
             Step("router", "linear", ("a_6",), ("a_scores",), {"router": self.router}),
             Step("gates", "router", ("a_scores",), ("a_gates",)),
@@ -206,11 +217,6 @@ class Experts(Parts):
             steps.append(Step("shared_gate", "linear", ("a_6",), ("a_shared_gate",), {"shared": self.shared_gate}))
             mixed.append("a_shared_gate")
         return [*steps, Step("mixture", "mixture", tuple(mixed), ("a_9",))]
-
-
-def _by_letter(expert: MLP) -> dict[str, Affine]:
-    """The layers of an expert by the letters of their parameters."""
-    return {letter: layer for step in expert.steps() for letter, layer in step.layers.items()}  # type: ignore[misc]
 
 
 def _backward_linear(layer: Affine, delta: Tensor, a: Tensor, into: Tensor | None, run: Pass) -> None:

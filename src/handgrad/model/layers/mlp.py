@@ -29,7 +29,8 @@ class Saved(NamedTuple):
 class Input(Protocol):
     """a_6 in the backward pass: a `BranchInput`, or the rows of one expert."""
 
-    signal_needed: bool
+    @property
+    def signal_needed(self) -> bool: ...
 
     def tensor(self) -> Tensor: ...
 
@@ -91,7 +92,7 @@ class MLP(Parts):
     def backward_gated(
         self, delta_9: Tensor, saved: Saved, a_6: Input, run: Pass, gate: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The same if every row of the output was multiplied by its gate (n), which gets Δ_g = ⟨Δ_9 w_8ᵗ, a_8⟩ + ⟨Δ_9, b_8⟩"""
+        """The same if every row of the output was multiplied by its gate (n); and Δ_g = ⟨Δ_9 w_8ᵗ, a_8⟩ + ⟨Δ_9, b_8⟩"""
         upstream = self.contract.upstream(delta_9, run)
         delta_8 = alone = self.contract.backward(delta_9, run, None, upstream)
         if gate is not None:

@@ -124,8 +124,7 @@ class Pass(NamedTuple):
                 self.observer.note(f"{name}_{number}", x)
 
     def of_rows(self, rows: Tensor, n: int) -> "Pass":
-        """The pass of these rows of n, for the branch that is part of a layer: without the observer, to whom the layer itself
-        shows tensors."""
+        """The pass of these rows of n, for a part of a layer: without the observer, to whom the layer shows tensors."""
         adapters = []
         for name, its in self.adapters:
             found = torch.zeros(n, dtype=torch.bool, device=rows.device)
