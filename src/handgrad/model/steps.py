@@ -18,17 +18,21 @@ from .layers.norms import Norm
 class Step(NamedTuple):
     """One step of a block. The error signal of an activation has its name with `delta` instead of `a`: see `signal`."""
 
-    name: str  # norm_1, attention, projection, skip_1 …
+    name: str  # norm_1, attention, projection, skip_5 …
     kind: str  # norm, attention, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
     layers: dict[str, Affine | Norm] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
+    scale: float = 1.0  # of what an addition adds to the stream
+    extras: tuple[str, ...] = ()  # what it does besides, each in a word or two
 
     def __str__(self) -> str:
         """All that distinguishes it: norm_1: norm of a_1 → a_2 by 1"""
         by = f" by {' '.join(self.layers)}" if self.layers else ""
-        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}"
+        scaled = () if self.scale == 1 else (f"scale {self.scale:g}",)
+        more = "".join(f", {extra}" for extra in (*scaled, *self.extras))
+        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}{more}"
 
 
 @cache
@@ -64,39 +68,19 @@ PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
         for norms in ("", " q_norm k_norm")
     ),
     ("projection: linear of a_3 → a_4 by 3",),
-    ("skip_1: add of a_1, a_4 → a_5",),
-    ("norm_2: norm of a_5 → a_6 by 5",),
+    ("skip_5: add of a_1, a_4 → a_5",),
+    ("norm_5: norm of a_5 → a_6 by 5",),
     ("expand: linear of a_6 → a_7 by 6", *(f"expand: linear of a_6 → a_gate, a_up by {x}" for x in ("6", "gate up"))),
     ("activation: activation of a_7 → a_8", "activation: gated of a_gate, a_up → a_8"),
     ("contract: linear of a_8 → a_9 by 8",),
-    ("skip_2: add of a_5, a_9 → a_10",),
+    ("skip_10: add of a_5, a_9 → a_10",),
 )
 
 
-# A mixture of experts in the place of expand, activation and contract; the shared expert has these three.
-_SHARED = (*PAPER_BLOCK[5:7], ("contract: linear of a_8 → a_shared by 8",))
-_SHARED_GATE = ("shared_gate: linear of a_6 → a_shared_gate by shared",)
-_ROUTED = (
-    ("router: linear of a_6 → a_scores by router",),
-    ("gates: router of a_scores → a_gates",),
-    ("experts: experts of a_6, a_gates → a_experts",),
-)
-
-
-def require_block(steps: Iterable[Step], reader: str, mixtures: bool = False) -> None:
-    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order. `mixtures`:
-    it knows mixtures of experts as well."""
-    steps, known = list(steps), PAPER_BLOCK
-    if mixtures and (mixture := next((step for step in steps if step.kind == "mixture"), None)):
-        shared = _SHARED if "a_shared" in mixture.inputs else ()
-        gate = (_SHARED_GATE,) if "a_shared_gate" in mixture.inputs else ()
-        mixed = (f"mixture: mixture of {', '.join(mixture.inputs)} → a_9",)
-        known = (*PAPER_BLOCK[:5], *_ROUTED, *shared, *gate, mixed, PAPER_BLOCK[-1])
-    for step, forms in zip_longest(steps, known):
+def require_block(steps: Iterable[Step], reader: str) -> None:
+    """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order."""
+    for step, forms in zip_longest(steps, PAPER_BLOCK):
         if step is None:
             raise UnknownStep(f"{reader} expects the step {forms[0]!r}, which this model's blocks do not have")
-        name = str(
-            step._replace(layers={}) if step.kind == "experts" else step
-        )  # their number is not the reader's concern
-        if forms is None or name not in forms:
-            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({name})")
+        if forms is None or str(step) not in forms:
+            raise UnknownStep(f"{reader} does not know the step {step.name!r} of this model's blocks ({step})")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..model.block import Block
-from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine, QueryKeyValue
 from ..model.steps import signal
 from ..model.storage.packed import Packed
@@ -29,7 +28,7 @@ from .reference import (
     weight_and_bias,
     weighted,
 )
-from .reference_experts import choose, gated, gates_of, mixed, mixture_of
+from .reference_experts import choose, gated, gates_of, mixed, mixture_of, outputs
 from .reference_model import Part, ReferenceModel, differentiate, looked_up
 from .wide_layers import row_groups
 
@@ -190,13 +189,8 @@ class RecordedSteps:
                 steps.write(outputs[0], reference_norm(inputs[0], weight_and_bias(layers[0]), c.norm, c.eps))
             elif step.kind == "add":
                 steps.write(outputs[0], inputs[0] + inputs[1])
-            elif step.kind == "router":
-                assert isinstance(block.mlp, Experts)
-                m = mixture_of(block.mlp)
-                chosen = choose(self.seen[f"blocks.{i}.a_scores"], m)
-                steps.write(outputs[0], gates_of(inputs[0], chosen, m.routing))
-            elif step.kind == "experts":
-                steps.write(outputs[0], self._experts(block.mlp, inputs[0], chosen, again["a_6"], inside))
+            elif step.kind in ("router", "experts"):
+                steps.write(outputs[0], self._mixture(step.kind, block.mlp, inputs, inside))
             elif step.kind == "mixture":
                 steps.write(outputs[0], mixed(*inputs))
             else:
@@ -231,18 +225,21 @@ class RecordedSteps:
             steps.total = steps.total - (lse.T * shift[rows]).sum()
         steps.write(here + "a_3", torch.cat(found), delta)
 
-    def _experts(self, experts: Experts, a: Tensor, chosen: Tensor, before: Tensor, inside: Inside) -> Tensor:
-        """a_6 → a_experts. What an expert rounds inside is not recorded."""
-        found = a.new_zeros(*chosen.shape, a.shape[1])
-        for e, expert in enumerate(experts.experts):
-            where = (chosen == e).nonzero(as_tuple=True)
-            if len(where[0]):
-                rows, again = a[where[0]], before[where[0]]
-                both = torch.cat([inside.affine(layer, rows, again) for layer in expert.projections()], 1)
-                gate, up = (inside.change(_stored(x)) for x in both.chunk(2, 1))
-                a_8 = inside.change(_stored(gated(self.reference.choices.g, gate, up)))
-                found = found.index_put(where, inside.affine(expert.contract, a_8, None))
-        return found.flatten(1)
+    def _mixture(self, kind: str, layers: Any, given: list[Tensor], inside: Inside) -> Tensor:
+        """a_scores → a_gates; a_6 and a_scores → a_experts. What an expert rounds inside is not recorded."""
+        m, a = mixture_of(layers), given[0]
+        if kind == "router":
+            return gates_of(a, choose(a, m), m.routing)
+
+        def expert(e: int, rows: Tensor) -> Tensor:
+            layer = layers.experts[e]
+            both = torch.cat([inside.affine(x, rows, None) for x in layer.projections()], 1)
+            gate, up = (inside.change(_stored(x)) for x in both.chunk(2, 1))
+            return inside.affine(
+                layer.contract, inside.change(_stored(gated(self.reference.choices.g, gate, up))), None
+            )
+
+        return outputs(a, choose(given[1], m), expert)
 
     def _split(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """x as the tensors of these names that are side by side in it"""

@@ -1,7 +1,7 @@
-"""The mixture of experts of the reference, in torch's own functions; see `reference.py`."""
+"""The reference's rules for the steps of a mixture of experts, in torch's own functions; see `reference.py`."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,10 @@ from torch import Tensor
 from ..model.layers.experts import SELECTION, Experts
 from ..ops.routing import Routing
 
+if TYPE_CHECKING:
+    from .reference import At, Rule
+
 Change = Callable[[Tensor], Tensor]
-Weights = dict[str, Any]
 
 
 class Mixture(NamedTuple):
@@ -24,38 +26,36 @@ class Mixture(NamedTuple):
 
 def mixture_of(experts: Experts) -> Mixture:
     """The choices of a block's mixture."""
-    selection = getattr(experts.router.plain(), SELECTION, None)
-    return Mixture(len(experts.experts), experts.routing, selection)
+    return Mixture(len(experts.experts), experts.routing, getattr(experts.router.plain(), SELECTION, None))
 
 
-def reference_mixture(
-    block: Weights, g: str, a: Tensor, at: Callable[[str, Tensor], Tensor], inside: Change | None = None
-) -> Tensor:
-    """a_6 → a_9: what the router chooses, and the shared expert"""
-    m: Mixture = block["mixture"]
-    inside = inside or (lambda x: x)
-    scores = at("scores", affine(a, block["router"]))
-    chosen = choose(scores.detach(), m)
-    gates = at("gates", gates_of(scores, chosen, m.routing))
-    y = at("experts", outputs(block, g, a, chosen, inside))
-    if "gate" not in block:
-        return mixed(gates, y)
-    gate, up = (at(name, affine(a, block[name])) for name in ("gate", "up"))
-    shared = at("shared", affine(at("8", gated(g, gate, up)), block["8"]))
-    return mixed(gates, y, shared, *([at("shared_gate", affine(a, block["shared"]))] if "shared" in block else []))
+def _router(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
+    m = at.block["mixture"]
+    return [gates_of(given[0], choose(given[0], m), m.routing)]
 
 
-def mixed(gates: Tensor, y: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
-    """Σ g y + y_shared, or σ(its gate) y_shared"""
-    total = torch.einsum("nk,nkd->nd", gates, y.view(*gates.shape, -1))
-    if shared is None:
-        return total
-    return total + (shared if shared_gate is None else shared * F.sigmoid(shared_gate))
+def _experts(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
+    a, scores = given
+    inside = at.inside or (lambda x: x)
+
+    def expert(e: int, rows: Tensor) -> Tensor:
+        gate, up, down = (at.block[f"{letter}_{e}"] for letter in ("gate", "up", "8"))
+        hidden = gated(at.choices.g, inside(_affine(rows, gate)), inside(_affine(rows, up)))
+        return _affine(inside(hidden), down)
+
+    return [outputs(a, choose(scores, at.block["mixture"]), expert)]
+
+
+def _mixture(rule: "Rule", given: list[Tensor], at: "At") -> list[Tensor]:
+    return [mixed(*given)]
+
+
+MIXTURE_RULES = {"router": _router, "experts": _experts, "mixture": _mixture}
 
 
 def choose(scores: Tensor, m: Mixture) -> Tensor:
     """(n, k) experts of each token, by torch.topk as in transformers"""
-    r = m.routing
+    r, scores = m.routing, scores.detach()
     if r.kind == "softmax of chosen":
         return scores.topk(r.k)[1]
     if r.kind == "softmax":
@@ -76,15 +76,21 @@ def gates_of(scores: Tensor, chosen: Tensor, r: Routing) -> Tensor:
     return r.scale * p
 
 
-def outputs(block: Weights, g: str, a: Tensor, chosen: Tensor, inside: Change) -> Tensor:
-    """(n, k·d): the outputs of each token's experts side by side, from one expert's tokens after another"""
+def outputs(a: Tensor, chosen: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """(n, k·d): the outputs of each token's experts side by side, from the rows of one expert after another"""
     found = a.new_zeros(*chosen.shape, a.shape[1])
-    for e in range(block["mixture"].n_experts):
+    for e in chosen.unique().tolist():
         where = (chosen == e).nonzero(as_tuple=True)
-        if len(where[0]):
-            gate, up = (inside(affine(a[where[0]], block[f"{name}_{e}"])) for name in ("gate", "up"))
-            found = found.index_put(where, affine(inside(gated(g, gate, up)), block[f"8_{e}"]))
+        found = found.index_put(where, expert(e, a[where[0]]))
     return found.flatten(1)
+
+
+def mixed(gates: Tensor, y: Tensor, shared: Tensor | None = None, shared_gate: Tensor | None = None) -> Tensor:
+    """Σ g y + y_shared, or σ(its gate) y_shared"""
+    total = torch.einsum("nk,nkd->nd", gates, y.view(*gates.shape, -1))
+    if shared is None:
+        return total
+    return total + (shared if shared_gate is None else shared * F.sigmoid(shared_gate))
 
 
 def gated(g: str, gate: Tensor, up: Tensor) -> Tensor:
@@ -96,7 +102,6 @@ def gated(g: str, gate: Tensor, up: Tensor) -> Tensor:
     return forms[g](gate) * up
 
 
-def affine(a: Tensor, pair: tuple[Tensor, Tensor | None]) -> Tensor:
-    """a w + b"""
+def _affine(a: Tensor, pair: Any) -> Tensor:
     w, b = pair
-    return a @ w if b is None else a @ w + b
+    return F.linear(a, w.T, b)

@@ -102,7 +102,7 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 # ── what is told about a kind of step ───────────────────────────────────────────────────────────────────────────────
 
 
-TITLES = {"norm_1": "First norm", "norm_2": "Second norm", "last_norm": "Last norm", "head": "Logits"}
+TITLES = {"norm_1": "First norm", "norm_5": "Second norm", "last_norm": "Last norm", "head": "Logits"}
 SUMMARIES = {
     "projection": "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width.",
     "contract": "Maps back to the stream's width: each hidden value adds its row of {w}, scaled by that value.",

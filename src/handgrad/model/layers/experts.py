@@ -181,8 +181,7 @@ class Experts(Parts):
             delta_z = run.at("delta_shared_gate", of_gate[:, None] * sigma * (1 - sigma))
             _backward_linear(self.shared_gate, delta_z, a.a, delta, run)
         if delta is not None:
-            assert signal is not None
-            delta += signal
+            delta += signal  # type: ignore[arg-type]
 
     def activate(self, a_7: list[Tensor]) -> Tensor:
         """gate and up of the shared expert → a_8"""
@@ -196,25 +195,25 @@ class Experts(Parts):
         """The layers that write to the stream."""
         return [expert.contract for expert in (*self.experts, *([self.shared] if self.has("shared") else []))]
 
-    def steps(self) -> list[Step]:
-        """a_6 → a_scores → a_gates; a_6 → a_experts; a_6 → a_shared; all → a_9"""
+    def steps(self, reads: str) -> list[Step]:
+        """The activation of that name → a_scores → a_gates; both → a_experts; the first → a_shared; all → a_9"""
         layers = {
             f"{letter}_{e}": layer
             for e, expert in enumerate(self.experts)
-            for step in expert.steps()
+            for step in expert.steps(reads)
             for letter, layer in step.layers.items()
         }
         steps = [
-            Step("router", "linear", ("a_6",), ("a_scores",), {"router": self.router}),
+            Step("router", "linear", (reads,), ("a_scores",), {"router": self.router}),
             Step("gates", "router", ("a_scores",), ("a_gates",)),
-            Step("experts", "experts", ("a_6", "a_gates"), ("a_experts",), layers),
+            Step("experts", "experts", (reads, "a_scores"), ("a_experts",), layers),
         ]
         mixed = ["a_gates", "a_experts"]
         if self.has("shared"):
-            steps += self.shared.steps()
+            steps += self.shared.steps(reads)
             mixed.append("a_shared")
         if self.has("shared_gate"):
-            steps.append(Step("shared_gate", "linear", ("a_6",), ("a_shared_gate",), {"shared": self.shared_gate}))
+            steps.append(Step("shared_gate", "linear", (reads,), ("a_shared_gate",), {"shared": self.shared_gate}))
             mixed.append("a_shared_gate")
         return [*steps, Step("mixture", "mixture", tuple(mixed), ("a_9",))]
 
