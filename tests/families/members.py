@@ -37,7 +37,13 @@ SIZES = {
 }  # fmt: skip
 # what a family needs besides its sizes: fields that transformers has no usable default for
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "dots1": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
 }
 ODD_HEADS = {"d_model": 15, "n_heads": 3}  # of learned positions: rotary ones turn pairs of features
 # windows by the kind that a family's table names

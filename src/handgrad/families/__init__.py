@@ -10,6 +10,7 @@ from .gpt2 import GPT2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
@@ -21,7 +22,7 @@ __all__ = ["FAMILIES", "Family", "full_name"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DOTS1)
+    for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1)
 }
 
 
