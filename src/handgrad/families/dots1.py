@@ -26,6 +26,8 @@ DOTS1 = replace(
         **without(QWEN3.defaults, "use_sliding_window"),
         "max_position_embeddings": 2048,
         "head_dim": None,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
         "sliding_window": 4096,
         "max_window_layers": 62,
         "norm_topk_prob": False,
