@@ -98,7 +98,8 @@ def build(
             owner.pack(found, dtype)  # type: ignore[operator]
             model.scratch = model.scratch or Scratch()
         else:
-            setattr(owner, kind, torch.nn.Parameter(found.to(device=device, dtype=dtype)))
+            trains = getattr(owner, kind).requires_grad
+            setattr(owner, kind, torch.nn.Parameter(found.to(device=device, dtype=dtype), trains))
     if config.tied:
         model.tie()
     if model.packed:
@@ -108,18 +109,20 @@ def build(
 
 def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    one = dict(GPT(replace(config, n_blocks=1, unrotated=(), windowed=None), device="meta").named_parameters())
-    shapes = {name: tuple(p.shape) for name, p in one.items()}
+    outside, kinds = {}, {}
     first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
+    for dense in {not config.sparse_block(i) for i in range(config.n_blocks)}:  # a block of each kind
+        alone = (0,) if dense and config.n_experts is not None else ()
+        one = GPT(replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone), device="meta")
+        shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
+        outside = {name: shape for name, shape in shapes.items() if not name.startswith(first)}
+        kinds[dense] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, shape in shapes.items():
-            if not name.startswith(first):
-                yield name, shape
+        yield from outside.items()
         for i in range(config.n_blocks):
-            for name, shape in shapes.items():
-                if name.startswith(first):
-                    yield every.format(i) + name.removeprefix(first), shape
+            for name, shape in kinds[not config.sparse_block(i)].items():
+                yield every.format(i) + name, shape
 
     names = {name for name, _ in expected()}
     missing = sorted(names - set(headers))
