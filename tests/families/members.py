@@ -122,7 +122,7 @@ def in_file_names(network: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     for name, x in named.items():
         parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|(.*))", name)
         if "mlp.experts" not in names or parts is None:
-            found[name] = x
+            found[name.replace("lm_head.", f"{names['head']}.")] = x
         elif parts[3]:
             found[f"{parts[1]}.{names['mlp']}.{parts[3]}"] = x
         else:
