@@ -6,6 +6,7 @@ but no data and no files.
 """
 
 from .in_backward import OptimizerInBackward
+from .muon import matrices
 from .optimizers import clip_factor, groups, length, maker, norm, step
 from .schedule import FINETUNE_LR, LORA_LR, learning_rate, pretraining_lr
 from .state import align, restore, state_of
@@ -22,6 +23,7 @@ __all__ = [
     "learning_rate",
     "length",
     "maker",
+    "matrices",
     "norm",
     "pretraining_lr",
     "restore",
