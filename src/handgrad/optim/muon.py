@@ -8,6 +8,7 @@
 The factor gives the entries of an update the usual size of AdamW's, so that one learning rate serves both. An update belongs
 to a linear map, not to the tensor that stores it: q, k and v side by side are three maps, and every map is computed as
 (f_out, f_in) with contiguous rows. So the same maps get the same update, bit for bit, however a family's files store them.
+Nesterov and the constants are torch's.
 """
 
 import inspect
@@ -59,7 +60,7 @@ def groups(parameters: Iterable[nn.Parameter], of: Matrices, weight_decay: float
     for p in parameters:
         if p in of:
             chosen.setdefault(of[p], []).append(p)
-    of_group = {**OPTIONS, "weight_decay": weight_decay, "fused": False}
+    of_group = {**OPTIONS, "weight_decay": weight_decay}
     return [{"params": params, "maps": maps, **of_group} for maps, params in chosen.items()]
 
 
@@ -72,13 +73,17 @@ class MuonAndAdamW(torch.optim.AdamW):
         for group in every:
             for p in group["params"] if "maps" in group else ():
                 if p.grad is not None:
-                    _update(p, p.grad, group, self.state[p])
+                    scale = getattr(self, "grad_scale", None)  # of clipping, which AdamW's kernel applies itself
+                    _update(p, p.grad if scale is None else p.grad / scale, group, self.state[p])
         self.param_groups = [group for group in every if "maps" not in group]
         adamw: Callable[[Any], None] = inspect.unwrap(torch.optim.AdamW.step)  # without the hooks, which run once
         try:
             adamw(self)
         finally:
             self.param_groups = every
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects its own state of every parameter
 
 
 def _update(p: nn.Parameter, grad: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
