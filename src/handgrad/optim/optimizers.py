@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import HandgradError
 from . import muon
-from .muon import Matrices, MuonAndAdamW
+from .muon import Maps, Matrices, MuonAndAdamW
 from .stochastic_rounding import StochasticRounding, rounding_step
 
 
@@ -70,6 +70,19 @@ def maker(
         return optimizer  # type: ignore[no-any-return]
 
     return make
+
+
+@cache
+def copies(name: str) -> tuple[int, int]:
+    """How many copies of a matrix of the blocks, and of another parameter, the named optimizer's state holds."""
+    matrix, other = parameters = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer = maker(name, 1e-3, 0.0, (0.9, 0.99), matrices={matrix: Maps(True)})(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    states = (optimizer.state[p].values() for p in (matrix, other))
+    of_matrix, of_other = (sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state) for state in states)
+    return of_matrix, of_other
 
 
 @cache
