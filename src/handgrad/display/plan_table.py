@@ -87,7 +87,7 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
         row(
             "update",
             flop(plan.update_flop),
-            f"{plan.optimizer}'s products of matrices, for any batch",
+            f"{plan.optimizer}'s matrix products, whatever the batch",
             end_section=True,
         )
     kinds = ", ".join(sorted(set(plan.kinds.values())))

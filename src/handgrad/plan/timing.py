@@ -84,11 +84,10 @@ def unpack_seconds(kind: str, shape: tuple[int, int], dtype: str) -> float:
 def too_large(plan: Plan) -> bool:
     """Whether the largest trial step, of three blocks, would take too long or too much memory."""
     config = replace(with_blocks(plan.config, (0, 0, 0)), n_vocab=min(MANY, plan.config.n_vocab))
-    options = {
-        "mixed": plan.mixed,
-        "optimizer": "AdamW" if plan.ranks else plan.optimizer,
-    }  # adapters' updates are small
-    trial = make_plan(config, plan.piece // plan.tokens, plan.tokens, plan.dtype, **options)
+    optimizer = "AdamW" if plan.ranks else plan.optimizer  # adapters' matrices are small
+    trial = make_plan(
+        config, plan.piece // plan.tokens, plan.tokens, plan.dtype, mixed=plan.mixed, optimizer=optimizer
+    )  # fmt: skip
     most = min(LARGEST_BYTES, available_memory()[0] / 4)  # four trials exist at once
     return trial.forward_flop + trial.backward_flop + trial.update_flop > LARGEST_FLOP or trial.bytes_peak > most
 
@@ -96,8 +95,8 @@ def too_large(plan: Plan) -> bool:
 def _computing(plan: Plan, budget: float) -> float:
     """Seconds of a step without unpacking."""
     if too_large(plan):
-        update = plan.update_flop / matmul_rate("bfloat16") if plan.update_flop else 0.0
-        return (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.precision) + update
+        seconds = (plan.forward_flop + plan.backward_flop) / matmul_rate(plan.precision)
+        return seconds + (plan.update_flop / matmul_rate("bfloat16") if plan.update_flop else 0)
     c = plan.config
     few, many = min(FEW, c.n_vocab), min(MANY, c.n_vocab)
     small, large = ((0,), few), ((0,), many)
