@@ -118,7 +118,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("how", ["all", "adapters", "kept"])
-def test_state_of_muon(family: str, how: str, tmp_path: Path) -> None:
+def test_state_of_muon(family: str, how: str) -> None:
     """One copy of a matrix of the blocks, two of everything else: as many numbers as a real step stores."""
     preset = hg.preset("nano" if family == "gpt2" else "nano-llama", n_blocks=2)
     model = hg.GPT(preset)
