@@ -1,6 +1,6 @@
 """The validation loss of AdamW and of Muon after the same steps, each at its best learning rate of a few.
 
-    python -m bench.optimizers [--model nano] [--steps 500] [--seeds 3] [--lr 2e-3,4e-3,8e-3,1.6e-2] [--out build/optimizers]
+    python -m bench.optimizers [--model nano] [--steps 500] [--seeds 3] [--lr 4e-3,8e-3] [--out build/optimizers]
 
 Trains on Shakespeare with one thread. Every learning rate is tried with the first seed; the best one of each optimizer is
 then run with the other seeds. A run that OUT has is not repeated.
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="nano", help="a preset (default: nano)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run (default: {STEPS})")
     parser.add_argument("--seeds", type=int, default=3, help="runs at the best learning rate (default: 3)")
-    parser.add_argument("--lr", default="2e-3,4e-3,8e-3,1.6e-2", help="learning rates, separated by commas")
+    parser.add_argument("--lr", default="4e-3,8e-3", help="learning rates, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("build/optimizers"), help="folder for the losses of all runs")
     options = parser.parse_args(arguments)
     try:
