@@ -48,7 +48,8 @@ def matrices(model: GPT) -> Matrices:
     found: dict[nn.Parameter, Maps] = {}
     for layer in (layer for block in model.blocks for layer in block.modules() if isinstance(layer, Affine)):
         plain, symbols = layer.plain(), layer.named_symbols()
-        side_by_side = tuple(plain.parts.values())
+        # q, k and v of every head side by side are no matrices that lie in one piece: one map
+        side_by_side = () if getattr(plain, "heads", None) else tuple(plain.parts.values())
         maps = {"w": Maps(plain.in_out, side_by_side), "d": Maps(True), "u": Maps(True, side_by_side)}
         found |= {p: maps[letter] for letter, p in symbols.items() if p is not None and letter in maps}
     return found
