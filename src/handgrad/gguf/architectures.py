@@ -90,3 +90,8 @@ ARCHITECTURES = {
 def half_split_order(n: int, d_head: int) -> Tensor:
     """Indices that take n rows from the interleaved order of each head, 0 1 2 3 …, to the half-split one, 0 2 4 … 1 3 5 …"""
     return torch.arange(n).view(-1, d_head // 2, 2).transpose(1, 2).flatten()
+
+
+def interleaved_order(n: int, d_head: int) -> Tensor:
+    """The inverse of `half_split_order`."""
+    return half_split_order(n, d_head).argsort()
