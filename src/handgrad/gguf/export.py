@@ -18,7 +18,7 @@ from .architectures import ARCHITECTURES, Architecture, interleaved_order
 from .file import GGUFFile, Stored
 from .model import describe, expected
 from .quantize import FILE_TYPES, pack, type_for
-from .writing import Planned, Value, typed
+from .writing import REMEDY, Planned, Value, typed
 
 # Fields of config.json by GGUF's keys under the architecture's name.
 _KEYS = {
@@ -55,10 +55,7 @@ def architecture_of(model_class: str) -> str:
     known = {architecture.model_class: name for name, architecture in ARCHITECTURES.items()}
     known["MistralForCausalLM"] = "llama"
     if model_class not in known:
-        raise HandgradError(
-            f"a GGUF file has no known names for {model_class}, only for {', '.join(known)}: write a directory with"
-            " handgrad convert --out"
-        )
+        raise HandgradError(f"a GGUF file has no known names for {model_class}, only for {', '.join(known)}: {REMEDY}")
     return known[model_class]
 
 
@@ -91,7 +88,10 @@ def export(
         shapes[_FREQUENCIES] = Stored("F32", tuple(frequencies.shape), frequencies.view(torch.uint8))
         tensors[_FREQUENCIES] = Planned("F32", tuple(frequencies.shape), lambda: frequencies.view(torch.uint8))
     content = {key: value.content for key, value in metadata.items()}
-    _, read, sizes = describe(GGUFFile(Path("the file to write"), content, shapes))
+    try:
+        _, read, sizes = describe(GGUFFile(Path("its metadata"), content, shapes))
+    except HandgradError as mistake:
+        raise HandgradError(f"a GGUF file cannot hold this model: {mistake.message}; {REMEDY}") from None
     wanted_shapes = {n: (hf, shape) for n, hf, shape in expected(architecture, read, sizes)}
     for gguf_name, (_, _, hf_name) in ordered.items():
         if wanted_shapes.pop(gguf_name, None) != (hf_name, tensors[gguf_name].shape):

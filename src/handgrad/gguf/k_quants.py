@@ -93,7 +93,7 @@ def _pack_signed(blocks: Tensor) -> Tensor:
     scale = _fit_signed(x)
     largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
     d = (largest / -128).half()  # the largest scale becomes −128
-    s = (scale / (largest / -128).where(largest != 0, 1)).round().clamp(-128, 127)
+    s = (scale / d.float().where(d != 0, 1)).round().clamp(-128, 127)
     step = (d.float() * s)[..., None]
     l = ((x / step.where(step != 0, 1)).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
     low = (l[:, :, :2] & 15 | (l[:, :, 2:] & 15) << 4).flatten(1)
@@ -129,9 +129,9 @@ def _around(levels: int, reach: float, steps: int) -> Iterator[float]:
 
 def _to_integers(values: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
     """(blocks, groups) of numbers ≥ 0 → d (blocks, 1) in float16 and integers with values ≈ d · integers."""
-    d = values.amax(1, keepdim=True) / maximum
-    integers = (values / d.where(d > 0, 1)).round().clamp(0, maximum)
-    return d.half(), integers
+    d = (values.amax(1, keepdim=True) / maximum).half()
+    integers = (values / d.float().where(d > 0, 1)).round().clamp(0, maximum)
+    return d, integers
 
 
 def _bytes(d: Tensor) -> Tensor:

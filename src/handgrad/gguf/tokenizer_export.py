@@ -25,9 +25,8 @@ from .tokenizer import (
     sentencepiece_spaces,
     split_words,
 )
-from .writing import Value, typed
+from .writing import REMEDY, Value, typed
 
-REMEDY = "write a directory instead, with handgrad convert --out"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _AFTER_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 
@@ -121,16 +120,13 @@ def _special_ids(
     if "tokenizer.ggml.eos_token_id" not in found:
         default = inner.id_to_token(11 if byte_level else 2)
         notes.append(f"the tokenizer names no end of text: llama.cpp takes {shown(default)} for it")
-    plain = inner.encode("a", add_special_tokens=False).ids
-    around = inner.encode("a").ids
-    at = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)
-    before, after = around[:at], around[at + len(plain) :]
-    for key, ids, name in (("add_bos_token", before, "bos_token_id"), ("add_eos_token", after, "eos_token_id")):
-        if ids and ids != [found.get(f"tokenizer.ggml.{name}")]:
-            raise HandgradError(
-                f"the tokenizer puts the ids {ids} around a text, and a GGUF file only its {name}: {REMEDY}"
-            )
-        found[f"tokenizer.ggml.{key}"] = bool(ids)
+    around = inner.encode("").ids  # what a text of nothing gets
+    add_bos = around[:1] == [found.get("tokenizer.ggml.bos_token_id")]
+    if around[add_bos:] not in ([], [found.get("tokenizer.ggml.eos_token_id")]):
+        raise HandgradError(
+            f"the tokenizer puts the ids {around} around a text, and llama.cpp only its begin and end: {REMEDY}"
+        )
+    found |= {"tokenizer.ggml.add_bos_token": add_bos, "tokenizer.ggml.add_eos_token": bool(around[add_bos:])}
     return found
 
 
