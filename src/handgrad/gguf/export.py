@@ -5,6 +5,7 @@ Metadata are the fields of config.json under GGUF's keys. `describe` reads them 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,7 @@ def export(
     if frequencies is not None:
         shapes[_FREQUENCIES] = Stored("F32", tuple(frequencies.shape), frequencies.view(torch.uint8))
         tensors[_FREQUENCIES] = Planned("F32", tuple(frequencies.shape), lambda: frequencies.view(torch.uint8))
+    _check_opens(architecture, name, tensors)
     content = {key: value.content for key, value in metadata.items()}
     try:
         _, read, sizes = describe(GGUFFile(Path("its metadata"), content, shapes))
@@ -99,6 +101,19 @@ def export(
     for hf_name, _ in wanted_shapes.values():
         raise HandgradError(f"a GGUF file of the architecture {name} needs {hf_name}, which this model does not have")
     return Exported(read, metadata, tensors)
+
+
+def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Planned]) -> None:
+    """Raise for a file that our reader opens and llama.cpp does not."""
+    unread = [tensor for tensor in tensors if re.fullmatch(architecture.unread, tensor)]
+    if unread:
+        raise HandgradError(f"llama.cpp opens no file of the architecture {name} with {unread[0]}: {REMEDY}")
+    queries, d = tensors["blk.0.attn_q.weight"].shape if architecture.whole_width else (0, 0)
+    if queries != d:
+        raise HandgradError(
+            f"llama.cpp opens a file of the architecture {name} only if all heads together are as wide as the model,"
+            f" and they have {queries} and {d} features: {REMEDY}"
+        )
 
 
 def general(wanted: str) -> dict[str, Value]:

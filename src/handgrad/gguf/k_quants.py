@@ -92,7 +92,7 @@ def _pack_signed(blocks: Tensor) -> Tensor:
     x = blocks.float().view(-1, 16, 16)
     scale = _fit_signed(x)
     largest = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-    d = (largest / -128).half()  # the largest scale becomes −128
+    d = _half(largest / -128)  # the largest scale becomes −128
     s = (scale / d.float().where(d != 0, 1)).round().clamp(-128, 127)
     step = (d.float() * s)[..., None]
     l = ((x / step.where(step != 0, 1)).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
@@ -129,9 +129,15 @@ def _around(levels: int, reach: float, steps: int) -> Iterator[float]:
 
 def _to_integers(values: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
     """(blocks, groups) of numbers ≥ 0 → d (blocks, 1) in float16 and integers with values ≈ d · integers."""
-    d = (values.amax(1, keepdim=True) / maximum).half()
+    d = _half(values.amax(1, keepdim=True) / maximum)
     integers = (values / d.float().where(d > 0, 1)).round().clamp(0, maximum)
     return d, integers
+
+
+def _half(d: Tensor) -> Tensor:
+    """In float16, and no number but 0 becomes 0: the integers make up for a d that is too large."""
+    least = torch.tensor(2.0**-24).copysign(d)
+    return torch.where((d != 0) & (d.abs() < least.abs()), least, d).half()
 
 
 def _bytes(d: Tensor) -> Tensor:
