@@ -1,4 +1,4 @@
-"""`handgrad convert --gguf`: what it copies, rounds, merges and refuses. tests/gguf_check.py opens such files in llama.cpp."""
+"""`handgrad convert --gguf`: what it copies, rounds, merges and refuses. tests/gguf_check.py opens files in llama.cpp."""
 
 import json
 import os

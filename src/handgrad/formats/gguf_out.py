@@ -29,6 +29,7 @@ from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..ops import rotary
 from ..text import chat_template, tokenizer
+from ..text import format as text_format
 from ..text.endings import end_ids
 from ..text.tokenizer import Tokenizer
 from .config_json import config_json, read_config
@@ -89,7 +90,8 @@ def write_gguf(model: str, out: Path, kind: str | None = None) -> Written:
     planned = export(config.table.architecture, hf, source.weights, spoken.metadata, wanted)
     _check_config(config, read_config(planned.config, out))
     metadata = {"general.name": typed(out.stem), **planned.metadata}
-    return _finish(out, metadata, planned.tensors, spoken.notes + _window_notes(config, planned.config))
+    notes = spoken.notes + _raw_notes(known) + _window_notes(config, planned.config)
+    return _finish(out, metadata, planned.tensors, notes)
 
 
 def _finish(out: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Planned], notes: list[str]) -> Written:
@@ -186,6 +188,14 @@ def _template(known: Tokenizer) -> str | None:
     if not chat_template.has_template(known.extra_files):
         return None
     return chat_template.of_files(known.extra_files, known.source).source
+
+
+def _raw_notes(known: Tokenizer) -> list[str]:
+    if text_format.recorded(known) != "raw" or not chat_template.has_template(known.extra_files):
+        return []
+    return [
+        "the model was fine-tuned on raw text: let llama.cpp complete a prompt (llama-completion, /completion), not chat"
+    ]
 
 
 def _check_ids(known: Tokenizer, metadata: Mapping[str, Value]) -> None:
