@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..errors import HandgradError
+from ..errors import HandgradError, option
 from ..files.atomic import check_writable, new_file, rename_onto
 from .file import is_gguf
 from .quantize import packed_bytes
 
-REMEDY = "write a directory instead, with handgrad convert --out"
+REMEDY = f"write a directory instead, with {option('out')}"
 BOOL, STRING, ARRAY, UINT32, INT32, FLOAT32 = 7, 8, 9, 4, 5, 6  # types of metadata
 
 
