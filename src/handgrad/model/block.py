@@ -19,6 +19,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
+from .layers.experts import Experts, feed_forward
 from .layers.mlp import MLP
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
@@ -36,7 +37,7 @@ class SavedBranch(NamedTuple):
 class Branch(NamedTuple):
     """post(layers(a)), or layers(a)"""
 
-    layers: Attention | MLP
+    layers: Attention | MLP | Experts
     output: str  # of the layers: a_4 or a_9
     post: Norm | None = None
 
@@ -178,7 +179,7 @@ class Block(Parts):
     attn: Attention = part("attn")
     norm_2: Norm = part("norm_2")
     post_2: Norm = part("post_2")
-    mlp: MLP = part("mlp")
+    mlp: MLP | Experts = part("mlp")
 
     def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
         super().__init__()
@@ -186,7 +187,7 @@ class Block(Parts):
         self.parallel, self.scale = config.parallel, config.residual_scale
         branches: dict[str, Callable[[], Any]] = {
             "attn": partial(Attention, config, i, device),
-            "mlp": partial(MLP, config, device),
+            "mlp": partial(feed_forward, config, i, device),
         }
         for name in ("norm_1", "attn", "post_1", "norm_2", "mlp", "post_2"):
             if name in names:

@@ -18,6 +18,7 @@ from ..ops.logits import LogitMap
 from .block import Block
 from .config import ModelConfig, RotaryTable
 from .dtype import DTYPES, as_dtype
+from .layers.experts import SELECTION
 from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import Norm, norm_of
@@ -95,7 +96,9 @@ class Network(Parts):
         """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, others 0"""
         generator = torch.Generator().manual_seed(seed)
         sinks = {id(block.attn.sinks) for block in self.blocks}
-        joining = {id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, block.mlp.contract)}
+        joining = {
+            id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, *block.mlp.joining())
+        }
         for name, p in self.named_parameters():
             if name.endswith("bias") or id(p) in sinks:
                 p.zero_()
@@ -186,6 +189,9 @@ class Network(Parts):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
         super().requires_grad_(requires_grad)
+        for name, p in self.named_parameters():
+            if name.endswith(SELECTION):
+                p.requires_grad_(False)
         if not requires_grad:
             freeze(self.parameters())
         return self
