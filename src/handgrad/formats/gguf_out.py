@@ -256,6 +256,6 @@ def _rounded(x: float) -> float:
 
 def _window_notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
     """llama.cpp has no window for the architecture of Llama."""
-    if read["model_type"] != "mistral" or config.window is None or config.window >= config.n_context:
+    if read["model_type"] not in ("mistral", "phi3") or config.window is None or config.window >= config.n_context:
         return []
     return [f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"]
