@@ -39,7 +39,7 @@ BROWSER_WANTED = os.environ.get("BROWSER") != "0"
 CHROMIUM = next(
     (
         path
-        for name in ("chromium", "chromium-browser", "google-chrome")
+        for name in ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")  # fastest first
         if BROWSER_WANTED and (path := shutil.which(name))
     ),
     None,
