@@ -76,9 +76,10 @@ browser:
 	echo "────────────────────────────────────────────────────────────────────────────────────────"
 
 long: export PYTEST_ADDOPTS := -o faulthandler_timeout=0  # longer than the limit of make test
-long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models, corrupted files, broken formulas, masks, kills
+long: $(VENV)/.ready-for-tests  # tests that take minutes each: audits of random models and shapes, corrupted files, broken formulas, masks, kills
 	HANDGRAD_AUDITS=200 $(BIN)/python -m pytest tests/audit/test_audit.py -k random
 	HANDGRAD_CORRUPTIONS=10000 $(BIN)/python -m pytest tests/test_corruption.py
+	HANDGRAD_SHAPES=200 $(BIN)/python -m pytest tests/model/test_gpt.py -k random_shapes
 	HANDGRAD_SEEDS=3 $(BIN)/python -m pytest tests/ledger/test_ledger.py
 	HANDGRAD_MASKS=2000 HANDGRAD_FLIPS=200 $(BIN)/python -m pytest tests/kernels
 	HANDGRAD_MASKS=2000 $(MAKE) --no-print-directory kernels-check
