@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import peft  # noqa: F401
+from transformers import AutoModelForCausalLM  # noqa: F401
+
 import forked
 
 
