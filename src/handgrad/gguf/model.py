@@ -29,8 +29,11 @@ _READ = {
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
-    "rope.scaling.finetuned", "tensor_data_layout", "rope.freq_base_swa",
+    "rope.scaling.finetuned", "tensor_data_layout",
 }  # fmt: skip
+
+# Those that an architecture may have of which some blocks have a window.
+_PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 
 # Those that every file has.
 _NEEDED = ("embedding_length", "attention.head_count", "block_count", "context_length")
@@ -85,6 +88,17 @@ class _Metadata:
         check_integer(limit, value, f"{self.file.path}: {name}")
         return value
 
+    def same(self, key: str, limit: str, default: int) -> int:
+        """An integer, or one for each block that is the same for all."""
+        name = f"{self.architecture}.{key}"
+        value = self.file.metadata.get(name)
+        if not isinstance(value, list):
+            return self.integer(key, limit, default)
+        if len(value) != self.integer("block_count", "n_blocks") or any(x != value[0] for x in value):
+            self.refuse(key, "only the same number for every block is supported")
+        check_integer(limit, value[0], f"{self.file.path}: {name}")
+        return int(value[0])
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
         value = self.file.number(f"{self.architecture}.{key}", default)
@@ -104,12 +118,16 @@ class _Metadata:
 
 def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
     """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
-    missing = [key for name in _NEEDED if (key := f"{architecture}.{name}") not in file.metadata]
+    table = ARCHITECTURES[architecture]
+    known = {*_READ, *table.keys, *(_PATTERN if table.pattern else ())}
+    missing = [key for name in (*_NEEDED, *table.needed) if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
-        if owner == architecture and name not in {*_READ, *ARCHITECTURES[architecture].keys} and value:
+        if owner == architecture and name not in known and value and not re.fullmatch(table.idle, name):
             without = f" has no {missing[0]} in its metadata, and" if missing else ":"
             raise HandgradError(f"{file.path}{without} {key} is {shown(value)}, which is not supported")
+    if needed := [key for key in missing if key.removeprefix(f"{architecture}.") in table.needed]:
+        raise HandgradError(f"{file.path} has no {needed[0]} in its metadata: convert the model again")
     if file.metadata.get(f"{architecture}.attention.causal", True) is not True:
         raise HandgradError(
             f"{file.path}: {architecture}.attention.causal is not true; only causal models are supported"
@@ -121,7 +139,7 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     file, name = given.file, given.architecture
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    kv_heads = given.same("attention.head_count_kv", "n_heads", heads)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -160,18 +178,11 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         config |= {"no_rope_layer_interval": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(blocks)]}
     if architecture.wide_from:
         config["query_pre_attn_scalar"] = d // heads if blocks == architecture.wide_from else d_head
-    if architecture.local_base:
-        local = given.number("rope.freq_base_swa", architecture.local_base)
-        config["rope_parameters"] = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    if given.file.metadata.get(f"{name}.attention.sliding_window"):
-        if architecture.windowed is None:
-            given.refuse("attention.sliding_window", "which is not supported")
-        model_class, model_type = architecture.windowed
-        window = given.integer("attention.sliding_window", "n_context")
-        config |= {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
+    if architecture.model_class == "GraniteForCausalLM":
+        config.setdefault("attention_multiplier", d_head**-0.5)
+        if file.metadata.get(f"{name}.rope.scaling.finetuned") is False and name == "granite":
+            given.refuse("rope.scaling.finetuned", "which turns rotation off; only models with rotation are supported")
+    config |= _window(given, architecture, blocks, rope)
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
@@ -185,6 +196,49 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if "num_key_value_heads" not in fields:
         del config["num_key_value_heads"]
     return config, sizes
+
+
+def _window(given: _Metadata, architecture: Architecture, blocks: int, rope: dict[str, Any]) -> dict[str, Any]:
+    """The sliding window, the blocks that have it, and their frequencies if they are apart."""
+    name, key = given.architecture, "attention.sliding_window"
+    if not given.file.metadata.get(f"{name}.{key}") and name not in ("gemma2", "cohere2"):
+        return {"layer_types": ["full_attention"] * blocks} if name == "gemma3" else {}
+    if architecture.windowed is None:
+        return dict(given.refuse(key, "which is not supported"))
+    model_class, model_type = architecture.windowed
+    window = given.integer(key, "n_context", 4096 if name == "gemma2" else None)
+    found = {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
+    if not architecture.pattern:
+        return found
+    found["layer_types"] = [
+        "sliding_attention" if windowed else "full_attention" for windowed in _windowed(given, architecture, blocks)
+    ]
+    base = rope["rope_theta"]
+    local = given.number("rope.freq_base_swa", architecture.local_base or base)
+    if architecture.local_base is None and local != base:
+        given.refuse("rope.freq_base_swa", f"and rope.freq_base is {base}; only equal ones are supported")
+    if architecture.local_base is not None:
+        local = local if architecture.local_base else base
+        found["rope_parameters"] = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    return found
+
+
+def _windowed(given: _Metadata, architecture: Architecture, blocks: int) -> list[bool]:
+    """Whether each block has the window: the file says so, or of how many blocks all but the last have it."""
+    key = _PATTERN[0]
+    name = f"{given.architecture}.{key}"
+    value = given.file.metadata.get(name)
+    if isinstance(value, list):
+        if len(value) != blocks or not all(isinstance(x, bool | int) and x in (0, 1) for x in value):
+            given.refuse(key, f"which is not true or false for each of the {blocks} blocks")
+        return [bool(x) for x in value]
+    period = given.file.integer(name, architecture.pattern)
+    if period < 0:
+        given.refuse(key, "must not be below 0")
+    return [not period or (i + 1) % period != 0 for i in range(blocks)]
 
 
 def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
