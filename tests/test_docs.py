@@ -26,9 +26,9 @@ import handgrad as hg
 import tiny_gguf
 from conftest import save_with_bytes, use_empty_cache
 from handgrad.cli.app import app
-from handgrad.formats.models import FETCHED
 from handgrad.model import config
 from handgrad.plan import timing
+from handgrad.text import downloads
 from handgrad.web.connection import BackgroundServer
 from tiny_chat import write_chat_model
 
@@ -140,7 +140,7 @@ class Folder:
         return words
 
     def _make(self, name: str) -> None:
-        if Path(name).exists() or name in config.PRESETS or name in FETCHED:
+        if Path(name).exists() or name in config.PRESETS or name in downloads.models():
             return
         if name == "path/to/chat-model":
             write_chat_model(Path(name), steps=1)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ..inference.conversation import Chat
 
 MODEL = text(
-    "A chat model: smollm2, a model directory, a GGUF file, an adapter, a run folder (its best checkpoint), or a name on the"
-    " hub."
+    "A chat model: one of `handgrad get`, a model directory, a GGUF file, an adapter, a run folder (its best checkpoint), or"
+    " a name on the hub."
 )
 SYSTEM = text("System prompt. [default: that of the model's chat template]")
 SEED = sampling("Seed of the samples; turn i has SEED + i. [default: random]", min=0)

@@ -27,7 +27,8 @@ def _option(panel: str) -> Callable[..., Any]:
 text, sampling, output = _option("Text"), _option("Sampling"), _option("Output")
 
 MODEL = text(
-    "A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), smollm2, or a name on the hub."
+    "A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), one of `handgrad get`, or a"
+    " name on the hub."
     " [default: the newest run in runs/]"
 )
 BITS = text("Bits per weight, 8 or 4: faster, with less memory. [default: the weights as they are]", metavar="N")

@@ -15,7 +15,9 @@ from .options import FORMAT, Precision
 def influence(
     model: Annotated[
         str,
-        typer.Option(help="A model directory, a .gguf file, smollm2, a run folder, an adapter, or a name on the hub."),
+        typer.Option(
+            help="A model directory, a .gguf file, one of `handgrad get`, a run folder, an adapter, or a name on the hub."
+        ),
     ],
     data: Annotated[list[str], typer.Option(help="Training examples: files, folders or glob patterns; repeatable.")],
     prompt: Annotated[str | None, typer.Option(help="Prompt of the answer to explain, with --answer.")] = None,

@@ -18,8 +18,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), smollm2, or a name on the"
-            " hub. [default: the newest run in runs/]"
+            help="A model directory, a GGUF file, an adapter, a run folder (its best checkpoint), one of `handgrad get`,"
+            " or a name on the hub. [default: the newest run in runs/]"
         ),
     ] = None,
     adapter: Annotated[
