@@ -9,7 +9,7 @@ class Package(NamedTuple):
 
     name: str  # name==version
     sha256: str  # of the wheel or source archive
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # "": the package itself
     archive: str = "wheel"  # or "source": the files are in the source archive only
 
 
@@ -176,6 +176,18 @@ DOWNLOADS = {
         piece=63_963_136,
         is_model=True,
         terms=GEMMA_TERMS,
+    ),
+    "algorithms": Download(
+        "350 modules of Python in one style: the package of that name, never run",
+        "MIT",
+        (Package("algorithms==1.0.1", "f45568f40011b264195e7879ef42b043ea1be744479e7b3292a895edef167f64", ("",)),),
+        (
+            Member(
+                "algorithms-1.0.1-py3-none-any.whl",
+                347_452,
+                "f45568f40011b264195e7879ef42b043ea1be744479e7b3292a895edef167f64",
+            ),
+        ),
     ),
     "instructions": Download(
         "999 instructions with answers, in Alpaca's format",

