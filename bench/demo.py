@@ -31,13 +31,13 @@ from handgrad.formats import models
 from handgrad.formatting import clock, count, loss, percent, plural, size
 from handgrad.machine import peak_memory
 from handgrad.model.precision import why_not_mixed
+from handgrad.plan.thread_count import using
 from handgrad.text import chat_template, tokenizer
 from handgrad.text.chat_template import Message
 from handgrad.text.downloads import fetch
 from handgrad.text.records import Location, convert
 from handgrad.training.job import Job
 from handgrad.training.lifecycle import Result
-from handgrad.training.threads import using
 
 from .bases import Base
 from .finetune import check_losses, command_line, of_steps, run_peer, step_records

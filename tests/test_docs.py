@@ -90,7 +90,8 @@ class Folder:
         (path / "logs").mkdir()
         (path / "logs/a.jsonl").write_text(json.dumps({"text": text}) + "\n")
         lines = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i} bottles"} for i in range(30)]
-        for name in ("examples", "questions", "build/finetune-demo/train", "build/finetune-demo/validation"):
+        demos = [f"build/{name}/{part}" for name in ("finetune-demo", "coder-demo") for part in ("train", "validation")]
+        for name in ("examples", "questions", *demos):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")

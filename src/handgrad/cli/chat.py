@@ -27,6 +27,7 @@ from .generate import (
     note_precision,
     sampling,
     text,
+    use_fastest_threads,
 )
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _open(
             f"{folder} has no chat template, so it is no chat model: continue a text with handgrad generate --prompt"
         )
     network = open_to_generate(base, bits, precision)
+    use_fastest_threads(network)
     if base is not folder:
         network.text_source = str((tokenizer_folder(folder) or base).absolute())
     made = Chat(network, chat_template_of(base) or template, system=system, sampling=how, max_new_tokens=max_new_tokens)

@@ -9,6 +9,7 @@ import typer
 from ..errors import HandgradError
 from . import console
 from .console import JsonOption
+from .generate import use_fastest_threads
 from .options import FORMAT, Precision
 
 
@@ -71,6 +72,7 @@ def influence(
         check_writable(html)
     console.check_json_target(json)
     network = load(model, precision=precision)
+    use_fastest_threads(network)
     query = queries if queries is not None else {"prompt": prompt or "", "completion": answer}
     with console.working("comparing gradients of the examples"):
         found = rank_examples(network, data, query, rank=rank, seed=seed, format=format)

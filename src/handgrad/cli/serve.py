@@ -11,7 +11,7 @@ import typer
 
 from ..errors import HandgradError
 from . import console
-from .generate import PRECISION, note_precision
+from .generate import PRECISION, note_precision, use_fastest_threads
 
 
 def serve(
@@ -74,6 +74,7 @@ def serve(
     base = name or Path(find_model(model).name).name
     note_precision(precision)
     models = open_models(folder, base, {called: locate(path) for called, path in named.items()}, bits, precision)
+    use_fastest_threads(models.network)
     server = Server(
         models,
         host=host,
