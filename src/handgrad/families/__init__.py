@@ -6,6 +6,7 @@ and this package knows nothing of models, tensors or files.
 
 from .family import Family
 from .gpt2 import GPT2
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi3 import PHI3
@@ -15,7 +16,7 @@ from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "full_name"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)}
 
 
 def full_name(name: str) -> str:

@@ -72,7 +72,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
-        return replace(config, **{**_window(raw, config, family), **own})
+        return replace(config, **{**_window(raw, config, family), **_conv(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
 
@@ -81,6 +81,7 @@ def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
     """A message about fields of `ModelConfig` with the names that config.json has for them, except those in `own`."""
     theirs = {name: field for field, ours in family.fields.items() for name in ours}
     theirs |= {"rope_base": "rope_theta", "window": "sliding_window", "unrotated": "no_rope_layers"}
+    theirs |= {"conv_blocks": "layer_types"} if family.has("conv") else {}
     ours = "|".join(name for name in theirs if name not in own)
     message = re.sub(r" \(or, from Python, [^)]*\)", "", message)
     return re.sub(rf"\b({ours})(?==| must\b)", lambda found: theirs[found[1]], message)
@@ -214,6 +215,53 @@ def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
     return {"window": width, "windowed": None if len(blocks) == config.n_blocks else blocks} if blocks else {}
 
 
+# ── short convolutions ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _conv(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The blocks with a short convolution, and what LFM2's files compute or name in their own way: the width of the
+    feed-forward layer and whether the embedding is tied."""
+    if not family.has("conv"):
+        return {}
+    kinds, attention = raw.get("layer_types"), raw.get("full_attn_idxs")
+    blocks = range(config.n_blocks)
+    if kinds is None:
+        attention = list(blocks) if attention is None else attention
+        if not isinstance(attention, list) or any(type(i) is not int for i in attention):
+            raise HandgradError(f"full_attn_idxs must be a list of blocks, not {shown(attention)}")
+        kinds = ["full_attention" if i in attention else "conv" for i in blocks]
+    if not isinstance(kinds, list) or len(kinds) != len(blocks) or not set(map(str, kinds)) <= {"conv", _KINDS[0]}:
+        raise HandgradError(f"layer_types must name conv or full_attention for every block, not {shown(kinds)}")
+    tied = raw.get("tie_embedding")
+    if not isinstance(tied, bool | None):
+        raise HandgradError(f"tie_embedding must be true or false, not {shown(tied)}")
+    width = _feed_forward_width(raw, config.hidden_width, family)
+    found = {"conv_blocks": tuple(i for i in blocks if kinds[i] == "conv"), "d_hidden": width}
+    return found if tied is None else {**found, "tied": tied}
+
+
+def _feed_forward_width(raw: dict[str, Any], width: int, family: Family) -> int:
+    """Two thirds of the width in the file, times a factor, rounded up to a multiple; or the width itself."""
+    adjust, factor, multiple, own = (
+        raw.get(name, family.defaults[name])
+        for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "block_ff_dim")
+    )
+    if own is not None:
+        check_integer("d_hidden", own, "block_ff_dim")
+        width = own
+    if not isinstance(adjust, bool):
+        raise HandgradError(f"block_auto_adjust_ff_dim must be true or false, not {shown(adjust)}")
+    if not adjust:
+        return width
+    width = int(2 * width / 3)
+    if factor is None:
+        return width
+    if not is_number(factor) or not 0 < factor < 1e6:
+        raise HandgradError(f"block_ffn_dim_multiplier must be a number above 0, not {shown(factor)}")
+    check_integer("d_hidden", multiple, "block_multiple_of")
+    return multiple * -(-int(factor * width) // multiple)
+
+
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -253,6 +301,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     told |= {"rope_base", "rope_scaling"} if config.positions == "rotary" else set()
     if family.windows and (family.windows != "every block" or config.windowed is None):
         told |= {"window", "windowed"}
+    told |= {"conv_blocks"} if family.has("conv") else set()
     told |= {"unrotated"} if "no_rope_layer_interval" in family.defaults else set()
     own = {}
     for f in fields(ModelConfig):
@@ -283,10 +332,15 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
     written: dict[str, object] = {}
     if "no_rope_layer_interval" in family.defaults:
         written["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.n_blocks)]
+    if family.has("conv"):
+        kinds = ["conv" if i in config.conv_blocks else "full_attention" for i in range(config.n_blocks)]
+        # a file beside which this one is written may have had the other names, which come first
+        own = {"block_auto_adjust_ff_dim": False, "block_ff_dim": config.hidden_width, "tie_embedding": config.tied}
+        written |= {"layer_types": kinds, **own}
     if family.windows:
         written["sliding_window"] = config.window
     if family.windows in ("late blocks", "unrotated blocks"):
-        kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
+        windowed = [config.window_of(i) is not None for i in range(config.n_blocks)]
         written["use_sliding_window"] = config.window is not None
-        written["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in kinds]
+        written["layer_types"] = ["sliding_attention" if x else "full_attention" for x in windowed]
     return written

@@ -108,16 +108,15 @@ def build(
 
 def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    one = dict(GPT(replace(config, n_blocks=1, unrotated=(), windowed=None), device="meta").named_parameters())
-    shapes = {name: tuple(p.shape) for name, p in one.items()}
+    shapes_of = {i in config.conv_blocks: _shapes(config, i) for i in range(config.n_blocks)}  # by kind of block
     first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, shape in shapes.items():
+        for name, shape in next(iter(shapes_of.values())).items():
             if not name.startswith(first):
                 yield name, shape
         for i in range(config.n_blocks):
-            for name, shape in shapes.items():
+            for name, shape in shapes_of[i in config.conv_blocks].items():
                 if name.startswith(first):
                     yield every.format(i) + name.removeprefix(first), shape
 
@@ -136,6 +135,13 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
             raise HandgradError(f"{folder}: {name} has shape {found.shape}; config.json requires {shape}")
         if not found.dtype.is_floating_point:
             raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
+
+
+def _shapes(config: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a model with block i alone."""
+    conv = (0,) if i in config.conv_blocks else ()
+    one = GPT(replace(config, n_blocks=1, unrotated=(), windowed=None, conv_blocks=conv), device="meta")
+    return {name: tuple(p.shape) for name, p in one.named_parameters()}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

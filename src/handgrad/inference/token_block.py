@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels import calls, token_block, token_calls
 from ..model.block import Block
 from ..model.gpt import GPT
+from ..model.layers.attention import Attention
 from ..model.layers.linear import Affine
 from ..model.layers.norms import LayerNorm, Norm
 from ..model.steps import UnknownStep, require_block
@@ -60,6 +61,8 @@ class _NoKernel(Exception):
 def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_block.Block:
     require_block(block.steps(), "the code of single tokens")
     c, attn, mlp = model.config, block.attn, block.mlp
+    if not isinstance(attn, Attention):
+        raise _NoKernel
     g = token_block.activation(mlp.g)
     if g is None:
         raise _NoKernel

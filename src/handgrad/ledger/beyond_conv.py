@@ -53,7 +53,7 @@ def conv_backward(rng: RandomInputs) -> float:
         2: short_conv.delta_x(d_z, i.b_gate),
     }
     return max(
-        gradient_error(grad, lambda x, k=k: _by_torch(*i[:k], x, *i[k + 1 : 5]), i[k], i.delta, rng)  # type: ignore[misc]
+        gradient_error(grad, lambda x, k=k: _by_torch(*(*i[:k], x, *i[k + 1 :])[:5]), i[k], i.delta, rng)  # type: ignore[misc]
         for k, grad in ours.items()
     )
 
@@ -76,7 +76,7 @@ def conv_is_causal(rng: RandomInputs) -> float:
     i, error = _inputs(rng), 0.0
     n, taps = len(i.x), len(i.w)
     for t in range(n):
-        (grad,) = differentiate(lambda x, t=t: short_conv.forward(i.b_gate, i.c_gate, x, i.w, i.b).y[t].sum(), i.x)  # type: ignore[misc]
+        (grad,) = differentiate(lambda x, t=t: short_conv.forward(i.b_gate, i.c_gate, x, i.w, i.b).y[t].sum(), i.x)
         others = [s for s in range(n) if not t - taps < s <= t]
         error = max([error, *(grad[s].abs().max().item() for s in others)])
     return error

@@ -16,12 +16,12 @@ from torch import Tensor
 from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
-from .layers.linear import Affine
 from .layers.mlp import MLP
 from .layers.norms import NORMS, Norm
 from .layers.parts import Parts, part
+from .layers.short_conv import ShortConv
 from .passes.arguments import Pass
-from .steps import Step, signal
+from .steps import Layer, Step, signal
 
 
 class SavedHalf(NamedTuple):
@@ -41,7 +41,7 @@ class Residual(NamedTuple):
     branched: str
     y: str
     norm: Norm
-    branch: Attention | MLP
+    branch: Attention | ShortConv | MLP
 
     def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, SavedHalf]:
         """x (n, d) → y (n, d), or (m, d) if the branch computes only the rows that the pass needs"""
@@ -95,7 +95,7 @@ class Block(Parts):
     """norm_1, attn, norm_2 and mlp, under the family's names."""
 
     norm_1: Norm = part("norm_1")
-    attn: Attention = part("attn")
+    attn: Attention | ShortConv = part("attn")
     norm_2: Norm = part("norm_2")
     mlp: MLP = part("mlp")
 
@@ -103,7 +103,8 @@ class Block(Parts):
         super().__init__()
         names, norm = config.table.names, NORMS[config.norm]
         self.add("norm_1", names["norm_1"], norm(config.d_model, config.eps, device))
-        self.add("attn", names["attn"], Attention(config, i, device))
+        conv = i in config.conv_blocks
+        self.add("attn", names["conv" if conv else "attn"], (ShortConv if conv else Attention)(config, i, device))
         self.add("norm_2", names["norm_2"], norm(config.d_model, config.eps, device))
         self.add("mlp", names["mlp"], MLP(config, device))
 
@@ -137,6 +138,6 @@ class Block(Parts):
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
-    def numbered(self) -> dict[str, Affine | Norm]:
+    def numbered(self) -> dict[str, Layer]:
         """The layers by the letter or number that the paper gives their parameters."""
         return {number: layer for step in self.steps() for number, layer in step.layers.items()}

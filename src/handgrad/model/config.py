@@ -49,6 +49,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
+    conv_blocks: tuple[int, ...] = ()  # blocks with a short convolution in place of attention
+    conv_taps: int = 3  # tokens that it reads, its own included
+    conv_bias: bool = False  # of its taps and its two matrices
 
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
@@ -64,7 +67,7 @@ class ModelConfig:
         if not is_number(self.eps) or not 1e-30 <= self.eps < 1:
             raise HandgradError(f"eps must be a number of at least 1e-30 and below 1, not {self.eps!r}")
         for name in (
-            "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm",
+            "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "conv_bias",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -80,16 +83,24 @@ class ModelConfig:
             )
         if self.positions == "rotary":
             self._check_rotary()
+        self._check_conv()
         if self.window is not None and not self.causal:
             raise HandgradError("a window needs a causal model (causal=True)")
         if self.windowed is not None and self.window is None:
             raise HandgradError("windowed lists the blocks with a window: give window as well")
-        for name in ("unrotated", "windowed"):
+        for name in ("unrotated", "windowed", "conv_blocks"):
             blocks = getattr(self, name)
             if blocks is None and name == "windowed":
                 continue
             if not isinstance(blocks, tuple) or any(type(i) is not int or not 0 <= i < self.n_blocks for i in blocks):
                 raise HandgradError(f"{name} must be a tuple of blocks from 0 to {self.n_blocks - 1}, not {blocks!r}")
+
+    def _check_conv(self) -> None:
+        check_integer("conv_taps", self.conv_taps)
+        if self.conv_blocks and not self.table.has("conv"):
+            raise HandgradError(f"the family {self.family} has no name for conv: choose another family")
+        if self.conv_blocks and not self.causal:
+            raise HandgradError("a short convolution reads earlier tokens only: it needs a causal model (causal=True)")
 
     def _check_choices(self) -> None:
         activations = GATES if self.gated else ACTIVATIONS

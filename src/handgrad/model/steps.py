@@ -5,7 +5,7 @@ block reads that list instead of knowing the order itself.
         step.kind, step.inputs, step.outputs      "norm", ("a_1",), ("a_2",)
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -13,16 +13,19 @@ from typing import NamedTuple
 from ..errors import HandgradError
 from .layers.linear import Affine
 from .layers.norms import Norm
+from .layers.taps import Taps
+
+Layer = Affine | Norm | Taps
 
 
 class Step(NamedTuple):
     """One step of a block. The error signal of an activation has its name with `delta` instead of `a`: see `signal`."""
 
     name: str  # norm_1, attention, projection, skip_1 …
-    kind: str  # norm, attention, linear, activation, gated, add
+    kind: str  # norm, attention, convolution, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
-    layers: dict[str, Affine | Norm] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
+    layers: dict[str, Layer] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
 
     def __str__(self) -> str:
@@ -72,10 +75,19 @@ PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
     ("skip_2: add of a_5, a_9 → a_10",),
 )
 
+# The same with a short convolution in place of attention.
+CONV_BLOCK: tuple[tuple[str, ...], ...] = (
+    PAPER_BLOCK[0],
+    ("gates: linear of a_2 → a_B, a_C, a_x by 2",),
+    ("convolution: convolution of a_B, a_C, a_x → a_3 by conv",),
+    *PAPER_BLOCK[2:],
+)
 
-def require_block(steps: Iterable[Step], reader: str) -> None:
+
+def require_block(steps: Sequence[Step], reader: str) -> None:
     """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order."""
-    for step, forms in zip_longest(steps, PAPER_BLOCK):
+    known = CONV_BLOCK if any(step.kind == "convolution" for step in steps) else PAPER_BLOCK
+    for step, forms in zip_longest(steps, known):
         if step is None:
             raise UnknownStep(f"{reader} expects the step {forms[0]!r}, which this model's blocks do not have")
         if forms is None or str(step) not in forms:

@@ -21,7 +21,7 @@ class Borders:
         self.taps = taps
 
     def cut(self, products: Tensor, j: int) -> Tensor:
-        """(n − j, d): row i is of tokens i + j and i. Clear those of two sequences, whatever they hold: NaN must not pass."""
+        """(n − j, d): row i is of tokens i and i + j. Clear those of two sequences by writing: NaN must not pass."""
         across = (self.first[:, None] + torch.arange(-j, 0, device=self.first.device)).flatten()
         return products.index_fill_(0, across[(across >= 0) & (across < len(products))], 0)
 

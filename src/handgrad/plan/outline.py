@@ -28,13 +28,14 @@ def with_blocks(config: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
         config,
         n_blocks=len(blocks),
         unrotated=tuple(j for j, i in enumerate(blocks) if i in config.unrotated),
+        conv_blocks=tuple(j for j, i in enumerate(blocks) if i in config.conv_blocks),
         windowed=None if windowed is None else tuple(j for j, i in enumerate(blocks) if i in windowed),
     )
 
 
 def kinds_of_blocks(config: ModelConfig) -> dict[int, int]:
-    """Blocks differ in rotation and window alone. The first block of each kind, and how many there are."""
-    kinds = [(config.rotated_block(i), config.window_of(i)) for i in range(config.n_blocks)]
+    """Blocks differ in rotation, window and convolution alone. The first block of each kind, and how many there are."""
+    kinds = [(config.rotated_block(i), config.window_of(i), i in config.conv_blocks) for i in range(config.n_blocks)]
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
