@@ -39,6 +39,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
+# what a small model of a family needs besides sizes: blocks of both kinds, a convolution the first and the last
+NEEDED: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
+    },
+}  # fmt: skip
+
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
 # with heads of 16 features, frequencies of all three bands: kept, blended and divided by the factor
 LLAMA3 = {
@@ -73,7 +80,7 @@ def window_of(family: str) -> dict[str, Any]:
 def linear_layers(family: str) -> list[str]:
     """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
     names = FAMILIES[family].names
-    inside = [ours for ours in names if "." in ours and not ours.endswith("_norm")]
+    inside = [ours for ours in names if "." in ours and not ours.endswith(("_norm", ".taps"))]
     return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
 
 
@@ -95,6 +102,17 @@ def _of_tables() -> Iterator[tuple[str, dict[str, Any]]]:
 # Models by name, which begins with the family: the fields in which each differs from a small one.
 MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+    "lfm2, biases, four taps": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+    "lfm2, one tap": {"conv_L_cache": 1},
+    "lfm2, more taps than tokens": {"conv_L_cache": 20},
+    "lfm2, no attention": {"layer_types": ["conv"] * 3},
+    "lfm2, no convolution": {"layer_types": None},
+    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [2, 0]},
+    "lfm2, width computed": {
+        "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
+    },
+    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False, "num_key_value_heads": 1},
+    "lfm2, llama3": {"rope_parameters": LLAMA3, **WIDE},
     "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
     "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
     "llama, gelu gate": {"hidden_act": "gelu"},
@@ -137,7 +155,7 @@ def transformers_model(name: str, **changes: Any) -> Any:
     family = family_of(name)
     sizes = SIZES if family in LLAMA_LIKE else SIZES | ODD_HEADS
     others: dict[str, Any] = {"sliding_window": None, "rope_parameters": ROPE} if family in LLAMA_LIKE else {}
-    fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | MEMBERS[name] | changes
+    fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | NEEDED.get(family, {}) | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
     network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     randomize(network)

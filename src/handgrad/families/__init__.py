@@ -16,7 +16,9 @@ from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "full_name"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
+}
 
 
 def full_name(name: str) -> str:

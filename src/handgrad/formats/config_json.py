@@ -254,12 +254,11 @@ def _feed_forward_width(raw: dict[str, Any], width: int, family: Family) -> int:
     if not adjust:
         return width
     width = int(2 * width / 3)
-    if factor is None:
-        return width
     if not is_number(factor) or not 0 < factor < 1e6:
         raise HandgradError(f"block_ffn_dim_multiplier must be a number above 0, not {shown(factor)}")
     check_integer("d_hidden", multiple, "block_multiple_of")
-    return multiple * -(-int(factor * width) // multiple)
+    adjusted: int = multiple * -(-int(factor * width) // multiple)
+    return adjusted
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

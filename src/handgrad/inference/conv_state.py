@@ -1,5 +1,5 @@
-"""What generation stores of a sequence in blocks with a short convolution: the last L − 1 rows of its input z, after the last
-token, and after every 64 tokens. Keys can be cut behind any token, these states only where they were stored.
+"""What generation stores of a sequence in blocks with a short convolution: the last L − 1 rows of its input z, after the
+last token, and after every 64 tokens. Keys can be cut behind any token, these states only where they were stored.
 
     state = ConvState(like, (blocks, L − 1, d))
     rows = state.extend(i, old, z)      block i: the rows before new ones of z, and those; `old` tokens are done

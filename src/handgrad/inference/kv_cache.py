@@ -50,7 +50,7 @@ class Slot:
 
 
 class Pool:
-    """Slots of one capacity: k and v (blocks with attention, rows, key heads, capacity, width). The first rows are in use."""
+    """Slots of one capacity: k and v (blocks with attention, rows, key heads, capacity, width). The first rows are used."""
 
     def __init__(self, like: Tensor, shape: tuple[int, ...], widths: tuple[int, int]):
         self.like, self.shape, self.widths = like, shape, widths  # shape: blocks, key heads, capacity

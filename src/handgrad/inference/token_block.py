@@ -16,7 +16,6 @@ from torch import Tensor
 from ..kernels import calls, token_block, token_calls
 from ..model.block import Block
 from ..model.gpt import GPT
-from ..model.layers.attention import Attention
 from ..model.layers.linear import Affine
 from ..model.layers.norms import LayerNorm, Norm
 from ..model.steps import UnknownStep, require_block
@@ -60,9 +59,9 @@ class _NoKernel(Exception):
 
 def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_block.Block:
     require_block(block.steps(), "the code of single tokens")
-    c, attn, mlp = model.config, block.attn, block.mlp
-    if not isinstance(attn, Attention):
+    if block.has("conv"):
         raise _NoKernel
+    c, attn, mlp = model.config, block.attn, block.mlp
     g = token_block.activation(mlp.g)
     if g is None:
         raise _NoKernel

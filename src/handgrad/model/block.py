@@ -92,10 +92,11 @@ class Saved(NamedTuple):
 
 
 class Block(Parts):
-    """norm_1, attn, norm_2 and mlp, under the family's names."""
+    """norm_1, attn or conv, norm_2 and mlp, under the family's names."""
 
     norm_1: Norm = part("norm_1")
-    attn: Attention | ShortConv = part("attn")
+    attn: Attention = part("attn")  # a block has this or conv
+    conv: ShortConv = part("conv")
     norm_2: Norm = part("norm_2")
     mlp: MLP = part("mlp")
 
@@ -103,15 +104,15 @@ class Block(Parts):
         super().__init__()
         names, norm = config.table.names, NORMS[config.norm]
         self.add("norm_1", names["norm_1"], norm(config.d_model, config.eps, device))
-        conv = i in config.conv_blocks
-        self.add("attn", names["conv" if conv else "attn"], (ShortConv if conv else Attention)(config, i, device))
+        first, branch = ("conv", ShortConv) if i in config.conv_blocks else ("attn", Attention)
+        self.add(first, names[first], branch(config, i, device))
         self.add("norm_2", names["norm_2"], norm(config.d_model, config.eps, device))
         self.add("mlp", names["mlp"], MLP(config, device))
 
     def halves(self) -> tuple[Residual, Residual]:
         """The order of the block."""
         return (
-            Residual("1", "a_1", "a_2", "a_4", "a_5", self.norm_1, self.attn),
+            Residual("1", "a_1", "a_2", "a_4", "a_5", self.norm_1, self.conv if self.has("conv") else self.attn),
             Residual("2", "a_5", "a_6", "a_9", "a_10", self.norm_2, self.mlp),
         )
 

@@ -39,8 +39,8 @@ def forward(b_gate: Tensor, c_gate: Tensor, x: Tensor, w: Tensor, b: Tensor | No
 
 
 def continued(state: Tensor, z: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """c of new tokens z (m, d) behind earlier ones, of which the last L − 1 rows of z are needed: state (L − 1, d), with zeros
-    for those that do not exist"""
+    """c of new tokens z (m, d) behind earlier ones, of which the last L − 1 rows of z are needed: state (L − 1, d),
+    with zeros for those that do not exist"""
     return conv(torch.cat([state, z]), w, b)[len(w) - 1 :]
 
 

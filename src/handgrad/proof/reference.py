@@ -18,6 +18,7 @@ from ..model.block import Block
 from ..model.config import ModelConfig
 from ..model.layers.linear import Affine
 from ..model.layers.norms import Norm
+from ..model.layers.taps import Taps
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
 from ..model.steps import require_block, signal
 from ..paper import rotary
@@ -91,6 +92,8 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
             pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
         else:
             pairs[number] = (w, b)
+    if "conv" in pairs:
+        return pairs
     for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
         w, b = pairs[letter]
         biases = [None] * heads if b is None else b.chunk(heads)
@@ -98,7 +101,7 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     return pairs
 
 
-def weight_and_bias(layer: Affine | Norm) -> Pair:
+def weight_and_bias(layer: Affine | Norm | Taps) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
@@ -164,16 +167,7 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
 
     a_1 = at("1", a)
     a_2 = at("2", norm(a_1, block["1"]))
-    q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
-    q, k = (turned(x, block.get(f"{letter}_norm"), c, i, inside) for letter, x in (("q", q), ("k", k)))
-    if inside is not None:
-        q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
-    seen = scores(q, k, c, i, at)
-    if inside is None:
-        rho = F.softmax(seen, -1)
-    else:  # the sum that its backward pass subtracts cancels where softmax saturates
-        rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
-    a_3 = at("3", weighted(rho, v))
+    a_3 = at("3", _convolution(block, a_2, at) if "conv" in block else _attention(block, c, i, a_2, at, inside))
     a_4 = at("4", affine(a_3, block["3"]))
     a_5 = at("5", a_1 + a_4)
     a_6 = at("6", norm(a_5, block["5"]))
@@ -184,6 +178,32 @@ def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, i
         a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
     a_9 = at("9", affine(a_8, block["8"]))
     return at("10", a_5 + a_9)
+
+
+def _attention(block: Weights, c: Choices, i: int, a_2: Tensor, at: Hook, inside: Change | None) -> Tensor:
+    """a_2 → a_3 of block i"""
+    q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
+    q, k = (turned(x, block.get(f"{letter}_norm"), c, i, inside) for letter, x in (("q", q), ("k", k)))
+    if inside is not None:
+        q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
+    seen = scores(q, k, c, i, at)
+    if inside is None:
+        rho = F.softmax(seen, -1)
+    else:  # the sum that its backward pass subtracts cancels where softmax saturates
+        rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
+    return weighted(rho, v)
+
+
+def _convolution(block: Weights, a_2: Tensor, at: Hook) -> Tensor:
+    """a_2 → B, C, x → a_3"""
+    b_gate, c_gate, x = (at(letter, affine(a_2, block[letter])) for letter in ("B", "C", "x"))
+    return c_gate * at("conv", convolved(at("z", b_gate * x), block["conv"]))
+
+
+def convolved(z: Tensor, pair: Pair) -> Tensor:
+    """z (n, d) → c, by torch's convolution with a group for each feature"""
+    w, b = pair
+    return F.conv1d(F.pad(z.T[None], (w.shape[2] - 1, 0)), w, b, groups=len(w))[0].T
 
 
 def turned(heads: list[Tensor], gain: Pair | None, c: Choices, i: int, inside: Change | None = None) -> list[Tensor]:

@@ -368,7 +368,7 @@ class Suspects:
 
 def _norm_of(step: Step) -> Norm:
     (layer,) = step.layers.values()
-    assert not isinstance(layer, Affine)
+    assert isinstance(layer, Norm)
     return layer
 
 

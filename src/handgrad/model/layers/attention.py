@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ops import attention, rmsnorm, rotary
 from ..config import ModelConfig
 from ..passes.arguments import Observer, Pass
-from ..steps import Step
+from ..steps import Layer, Step
 from . import attention_matrices as matrices
 from . import branches
 from .branches import BranchInput
@@ -175,7 +175,7 @@ class Attention(Parts):
 
     def steps(self) -> list[Step]:
         """a_2 → a_3 → a_4; the parameters of the first step are w_q, w_k, w_v, or all three as w_2."""
-        layers: dict[str, Affine | Norm] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
+        layers: dict[str, Layer] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
         layers |= {name: getattr(self, name) for name in ("q_norm", "k_norm") if self.has(name)}
         return [
             Step("attention", "attention", ("a_2",), ("a_3",), layers, ("delta_raw", "delta_causal")),

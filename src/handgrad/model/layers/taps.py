@@ -44,6 +44,11 @@ class Taps(Hookless):
             else:
                 b.grad = linear.grad_b(delta, b.grad, b.dtype)
 
+    @staticmethod
+    def in_order(x: Tensor) -> Tensor:
+        """The weight or its gradient (d, 1, L) → (L, d): row j multiplies the token j before"""
+        return x[:, 0].flip(1).t()
+
     def named_symbols(self) -> dict[str, nn.Parameter | None]:
         """The parameters by their letter."""
         return {"w": self.weight, "b": self.bias}
