@@ -39,12 +39,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
-# what a small model of a family needs besides sizes: blocks of both kinds, a convolution the first and the last
+# what a small model of a family needs besides sizes: a block of each kind
 NEEDED: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
-    },
-}  # fmt: skip
+    "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
 # with heads of 16 features, frequencies of all three bands: kept, blended and divided by the factor
@@ -105,9 +103,9 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "lfm2, biases, four taps": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
     "lfm2, one tap": {"conv_L_cache": 1},
     "lfm2, more taps than tokens": {"conv_L_cache": 20},
-    "lfm2, no attention": {"layer_types": ["conv"] * 3},
+    "lfm2, no attention": {"layer_types": ["conv"] * 2},
     "lfm2, no convolution": {"layer_types": None},
-    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [2, 0]},
+    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [1]},
     "lfm2, width computed": {
         "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
     },

@@ -69,7 +69,7 @@ def test_greedy_generation(name: str, tmp_path: Path) -> None:
 
 
 ONE_BLOCK = {
-    "gpt2": {"n_layer": 1}, "lfm2": {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]},
+    "gpt2": {"n_layer": 1}, "lfm2": {"num_hidden_layers": 2},
     "qwen2": {"max_window_layers": 0}, "smollm3": {"no_rope_layers": [0]},
 }  # fmt: skip
 

@@ -1,21 +1,17 @@
 """LFM2: short convolutions with gates in place of attention in most blocks, norms of queries and keys in the others."""
 
-from .family import Family
+from dataclasses import replace
 
-LFM2 = Family(
+from .llama import LLAMA, without
+
+LFM2 = replace(
+    LLAMA,
     name="lfm2",
     architecture="Lfm2ForCausalLM",
-    stored="out_in",
     names={
-        "embed": "model.embed_tokens",
-        "blocks": "model.layers",
+        **without(LLAMA.names, "norm_1", "norm_2"),
         "final_norm": "model.embedding_norm",
-        "head": "lm_head",
         "norm_1": "operator_norm",
-        "attn": "self_attn",
-        "attn.q": "q_proj",
-        "attn.k": "k_proj",
-        "attn.v": "v_proj",
         "attn.out": "out_proj",
         "attn.q_norm": "q_layernorm",
         "attn.k_norm": "k_layernorm",
@@ -30,30 +26,22 @@ LFM2 = Family(
         "mlp.contract": "w2",
     },
     fields={
-        "vocab_size": ("n_vocab",),
-        "max_position_embeddings": ("n_context",),
-        "hidden_size": ("d_model",),
-        "num_attention_heads": ("n_heads",),
-        "num_key_value_heads": ("n_kv_heads",),
-        "head_dim": ("d_rho", "d_head"),
-        "num_hidden_layers": ("n_blocks",),
-        "intermediate_size": ("d_hidden",),
+        **without(LLAMA.fields, "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
         "norm_eps": ("eps",),
-        "tie_word_embeddings": ("tied",),
         "conv_L_cache": ("conv_taps",),
         "conv_bias": ("conv_bias",),
     },
     defaults={
+        **without(LLAMA.defaults, "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
         "max_position_embeddings": 128_000,
         "num_key_value_heads": 8,
-        "head_dim": None,
         "intermediate_size": 12288,
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "rope_theta": 1_000_000.0,
         "conv_L_cache": 3,
         "conv_bias": False,
-        # from which config.json's width of the feed-forward layer is computed
+        # from which the width of the feed-forward layer is computed
         "block_auto_adjust_ff_dim": True,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
@@ -64,10 +52,10 @@ LFM2 = Family(
         "layer_types": None,
     },
     fixed={
-        "norm": "rms", "positions": "rotary", "gated": True, "activation": "silu", "qkv_bias": False, "out_bias": False,
-        "mlp_bias": False, "qk_norm": True,
+        **LLAMA.fixed, "activation": "silu", "qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": True,
     },
     own_vocabulary=65536,
+    extra_tensors=r"lm_head\.weight",
     no_effect=frozenset({"block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
                          "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init",
                          "num_heads", "use_pos_enc", "theta"}),

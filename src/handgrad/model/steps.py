@@ -80,7 +80,8 @@ CONV_BLOCK: tuple[tuple[str, ...], ...] = (
     PAPER_BLOCK[0],
     ("gates: linear of a_2 → a_B, a_C, a_x by 2",),
     ("convolution: convolution of a_B, a_C, a_x → a_3 by conv",),
-    *PAPER_BLOCK[2:],
+    ("out_projection: linear of a_3 → a_4 by 3",),
+    *PAPER_BLOCK[3:],
 )
 
 

@@ -11,9 +11,18 @@ from ...model.gpt import GPT
 from ...model.layers.linear import Affine
 from ...model.steps import Step, require, signal
 
-KINDS = ("norm", "attention", "linear", "activation", "gated", "add")  # of steps whose places and mistakes are known
+KINDS = (
+    "norm",
+    "attention",
+    "convolution",
+    "linear",
+    "activation",
+    "gated",
+    "add",
+)  # of steps whose places and mistakes are known
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
+    "convolution": "the gated convolution's output", "out_projection": "the convolution branch's output",
     "skip_1": "the stream after attention", "norm_2": "the second norm's output", "expand": "the expanded features",
     "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_2": "the block's output",
 }  # fmt: skip
@@ -58,9 +67,9 @@ class BlockSteps:
     def branch(self, name: str) -> str:
         """What the branch is that ends in this activation."""
         step = self.makers[name]
-        while step.kind not in ("norm", "attention") and step.inputs[0] in self.makers:
+        while step.kind not in ("norm", "attention", "convolution") and step.inputs[0] in self.makers:
             step = self.makers[step.inputs[0]]
-        return "attention" if step.kind == "attention" else "feed-forward"
+        return step.kind if step.kind in ("attention", "convolution") else "feed-forward"
 
     def layer_of(self, name: str) -> Affine | None:
         """The linear layer that computes an activation; None if none does."""

@@ -14,7 +14,7 @@ from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.steps import Layer, require, signal
 
-KINDS = ("norm", "attention", "linear", "add", "activation", "gated")  # of a block's steps
+KINDS = ("norm", "attention", "convolution", "linear", "add", "activation", "gated")  # of a block's steps
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
 
 

@@ -57,7 +57,7 @@ class ShortConv(Parts):
 
     def forward(self, a_2: Tensor, run: Pass) -> tuple[Tensor, Saved]:
         """a_2 → B, C and x → a_3 → a_4"""
-        gates = branches.forward([self.gates], a_2, run, dtype=run.operand)
+        gates = branches.forward([self.gates], a_2, run)
         if run.observer is not None:
             gates = [run.at(f"a_{letter}", x) for letter, x in zip(LETTERS, gates, strict=True)]
         computed = self._compute(gates, run)
@@ -106,7 +106,7 @@ class ShortConv(Parts):
         return [
             Step("gates", "linear", ("a_2",), gates, {"2": self.gates}),
             Step("convolution", "convolution", gates, ("a_3",), {"conv": self.taps}, ("delta_z", "delta_conv")),
-            Step("projection", "linear", ("a_3",), ("a_4",), {"3": self.out}),
+            Step("out_projection", "linear", ("a_3",), ("a_4",), {"3": self.out}),
         ]
 
 
