@@ -109,7 +109,7 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "lfm2, width computed": {
         "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
     },
-    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False, "num_key_value_heads": 1},
+    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False},
     "lfm2, llama3": {"rope_parameters": LLAMA3, **WIDE},
     "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
     "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},

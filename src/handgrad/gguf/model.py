@@ -1,7 +1,7 @@
 """Models in GGUF files: their config.json and tensors as Hugging Face's directories have them.
 
-llama (Llama, Mistral, SmolLM2, TinyLlama), smollm3, qwen2, qwen3, gpt2. Matrices stay packed. In llama and smollm3 the rows
-of q and k are stored for interleaved rotation; they are moved to Hugging Face's half-split order, whole rows at a time.
+llama (Llama, Mistral, SmolLM2, TinyLlama), smollm3, qwen2, qwen3, lfm2, gpt2. Matrices stay packed. In llama and smollm3 the
+rows of q and k are stored for interleaved rotation; they are moved to Hugging Face's half-split order, whole rows at a time.
 GPT-2's matrices are stored the other way round than in its Hugging Face files, so they are unpacked. Metadata that would
 change the computation and cannot be expressed in config.json are refused by name.
 """
@@ -28,7 +28,7 @@ _READ = {
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
-    "rope.scaling.finetuned", "tensor_data_layout",
+    "rope.scaling.finetuned", "tensor_data_layout", "shortconv.l_cache",
 }  # fmt: skip
 
 # Those that every file has.
@@ -112,7 +112,8 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     file = given.file
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.integer("attention.head_count_kv", "n_heads", heads)
+    blocks = given.integer("block_count", "n_blocks")
+    kv_heads, conv = _kv_heads(given, heads, blocks)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -124,7 +125,6 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         given.refuse("rope.dimension_count", f"and heads have {d_head}; only a rotation of whole heads is supported")
     if d_head % 2:
         given.refuse("attention.key_length", f"and heads have {d_head}; rotation needs an even width")
-    blocks = given.integer("block_count", "n_blocks")
     config = {
         **_common(file, architecture, given.architecture),
         "vocab_size": _vocabulary_size(file, given.architecture),
@@ -139,6 +139,13 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         "rms_norm_eps": given.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(given, d_head),
     }
+    if given.architecture == "lfm2":
+        del config["hidden_act"]
+        config |= {
+            "norm_eps": config.pop("rms_norm_eps"), "conv_L_cache": given.integer("shortconv.l_cache", "conv_taps"),
+            "layer_types": ["conv" if i in conv else "full_attention" for i in range(blocks)],
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     for choice, layers in architecture.choices.items():
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
     if given.architecture == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
@@ -150,9 +157,23 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
-        "queries": heads * d_head, "keys": kv_heads * d_head,
+        "queries": heads * d_head, "keys": kv_heads * d_head, "gates": 3 * d, "taps": config.get("conv_L_cache", 0),
     }  # fmt: skip
     return config, sizes
+
+
+def _kv_heads(given: _Metadata, heads: int, blocks: int) -> tuple[int, set[int]]:
+    """Heads of keys and values, and the blocks of an architecture with short convolutions that have none."""
+    key = "attention.head_count_kv"
+    if given.architecture != "lfm2" or not isinstance(given.file.metadata.get(f"lfm2.{key}"), list):
+        return given.integer(key, "n_heads", heads), set()
+    counts = given.file.array(f"lfm2.{key}", int, [])
+    found = {count for count in counts if count}
+    if len(counts) != blocks or len(found) > 1:
+        given.refuse(key, f"which is not 0 or one number of heads for each of the {blocks} blocks")
+    kv_heads = next(iter(found), heads)
+    check_integer("n_heads", kv_heads, f"{given.file.path}: lfm2.{key}")
+    return kv_heads, {i for i, count in enumerate(counts) if not count}
 
 
 def _gpt2_config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
@@ -285,6 +306,8 @@ def _tensors(
             stored = _half_split(stored, sizes["head"], f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
+        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
+            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
         tensors[hf_name] = stored
     for name in file.tensors:
         if name not in used and not _TABLES.fullmatch(name):
@@ -302,13 +325,24 @@ def _expected(
     groups = [("", "", architecture.outer)]
     groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
     for prefix, hf_prefix, layers_of_group in groups:
+        absent = _absent(config, prefix)
         for name, layer in layers_of_group.items():
+            if absent and name.startswith(absent):
+                continue
             if name == "output" and config["tie_word_embeddings"]:
                 continue
             shape = tuple(sizes[size] for size in layer.sizes)
             yield f"{prefix}{name}.weight", f"{hf_prefix}{layer.name}.weight", shape
             if name in with_bias:
                 yield f"{prefix}{name}.bias", f"{hf_prefix}{layer.name}.bias", shape[:1]
+
+
+def _absent(config: dict[str, Any], prefix: str) -> tuple[str, ...]:
+    """What the layers are called that a block with a short convolution, or with attention, does not have."""
+    if not prefix or "conv_L_cache" not in config:
+        return ()
+    conv = config["layer_types"][int(prefix.split(".")[1])] == "conv"
+    return ("attn_q", "attn_k", "attn_v", "attn_output") if conv else ("shortconv.",)
 
 
 def _half_split(stored: Stored, d_head: int, name: str) -> Stored:

@@ -60,7 +60,7 @@ def one(t: Tensors, name: str, i: int, j: int, head: int | None = None) -> Facto
 def taps(t: Tensors, here: str, name: str, i: int, j: int, ahead: bool = False) -> Sum:
     """Row k of w_conv times the row k before token i, or k ahead of it, in column j"""
     w, x = t[f"{here}w_conv"], t[name]
-    rows = [k for k in (range(i, len(x)) if ahead else range(i, -1, -1))][: len(w)]
+    rows = list(range(i, len(x)) if ahead else range(i, -1, -1))[: len(w)]
     weights = Factor(w[: len(rows), j].double(), lambda k: Cell(f"{here}w_conv", k, j))
     return Sum((weights, Factor(x[rows, j].double(), lambda k: Cell(name, rows[k], j))))
 

@@ -85,8 +85,8 @@ def stations_of(model: GPT, network: Network) -> list[Station]:
 
 
 def _id(step: NetworkStep, network: Network) -> str:
-    """The name of its output. Several outputs stand at the number after that of the input, gate and up at a_7, unless that is
-    another activation: B, C and x, before a_3, stand at the first of them."""
+    """The name of its output. Several outputs stand at the number after that of the input, gate and up at a_7, unless
+    that is another activation: B, C and x, before a_3, stand at the first of them."""
     if step.kind in ("embedding", "loss"):
         return {"embedding": "a_1", "loss": "loss"}[step.kind]
     if len(step.outputs) == 1:
@@ -107,8 +107,8 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 
 TITLES = {"norm_1": "First norm", "norm_2": "Second norm", "last_norm": "Last norm", "head": "Logits"}
 SUMMARIES = {
-    "gates": "Maps each token separately to three vectors: x, what the convolution mixes, and the gates B and C, which decide"
-    " how much of each feature enters it and leaves it. In the backward pass, the errors of the three add up.",
+    "gates": "Maps each token separately to three vectors: x, what the convolution mixes, and the gates B and C, which"
+    " decide how much of each feature enters it and leaves it. In the backward pass, the errors of the three add up.",
     "out_projection": "Maps what the convolution has mixed, feature by feature, back into the residual stream.",
     "projection": "Mixes the outputs of all heads, side by side, into one vector of the residual stream's width.",
     "contract": "Maps back to the stream's width: each hidden value adds its row of {w}, scaled by that value.",
