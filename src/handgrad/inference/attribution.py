@@ -22,12 +22,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import HandgradError, shown
-from ..model.block import Saved
 from ..model.gpt import GPT
 from ..model.passes.arguments import Pass
 from ..model.passes.batch import TOKENS_AT_ONCE, Piece
@@ -178,13 +178,15 @@ def _input_signal(
     model: GPT, piece: Piece, objective: Objective = MEAN_LOSS, a_1: Tensor | None = None
 ) -> tuple[float, Tensor, Tensor]:
     """The summed objective, a_1 and Δ_1 of a piece, from its own embeddings or the given ones."""
-    run = Pass(attention.spans_of(piece.lengths), rotation=model.rotation(piece.positions))
+    run = Pass(attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths))
     runs = [run] * len(model.blocks)
-    if len(piece.rows) < len(piece.ids):  # as in training: the last block needs only the rows with a target
+    if (
+        len(piece.rows) < len(piece.ids) and model.blocks[-1].leaves_rows_out
+    ):  # as in training: the last block needs only the rows with a target
         runs[-1] = run._replace(spans=attention.spans_of(piece.lengths, piece.rows), query_rows=piece.rows)
     a = a_1 = model.embeddings(piece.ids, piece.positions) if a_1 is None else a_1
     recompute = len(piece.ids) > TOKENS_AT_ONCE  # a long text's activations would need gigabytes
-    saved: list[Saved | Tensor] = []
+    saved: list[Any] = []
     for block, its_run in zip(model.blocks, runs, strict=True):
         with model.weights(block) as weights:
             out, kept = block.forward(a, its_run._replace(weights=weights))

@@ -149,7 +149,7 @@ class Engine:
                 some = a if len(rows) == len(a) else a[rows]
                 run = Pass(adapters=groups([(x.options.adapter, 1) for x in wanted]), weights=weights)
                 normed = model.final_norm.forward(some, self._operand(len(some)))[0]
-                logits = model.head.forward(normed, run)
+                logits = model.logit_map.forward(model.head.forward(normed, run))
         events += [self._end(work[i][0], None, None, "length") for i in ready if not work[i][0].options.max_new_tokens]
         return events if logits is None else events + self._choose(wanted, logits)
 
@@ -225,16 +225,16 @@ class Engine:
         step = self.cache.step([(sequence.slot, count) for sequence, count in work])
         ids = [i for x, count in work for i in x.window[x.slot.length : x.slot.length + count]]
         positions = step.positions
-        rotation = model.rotation(positions)
+        rotations = model.rotations(positions, [len(x.window) for x, count in work for _ in range(count)])
         a = model.embeddings(torch.tensor(ids, device=model.device), positions)
         run = Pass(
-            rotation=rotation, adapters=groups([(x.options.adapter, count) for x, count in work]),
+            rotations=rotations, adapters=groups([(x.options.adapter, count) for x, count in work]),
             operand=self._operand(len(ids)),
         )  # fmt: skip
         if self._blocks is not None and not self._blocks.current:
             self._blocks = describe(model)
         if self._blocks is not None and step.places is not None and len(ids) <= FEW_ROWS and not run.adapters:
-            self._blocks.forward(a, step.places, rotation)
+            self._blocks.forward(a, step.places, rotations[0] if rotations else None)
         else:
             for i, block in enumerate(model.blocks):
                 with model.weights(block, generating=True) as weights:
@@ -254,7 +254,7 @@ class Engine:
         batch = model.pack(torch.tensor([i for sequence, _ in work for i in sequence.window]), lengths)
         a = model.embeddings(batch.ids, batch.positions)
         run = Pass(
-            attention.spans_of(batch.lengths), rotation=model.rotation(batch.positions),
+            attention.spans_of(batch.lengths), rotations=model.rotations(batch.positions, lengths),
             adapters=groups([(x.options.adapter, count) for x, count in work]), operand=self._operand(len(batch.ids)),
         )  # fmt: skip
         for block in model.blocks:
@@ -276,7 +276,7 @@ class Engine:
                 for part in row_groups(len(rows), model.head) if len(rows) else ():
                     run = Pass(adapters=groups([(sequence.options.adapter, len(rows[part]))]), weights=weights)
                     normed = model.final_norm.forward(rows[part], self._operand(len(rows[part])))[0]
-                    logits = model.head.forward(normed, run)
+                    logits = model.logit_map.forward(model.head.forward(normed, run))
                     if not torch.isfinite(logits.sum()):
                         failed.append(self._fail(sequence, self._non_finite(sequence, logits)))
                         break

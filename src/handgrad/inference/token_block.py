@@ -59,8 +59,6 @@ class _NoKernel(Exception):
 
 def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_block.Block:
     require_block(block.steps(), "the code of single tokens")
-    if block.has("conv"):
-        raise _NoKernel
     c, attn, mlp = model.config, block.attn, block.mlp
     g = token_block.activation(mlp.g)
     if g is None:

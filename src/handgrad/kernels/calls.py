@@ -233,13 +233,13 @@ def column_sums(delta: Tensor, a_bar: Tensor | None, out: Tensor) -> None:
 # ── rotary positions, loss, attention ───────────────────────────────────────────────────────────────────────────────
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
-    """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous"""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor, neighbors: bool = False) -> None:
+    """x, out (n, h, d_ρ); cos, sin (n, d_ρ/2), contiguous. The features of a plane are neighbors, or half a head apart."""
     (n, heads, width), dtype = x.shape, COMPUTED[out.dtype]
     half = width // 2
     _call(
         "rotate", out.dtype, n, heads, half, *_heads((n, heads, 2 * half), dtype, x), *_numbers(n * half, dtype, cos, sin),
-        float(sign), *_heads((n, heads, width), out.dtype, out),
+        float(sign), *_heads((n, heads, width), out.dtype, out), int(neighbors),
     )  # fmt: skip
 
 

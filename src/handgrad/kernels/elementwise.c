@@ -183,13 +183,21 @@ void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, s
 /* y_i = x_i cos − x_j sin,  y_j = x_j cos + x_i sin  in every head of n tokens, `sign` = −1 for the opposite rotation.
  * Planes (i, j = i + half). y may be x. cos and sin (n, half). */
 void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine, const real *sine,
-               double sign, stored *y, size ys, size yh) {
+               double sign, stored *y, size ys, size yh, size neighbors) {
     ROWS(n, heads * half) for (size t = 0; t < n; t++) {
         const real *restrict c = cosine + t * half, *restrict s = sine + t * half;
         real turn = (real)sign;
         for (size h = 0; h < heads; h++) {
             const real *x_h = x + t * xs + h * xh;
             stored *y_h = y + t * ys + h * yh;
+            if (neighbors) {
+                _Pragma("omp simd") for (size i = 0; i < half; i++) {
+                    real u = x_h[2 * i], v = x_h[2 * i + 1], s_i = turn * s[i];
+                    y_h[2 * i] = narrow(u * c[i] - v * s_i);
+                    y_h[2 * i + 1] = narrow(v * c[i] + u * s_i);
+                }
+                continue;
+            }
             _Pragma("omp simd") for (size i = 0; i < half; i++) {
                 real u = x_h[i], v = x_h[i + half], s_i = turn * s[i];
                 y_h[i] = narrow(u * c[i] - v * s_i);

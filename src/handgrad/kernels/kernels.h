@@ -27,7 +27,7 @@ KERNEL void hg_backward_norm(size n, size w, const real *d, size ds, const real 
                              const real *gain, size centered, real *out, size os);
 KERNEL void hg_column_sums(size n, size w, const real *d, size ds, const real *a_bar, size bs, real *out);
 KERNEL void hg_rotate(size n, size heads, size half, const real *x, size xs, size xh, const real *cosine,
-                      const real *sine, double sign, stored *y, size ys, size yh);
+                      const real *sine, double sign, stored *y, size ys, size yh, size neighbors);
 KERNEL void hg_sum_heads(size n, size heads, size repeat, size w, const real *x, size xs, size xh, real *out, size os,
                          size oh);
 KERNEL int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *target, double weight, double *loss);

@@ -17,7 +17,7 @@ ARGUMENTS = {
     "rebuild_norm": "nn pn p p p p pn pn",
     "backward_norm": "nn pn pn p p n pn",
     "column_sums": "nn pn pn p",
-    "rotate": "nnn pnn p p x pnn",
+    "rotate": "nnn pnn p p x pnn n",
     "sum_heads": "nnnn pnn pnn",
     "softmax_loss": "nn pn p x p",
     "forward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn",

@@ -85,8 +85,8 @@ static void token_block_part(const block *x, size n, const int64_t *places, cons
             normalize(&x->k_norm, kv, x->d_rho, to->heads + q_width, x->d_rho, k_t, x->d_rho, to->statistics);
         }
         if (x->rotated) {
-            hg_rotate(n, x->heads, x->d_rho / 2, q, width, x->d_rho, cosine, sine, 1, q, width, x->d_rho);
-            hg_rotate(n, kv, x->d_rho / 2, k, width, x->d_rho, cosine, sine, 1, k, width, x->d_rho);
+            hg_rotate(n, x->heads, x->d_rho / 2, q, width, x->d_rho, cosine, sine, 1, q, width, x->d_rho, 0);
+            hg_rotate(n, kv, x->d_rho / 2, k, width, x->d_rho, cosine, sine, 1, k, width, x->d_rho, 0);
         }
         store_tokens(&h, n, x->index, places, k, width, x->d_rho, v, width, x->d_h);
     }

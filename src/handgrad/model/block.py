@@ -3,11 +3,14 @@
     a_1 → a_2 norm → a_3 heads → a_4 projection → a_5 = a_1 + a_4
         → a_6 norm → a_7 expand → a_8 activation → a_9 contract → a_10 = a_5 + a_9
 
-Twice x + branch(norm(x)). This file is where the order is defined: `steps` lists it, and whatever describes, checks or
-explains a block reads that list. A block saves about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7) and recomputes the
-outputs of norms and activation.
+Twice x + branch(norm(x)). In other families the norm comes after the branch (a_4 → a_4_norm), or both are there, or the two
+branches are parallel: a_10 = a_1 + a_4 + a_9, with one norm or two; or a convolution is in the place of attention. This file
+is where the order is defined: `steps` lists it, and whatever describes, checks or explains a block reads that list. A block
+saves about 10·d numbers per token (a_1, q, k, v, a_3, a_5, a_7) and recomputes the outputs of norms and activation.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,51 +20,142 @@ from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
 from .layers.mlp import MLP
-from .layers.norms import NORMS, Norm
+from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
 from .layers.short_conv import ShortConv
 from .passes.arguments import Pass
 from .steps import Layer, Step, signal
 
 
-class SavedHalf(NamedTuple):
-    """What half a block saves for its backward pass."""
+class SavedBranch(NamedTuple):
+    """What a branch saves for its backward pass."""
+
+    layers: Any
+    post: Any = None  # of the norm after it
+
+
+class Branch(NamedTuple):
+    """post(layers(a)), or layers(a)"""
+
+    layers: Attention | ShortConv | MLP
+    output: str  # of the layers: a_4 or a_9
+    post: Norm | None = None
+
+    def forward(self, a: Tensor, run: Pass) -> tuple[Tensor, SavedBranch]:
+        """a → the branch's output, of all rows or of those that the pass needs"""
+        out, saved = self.layers.forward(a, run)
+        if self.post is None:
+            return out, SavedBranch(saved)
+        normed, kept = self.post.forward(out)
+        run.note_statistics(self.post.statistics, kept, self.output[2:])
+        return run.at(self.added, normed), SavedBranch(saved, kept)
+
+    def backward(self, delta: Tensor, saved: SavedBranch, a: BranchInput, run: Pass) -> Tensor | None:
+        """Δ of the branch's output → that of a, if it is needed"""
+        delta = run.at(signal(self.added), delta)
+        if self.post is not None:
+            a_bar, _ = self.post.rebuild_output(saved.post)
+            delta = run.at(signal(self.output), self.post.backward(delta, a_bar, saved.post, run))
+        return self.layers.backward(delta, saved.layers, a, run)
+
+    @property
+    def added(self) -> str:
+        """The name of what is added to the stream."""
+        return self.output if self.post is None else f"{self.output}_norm"
+
+    def steps(self, reads: str) -> list[Step]:
+        """What it computes from the activation of that name, in order."""
+        number = self.output[2:]
+        after = {} if self.post is None else {number: self.post}
+        return [
+            *self.layers.steps(reads),
+            *(Step(f"norm_{number}", "norm", (self.output,), (self.added,), {n: norm}) for n, norm in after.items()),
+        ]
+
+
+class SavedPath(NamedTuple):
+    """What a path saves for its backward pass."""
 
     norm: Any  # holds x
-    branch: Any
-    a: Tensor | None = None  # the norm's output: rebuilt, unless it may have been replaced
+    branches: tuple[SavedBranch, ...]
+    a: Tensor | None = (
+        None  # what the branches read, where it is not rebuilt: no norm computes it, or it may be replaced
+    )
+
+
+class Path(NamedTuple):
+    """Branches that read norm(x), or x itself."""
+
+    x: str
+    normed: str
+    norm: Norm | None
+    number: str  # of the norm and its parameters: norm_1 and w_1
+    branches: tuple[Branch, ...]
+
+    def forward(self, x: Tensor, run: Pass) -> tuple[list[Tensor], SavedPath]:
+        """x → the outputs of the branches"""
+        if self.norm is None:
+            a, saved = x if run.operand is None else x.to(run.operand), None
+        else:
+            a, saved = self.norm.forward(x, run.operand)
+            run.note_statistics(self.norm.statistics, saved, self.number)
+            a = run.at(self.normed, a)
+        outputs, kept = zip(*(branch.forward(a, run) for branch in self.branches), strict=True)
+        return [*outputs], SavedPath(saved, kept, a if run.edited or self.norm is None else None)
+
+    def backward(self, delta: Tensor, saved: SavedPath, run: Pass, needed: bool) -> Tensor | None:
+        """Δ of every branch's output → what reaches Δ_x by this path, if it is `needed`"""
+        needed = needed or (self.norm is not None and self.norm.trains)
+        a = BranchInput(self.norm, saved.norm, saved.a, needed, run.operand)
+        total: Tensor | None = None
+        for branch, kept in reversed(list(zip(self.branches, saved.branches, strict=True))):
+            found = branch.backward(delta, kept, a, run)
+            total = found if total is None or found is None else total.add_(found)
+        if total is None or self.norm is None:
+            return total
+        return a.backward(run.at(signal(self.normed), total), run)
+
+    def steps(self) -> list[Step]:
+        """What it computes, in order."""
+        reads = self.x if self.norm is None else self.normed
+        norm = {} if self.norm is None else {self.number: self.norm}
+        return [
+            *(Step(f"norm_{n}", "norm", (self.x,), (self.normed,), {n: layer}) for n, layer in norm.items()),
+            *(step for branch in self.branches for step in branch.steps(reads)),
+        ]
 
 
 class Residual(NamedTuple):
-    """y = x + branch(norm(x)), half a block."""
+    """y = x + scale · Σ branch: half a block, or a block whose branches are parallel."""
 
-    number: str  # of the half: norm_1 and skip_1, norm_2 and skip_2
-    x: str  # the names of its tensors: a_1 or a_5
-    normed: str
-    branched: str
+    x: str  # the names of its tensors: a_1 → a_5 or a_5 → a_10
     y: str
-    norm: Norm
-    branch: Attention | ShortConv | MLP
+    paths: tuple[Path, ...]
+    scale: float = 1.0
 
-    def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, SavedHalf]:
+    def forward(self, x: Tensor, run: Pass) -> tuple[Tensor, tuple[SavedPath, ...]]:
         """x (n, d) → y (n, d), or (m, d) if the branch computes only the rows that the pass needs"""
-        a, saved = self.norm.forward(x, run.operand)
-        run.note_statistics(self.norm.statistics, saved, self.norm_number)
-        a = run.at(self.normed, a)
-        out, kept = self.branch.forward(a, run)
+        outputs, saved = zip(*(path.forward(x, run) for path in self.paths), strict=True)
+        out, *others = (x for found in outputs for x in found)
+        alone = run.observer is None  # an observer may keep what it has seen
+        for other in others:
+            out = out.add_(other) if alone else out + other
+        if self.scale != 1:
+            out = out.mul_(self.scale) if alone else out * self.scale
         skipped = run.at(f"skip_{self.y[2:]}", x) if run.edited else x
         skipped = skipped if len(out) == len(x) else skipped[run.query_rows]
-        y = out.add_(skipped) if run.observer is None else out + skipped  # an observer may keep what it has seen
-        return run.at(self.y, y), SavedHalf(saved, kept, a if run.edited else None)
+        y = out.add_(skipped) if alone else out + skipped
+        return run.at(self.y, y), saved
 
-    def backward(self, delta: Tensor, saved: SavedHalf, run: Pass, needed: bool = True) -> Tensor:
+    def backward(self, delta: Tensor, saved: tuple[SavedPath, ...], run: Pass, needed: bool = True) -> Tensor:
         """Δ_y → Δ_x. If that is not `needed`, the result has no meaning."""
-        needed = needed or self.norm.trains
-        a = BranchInput(self.norm, saved.norm, saved.a, needed, run.operand)
-        delta_a = self.branch.backward(run.at(signal(self.branched), delta), saved.branch, a, run)
-        if delta_a is None:
+        branched = delta if self.scale == 1 else delta * self.scale
+        delta_x: Tensor | None = None
+        for path, kept in reversed(list(zip(self.paths, saved, strict=True))):
+            found = path.backward(branched, kept, run, needed)
+            delta_x = found if delta_x is None or found is None else delta_x.add_(found)
+        if delta_x is None:
             return delta
-        delta_x = a.backward(run.at(signal(self.normed), delta_a), run)
         skipped = run.at(f"delta_skip_{self.y[2:]}", delta) if run.edited else delta
         if len(skipped) == len(delta_x):
             delta_x.add_(skipped)
@@ -72,68 +166,78 @@ class Residual(NamedTuple):
 
     def steps(self) -> list[Step]:
         """What it computes, in order."""
-        return [
-            Step(f"norm_{self.number}", "norm", (self.x,), (self.normed,), {self.norm_number: self.norm}),
-            *self.branch.steps(),
-            Step(f"skip_{self.number}", "add", (self.x, self.branched), (self.y,)),
-        ]
-
-    @property
-    def norm_number(self) -> str:
-        """The number of the norm's parameters: w_1 or w_5, after its input."""
-        return self.x[2:]
-
-
-class Saved(NamedTuple):
-    """What a block saves for its backward pass."""
-
-    first: SavedHalf  # holds a_1, q, k, v, a_3
-    second: SavedHalf  # holds a_5, a_7
+        added = tuple(branch.added for path in self.paths for branch in path.branches)
+        skip = Step(f"skip_{self.y[2:]}", "add", (self.x, *added), (self.y,), scale=self.scale)
+        return [*(step for path in self.paths for step in path.steps()), skip]
 
 
 class Block(Parts):
-    """norm_1, attn or conv, norm_2 and mlp, under the family's names."""
+    """norm_1, attn or conv, norm_2, mlp, and the norms post_1 and post_2 after the branches, under the family's names."""
 
     norm_1: Norm = part("norm_1")
+    post_1: Norm = part("post_1")
     attn: Attention = part("attn")  # a block has this or conv
     conv: ShortConv = part("conv")
     norm_2: Norm = part("norm_2")
+    post_2: Norm = part("post_2")
     mlp: MLP = part("mlp")
 
     def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
         super().__init__()
-        names, norm = config.table.names, NORMS[config.norm]
-        self.add("norm_1", names["norm_1"], norm(config.d_model, config.eps, device))
-        first, branch = ("conv", ShortConv) if i in config.conv_blocks else ("attn", Attention)
-        self.add(first, names[first], branch(config, i, device))
-        self.add("norm_2", names["norm_2"], norm(config.d_model, config.eps, device))
-        self.add("mlp", names["mlp"], MLP(config, device))
+        names = config.table.names
+        self.parallel, self.scale = config.parallel, config.residual_scale
+        branches: dict[str, Callable[[], Any]] = {
+            "attn": partial(Attention, config, i, device),
+            "conv": partial(ShortConv, config, device),
+            "mlp": partial(MLP, config, device),
+        }
+        first = "conv" if i in config.conv_blocks else "attn"
+        for name in ("norm_1", first, "post_1", "norm_2", "mlp", "post_2"):
+            if name in names:
+                self.add(name, names[name], branches.get(name, partial(norm_of, config, device))())
 
-    def halves(self) -> tuple[Residual, Residual]:
+    def halves(self) -> tuple[Residual, ...]:
         """The order of the block."""
-        return (
-            Residual("1", "a_1", "a_2", "a_4", "a_5", self.norm_1, self.conv if self.has("conv") else self.attn),
-            Residual("2", "a_5", "a_6", "a_9", "a_10", self.norm_2, self.mlp),
+        norm_1, norm_2, post_1, post_2 = (
+            getattr(self, name) if self.has(name) else None for name in ("norm_1", "norm_2", "post_1", "post_2")
         )
+        mixing = self.conv if self.has("conv") else self.attn
+        attention, feed_forward = Branch(mixing, "a_4", post_1), Branch(self.mlp, "a_9", post_2)
+        if not self.parallel:
+            first = Path("a_1", "a_2", norm_1, "1", (attention,))
+            second = Path("a_5", "a_6", norm_2, "5", (feed_forward,))
+            return Residual("a_1", "a_5", (first,), self.scale), Residual("a_5", "a_10", (second,), self.scale)
+        if norm_2 is None:
+            both: tuple[Path, ...] = (Path("a_1", "a_2", norm_1, "1", (attention, feed_forward)),)
+        else:
+            both = Path("a_1", "a_2", norm_1, "1", (attention,)), Path("a_1", "a_6", norm_2, "5", (feed_forward,))
+        return (Residual("a_1", "a_10", both, self.scale),)
 
-    def forward(self, a_1: Tensor, run: Pass) -> tuple[Tensor, Saved]:
+    def forward(self, a_1: Tensor, run: Pass) -> tuple[Tensor, list[Any]]:
         """a_1 (n, d) → a_10 (n, d), or (m, d) if the pass needs only some query rows: then everything after the keys and
-        values is computed for those rows alone."""
-        first, second = self.halves()
-        a_5, saved_1 = first.forward(run.at("a_1", a_1), run)
-        a_10, saved_5 = second.forward(a_5, run)
-        return a_10, Saved(saved_1, saved_5)
+        values is computed for those rows alone. And what each half saves."""
+        a, saved = run.at("a_1", a_1), []
+        for half in self.halves():
+            a, kept = half.forward(a, run)
+            saved.append(kept)
+        return a, saved
 
-    def backward(self, delta_10: Tensor, saved: Saved, run: Pass) -> Tensor:
+    def backward(self, delta_10: Tensor, saved: list[Any], run: Pass) -> Tensor:
         """Δ_10 → Δ_1; parameter gradients are added into `.grad`. Without `run.input_signal` Δ_1 is not computed, and the
         result has no meaning."""
-        first, second = self.halves()
-        delta_5 = second.backward(run.at("delta_10", delta_10), saved.second, run)
-        return first.backward(delta_5, saved.first, run, run.input_signal)
+        delta, halves = run.at("delta_10", delta_10), self.halves()
+        for half, kept in reversed(list(zip(halves, saved, strict=True))):
+            delta = half.backward(delta, kept, run, half is not halves[0] or run.input_signal)
+        return delta
 
     def steps(self) -> list[Step]:
         """What the block computes, in order."""
         return [step for half in self.halves() for step in half.steps()]
+
+    @property
+    def leaves_rows_out(self) -> bool:
+        """Whether it can compute only some rows after the keys and values: parallel branches read one tensor."""
+        return not self.parallel
 
     @property
     def trains(self) -> bool:

@@ -2,7 +2,7 @@
 torch."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checks import check_integer, is_number
 from ..errors import HandgradError, option
@@ -13,7 +13,18 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
 GATES = ("silu", "gelu", "gelu_tanh")
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary")
-_OPTIONAL = ("d_hidden", "d_rho", "d_head", "n_kv_heads", "window")
+_OPTIONAL = ("d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width")
+_SWITCHES = (
+    "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
+    "qk_norm_joint", "rotary_neighbors", "parallel", "conv_bias",
+)  # fmt: skip
+
+
+class RotaryTable(NamedTuple):
+    """Frequencies of rotary positions."""
+
+    base: float
+    scaling: Scaling
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,20 @@ class ModelConfig:
     qkv_bias: bool = True
     out_bias: bool = True  # of w_3
     mlp_bias: bool = True
+    norm_bias: bool = True  # of LayerNorm
+    gain_offset: float = 0.0  # 1: an RMSNorm multiplies by 1 + weight
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, before the rotation
+    qk_norm_joint: bool = False  # of all heads together instead of each
+    parallel: bool = False  # a_10 = a_1 + a_4 + a_9: attention and feed-forward read one tensor
+    embedding_scale: float = 1.0  # of a token's embedding
+    residual_scale: float = 1.0  # of what a branch adds to the stream
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # c: logits become c tanh(logits / c)
     rope_base: float = 10000.0
     rope_scaling: Scaling = UNSCALED
+    local_rope_base: float | None = None  # of blocks with a window, whose frequencies are not scaled; default: as all
+    rotary_width: int | None = None  # features of a head that are rotated; default: all
+    rotary_neighbors: bool = False  # planes are the features 2i and 2i + 1, not i and i + half the width
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
@@ -66,9 +88,7 @@ class ModelConfig:
             raise HandgradError(f"{option('d_model')} must be at least 2: a norm over one feature is always 0")
         if not is_number(self.eps) or not 1e-30 <= self.eps < 1:
             raise HandgradError(f"eps must be a number of at least 1e-30 and below 1, not {self.eps!r}")
-        for name in (
-            "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "conv_bias",
-        ):  # fmt: skip
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise HandgradError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if (self.d_rho is None or self.d_head is None) and self.d_model % self.n_heads:
@@ -81,6 +101,7 @@ class ModelConfig:
                 f"n_kv_heads={self.n_kv_heads} does not divide {option('n_heads', self.n_heads)}: every key/value"
                 " head serves a group of equally many query heads"
             )
+        self._check_scales()
         if self.positions == "rotary":
             self._check_rotary()
         self._check_conv()
@@ -102,6 +123,18 @@ class ModelConfig:
         if self.conv_blocks and not self.causal:
             raise HandgradError("a short convolution reads earlier tokens only: it needs a causal model (causal=True)")
 
+    def _check_scales(self) -> None:
+        for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap"):
+            value = getattr(self, name)
+            if (name != "logit_cap" or value is not None) and not (is_number(value) and value > 0):
+                raise HandgradError(f"{name} must be a number above 0, not {value!r}")
+        if type(self.gain_offset) not in (int, float) or self.gain_offset not in (0, 1):
+            raise HandgradError(f"gain_offset must be 0 or 1, not {self.gain_offset!r}")
+        if self.gain_offset and self.norm != "rms":
+            raise HandgradError("gain_offset belongs to RMSNorm: choose norm='rms', or leave it out")
+        if self.qk_norm_joint and not self.qk_norm:
+            raise HandgradError("qk_norm_joint says how queries and keys are normalized: give qk_norm as well")
+
     def _check_choices(self) -> None:
         activations = GATES if self.gated else ACTIVATIONS
         for name, value, known in (
@@ -114,6 +147,7 @@ class ModelConfig:
         for layer, needed in (
             ("positions", self.positions == "learned"),
             ("attn.q_norm", self.qk_norm),
+            ("norm_1", self.parallel),
         ):
             if needed and not self.table.has(layer):
                 raise HandgradError(f"the family {self.family} has no name for {layer}: choose another family")
@@ -131,6 +165,12 @@ class ModelConfig:
             )
         if not is_number(self.rope_base) or not self.rope_base > 1:
             raise HandgradError(f"rope_base must be a number above 1, not {self.rope_base!r}")
+        if self.local_rope_base is not None and not (is_number(self.local_rope_base) and self.local_rope_base > 1):
+            raise HandgradError(f"local_rope_base must be a number above 1, not {self.local_rope_base!r}")
+        if self.rotary_width_of_head % 2 or self.rotary_width_of_head > self.query_width:
+            raise HandgradError(
+                f"rotary_width must be even and at most the width of a head, {self.query_width}, not {self.rotary_width}"
+            )
         scaling = self.rope_scaling
         if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
             raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
@@ -139,14 +179,26 @@ class ModelConfig:
         for name, value in scaling._asdict().items():
             if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):
                 continue
+            if name in ("short_factor", "long_factor"):
+                self._check_factors(name, value)
+                continue
             if not is_number(value) or not value > 0:
                 raise HandgradError(f"{name} of rope_scaling must be a number above 0, not {value!r}")
-        if scaling.rope_type in ("llama3", "yarn") and scaling.original_max_position_embeddings is None:
+        if scaling.rope_type == "longrope" and None in (scaling.short_factor, scaling.long_factor):
+            raise HandgradError("rope_scaling of the type longrope needs short_factor and long_factor")
+        if scaling.rope_type in ("llama3", "yarn", "longrope") and scaling.original_max_position_embeddings is None:
             raise HandgradError(f"rope_scaling of the type {scaling.rope_type} needs original_max_position_embeddings")
         if scaling.rope_type == "llama3" and not scaling.high_freq_factor > scaling.low_freq_factor:
             raise HandgradError("rope_scaling: high_freq_factor must be larger than low_freq_factor")
         if not isinstance(scaling.truncate, bool):
             raise HandgradError(f"truncate of rope_scaling must be true or false, not {scaling.truncate!r}")
+
+    def _check_factors(self, name: str, factors: Any) -> None:
+        planes = self.rotary_width_of_head // 2
+        if not isinstance(factors, tuple) or len(factors) != planes or not all(is_number(x) and x > 0 for x in factors):
+            raise HandgradError(
+                f"{name} of rope_scaling must be {planes} numbers above 0, one for each plane of a head"
+            )
 
     @property
     def table(self) -> Family:
@@ -176,6 +228,22 @@ class ModelConfig:
         """Columns of w_q, w_k and w_v, all heads together."""
         keys, values = self.kv_heads * self.query_width, self.kv_heads * self.value_width
         return {"q": self.n_heads * self.query_width, "k": keys, "v": values}
+
+    @property
+    def rotary_width_of_head(self) -> int:
+        """Features of a head that are rotated."""
+        return self.query_width if self.rotary_width is None else self.rotary_width
+
+    def rotary_tables(self) -> tuple[RotaryTable, ...]:
+        """The frequencies of the model, and those of blocks with a window if they have their own."""
+        if self.positions != "rotary":
+            return ()
+        local = () if self.local_rope_base is None else (RotaryTable(self.local_rope_base, UNSCALED),)
+        return RotaryTable(self.rope_base, self.rope_scaling), *local
+
+    def rotary_table_of(self, i: int) -> int:
+        """Which of them block i has."""
+        return int(self.local_rope_base is not None and self.window_of(i) is not None)
 
     def rotated_block(self, i: int) -> bool:
         """Whether block i rotates its queries and keys."""

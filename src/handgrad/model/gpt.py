@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from ..errors import HandgradError, NonFiniteError, shown
 from ..machine import trim_heap
 from ..ops import attention
-from .block import Saved
 from .layers.linear import Affine, Linear, freeze
 from .logits import Logits
 from .network import Network
-from .passes.arguments import PLAIN, Observer, Pass, Within
+from .passes.arguments import PLAIN, Observer, Pass, Rotations, Within
 from .passes.batch import FROZEN_AT_ONCE, TOKENS_AT_ONCE, Batch, Piece, check_targets, count_targets, pack, split
 from .passes.example_gradients import ExampleGradients, PieceExamples
 from .passes.objective import MEAN_LOSS, MeanLoss, Objective, PositionLoss
@@ -42,9 +41,9 @@ class ForwardState(NamedTuple):
     """What the forward pass saves for the backward pass."""
 
     work: Work
-    rotations: list[tuple[Tensor, Tensor] | None]  # per piece: cos and sin of its positions
+    rotations: list[Rotations]  # per piece
     a_10: list[Tensor]  # per piece: the last block's output
-    blocks: list[list[Saved | Tensor]]  # per block and piece: all it needs, or only a_1 to recompute the block from
+    blocks: list[list[Any]]  # per block and piece: all it needs, or only a_1 to recompute the block from
     lowest: int  # the first block that the backward pass visits
     recompute: bool = False
     observer: Observer | None = None
@@ -68,7 +67,7 @@ class GPT(Network):
         """
         a = self.last_layer(tokens, lengths, generating)
         with self.weights(self.head, generating) as weights:
-            found = self.head.forward(a, Pass(weights=weights))
+            found = self.logit_map.forward(self.head.forward(a, Pass(weights=weights)))
         return self.check_finite(found).view(*tokens.shape, -1).as_subclass(Logits)
 
     @torch.no_grad()
@@ -76,7 +75,11 @@ class GPT(Network):
         """(B, T) ids → (B·T, d): the last block's output, after the final norm. Arguments as for `logits`."""
         batch = self.pack(tokens, lengths)
         a = self.embeddings(batch.ids, batch.positions)
-        run = Pass(attention.spans_of(batch.lengths), rotation=self.rotation(batch.positions), operand=self.operand)
+        run = Pass(
+            attention.spans_of(batch.lengths),
+            rotations=self.rotations(batch.positions, batch.lengths),
+            operand=self.operand,
+        )
         for block in self.blocks:
             with self.weights(block, generating) as weights:
                 a, _ = block.forward(a, run._replace(weights=weights))
@@ -100,7 +103,8 @@ class GPT(Network):
             for piece, a_10 in zip(work.pieces, state.a_10, strict=True):
                 a_11 = self.final_norm.forward(a_10, self.operand)[0]
                 for rows in row_groups(len(piece.targets), self.head):
-                    summed = objective.forward(self.head.forward(a_11[rows], run), target_rows(piece, rows))
+                    y = self.logit_map.forward(self.head.forward(a_11[rows], run))
+                    summed = objective.forward(y, target_rows(piece, rows))
                     total += self.check_finite(summed).item()
         return total / work.n_targets
 
@@ -239,7 +243,7 @@ class GPT(Network):
         recompute, pieces = options.recomputes, work.pieces
         if recompute:
             trim_heap()  # what the last step, or the optimizer, has left free
-        rotations = [self.rotation(piece.positions) for piece in pieces]
+        rotations = [self.rotations(piece.positions, piece.lengths) for piece in pieces]
         state = ForwardState(work, rotations, [], [], lowest, recompute, options.observer, options.examples)
         if state.observer is not None:
             for piece in pieces:
@@ -311,13 +315,14 @@ class GPT(Network):
 
     def ending(self) -> Ending:
         """What follows the last block."""
-        return Ending(self.final_norm, self.head, self.check_finite)
+        return Ending(self.final_norm, self.head, self.logit_map, self.check_finite)
 
     def _pass(self, i: int, j: int, state: ForwardState, weights: Weights) -> Pass:
         """The arguments of block i for piece j. The last block computes only the rows that have a target."""
         piece, complete = state.work.pieces[j], state.work.complete
         last = i == len(self.blocks) - 1
-        query_rows = piece.rows if last and len(piece.rows) < len(piece.ids) and not complete else None
+        some = last and not complete and self.blocks[i].leaves_rows_out
+        query_rows = piece.rows if some and len(piece.rows) < len(piece.ids) else None
         return Pass(
             attention.spans_of(piece.lengths, query_rows),
             query_rows,

@@ -1,9 +1,10 @@
 """`Network`: the layers of a model and how they are reached; `gpt.py` has the two passes through them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 from ..checks import MIXED, check_choice, check_integer
 from ..errors import HandgradError, shown
 from ..ops import embedding, rotary
+from ..ops.logits import LogitMap
 from .block import Block
-from .config import ModelConfig
+from .config import ModelConfig, RotaryTable
 from .dtype import DTYPES, as_dtype
 from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Head, Linear, freeze
-from .layers.norms import NORMS, Norm
+from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
+from .passes.arguments import Rotations
 from .precision import check_precision, why_not_mixed
 from .storage.weights import STORED, Scratch, Weights
 
@@ -78,11 +81,11 @@ class Network(Parts):
 
     def _build(self, device: torch.device) -> None:
         c, names = self.config, self.config.table.names
-        self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device))
+        self.add("embed", names["embed"], Embedding(c.n_vocab, c.d_model, device, c.embedding_scale))
         if c.positions == "learned":
             self.add("positions", names["positions"], Embedding(c.n_context, c.d_model, device))
         self.add("blocks", names["blocks"], Layers(Block(c, i, device) for i in range(c.n_blocks)))
-        self.add("final_norm", names["final_norm"], NORMS[c.norm](c.d_model, c.eps, device))
+        self.add("final_norm", names["final_norm"], norm_of(c, device))
         shared = self.embed.weight if c.tied else None  # (V, d), the orientation of w_11ᵗ
         head = Head(c.d_model, c.n_vocab, c.logits_bias, device, stored="out_in", weight=shared)
         self.add("head", names["head"], head)
@@ -98,7 +101,7 @@ class Network(Parts):
             if name.endswith("bias"):
                 p.zero_()
             elif p.ndim == 1:
-                p.fill_(1)
+                p.fill_(1 - self.config.gain_offset)
             else:
                 std = 0.02 / math.sqrt(2 * self.config.n_blocks) if id(p) in joining else 0.02
                 p.copy_(torch.randn(p.shape, generator=generator) * std)
@@ -188,6 +191,11 @@ class Network(Parts):
             freeze(self.parameters())
         return self
 
+    @property
+    def logit_map(self) -> LogitMap:
+        """What is done with the head's output before the softmax."""
+        return LogitMap(self.config.logit_scale, self.config.logit_cap)
+
     def embeddings_train(self) -> bool:
         return any(table.trains for table in self.tables().values())
 
@@ -212,7 +220,7 @@ class Network(Parts):
         """a_0 → a_1"""
         learned = self.positions.w if self.has("positions") else None
         table, rows = self.embed.table(ids)
-        return embedding.forward(rows, positions, table, learned)
+        return embedding.forward(rows, positions, table, learned, self.embed.scale)
 
     @property
     def packed(self) -> bool:
@@ -244,14 +252,25 @@ class Network(Parts):
             if alone:
                 self.scratch.clear()
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of these positions; None without rotary positions."""
-        c = self.config
-        if c.positions != "rotary":
-            return None
-        wide = torch.promote_types(self.dtype, torch.float32)
-        theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, wide, self.device)
-        return rotary.angles(positions, theta, factor)
+    def rotations(self, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype | None = None) -> Rotations:
+        """cos and sin of these positions, in sequences of these lengths, for every table of frequencies that the blocks have;
+        nothing without rotary positions."""
+        wide = torch.promote_types(self.dtype, torch.float32) if dtype is None else dtype
+        return tuple(self._rotation(table, positions, lengths, wide) for table in self.config.rotary_tables())
+
+    def _rotation(
+        self, table: RotaryTable, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        c, limit = self.config, table.scaling.original_max_position_embeddings
+        of = partial(rotary.frequencies, c.rotary_width_of_head, table.base, table.scaling, dtype, self.device)
+        theta, factor = of()
+        cos, sin = rotary.angles(positions, theta, factor)
+        if table.scaling.rope_type == "longrope" and limit is not None and any(n > limit for n in lengths):
+            long = torch.tensor([n > limit for n in lengths], device=self.device)
+            long = long.repeat_interleave(torch.tensor(lengths, device=self.device))[:, None]
+            others = rotary.angles(positions, of(long=True)[0], factor)
+            cos, sin = (torch.where(long, other, x) for other, x in zip(others, (cos, sin), strict=True))
+        return cos, sin
 
     def tie(self) -> None:
         """Make the logits layer the token embedding transposed, and discard the weight it had."""

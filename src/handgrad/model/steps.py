@@ -5,7 +5,7 @@ block reads that list instead of knowing the order itself.
         step.kind, step.inputs, step.outputs      "norm", ("a_1",), ("a_2",)
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -21,17 +21,21 @@ Layer = Affine | Norm | Taps
 class Step(NamedTuple):
     """One step of a block. The error signal of an activation has its name with `delta` instead of `a`: see `signal`."""
 
-    name: str  # norm_1, attention, projection, skip_1 …
+    name: str  # norm_1, attention, projection, skip_5 …
     kind: str  # norm, attention, convolution, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
     layers: dict[str, Layer] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
+    scale: float = 1.0  # of what an addition adds to the stream
+    extras: tuple[str, ...] = ()  # what it does besides, each in a word or two
 
     def __str__(self) -> str:
         """All that distinguishes it: norm_1: norm of a_1 → a_2 by 1"""
         by = f" by {' '.join(self.layers)}" if self.layers else ""
-        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}"
+        scaled = () if self.scale == 1 else (f"scale {self.scale:g}",)
+        more = "".join(f", {extra}" for extra in (*scaled, *self.extras))
+        return f"{self.name}: {self.kind} of {', '.join(self.inputs)} → {', '.join(self.outputs)}{by}{more}"
 
 
 @cache
@@ -67,28 +71,18 @@ PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
         for norms in ("", " q_norm k_norm")
     ),
     ("projection: linear of a_3 → a_4 by 3",),
-    ("skip_1: add of a_1, a_4 → a_5",),
-    ("norm_2: norm of a_5 → a_6 by 5",),
+    ("skip_5: add of a_1, a_4 → a_5",),
+    ("norm_5: norm of a_5 → a_6 by 5",),
     ("expand: linear of a_6 → a_7 by 6", *(f"expand: linear of a_6 → a_gate, a_up by {x}" for x in ("6", "gate up"))),
     ("activation: activation of a_7 → a_8", "activation: gated of a_gate, a_up → a_8"),
     ("contract: linear of a_8 → a_9 by 8",),
-    ("skip_2: add of a_5, a_9 → a_10",),
-)
-
-# The same with a short convolution in place of attention.
-CONV_BLOCK: tuple[tuple[str, ...], ...] = (
-    PAPER_BLOCK[0],
-    ("gates: linear of a_2 → a_B, a_C, a_x by 2",),
-    ("convolution: convolution of a_B, a_C, a_x → a_3 by conv",),
-    ("out_projection: linear of a_3 → a_4 by 3",),
-    *PAPER_BLOCK[3:],
+    ("skip_10: add of a_5, a_9 → a_10",),
 )
 
 
-def require_block(steps: Sequence[Step], reader: str) -> None:
+def require_block(steps: Iterable[Step], reader: str) -> None:
     """Raise unless these are the steps that `reader`, who computes a block in its own way, knows, in this order."""
-    known = CONV_BLOCK if any(step.kind == "convolution" for step in steps) else PAPER_BLOCK
-    for step, forms in zip_longest(steps, known):
+    for step, forms in zip_longest(steps, PAPER_BLOCK):
         if step is None:
             raise UnknownStep(f"{reader} expects the step {forms[0]!r}, which this model's blocks do not have")
         if forms is None or str(step) not in forms:

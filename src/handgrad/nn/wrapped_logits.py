@@ -148,7 +148,7 @@ def _logits(model: GPT, state: ForwardState) -> Tensor:
                 run = PLAIN._replace(
                     dropout_seed=piece.dropout_seed, dropout_rows=(rows.start, len(a_11)), weights=weights
                 )
-                found.append(model.head.forward(a_11[rows], run))
+                found.append(model.logit_map.forward(model.head.forward(a_11[rows], run)))
     return model.check_finite(torch.cat(found))
 
 

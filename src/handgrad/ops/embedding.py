@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 
-def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor | None = None) -> Tensor:
-    """a_1 = ohe(a_0) w_tok + ohe(positions) w_pos, which is a look-up   (2); without w_pos only its first part"""
+def forward(ids: Tensor, positions: Tensor, w_tok: Tensor, w_pos: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """a_1 = s ohe(a_0) w_tok + ohe(positions) w_pos, which is a look-up   (2); without w_pos only its first part. s = 1 in
+    the paper."""
     a_1 = w_tok.index_select(0, ids)
+    if scale != 1:
+        a_1.mul_(scale)
     return a_1 if w_pos is None else a_1.add_(w_pos.index_select(0, positions))
 
 

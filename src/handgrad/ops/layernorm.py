@@ -19,8 +19,11 @@ class Saved(NamedTuple):
     inv_sigma: Tensor  # (n, 1)   1/√(var + ε)
 
 
-def forward(a: Tensor, w: Tensor, b: Tensor, eps: float, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
-    """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38)"""
+def forward(
+    a: Tensor, w: Tensor, b: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Saved]:
+    """a_i = ā diag(w) + b~ with ā = (a_{i−1} − μ)/σ   (38); b None is 0"""
+    b = torch.zeros_like(w) if b is None else b
     out = torch.empty_like(a, dtype=dtype)
     if a.ndim == 2 and calls.fits(a, w, b, operands=(out,)):
         mu, inv_sigma = a.new_empty(len(a), 1), a.new_empty(len(a), 1)
@@ -43,9 +46,10 @@ def affine(a_bar: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.addcmul(b, a_bar, w)
 
 
-def rebuild(saved: Saved, w: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def rebuild(saved: Saved, w: Tensor, b: Tensor | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """ā and the output, from the saved statistics"""
     a, mu, inv_sigma = saved
+    b = torch.zeros_like(w) if b is None else b
     out = torch.empty_like(a, dtype=dtype)
     if calls.fits(a, mu, inv_sigma, w, b, operands=(out,)):
         a_bar = torch.empty_like(a)

@@ -96,6 +96,16 @@ def yarn_share(
     return [1 - min(max((i - first) / (last - first), 0), 1) for i in range(d_rho // 2)]
 
 
+def longrope(theta: Tensor, factors: list[float]) -> Tensor:
+    """θ'_i = θ_i/f_i, with one list of factors for sequences of the original context and another one for longer ones"""
+    return torch.tensor([t / f for t, f in zip(theta.tolist(), factors, strict=True)], dtype=torch.float64)
+
+
+def longrope_attention_factor(factor: float, n_original: int) -> float:
+    """m = √(1 + ln f/ln n) for f > 1"""
+    return math.sqrt(1 + math.log(factor) / math.log(n_original)) if factor > 1 else 1.0
+
+
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """m = 0.1 ln f + 1 for f > 1; with both scales the quotient (0.1 m_1 ln f + 1)/(0.1 m_2 ln f + 1)"""
     if factor <= 1:

@@ -16,7 +16,7 @@ from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require_block
+from ..model.steps import require, require_block
 from .flop import Work, flop
 from .memory import (
     BYTES,
@@ -141,7 +141,11 @@ def make_plan(
         )
 
     for i in kinds_of_blocks(config):
-        require_block(outline(config, i).blocks[0].steps(), "the plan")
+        steps = outline(config, i).blocks[0].steps()
+        if i in config.conv_blocks:
+            require(steps, ("norm", "linear", "convolution", "gated", "activation", "add"), "the plan")
+        else:
+            require_block(steps, "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
     total = sum(times(config, p) * p.count for p in sizes)

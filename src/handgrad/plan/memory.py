@@ -28,8 +28,8 @@ def saved_per_token(config: ModelConfig, i: int = 0, mixed: bool = False) -> flo
     their statistics, q, k, v, a_3, the log-sum-exp, a_7 or gate and up. In mixed precision those that products read have two
     bytes instead of four, and count half."""
     model = outline(config, i, torch.float32) if mixed else outline(config, i)
-    rotation = model.rotation(torch.zeros(1, device="meta"))
-    run = Pass(spans_of((1,)), rotation=rotation, operand=torch.bfloat16 if mixed else None)
+    rotations = model.rotations(torch.zeros(1, device="meta"), (1,))
+    run = Pass(spans_of((1,)), rotations=rotations, operand=torch.bfloat16 if mixed else None)
     a_1 = torch.empty(1, config.d_model, device="meta", dtype=model.dtype)
     saved = model.blocks[0].forward(a_1, run)[1]
     storages = [x.untyped_storage() for x in _tensors(saved)]  # a part of a tensor keeps all of it in memory
@@ -62,7 +62,7 @@ def saved(
     for the batch, and what one block saves for one piece. Rotary positions add cos and sin of every position. Pieces that
     are processed `together`, because weights are packed, are all saved, and so are their a_10 and Δ_10."""
     c = config
-    angles = c.query_width if c.positions == "rotary" else 0
+    angles = c.rotary_width_of_head * len(c.rotary_tables())
     per_token = {i: saved_per_token(c, i, mixed) for i in kinds_of_blocks(c)}
     if recompute == "blocks":
         return batch * tokens * (c.d_model * (c.n_blocks + 2) + angles) + piece * max(per_token.values())

@@ -12,10 +12,9 @@ from ..errors import HandgradError
 from ..model.gpt import GPT
 from ..model.inspect.trace import own_gradients, record_pass
 from ..model.passes.arguments import Pass, Recorder, Within
-from ..model.passes.batch import Piece
 from ..model.passes.objective import Objective
 from ..model.passes.readout import target_rows
-from ..ops import attention, embedding, linear, rotary
+from ..ops import attention, embedding, linear
 from .wide_layers import WideLayers
 
 
@@ -61,7 +60,9 @@ class ByHand(Mapping[str, Tensor]):
             raise HandgradError("blocks share a parameter: the model can only be checked as a whole, in float64")
         (self._piece,) = model.prepare(model.pack(tokens, lengths), targets, objective, complete=True).pieces
         self._layers, self._model, piece = layers, model, self._piece
-        self._run = Pass(attention.spans_of(piece.lengths), rotation=_rotation(model, piece))
+        self._run = Pass(
+            attention.spans_of(piece.lengths), rotations=model.rotations(piece.positions, piece.lengths, torch.float64)
+        )
         self._latest: tuple[int, dict[str, Tensor], dict[str, Tensor | None]] = (-1, {}, {})
         self._tables: dict[str, Tensor] = {}  # gradients outside the blocks of which no rows are taken
         self.inputs = [layers.embeddings(piece.ids, piece.positions)]
@@ -80,7 +81,9 @@ class ByHand(Mapping[str, Tensor]):
             a_12 = torch.cat([linear.forward(a_11, w, b, None) for _, (w, b) in layers.head_parts()], 1)
         else:
             a_12 = head.forward(a_11)
-        total, rows = objective.forward_and_delta(a_12[piece.rows].clone(), target_rows(piece, slice(None)), weight)
+        y = self._model.logit_map.forward(a_12[piece.rows].clone())
+        total, rows = objective.forward_and_delta(y.clone(), target_rows(piece, slice(None)), weight)
+        rows = self._model.logit_map.backward(rows, y)
         self.loss = total.item() * weight
         delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, rows)
         if head is None:
@@ -141,7 +144,7 @@ class ByHand(Mapping[str, Tensor]):
                 assert delta_1 is not None
                 here = (ids >= rows.start) & (ids < rows.stop)
                 small = delta_1.new_zeros(rows.stop - rows.start, delta_1.shape[1])
-                total = embedding.grad_w(delta_1[here], ids[here] - rows.start, small, total)
+                total = embedding.grad_w(delta_1[here] * table.scale, ids[here] - rows.start, small, total)
         return total
 
     def __getitem__(self, name: str) -> Tensor:
@@ -159,11 +162,3 @@ class ByHand(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _rotation(model: GPT, piece: Piece) -> tuple[Tensor, Tensor] | None:
-    c = model.config
-    if c.positions != "rotary":
-        return None
-    theta, factor = rotary.frequencies(c.query_width, c.rope_base, c.rope_scaling, torch.float64)
-    return rotary.angles(piece.positions, theta, factor)

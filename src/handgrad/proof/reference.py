@@ -1,7 +1,7 @@
 """The reference: the same network in torch's own functions, so that autograd can differentiate it.
 
-It is written independently of `model/`, and knows the steps of a block by itself: a block with another list is refused.
-`reference_model.py` runs it on the weights of a model.
+It shares no formula with `model/`. It computes the steps that a block lists, by a rule of its own for each kind of step, and
+refuses a kind that it does not know. `reference_model.py` runs it on the weights of a model.
 """
 
 import math
@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import HandgradError
 from ..model.block import Block
-from ..model.config import ModelConfig
+from ..model.config import ModelConfig, RotaryTable
 from ..model.layers.linear import Affine
-from ..model.layers.norms import Norm
 from ..model.layers.taps import Taps
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
-from ..model.steps import require_block, signal
+from ..model.steps import Layer, Step, require, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
 
@@ -38,6 +37,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATES = {**ACTIVATIONS, "silu": F.silu}
 
 
+class Turn(NamedTuple):
+    """The rotation of one block's queries and keys."""
+
+    theta: Tensor  # (w/2) frequencies, of the first w features of a head
+    factor: float = 1.0  # by which cos and sin are multiplied
+    neighbors: bool = False  # planes are the features 2i and 2i + 1, not i and i + w/2
+    beyond: tuple[int, Tensor] | None = None  # other frequencies of sequences longer than this
+
+
 class Choices(NamedTuple):
     """What the reference has to know besides the weights."""
 
@@ -45,44 +53,74 @@ class Choices(NamedTuple):
     eps: float
     causal: bool
     norm: str = "layer"
-    gated: bool = False
-    theta: Tensor | None = None  # (d_ρ/2) frequencies of rotary positions
-    factor: float = 1.0  # the attention factor of rotary positions
-    rotated: tuple[bool, ...] = ()  # per block
+    turns: tuple[Turn | None, ...] = ()  # per block; None: it does not rotate
     windows: tuple[int | None, ...] = ()  # per block
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
 
 def choices_of(config: ModelConfig) -> Choices:
     """The choices of a model."""
-    theta, factor = _frequencies(config) if config.positions == "rotary" else (None, 1.0)
-    blocks = range(config.n_blocks)
+    blocks, tables = range(config.n_blocks), [_turn(config, table) for table in config.rotary_tables()]
+    turns = (tables[config.rotary_table_of(i)] if config.rotated_block(i) else None for i in blocks)
     return Choices(
-        config.activation, config.eps, config.causal, config.norm, config.gated, theta, factor,
-        tuple(map(config.rotated_block, blocks)), tuple(map(config.window_of, blocks)),
+        config.activation, config.eps, config.causal, config.norm, (*turns,), tuple(map(config.window_of, blocks)),
+        config.logit_scale, config.logit_cap,
     )  # fmt: skip
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """θ (d_ρ/2) and the attention factor m, by the paper's forms."""
-    d, base, x = config.query_width, config.rope_base, config.rope_scaling
+def _turn(config: ModelConfig, table: RotaryTable) -> Turn:
+    """The rotation with these frequencies, by the paper's forms."""
+    d, base, x = config.rotary_width_of_head, table.base, table.scaling
     theta, n = rotary.frequencies(d, base), x.original_max_position_embeddings or 0
+    plain = Turn(theta, neighbors=config.rotary_neighbors)
+    if x.rope_type in ("default", "dynamic"):
+        return plain
     if x.rope_type == "linear":
-        return rotary.linear(theta, x.factor), 1.0
+        return plain._replace(theta=rotary.linear(theta, x.factor))
     if x.rope_type == "llama3":
-        return rotary.blend(theta, x.factor, rotary.llama3_share(theta, x.low_freq_factor, x.high_freq_factor, n)), 1.0
+        share = rotary.llama3_share(theta, x.low_freq_factor, x.high_freq_factor, n)
+        return plain._replace(theta=rotary.blend(theta, x.factor, share))
     if x.rope_type == "yarn":
         share = rotary.yarn_share(d, base, x.beta_fast or 32, x.beta_slow or 1, n, x.truncate)
         m = rotary.yarn_attention_factor(x.factor, x.mscale, x.mscale_all_dim)
-        return rotary.blend(theta, x.factor, share), m if x.attention_factor is None else x.attention_factor
-    if x.rope_type != "default":
-        raise HandgradError(f"the reference does not know the rotary frequencies {x.rope_type!r}")
-    return theta, 1.0
+        theta = rotary.blend(theta, x.factor, share)
+        return plain._replace(theta=theta, factor=m if x.attention_factor is None else x.attention_factor)
+    if x.rope_type == "longrope":
+        short, long = (rotary.longrope(theta, [*(factors or ())]) for factors in (x.short_factor, x.long_factor))
+        m = rotary.longrope_attention_factor(x.factor, n) if x.attention_factor is None else x.attention_factor
+        return plain._replace(theta=short, factor=m, beyond=(n, long))
+    raise HandgradError(f"the reference does not know the rotary frequencies {x.rope_type!r}")
+
+
+class Rule(NamedTuple):
+    """A step as the reference reads it."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    letters: tuple[str, ...] = ()  # of its parameters, those of a fused layer one by one
+    scale: float = 1.0
+
+
+# the block of the paper's Table 2
+PAPER_RULES = (
+    Rule("norm", ("a_1",), ("a_2",), ("1",)),
+    Rule("attention", ("a_2",), ("a_3",)),
+    Rule("linear", ("a_3",), ("a_4",), ("3",)),
+    Rule("add", ("a_1", "a_4"), ("a_5",)),
+    Rule("norm", ("a_5",), ("a_6",), ("5",)),
+    Rule("linear", ("a_6",), ("a_7",), ("6",)),
+    Rule("activation", ("a_7",), ("a_8",)),
+    Rule("linear", ("a_8",), ("a_9",), ("8",)),
+    Rule("add", ("a_5", "a_9"), ("a_10",)),
+)
 
 
 def block_weights(block: Block, config: ModelConfig) -> Weights:
-    """The parameters of one block; raises if the reference does not know one of its steps."""
-    require_block(block.steps(), "the reference")
-    pairs: Weights = {}
+    """The parameters of one block, and its steps; raises if the reference does not know one of them."""
+    require(block.steps(), RULES, "the reference")
+    pairs: Weights = {"rules": [_rule(step) for step in block.steps()]}
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)
         parts = layer.plain().parts if isinstance(layer, Affine) else {}
@@ -92,20 +130,28 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
             pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
         else:
             pairs[number] = (w, b)
-    if "conv" in pairs:
-        return pairs
     for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        w, b = pairs[letter]
-        biases = [None] * heads if b is None else b.chunk(heads)
-        pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
+        if letter in pairs:
+            w, b = pairs[letter]
+            biases = [None] * heads if b is None else b.chunk(heads)
+            pairs[letter] = list(zip(w.chunk(heads, 1), biases, strict=True))
     return pairs
 
 
-def weight_and_bias(layer: Affine | Norm | Taps) -> Pair:
+def _rule(step: Step) -> Rule:
+    letters: list[str] = []
+    for number, layer in step.layers.items():
+        letters += [*layer.plain().parts] if isinstance(layer, Affine) and layer.plain().parts else [number]
+    return Rule(step.kind, step.inputs, step.outputs, tuple(letters), step.scale)
+
+
+def weight_and_bias(layer: Layer) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
-    return layer.weight, getattr(layer, "bias", None)
+    if isinstance(layer, Taps):
+        return layer.weight, layer.bias
+    return layer.weight + layer.offset, getattr(layer, "bias", None)
 
 
 def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
@@ -116,6 +162,7 @@ def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
     blocks: list[Weights] = []
     for block in p.blocks:
         pairs: Weights = {n: (getattr(block, f"w_{n}"), getattr(block, f"b_{n}")) for n in "13568"}
+        pairs["rules"] = PAPER_RULES
         for letter in "qkv":
             pairs[letter] = [(getattr(head, f"w_{letter}"), getattr(head, f"b_{letter}")) for head in block.heads]
         blocks.append(pairs)
@@ -155,49 +202,51 @@ def reference_objective(objective: Objective, targets: Tensor) -> Change:
     )
 
 
+class At(NamedTuple):
+    """Where a step is computed."""
+
+    block: Weights
+    choices: Choices
+    i: int
+    hook: Hook  # sees, and may change, an activation of the block
+    inside: Change | None = None
+
+
 def reference_block(block: Weights, c: Choices, i: int, a: Tensor, hook: Hook, inside: Change | None = None) -> Tensor:
     """a_1 → a_10 of block i for one sequence. `inside` changes the centered input within a norm, queries, keys and values,
     and the sum within softmax."""
-
-    def at(name: str, x: Tensor) -> Tensor:
-        return hook(f"blocks.{i}.a_{name}", x)
-
-    def norm(a: Tensor, pair: Pair) -> Tensor:
-        return reference_norm(a, pair, c.norm, c.eps, inside)
-
-    a_1 = at("1", a)
-    a_2 = at("2", norm(a_1, block["1"]))
-    a_3 = at("3", _convolution(block, a_2, at) if "conv" in block else _attention(block, c, i, a_2, at, inside))
-    a_4 = at("4", affine(a_3, block["3"]))
-    a_5 = at("5", a_1 + a_4)
-    a_6 = at("6", norm(a_5, block["5"]))
-    if c.gated:
-        gate, up = (at(name, affine(a_6, block[name])) for name in ("gate", "up"))
-        a_8 = at("8", GATES[c.g](gate) * up)
-    else:
-        a_8 = at("8", ACTIVATIONS[c.g](at("7", affine(a_6, block["6"]))))
-    a_9 = at("9", affine(a_8, block["8"]))
-    return at("10", a_5 + a_9)
+    at = At(block, c, i, lambda name, x: hook(f"blocks.{i}.{name}", x), inside)
+    found = {"a_1": at.hook("a_1", a)}
+    for rule in block["rules"]:
+        if missing := [name for name in rule.inputs if name not in found]:
+            raise HandgradError(f"block {i} lists a step that reads {missing[0]} before another one computes it")
+        results = RULES[rule.kind](rule, [found[name] for name in rule.inputs], at)
+        found |= {name: at.hook(name, x) for name, x in zip(rule.outputs, results, strict=True)}
+    return found["a_10"]
 
 
-def _attention(block: Weights, c: Choices, i: int, a_2: Tensor, at: Hook, inside: Change | None) -> Tensor:
-    """a_2 → a_3 of block i"""
-    q, k, v = ([affine(a_2, pair) for pair in block[letter]] for letter in "qkv")
-    q, k = (turned(x, block.get(f"{letter}_norm"), c, i, inside) for letter, x in (("q", q), ("k", k)))
+def _norm(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    return [reference_norm(given[0], at.block[rule.letters[0]], at.choices.norm, at.choices.eps, at.inside)]
+
+
+def _attention(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    block, c, inside = at.block, at.choices, at.inside
+    q, k, v = ([affine(given[0], pair) for pair in block[letter]] for letter in "qkv")
+    q, k = (turned(x, block.get(f"{letter}_norm"), c, at.i, inside) for letter, x in (("q", q), ("k", k)))
     if inside is not None:
         q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
-    seen = scores(q, k, c, i, at)
+    seen = scores(q, k, c, at.i, lambda name, x: at.hook(f"a_{name}", x))
     if inside is None:
         rho = F.softmax(seen, -1)
     else:  # the sum that its backward pass subtracts cancels where softmax saturates
         rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
-    return weighted(rho, v)
+    return [weighted(rho, v)]
 
 
-def _convolution(block: Weights, a_2: Tensor, at: Hook) -> Tensor:
-    """a_2 → B, C, x → a_3"""
-    b_gate, c_gate, x = (at(letter, affine(a_2, block[letter])) for letter in ("B", "C", "x"))
-    return c_gate * at("conv", convolved(at("z", b_gate * x), block["conv"]))
+def _convolution(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    b_gate, c_gate, x = given
+    z = at.hook("a_z", b_gate * x)
+    return [c_gate * at.hook("a_conv", convolved(z, at.block[rule.letters[0]]))]
 
 
 def convolved(z: Tensor, pair: Pair) -> Tensor:
@@ -206,11 +255,46 @@ def convolved(z: Tensor, pair: Pair) -> Tensor:
     return F.conv1d(F.pad(z.T[None], (w.shape[2] - 1, 0)), w, b, groups=len(w))[0].T
 
 
+def _linear(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    return [affine(given[0], at.block[letter]) for letter in rule.letters]
+
+
+def _activation(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    return [ACTIVATIONS[at.choices.g](given[0])]
+
+
+def _gated(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    gate, up = given
+    return [GATES[at.choices.g](gate) * up]
+
+
+def _add(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
+    stream, *branches = given
+    return [stream + rule.scale * torch.stack(branches).sum(0)]
+
+
+# what the reference knows: a rule for each kind of step
+RULES: dict[str, Callable[[Rule, list[Tensor], At], list[Tensor]]] = {
+    "norm": _norm, "attention": _attention, "convolution": _convolution, "linear": _linear, "activation": _activation,
+    "gated": _gated, "add": _add,
+}  # fmt: skip
+
+
+def reference_logits(a_12: Tensor, c: Choices) -> Tensor:
+    """What the softmax reads: s a_12, or c tanh(s a_12/c)"""
+    scaled = a_12 * c.logit_scale
+    return scaled if c.logit_cap is None else c.logit_cap * torch.tanh(scaled / c.logit_cap)
+
+
 def turned(heads: list[Tensor], gain: Pair | None, c: Choices, i: int, inside: Change | None = None) -> list[Tensor]:
     """The queries or the keys of every head of block i, normalized if there is a gain, and rotated"""
-    if gain is not None:
+    if gain is not None and len(gain[0]) > heads[0].shape[1]:  # over all heads together
+        width = heads[0].shape[1]
+        heads = [*torch.split(reference_norm(torch.cat(heads, 1), gain, "rms", c.eps, inside), width, 1)]
+    elif gain is not None:
         heads = [reference_norm(x, gain, "rms", c.eps, inside) for x in heads]
-    return [_rotate(x, c) for x in heads] if c.rotated and c.rotated[i] else heads
+    turn = c.turns[i] if c.turns else None
+    return heads if turn is None else [_rotate(x, turn) for x in heads]
 
 
 def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Tensor:
@@ -242,12 +326,15 @@ def reference_norm(a: Tensor, pair: Pair, kind: str, eps: float, inside: Change 
     return F.layer_norm(a, w.shape, w, b, eps) if kind == "layer" else F.rms_norm(a, w.shape, w, eps)
 
 
-def _rotate(x: Tensor, c: Choices) -> Tensor:
-    """Features i and i + d_ρ/2 as a complex number, times m e^(iθt)"""
-    assert c.theta is not None
-    angle = torch.arange(len(x), dtype=torch.float64, device=x.device)[:, None] * c.theta.to(x.device)
-    turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.full_like(angle, c.factor), angle)
-    return torch.cat([turned.real, turned.imag], 1)
+def _rotate(x: Tensor, turn: Turn) -> Tensor:
+    """The two features of a plane as a complex number, times m e^(iθt)"""
+    theta = turn.theta if turn.beyond is None or len(x) <= turn.beyond[0] else turn.beyond[1]
+    angle = torch.arange(len(x), dtype=torch.float64, device=x.device)[:, None] * theta.to(x.device)
+    x, rest = torch.split(x, [2 * len(theta), x.shape[1] - 2 * len(theta)], 1)
+    first, second = (x[:, 0::2], x[:, 1::2]) if turn.neighbors else x.chunk(2, 1)
+    z = torch.complex(first.contiguous(), second.contiguous()) * torch.polar(torch.full_like(angle, turn.factor), angle)
+    planes = torch.stack([z.real, z.imag], 2).flatten(1) if turn.neighbors else torch.cat([z.real, z.imag], 1)
+    return torch.cat([planes, rest], 1)
 
 
 def _hidden(n: int, c: Choices, i: int, device: torch.device) -> Tensor:

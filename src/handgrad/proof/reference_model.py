@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from ..model.gpt import GPT
 from ..model.layers.norms import Norm
 from ..model.passes.objective import MEAN_LOSS, Objective
-from ..model.steps import require_block, signal
+from ..model.steps import require, signal
 from .reference import (
+    RULES,
     Change,
     Reference,
     affine,
     block_weights,
     choices_of,
     reference_block,
+    reference_logits,
     reference_norm,
     reference_objective,
     weight_and_bias,
@@ -96,7 +98,7 @@ class ReferenceModel:
         pause: Callable[[], None] = lambda: None,
     ):
         for block in model.blocks:
-            require_block(block.steps(), "the reference")
+            require(block.steps(), RULES, "the reference")
         self.model, self.pause = model, pause
         self.layers, self.choices = WideLayers(model, pause), choices_of(model.config)
         batch = model.pack(tokens, lengths)
@@ -125,7 +127,7 @@ class ReferenceModel:
         norm = self.layers.layer(n) if layer is None or first != n else layer
         a_11 = visit(0, "a_11", self._norm(norm, a))
         logits = torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1)
-        return self.objective(visit(0, "a_12", logits))
+        return self.objective(reference_logits(visit(0, "a_12", logits), self.choices))
 
     def loss_with(self, name: str, change: Tensor, first: int) -> float:
         """The loss with `change` added to the activation of that name, in block `first`."""
@@ -141,9 +143,10 @@ class ReferenceModel:
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """a_12 (n, V)"""
+        """(n, V), as the softmax reads them"""
         a_11 = self._norm(self.layers.layer(self.model.config.n_blocks), self.inputs[-1])
-        return torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1)
+        a_12 = torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1)
+        return reference_logits(a_12, self.choices)
 
     def _block(self, block: Any, i: int, a: Tensor, visit: Visit, change: Change | None = None) -> Tensor:
         """a_1 → a_10 of all sequences. `change` is applied to every activation before it is visited."""
@@ -234,7 +237,7 @@ class ReferenceModel:
         changed = change or (lambda x: x)
         a_11 = changed(self._norm(norm, a, change))
         logits = changed(torch.cat([affine(a_11, pair) for _, pair in self.layers.head_parts()], 1))
-        end = differentiate(lambda x, _: self.objective(x), logits)
+        end = differentiate(lambda x, _: self.objective(reference_logits(x, self.choices)), logits)
         delta_12, delta_11 = changed(end.delta), torch.zeros_like(a_11)
         for columns, pair in self.layers.head_parts():
             delta_11 += differentiate(lambda a, _, pair=pair: affine(a, pair), a_11, (), delta_12[:, columns]).delta  # type: ignore[misc]
@@ -251,8 +254,8 @@ class ReferenceModel:
         for name, table in model.tables().items():
             if table.trains:
                 assert table.weight is not None
-                ids = self.ids if name == "w_tok" else self.positions
-                terms[table.weight] = [partial(looked_up, ids, delta_1)]
+                ids, scale = (self.ids, table.scale) if name == "w_tok" else (self.positions, 1.0)
+                terms[table.weight] = [partial(looked_up, ids, delta_1 * scale)]
         if model.head.adapted:
             wide, own = self.layers.head(), list(model.head.parameters())
             chosen = [q for p, q in zip(own, wide.parameters(), strict=True) if p.requires_grad]

@@ -85,5 +85,5 @@ class WideLayers:
     def embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
         """a_1"""
         table, rows = self.model.embed.table(ids)
-        a = table[rows].double()
+        a = table[rows].double() * self.model.config.embedding_scale
         return a + self.model.positions.w[positions].double() if self.model.has("positions") else a

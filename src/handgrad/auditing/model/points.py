@@ -23,8 +23,8 @@ KINDS = (
 WHAT = {
     "norm_1": "the first norm's output", "attention": "the heads' output", "projection": "the attention's output",
     "convolution": "the gated convolution's output", "out_projection": "the convolution branch's output",
-    "skip_1": "the stream after attention", "norm_2": "the second norm's output", "expand": "the expanded features",
-    "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_2": "the block's output",
+    "skip_5": "the stream after attention", "norm_5": "the second norm's output", "expand": "the expanded features",
+    "activation": "the activated features", "contract": "the feed-forward layer's output", "skip_10": "the block's output",
 }  # fmt: skip
 
 

@@ -172,10 +172,13 @@ def _queries(t: Tensors, cell: Cell, here: str, last: str) -> Answer:
         return _product(t, t.attention(here).inputs[0], here, letter, i, h * width + j)
     if step.norm is None:
         width = t[step.after].shape[2]
-        turned = t.rotate(torch.eye(width, dtype=torch.float64)[None], slice(i, i + 1))[0, :, j]
+        turned = t.rotate(here, torch.eye(width, dtype=torch.float64)[None], slice(i, i + 1))[0, :, j]
         used = turned.nonzero().flatten()
         x = number(t[step.before][h, i, used], "", lambda k: Cell(step.before, i, int(used[k]), h))
         return "rotated by the angle of its position", [Sum((x, number(turned[used], "cos, sin")))]
-    rms = step.norm.statistics(step.norm.forward(t[step.before][h, i : i + 1].to(t.model.dtype))[1])["rms"]
-    gain = number(step.norm.weight.detach()[j], f"w_{letter}_norm")
+    joint = len(step.norm.weight) > t[step.before].shape[2]  # one norm over all heads
+    read = t[step.before][:, i].flatten()[None] if joint else t[step.before][h, i : i + 1]
+    rms = step.norm.statistics(step.norm.forward(read.to(t.model.dtype))[1])["rms"]
+    place = h * t[step.before].shape[2] + j if joint else j
+    gain = number(step.norm.gain.detach()[place], f"w_{letter}_norm")
     return "input / rms times the gain", [Sum((one(t, step.before, i, j, h), number(1 / rms.item(), "1/rms"), gain))]

@@ -199,10 +199,18 @@ def _queries(t: Tensors, cell: Cell, here: str) -> Answer:
 def _before(t: Tensors, norm: Norm | None, before: str, after: str, cell: Cell) -> Answer:
     i, j, h = cell.row, cell.column, cell.head or 0
     if norm is not None:
-        through = number(_derivative(norm, t[before][h, i].double())[:, j], "norm′")
-        return "Δ through the norm", [Sum((row(t, after, i, h), through))]
+        heads, width = len(t[before]), t[before].shape[2]
+        if len(norm.weight) == width:
+            through = number(_derivative(norm, t[before][h, i].double())[:, j], "norm′")
+            return "Δ through the norm", [Sum((row(t, after, i, h), through))]
+        slopes = _derivative(norm, t[before][:, i].double().flatten())[:, h * width + j].view(heads, width)
+        return "Δ of all heads through their norm", [
+            Sum((row(t, after, i, x), number(slopes[x], "norm′"))) for x in range(heads)
+        ]
     width = t[after].shape[2]
-    turned = t.rotate(torch.eye(width, dtype=torch.float64)[None], slice(i, i + 1), back=True)[0, :, j]
+    turned = t.rotate(split(before)[0], torch.eye(width, dtype=torch.float64)[None], slice(i, i + 1), back=True)[
+        0, :, j
+    ]
     used = turned.nonzero().flatten()
     sent = number(t[after][h, i, used], "", lambda k: Cell(after, i, int(used[k]), h))
     return "Δ rotated back by the angle of its position", [Sum((sent, number(turned[used], "cos, sin")))]

@@ -21,10 +21,12 @@ from ...errors import HandgradError
 from ...model.block import Block
 from ...model.gpt import GPT
 from ...model.inspect.trace import Trace
+from ...model.layers import attention
 from ...model.layers.attention import Attention
 from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.layers.taps import Taps
+from ...model.passes.arguments import Rotations
 from ...model.steps import signal
 from ...ops import linear, rotary
 from ..stations.network import Network, NetworkStep
@@ -119,10 +121,9 @@ class Tensors:
     # ── between the projections and the heads ───────────────────────────────────────────────────────────────────────
 
     @cached_property
-    def rotation(self) -> tuple[Tensor, Tensor]:
-        found = self.model.rotation(torch.arange(len(self.trace["a_0"])))
-        assert found is not None
-        return found
+    def rotations(self) -> Rotations:
+        n = len(self.trace["a_0"])
+        return self.model.rotations(torch.arange(n), (n,))
 
     def steps(self, here: str, letter: str) -> list[QueryStep]:
         """The steps from the projection of q, k or v to what the heads read."""
@@ -138,10 +139,11 @@ class Tensors:
         steps = self.steps(here, letter)
         return steps[0].before if steps else here + letter
 
-    def rotate(self, x: Tensor, rows: slice = slice(None), back: bool = False) -> Tensor:
+    def rotate(self, here: str, x: Tensor, rows: slice = slice(None), back: bool = False) -> Tensor:
         """(n, h, d_ρ) → the same, rotated by the angles of these rows"""
-        cos, sin = (table[rows].double() for table in self.rotation)
-        return (rotary.backward if back else rotary.forward)(x, cos, sin)
+        attn: Attention = self.block(here).attn
+        cos, sin = (table[rows].double() for table in self.rotations[attn.rotary_table])
+        return (rotary.backward if back else rotary.forward)(x, cos, sin, neighbors=attn.neighbors)
 
     # ── what the trace does not record ──────────────────────────────────────────────────────────────────────────────
 
@@ -199,7 +201,7 @@ class Tensors:
         if last.startswith("n_"):
             norm = steps[0].norm
             assert norm is not None
-            x = wide(norm).forward(x)[0]
+            x = attention.normalize(wide(norm), x)[0]
         return x.transpose(0, 1)
 
     def _backward_to(self, here: str, inner: str, steps: list[QueryStep]) -> Tensor:
@@ -207,10 +209,11 @@ class Tensors:
         step = next(step for step in steps if step.before == here + inner)
         after = self.wide(delta_of(step.after)).transpose(0, 1)
         if step.norm is None:
-            return self.rotate(after, back=True).transpose(0, 1)
+            return self.rotate(here, after, back=True).transpose(0, 1)
         norm, x = wide(step.norm), self.wide(step.before).transpose(0, 1).contiguous()
-        saved = norm.forward(x)[1]
-        return norm.backward(after.contiguous(), norm.rebuild_output(saved)[0], saved).transpose(0, 1)
+        saved = attention.normalize(norm, x)[1]
+        a_bar = norm.rebuild_output(saved)[0]
+        return norm.backward(after.reshape(a_bar.shape), a_bar, saved).view(x.shape).transpose(0, 1)
 
     def _adapted(self, here: str, number: str) -> bool:
         """Whether w_number has an adapter."""

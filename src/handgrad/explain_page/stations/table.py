@@ -105,7 +105,7 @@ def _outgoing(step: NetworkStep, network: Network) -> tuple[str, ...]:
 # ── what is told about a kind of step ───────────────────────────────────────────────────────────────────────────────
 
 
-TITLES = {"norm_1": "First norm", "norm_2": "Second norm", "last_norm": "Last norm", "head": "Logits"}
+TITLES = {"norm_1": "First norm", "norm_5": "Second norm", "last_norm": "Last norm", "head": "Logits"}
 SUMMARIES = {
     "gates": "Maps each token separately to three vectors: x, what the convolution mixes, and the gates B and C, which"
     " decide how much of each feature enters it and leaves it. In the backward pass, the errors of the three add up.",

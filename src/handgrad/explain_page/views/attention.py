@@ -156,7 +156,9 @@ class _Branch:
         changed = letter in "qk"  # values are neither rotated nor normalized
         heads = attn.n_heads if letter == "q" else attn.n_kv_heads
         self.w = _wide(w.chunk(heads, 1)[head])
-        self.rotation = model.rotation(torch.arange(len(trace["a_0"]))) if changed and attn.rotated else None
+        n = len(trace["a_0"])
+        rotations = model.rotations(torch.arange(n), (n,)) if changed and attn.rotated else ()
+        self.rotation, self.neighbors = rotations[attn.rotary_table] if rotations else None, attn.neighbors
         self.norm = frozen(getattr(attn, f"{letter}_norm")) if changed and attn.normed else None
         if self.norm is not None:
             bias = None if b is None else _wide(b.chunk(heads)[head])
@@ -166,7 +168,7 @@ class _Branch:
     def to_projection(self, signal: Tensor) -> Tensor:
         """The error signal of a head's q, k or v, (n, …, d_ρ) → that of what its projection computes"""
         if self.rotation is not None:
-            signal = rotary.backward(signal, *self.rotation)
+            signal = rotary.backward(signal, *self.rotation, neighbors=self.neighbors)
         if self.norm is not None:
             signal = self.norm.backward(signal, self.norm.rebuild_output(self.saved)[0], self.saved)
         return signal

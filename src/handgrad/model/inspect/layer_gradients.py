@@ -39,7 +39,7 @@ def _positions(trace: Trace) -> Tensor:
 
 def _run_block(model: GPT, trace: Trace, i: int) -> None:
     block, here = model.blocks[i], f"blocks.{i}."
-    run = Pass(attention.spans_of(trace.lengths), rotation=model.rotation(_positions(trace)))
+    run = Pass(attention.spans_of(trace.lengths), rotations=model.rotations(_positions(trace), trace.lengths))
     with model.weights(block) as weights:
         run = run._replace(weights=weights)
         saved = block.forward(trace[here + "a_1"], run)[1]

@@ -5,7 +5,7 @@ a_2 → q, k, v → norms of q and k, if any → rotation, if any → heads a_3 
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class Projected(NamedTuple):
     k_norm: rmsnorm.Saved | None = None
 
 
+def normalize(norm: Norm, x: Tensor) -> tuple[Tensor, Any]:
+    """Queries or keys (n, h, d_ρ), every head by itself, or all together if the norm is as wide; and what is saved"""
+    out, saved = norm.forward(x if len(norm.weight) == x.shape[2] else x.flatten(1))
+    return out.view(x.shape), saved
+
+
 class Attention(Parts):
     """Heads of queries, and as many or fewer of keys and values. q, k and v are separate layers or one, as the family
     has them."""
@@ -56,9 +62,11 @@ class Attention(Parts):
     def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
         super().__init__()
         c, names = config, config.table.names
-        self.n_heads, self.n_kv_heads = c.n_heads, c.kv_heads
+        self.n_heads, self.n_kv_heads, self.q_width = c.n_heads, c.kv_heads, c.query_width
         self.causal, self.window = c.causal, c.window_of(i)
         self.rotated, self.normed = c.rotated_block(i), c.qk_norm
+        self.rotary_table, self.neighbors = c.rotary_table_of(i), c.rotary_neighbors
+        self.partly_rotated = self.rotated and c.rotary_width_of_head < c.query_width
         stored = c.table.stored
         widths = c.qkv_widths()
         self.inputs: tuple[str, ...] = ("qkv",) if "attn.qkv" in names else ("q", "k", "v")
@@ -73,8 +81,10 @@ class Attention(Parts):
         values = c.n_heads * c.value_width
         self.add("out", names["attn.out"], Linear(values, c.d_model, c.out_bias, device, stored=stored))
         if c.qk_norm:
-            for letter in "qk":
-                self.add(f"{letter}_norm", names[f"attn.{letter}_norm"], RMSNorm(c.query_width, c.eps, device))
+            heads = {"q": c.n_heads, "k": c.kv_heads} if c.qk_norm_joint else {"q": 1, "k": 1}
+            for letter, count in heads.items():
+                norm = RMSNorm(count * c.query_width, c.eps, device, offset=c.gain_offset)
+                self.add(f"{letter}_norm", names[f"attn.{letter}_norm"], norm)
 
     def projections(self) -> Sequence[Affine]:
         """The layers of q, k and v."""
@@ -99,12 +109,13 @@ class Attention(Parts):
         q, k, v = self.by_head(*branches.forward(self.projections(), a_2, run, run.query_rows, direct))
         q_norm = k_norm = None
         if self.normed:
-            q, q_norm = self.q_norm.forward(q)
-            k, k_norm = self.k_norm.forward(k)
+            q, q_norm = normalize(self.q_norm, q)
+            k, k_norm = normalize(self.k_norm, k)
         if self.rotated:
             # over what the projections computed for this alone
-            q = rotary.forward(q, *run.query_rotation(), into=q, dtype=dtype)
-            k = rotary.forward(k, *run.key_rotation(), into=k, dtype=dtype)
+            at, kind = self.rotary_table, self.neighbors
+            q = rotary.forward(q, *run.query_rotation(at), into=q, dtype=dtype, neighbors=kind)
+            k = rotary.forward(k, *run.key_rotation(at), into=k, dtype=dtype, neighbors=kind)
         if dtype is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
         return Projected(q, k, v, q_norm, k_norm)
@@ -160,11 +171,14 @@ class Attention(Parts):
             for i, norm, kept, rotation in (
                 (0, "q_norm", saved.q_norm, run.query_rotation), (1, "k_norm", saved.k_norm, run.key_rotation)
             ):  # fmt: skip
-                signal = rotary.backward(into[i], *rotation(), into=into[i]) if self.rotated else into[i]
+                signal = into[i]
+                if self.rotated:
+                    angles = rotation(self.rotary_table)
+                    signal = rotary.backward(signal, *angles, into=signal, neighbors=self.neighbors)
                 if self.normed:
                     layer: Norm = getattr(self, norm)
-                    signal = layer.backward(signal, layer.rebuild_output(kept)[0], kept, run)
-                    signals.replace(i, signal)
+                    a_bar = layer.rebuild_output(kept)[0]
+                    signals.replace(i, layer.backward(signal.reshape(a_bar.shape), a_bar, kept, run))
         if run.observer is not None:
             for i, (name, x) in enumerate(zip(self.projected(), self.by_head(*signals.parts), strict=True)):
                 if not run.edited:
@@ -173,11 +187,19 @@ class Attention(Parts):
                     signals.replace(i, run.at(f"delta_{name}", x.transpose(0, 1)).transpose(0, 1).flatten(1))
         return signals.backward(a_2.tensor(), run, a_2.signal_needed)
 
-    def steps(self) -> list[Step]:
-        """a_2 → a_3 → a_4; the parameters of the first step are w_q, w_k, w_v, or all three as w_2."""
+    def steps(self, reads: str) -> list[Step]:
+        """The activation of that name → a_3 → a_4; the parameters of the first step are w_q, w_k, w_v, or all three as w_2."""
         layers: dict[str, Layer] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
         layers |= {name: getattr(self, name) for name in ("q_norm", "k_norm") if self.has(name)}
+        extras = {
+            "neighboring features rotated": self.rotated and self.neighbors,
+            "some features rotated": self.partly_rotated,
+            "rotated as blocks with a window": self.rotated and self.rotary_table > 0,
+            "norms over all heads": self.normed and len(self.q_norm.weight) > self.q_width,
+        }
+        more = tuple(what for what, does in extras.items() if does)
+        inside = ("delta_raw", "delta_causal")
         return [
-            Step("attention", "attention", ("a_2",), ("a_3",), layers, ("delta_raw", "delta_causal")),
+            Step("attention", "attention", (reads,), ("a_3",), layers, inside, extras=more),
             Step("projection", "linear", ("a_3",), ("a_4",), {"3": self.out}),
         ]

@@ -13,17 +13,17 @@ from .norms import Norm
 
 
 class BranchInput:
-    """The output of a norm, a = norm(x), in the backward pass of the branch that reads it. It is rebuilt when a layer asks
-    for it, so that it does not exist beside the branch's larger tensors.
+    """What a branch reads, a = norm(x), in its backward pass. It is rebuilt when a layer asks for it, so that it does not exist
+    beside the branch's larger tensors.
 
-    stored          the output itself, if it may not be the norm's any more
+    stored          a itself, if no norm computes it, or if it may not be the norm's any more
     signal_needed   whether anything below needs its error signal
     dtype           of a, if it is not that of x
     """
 
     def __init__(
         self,
-        norm: Norm,
+        norm: Norm | None,
         saved: Any,
         stored: Tensor | None = None,
         signal_needed: bool = True,
@@ -34,12 +34,15 @@ class BranchInput:
 
     def tensor(self) -> Tensor:
         """a"""
+        if self.norm is None:
+            assert self.stored is not None
+            return self.stored
         self.a_bar, a = self.norm.rebuild_output(self.saved, self.dtype)
         return a if self.stored is None else self.stored
 
     def backward(self, delta: Tensor, run: Pass) -> Tensor:
         """The error signal of a → that of x; the norm's gradients are added into `.grad`"""
-        assert self.a_bar is not None  # the branch's gradients need a, and come first
+        assert self.norm is not None and self.a_bar is not None  # the branch's gradients need a, and come first
         return self.norm.backward(delta, self.a_bar, self.saved, run)
 
 

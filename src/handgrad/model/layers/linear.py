@@ -315,12 +315,14 @@ class Head(Linear):
 
 
 class Embedding(Hookless):
-    """weight (rows, d), or packed bytes of which only the rows that are looked up are unpacked"""
+    """weight (rows, d), or packed bytes of which only the rows that are looked up are unpacked. What is looked up is
+    multiplied by `scale`."""
 
     packed: Packed | None = None
 
-    def __init__(self, rows: int, d: int, device: torch.device | None = None):
+    def __init__(self, rows: int, d: int, device: torch.device | None = None, scale: float = 1.0):
         super().__init__()
+        self.scale = scale  # of what is looked up
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, d, device=device))
 
     def pack(self, packed: Packed, dtype: torch.dtype) -> None:
@@ -349,6 +351,8 @@ class Embedding(Hookless):
     def backward(self, delta: Tensor, ids: Tensor, run: Pass = PLAIN) -> None:
         if self.weight is None or not self.weight.requires_grad:
             return
+        if self.scale != 1:
+            delta = delta * self.scale
         if run.examples is not None:
             run.examples.look_up(self.weight, delta, ids)
         else:

@@ -92,12 +92,12 @@ class MLP(Parts):
         """The names of what the layers that read a_6 compute."""
         return ("gate", "up") if self.gated else ("7",)
 
-    def steps(self) -> list[Step]:
-        """a_6 → a_7, or gate and up → a_8 → a_9; the parameters are w_6, or w_gate and w_up; w_8."""
+    def steps(self, reads: str) -> list[Step]:
+        """The activation of that name → a_7, or gate and up → a_8 → a_9; the parameters are w_6, or w_gate and w_up; w_8."""
         numbers = {"expand": "up", "gate": "gate", "gate_expand": "6"} if self.gated else {"expand": "6"}
         hidden = tuple(f"a_{letter}" for letter in self.letters())
         return [
-            Step("expand", "linear", ("a_6",), hidden, {numbers[name]: getattr(self, name) for name in self.inputs}),
+            Step("expand", "linear", (reads,), hidden, {numbers[name]: getattr(self, name) for name in self.inputs}),
             Step("activation", "gated" if self.gated else "activation", hidden, ("a_8",)),
             Step("contract", "linear", ("a_8",), ("a_9",), {"8": self.contract}),
         ]

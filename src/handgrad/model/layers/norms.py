@@ -7,15 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import layernorm, rmsnorm
+from ..config import ModelConfig
 from ..passes.arguments import PLAIN, Pass
 from ..passes.example_gradients import PieceExamples
 from .hookless import Hookless
 
 
 class Norm(Hookless, ABC):
-    """The interface of a norm. weight (d) multiplies the normalized input ā."""
+    """The interface of a norm. gain (d) multiplies the normalized input ā: weight, or 1 + weight."""
 
     weight: nn.Parameter
+    offset = 0.0
+
+    @property
+    def gain(self) -> Tensor:
+        return self.weight + self.offset if self.offset else self.weight
 
     @abstractmethod
     def forward(self, a: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Any]:
@@ -50,10 +56,10 @@ class Norm(Hookless, ABC):
 
 
 class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.Trainer exempts it from weight decay
-    """weight and bias (d)"""
+    """weight and bias (d), or no bias"""
 
-    def __init__(self, d: int, eps: float, device: torch.device | None = None):
-        super().__init__(d, eps, device=device)
+    def __init__(self, d: int, eps: float, device: torch.device | None = None, *, bias: bool = True):
+        super().__init__(d, eps, bias=bias, device=device)
 
     def forward(  # type: ignore[override]
         self, a: Tensor, dtype: torch.dtype | None = None
@@ -69,7 +75,7 @@ class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.T
         else:
             if self.weight.requires_grad:
                 self.weight.grad = layernorm.grad_w(delta, a_bar, self.weight.grad)
-            if self.bias.requires_grad:
+            if self.bias is not None and self.bias.requires_grad:
                 self.bias.grad = layernorm.grad_b(delta, self.bias.grad)
         return layernorm.backward(delta, a_bar, saved.inv_sigma, self.weight)
 
@@ -81,25 +87,26 @@ class LayerNorm(Norm, nn.LayerNorm):  # torch's too: by its class transformers.T
 
 
 class RMSNorm(Norm):
-    """weight (d); over (n, d), or over every head of (n, h, d_ρ)"""
+    """weight (d); over (n, d), or over every head of (n, h, d_ρ). With an `offset` of 1 the weight is what the gain differs
+    from 1 by."""
 
-    def __init__(self, d: int, eps: float, device: torch.device | None = None):
+    def __init__(self, d: int, eps: float, device: torch.device | None = None, *, offset: float = 0.0):
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(d, device=device))
 
     def forward(self, a: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, rmsnorm.Saved]:
-        return rmsnorm.forward(a, self.weight, self.eps, dtype)
+        return rmsnorm.forward(a, self.gain, self.eps, dtype)
 
     def rebuild_output(self, saved: rmsnorm.Saved, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        return rmsnorm.rebuild(saved, self.weight, dtype)
+        return rmsnorm.rebuild(saved, self.gain, dtype)
 
     def backward(self, delta: Tensor, a_bar: Tensor, saved: rmsnorm.Saved, run: Pass = PLAIN) -> Tensor:
         if run.examples is not None:
             self._measure(run.examples, delta, a_bar)
         elif self.weight.requires_grad:
             self.weight.grad = rmsnorm.grad_w(delta, a_bar, self.weight.grad)
-        return rmsnorm.backward(delta, a_bar, saved.inv_rms, self.weight)
+        return rmsnorm.backward(delta, a_bar, saved.inv_rms, self.gain)
 
     def statistics(self, saved: rmsnorm.Saved) -> dict[str, Tensor]:
         return {"rms": 1 / saved.inv_rms, "a_bar": rmsnorm.normalized(saved)}
@@ -108,4 +115,8 @@ class RMSNorm(Norm):
         return {"w": self.weight}
 
 
-NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layer": LayerNorm, "rms": RMSNorm}
+def norm_of(config: ModelConfig, device: torch.device | None) -> LayerNorm | RMSNorm:
+    """A norm of the residual stream, as this model has them."""
+    if config.norm == "layer":
+        return LayerNorm(config.d_model, config.eps, device, bias=config.norm_bias)
+    return RMSNorm(config.d_model, config.eps, device, offset=config.gain_offset)

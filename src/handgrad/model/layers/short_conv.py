@@ -43,7 +43,7 @@ class ShortConv(Parts):
     taps: Taps = part("taps")
     out: Affine = part("out")
 
-    def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
+    def __init__(self, config: ModelConfig, device: torch.device | None):
         super().__init__()
         c, names, d = config, config.table.names, config.d_model
         stored, parts = c.table.stored, dict.fromkeys(LETTERS, d)
@@ -100,11 +100,12 @@ class ShortConv(Parts):
     def _borders(self, run: Pass, z: Tensor) -> Borders:
         return Borders(run.spans, self.taps.count, z.device)
 
-    def steps(self) -> list[Step]:
-        """a_2 → B, C, x → a_3 → a_4; the parameters are w_2, the columns w_B, w_C and w_x side by side, w_conv and w_3."""
+    def steps(self, reads: str) -> list[Step]:
+        """The activation of that name → B, C, x → a_3 → a_4; the parameters are w_2, the columns w_B, w_C and w_x side by
+        side, w_conv and w_3."""
         gates = tuple(f"a_{letter}" for letter in LETTERS)
         return [
-            Step("gates", "linear", ("a_2",), gates, {"2": self.gates}),
+            Step("gates", "linear", (reads,), gates, {"2": self.gates}),
             Step("convolution", "convolution", gates, ("a_3",), {"conv": self.taps}, ("delta_z", "delta_conv")),
             Step("out_projection", "linear", ("a_3",), ("a_4",), {"3": self.out}),
         ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .example_gradients import PieceExamples
 
 Rows = slice | Tensor  # rows of the stream
+Rotations = tuple[tuple[Tensor, Tensor], ...]  # cos and sin (n, w/2) of every token's position, in the model's tables
 Record = Callable[[str, Tensor], object]  # called with the paper's name of a tensor and the tensor
 
 
@@ -99,7 +100,7 @@ class Pass(NamedTuple):
     input_signal: bool = True  # False in the lowest trained block: Δ_1 is not needed
     dropout_seed: int | None = None  # of the adapters' dropout; None: no dropout
     observer: Observer | None = None
-    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin (n, d_ρ/2) of every token's position
+    rotations: Rotations = ()
     weights: Weights = STORED  # the matrices of the layers: see Network.weights
     operand: torch.dtype | None = (
         None  # of what products read, if it is not the dtype of everything else: mixed precision
@@ -142,14 +143,13 @@ class Pass(NamedTuple):
         assert self.query_rows is None  # spans leave out sequences without a query
         return tuple(length for span in self.spans for length in (span.length,) * span.sequences)
 
-    def key_rotation(self) -> tuple[Tensor, Tensor]:
+    def key_rotation(self, table: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the keys' positions."""
-        assert self.rotation is not None
-        return self.rotation
+        return self.rotations[table]
 
-    def query_rotation(self) -> tuple[Tensor, Tensor]:
+    def query_rotation(self, table: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the queries' positions."""
-        cos, sin = self.key_rotation()
+        cos, sin = self.key_rotation(table)
         return (cos, sin) if self.query_rows is None else (cos[self.query_rows], sin[self.query_rows])
 
 

@@ -2,6 +2,8 @@
 
     a_10 → a_11 norm → a_12 logits → loss;   Δ_12 = y_pred − y_gt → Δ_11 → Δ_10
 
+Some models scale or cap a_12 first (`ops/logits.py`): the objective reads the result.
+
 The rows are processed in groups, so that the logits of all rows never exist together.
 """
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops import per_example
+from ...ops.logits import LogitMap
 from ..layers.linear import Affine
 from ..layers.norms import Norm
 from .arguments import PLAIN, Pass
@@ -48,6 +51,7 @@ class Ending(NamedTuple):
 
     norm: Norm
     head: Affine
+    logits: LogitMap
     check_finite: Callable[[Tensor], Tensor]
 
 
@@ -93,13 +97,16 @@ def _in_groups(
             weights=run.weights, operand=run.operand,
         )  # fmt: skip
         a_12 = buffer[: len(a)]
-        if objective.needs_logits or run.observer is not None:
+        if objective.needs_logits or end.logits.cap is not None or run.observer is not None:
             a_12 = head.forward(a, its_run, a_12)
         if run.observer is not None:
             logits.append(a_12.clone())
+        y = end.logits.forward(a_12)
         if examples is not None and examples.gradients.needs_losses:
-            losses.append(per_example.row_losses(a_12, piece.targets[rows]))
-        summed, delta_12 = objective.forward_and_delta(a_12, target_rows(piece, rows), weight)
+            losses.append(per_example.row_losses(y, piece.targets[rows]))
+        read = y if end.logits.cap is None else y.clone()
+        summed, delta = objective.forward_and_delta(read, target_rows(piece, rows), weight)
+        delta_12 = end.logits.backward(delta, y)
         total += end.check_finite(summed).item()
         upstream = head.upstream(delta_12, its_run)
         delta_11[rows] = head.backward(delta_12, its_run, None, upstream)
@@ -113,7 +120,8 @@ def _in_groups(
         delta_12 = torch.cat(deltas)
         if not every_row:
             delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta_12)
-        for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": torch.softmax(a_12, 1), "delta_12": delta_12}.items():
+        y_pred = torch.softmax(end.logits.forward(a_12.clone()), 1)
+        for name, x in {"a_11": a_11, "a_12": a_12, "y_pred": y_pred, "delta_12": delta_12}.items():
             run.observer.note(name, x)
     return total, delta_11 if every_row else torch.zeros_like(a_11, dtype=delta_11.dtype).index_copy_(
         0, piece.rows, delta_11
@@ -128,11 +136,12 @@ def forward_at_once(
     run.note_statistics(end.norm.statistics, norm_10, "10")
     a_11 = run.at("a_11", a_11)
     a_12 = run.at("a_12", end.head.forward(a_11, run))
+    y = end.logits.forward(a_12.clone())
     if run.observer is not None:
-        run.observer.note("y_pred", torch.softmax(a_12, 1))
+        run.observer.note("y_pred", torch.softmax(y, 1))
     at = target_rows(piece, slice(None))
-    value, delta = objective.forward_and_delta(a_12[piece.rows].clone(), at, weight)
-    delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, delta)
+    value, delta = objective.forward_and_delta(y[piece.rows].clone(), at, weight)
+    delta_12 = torch.zeros_like(a_12).index_copy_(0, piece.rows, end.logits.backward(delta, y[piece.rows].clone()))
     return end.check_finite(value).item(), delta_12, (norm_10, a_11)
 
 
