@@ -38,7 +38,7 @@ def without_dropout(network: Any) -> Any:
 
 def pair(name: str) -> tuple[Any, Any]:
     """The model twice, in float64: for transformers to judge by, and as it is before anything is replaced."""
-    judge, model = transformers_model(name), transformers_model(name)
+    judge, model = (transformers_model(name, use_cache=False) for _ in range(2))  # a model without attention has none
     model.load_state_dict(judge.state_dict())
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):

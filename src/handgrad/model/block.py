@@ -201,8 +201,7 @@ class Block(Parts):
         norm_1, norm_2, post_1, post_2 = (
             getattr(self, name) if self.has(name) else None for name in ("norm_1", "norm_2", "post_1", "post_2")
         )
-        mixing = self.conv if self.has("conv") else self.attn
-        attention, feed_forward = Branch(mixing, "a_4", post_1), Branch(self.mlp, "a_9", post_2)
+        attention, feed_forward = Branch(self.mixing, "a_4", post_1), Branch(self.mlp, "a_9", post_2)
         if not self.parallel:
             first = Path("a_1", "a_2", norm_1, "1", (attention,))
             second = Path("a_5", "a_6", norm_2, "5", (feed_forward,))
@@ -233,6 +232,11 @@ class Block(Parts):
     def steps(self) -> list[Step]:
         """What the block computes, in order."""
         return [step for half in self.halves() for step in half.steps()]
+
+    @property
+    def mixing(self) -> Attention | ShortConv:
+        """The branch in which tokens exchange information."""
+        return self.conv if self.has("conv") else self.attn
 
     @property
     def leaves_rows_out(self) -> bool:

@@ -94,9 +94,9 @@ class Network(Parts):
     def _initialize(self, seed: int) -> None:
         """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
         generator = torch.Generator().manual_seed(seed)
-        first = [block.conv if block.has("conv") else block.attn for block in self.blocks]
-        joining = {id(layer.plain().weight) for layer in (x.out for x in first)}
-        joining |= {id(block.mlp.contract.plain().weight) for block in self.blocks}
+        joining = {
+            id(layer.plain().weight) for block in self.blocks for layer in (block.mixing.out, block.mlp.contract)
+        }
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()

@@ -66,7 +66,7 @@ def linear_layers(config: ModelConfig) -> dict[str, LinearLayer]:
 def layers_of_block(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
     """The same of block i alone."""
     model = outline(config, i)
-    first, *others = inputs = model.blocks[0].attn.projections()
+    first, *others = inputs = model.blocks[0].mixing.projections()
     every_row = list(others) if _is_single(first) else list(inputs)  # a separate query: only where needed
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():
