@@ -107,6 +107,15 @@ class Network:
                 return step
         raise HandgradError(f"block {block} has no step of kind {' or '.join(kinds)}")
 
+    def attending(self) -> list[int]:
+        """The blocks with attention."""
+        return [b for b, steps in enumerate(self.blocks) if any(step.kind == "attention" for step in steps)]
+
+    def every_attending(self) -> str:
+        """The same as a loop in Python: for b in range(4)"""
+        found, n = self.attending(), len(self.blocks)
+        return f"for b in range({n})" if len(found) == n else f"for b in {found}"
+
     def neurons(self, block: int) -> tuple[NetworkStep, NetworkStep, NetworkStep]:
         """The feed-forward layer around the activation: what computes its inputs, itself, and what reads its output."""
         activation = self.find(block, "activation", "gated")
