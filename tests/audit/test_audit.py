@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[Make, str, str, str]] = {
         "model.layers.1.conv", "known mistake", "the taps were in the other order",
     ),
     "taps in the other order in the backward pass": (
-        convolving(lambda right, z, w, b: only_backward(right(z, w, b), right(z, w.detach().flip(1), b))),
+        convolving(lambda right, z, w, b: right(z.detach(), w, b) + only_backward(0 * z, right(z, w.detach().flip(1)))),
         "model.layers.1.conv", "known mistake", "the taps were in the other order",
     ),
     "no convolution": (

@@ -55,6 +55,7 @@ LFM2 = replace(
         **LLAMA.fixed, "activation": "silu", "qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": True,
     },
     own_vocabulary=65536,
+    block_kinds=("full_attention", "conv"),
     extra_tensors=r"lm_head\.weight",
     no_effect=frozenset({"block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
                          "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init",

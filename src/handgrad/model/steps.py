@@ -13,9 +13,10 @@ from typing import NamedTuple
 from ..errors import HandgradError
 from .layers.linear import Affine
 from .layers.norms import Norm
+from .layers.sinks import Sinks
 from .layers.taps import Taps
 
-Layer = Affine | Norm | Taps
+Layer = Affine | Norm | Sinks | Taps  # the parameters of a step
 
 
 class Step(NamedTuple):
@@ -66,9 +67,10 @@ def require(steps: Iterable[Step], known: Collection[str], reader: str) -> None:
 PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
     ("norm_1: norm of a_1 → a_2 by 1",),
     tuple(
-        f"attention: attention of a_2 → a_3 by {layers}{norms}"
+        f"attention: attention of a_2 → a_3 by {layers}{norms}{sink}"
         for layers in ("2", "q k v")
         for norms in ("", " q_norm k_norm")
+        for sink in ("", " sink")
     ),
     ("projection: linear of a_3 → a_4 by 3",),
     ("skip_5: add of a_1, a_4 → a_5",),
