@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 import handgrad as hg
 from handgrad.families import FAMILIES as EVERY_FAMILY
+from handgrad.model.layers.experts import SELECTION
 from handgrad.proof.oracles import relative_error
 
 logging.set_verbosity_error()
@@ -22,6 +24,9 @@ logging.disable_progress_bar()
 
 # MiniCPM is code of its authors, not of transformers: test_minicpm.py
 FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if name != "minicpm"}
+# grouped_mm refuses widths that are not multiples of 16 bytes; torch's own attention cannot cap scores
+PLAINLY = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+IMPLEMENTATION = {"gemma2": {**PLAINLY, "attn_implementation": "eager"}}
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -30,13 +35,24 @@ LLAMA_LIKE = tuple(family.name for family in FAMILIES.values() if family.fixed.g
 # by our names; d/h is even as well, for a family whose table has no width of a head
 SIZES = {
     "n_vocab": 29, "n_context": 32, "d_model": 18, "d_hidden": 11, "n_blocks": 2, "n_heads": 9, "n_kv_heads": 3, "d_rho": 4,
-    "eps": 1e-3,
+    "eps": 1e-3, "n_experts": 5, "experts_per_token": 2, "d_expert": 7, "d_shared": 13,
 }  # fmt: skip
+# what a family needs besides its sizes: fields that transformers has no usable default for
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+}
 ODD_HEADS = {"d_model": 15, "n_heads": 3}  # of learned positions: rotary ones turn pairs of features
 # windows by the kind that a family's table names
 WINDOWS: dict[str, dict[str, Any]] = {
     "every block": {"sliding_window": 4},
     "late blocks": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "even early blocks": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "unrotated blocks": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
 }
 
@@ -59,7 +75,6 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
-IMPLEMENTATION = {"gemma2": "eager"}  # of attention, where torch's function cannot cap scores
 LOCAL = {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
@@ -97,7 +112,33 @@ def linear_layers(family: str) -> list[str]:
     """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
     names = FAMILIES[family].names
     inside = [ours for ours in names if "." in ours and not ours.endswith(("_norm", ".taps"))]
+    if "mlp.experts" in names:  # adapters of experts have tests of their own
+        inside = [ours for ours in inside if ours.startswith("attn.")]
     return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
+
+
+def in_file_names(network: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by transformers' names → by the names in its files, where experts are matrices of their own."""
+    names, found = FAMILIES[network.config.model_type].names, {}
+    for name, x in named.items():
+        parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|(.*))", name)
+        if "mlp.experts" not in names or parts is None:
+            found[name.replace("lm_head.", f"{names['head']}.")] = x
+        elif parts[3]:
+            found[f"{parts[1]}.{names['mlp']}.{parts[3]}"] = x
+        else:
+            for e, one in enumerate(x):
+                expert = f"{parts[1]}.{names['mlp']}.experts.{e}."
+                kinds = ["expert.contract"] if parts[2] == "down_proj" else ["expert.gate", "expert.expand"]
+                for kind, part in zip(kinds, one.chunk(len(kinds)), strict=True):
+                    found[f"{expert}{names[kind]}.weight"] = part
+    return found
+
+
+def their_tensors(network: Any) -> dict[str, Tensor]:
+    """The parameters of a transformers model, and the biases that choose experts, by the names in its files."""
+    biases = {name: x for name, x in network.named_buffers() if name.endswith(SELECTION)}
+    return in_file_names(network, dict(network.named_parameters()) | biases)
 
 
 def _of_tables() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,6 +155,8 @@ def _of_tables() -> Iterator[tuple[str, dict[str, Any]]]:
         if family.windows:
             yield f"{name}, window", window_of(name)
 
+
+PART_DENSE = {"num_hidden_layers": 4, "mlp_only_layers": [2], "decoder_sparse_step": 2}
 
 # Models by name, which begins with the family: the fields in which each differs from a small one.
 MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
@@ -153,6 +196,18 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},
     "smollm3, biases, unrotated": {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 0]},
     "smollm3, llama3": {"rope_parameters": LLAMA3, **WIDE},
+    "mixtral, every expert": {"num_experts_per_tok": 5},
+    "mixtral, one expert": {"num_experts_per_tok": 1, "tie_word_embeddings": True},
+    "mixtral, many experts": {"num_local_experts": 40},
+    "qwen2_moe, normalized, some blocks dense": {"norm_topk_prob": True, **PART_DENSE},
+    "qwen2_moe, windows by layer": {
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "qwen3_moe, normalized, some blocks dense": {"norm_topk_prob": True, **PART_DENSE},
+    "dots1, groups": {
+        "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5,
+    },
+    "dots1, not normalized": {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.5},
 }  # fmt: skip
 
 
@@ -173,9 +228,10 @@ def transformers_model(name: str, **changes: Any) -> Any:
     rope = LOCAL if FAMILIES[family].local_rope else ROPE
     window = 4 if FAMILIES[family].local_rope else None
     others: dict[str, Any] = {"sliding_window": window, "rope_parameters": rope} if family in LLAMA_LIKE else {}
-    fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | MORE.get(family, {}) | MEMBERS[name] | changes
+    own = OF_FAMILY.get(family, {}) | others | NO_TOKEN_IDS | MORE.get(family, {})
+    fields = fields_of(family, sizes) | own | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
-    network = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION.get(family, "sdpa")).eval()
+    network = AutoModelForCausalLM.from_config(config, **IMPLEMENTATION.get(family, PLAINLY)).eval()
     randomize(network)
     return in_float64(network)
 
@@ -191,7 +247,8 @@ def randomize(network: torch.nn.Module) -> None:
     """Turn the network to float64 and add N(0, 0.3²) to every parameter."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in network.double().parameters():
+        biases = [x for name, x in network.double().named_buffers() if name.endswith(SELECTION)]
+        for parameter in (*network.parameters(), *biases):
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
@@ -206,8 +263,8 @@ def _float_means_double() -> Iterator[None]:
 
 
 def in_float64(network: Any) -> Any:
-    """Make RMSNorm and the rotary tables of a transformers model compute in float64. They cast to float32, whatever the
-    model's dtype; their own code runs with that dtype replaced."""
+    """Make RMSNorm, routers and rotary tables of a transformers model compute in float64. They cast to float32, whatever
+    the model's dtype; their own code runs with that dtype replaced."""
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -223,16 +280,16 @@ def in_float64(network: Any) -> Any:
                 module.__init__(module.config)
         if hasattr(module, "scalar_embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
-        if kind.endswith(("RotaryEmbedding", "RMSNorm", "Attention")) or (kind.endswith("LayerNorm") and kind != "LayerNorm"):
+        casts = ("RotaryEmbedding", "RMSNorm", "Attention", "Router")
+        if kind.endswith(casts) or (kind.endswith("LayerNorm") and kind != "LayerNorm"):
             module.forward = wrapped(module.forward)
     return network
 
 
 def from_folder(folder: Path) -> Any:
     """A saved model as transformers opens it, in float64."""
-    family = AutoConfig.from_pretrained(folder).model_type
-    implementation = IMPLEMENTATION.get(family, "sdpa")
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=implementation)
+    plainly = IMPLEMENTATION.get(AutoConfig.from_pretrained(folder).model_type, PLAINLY)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plainly)
     return in_float64(network.eval())
 
 
@@ -250,7 +307,7 @@ def their_gradients(
     network.zero_grad()
     loss = F.cross_entropy(their_logits(network, tokens, lengths), targets)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in network.named_parameters() if p.requires_grad}
+    return loss.item(), in_file_names(network, {n: p.grad for n, p in network.named_parameters() if p.requires_grad})
 
 
 def assert_equal_gradients(ours: dict[str, Tensor], expected: dict[str, Tensor], limit: float = LIMIT) -> None:

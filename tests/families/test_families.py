@@ -15,6 +15,7 @@ from members import (
     our_gradients,
     their_gradients,
     their_logits,
+    their_tensors,
     transformers_model,
 )
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from handgrad.proof.oracles import relative_error
 @pytest.mark.parametrize("name", MEMBERS)
 def test_logits_and_every_gradient(name: str, tmp_path: Path) -> None:
     theirs, ours = opened(name, tmp_path)
-    parameters = dict(theirs.named_parameters())
+    parameters = their_tensors(theirs)
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in parameters.items()}
     assert all(torch.equal(p, parameters[n]) for n, p in ours.named_parameters())
 

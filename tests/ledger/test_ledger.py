@@ -17,6 +17,7 @@ from handgrad.paper import (
     activation,
     attention,
     embedding,
+    experts,
     gated,
     grouped_query,
     kv_cache,
@@ -106,6 +107,7 @@ BLOCK_GRADIENTS = {f"T3-{x}" for x in ("wtok", "wpos", *BLOCK.split())}
 FROM_10 = {f"T2-D{i}" for i in range(1, 11)} | BLOCK_GRADIENTS  # Δ_10 and everything computed from it
 FROM_11 = FROM_10 | {"T2-D11", "T3-w10", "T3-b10"}
 FROM_12 = FROM_11 | {"T2-D12", "T3-w11", "T3-b11", "T3-d11", "T3-u11"}
+EXPERTS = {f"L-moe-{what}" for what in ("fwd", "bwd", "router", "expert", "shared")}
 RMS, QK = ({f"L-{layer}-{what}" for what in ("fwd", "bwd", "grad")} for layer in ("rms", "qknorm"))
 SCORES = {"E-draw", "E-dq", "E-dk", "E-dwq", "E-dwk", "E-dbq", "E-head-dx", "E-mha-dx", "P-mha-compose", "D-table1"}
 
@@ -129,6 +131,10 @@ def adapter_path_only(delta_12: torch.Tensor, p: transformer.Network) -> torch.T
     )
 
 
+CHOOSE, DELTA_SIGMOID = experts.choose, experts.delta_sigmoid
+DELTA_INPUT, DELTA_GATE = experts.delta_input, experts.delta_gate
+DELTA_BALANCE, DELTA_Z = experts.delta_balance, experts.delta_z_loss
+DELTA_CLAMPED, CLAMPED = gated.delta_clamped, gated.clamped
 Activation = Callable[[torch.Tensor, str], torch.Tensor]
 
 
@@ -275,17 +281,73 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     ),
     "yarn without its attention factor": (rotary, "yarn_attention_factor", lambda f, *scales: 1.0, {"L-rope-scaling"}),
     "a SiLU slope without its second term": (gated, "g_prime", with_silu(gated.g_prime, torch.sigmoid), {
-        "L-silu-bwd", "L-gate-bwd", "L-gate-branches",
+        "L-silu-bwd", "L-gate-bwd", "L-gate-branches", "L-moe-bwd",
     }),
     "a SiLU without its x": (gated, "g", with_silu(gated.g, torch.sigmoid), {
-        "L-silu-fwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches",
+        "L-silu-fwd", "L-gate-fwd", "L-gate-bwd", "L-gate-branches", *EXPERTS,
     }),
-    "a gate on the wrong branch": (gated, "forward", lambda gate, up, name: gated.g(up, name) * gate, {"L-gate-fwd"}),
+    "experts by their smallest scores": (experts, "choose", lambda s, k: CHOOSE(-s, k), {
+        "L-moe-fwd", "L-moe-bwd", "L-moe-router", "L-moe-expert", "L-moe-groups", "L-moe-balance",
+    }),
+    "groups that do not matter": (
+        experts, "choose_in_groups", lambda s, k, groups, kept: CHOOSE(s, k), {"L-moe-groups"},
+    ),
+    "a softmax of the gates": (experts, "gates_normalized", lambda s, chosen: experts.softmax(experts.softmax(s)[chosen]), {
+        "L-moe-fwd", "L-moe-bwd", "L-moe-router", "L-moe-expert", "L-moe-normalized",
+    }),
+    "gates that are not normalized": (experts, "gates_normalized", lambda s, chosen: experts.softmax(s)[chosen], {
+        "L-moe-fwd", "L-moe-bwd", "L-moe-router", "L-moe-expert", "L-moe-normalized",
+    }),
+    "gates of the softmax, normalized": (
+        experts, "gates_softmax", lambda s, chosen: experts.gates_normalized(s, chosen), {"L-moe-softmax"},
+    ),
+    "a softmax whose others get nothing": (
+        experts, "delta_softmax", lambda delta, s, chosen: experts.delta_normalized(delta, s, chosen), {"L-moe-softmax"},
+    ),
+    "normalized gates without ⟨g, Δ_g⟩": (
+        experts, "delta_normalized",
+        lambda delta, s, chosen: experts.spread(experts.gates_normalized(s, chosen) * delta, chosen, len(s)),
+        {"L-moe-bwd", "L-moe-router", "L-moe-normalized"},
+    ),
+    "a sigmoid without τ": (
+        experts, "delta_sigmoid", lambda delta, s, chosen, tau, normalized: DELTA_SIGMOID(delta, s, chosen, 1.0, normalized),
+        {"L-moe-sigmoid"},
+    ),
+    "an expert with all of Δ_9": (
+        experts, "delta_input", lambda delta, a, g, expert, name: DELTA_INPUT(delta, a, torch.ones_like(g), expert, name),
+        {"L-moe-bwd"},
+    ),
+    "an expert's gradient without its gate": (
+        experts, "grad_down", lambda delta, a, g, expert, name: torch.outer(experts.hidden(a, expert, name), delta),
+        {"L-moe-expert"},
+    ),
+    "a router that forgets the bias of its experts": (
+        experts, "delta_gate",
+        lambda delta, a, expert, name: DELTA_GATE(delta, a, expert._replace(b_down=0 * expert.b_down), name),
+        {"L-moe-bwd", "L-moe-router", "L-moe-shared"},
+    ),
+    "a shared expert with its gate's slope forgotten": (
+        experts, "delta_shared_gate", lambda delta, a, v, expert, name: experts.delta_gate(delta, a, expert, name),
+        {"L-moe-shared"},
+    ),
+    "a balance loss of all layers' rows without E": (
+        experts, "delta_balance", lambda s, k: DELTA_BALANCE(s, k) / s.shape[1], {"L-moe-balance"},
+    ),
+    "a z-loss without lse": (experts, "delta_z_loss", lambda s: DELTA_Z(s) / torch.logsumexp(s, 1)[:, None], {"L-moe-z"}),
+    "a clamp that passes everything on": (gated, "delta_clamped", lambda delta, gate, up: (
+        DELTA_CLAMPED(delta, gate.clamp(max=gated.LIMIT), up.clamp(-gated.LIMIT, gated.LIMIT))
+    ), {"L-moe-clamp"}),
+    "a clamped gate without the 1": (
+        gated, "clamped", lambda gate, up: CLAMPED(gate, up) - CLAMPED(gate, 0 * up), {"L-moe-clamp"},
+    ),
+    "a gate on the wrong branch": (gated, "forward", lambda gate, up, name: gated.g(up, name) * gate, {
+        "L-gate-fwd", *EXPERTS,
+    }),
     "a gate that forgets up": (gated, "delta_gate", lambda delta, gate, up, name: delta * gated.g_prime(gate, name), {
-        "L-gate-bwd", "L-gate-branches",
+        "L-gate-bwd", "L-gate-branches", "L-moe-bwd",
     }),
     "a gate that passes Δ_8 to up": (gated, "delta_up", lambda delta, gate, name: delta, {
-        "L-gate-bwd", "L-gate-branches",
+        "L-gate-bwd", "L-gate-branches", "L-moe-bwd",
     }),
     "one branch of two": (gated, "delta_prev", lambda d_gate, d_up, w_gate, w_up: d_up @ w_up.t(), {"L-gate-branches"}),
     "a convolution with its taps reversed": (short_conv, "conv", lambda z, w, b: CONV(z, w.flip(0), b), {

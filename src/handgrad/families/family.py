@@ -17,7 +17,7 @@ ACTIVATIONS = {
 }
 
 
-WINDOWS = ("every block", "late blocks", "unrotated blocks", "pattern")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,16 @@ class Family:
     defaults: Mapping[str, Any]  # what transformers takes for a field that config.json omits
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig that every member shares
     only: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json with the one value that is supported
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields that transformers writes
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
     forms: Mapping[str, str] = field(default_factory=dict)  # field of config.json → how ours follows from it
-    windows: str = ""  # blocks with a sliding window: one of `WINDOWS`; "": none can have
+    windows: str = ""  # blocks with a sliding window: as `_windowed` of config_json.py reads them; "": none can have
     pattern: int = 0  # every n-th block has no window, unless the file lists them
     unrotated: str = ""  # "every block without a window", "listed blocks": those whose queries and keys are not rotated
     local_rope: bool = False  # blocks with a window have their own frequencies, which are not scaled
     rotary_share: float | None = None  # of a head's features, where the file can say another one
-    rope_types: tuple[str, ...] = (
-        "default",
-        "linear",
-        "dynamic",
-        "llama3",
-        "yarn",
-        "longrope",
-    )  # that transformers knows
+    rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")

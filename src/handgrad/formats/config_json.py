@@ -50,6 +50,10 @@ _NO_EFFECT = frozenset({
 def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
     """A parsed config.json → the model it describes."""
     family = _family(raw, file)
+    for other, field in family.aliases.items():
+        if other in raw and raw.get(field, raw[other]) != raw[other]:
+            raise HandgradError(f"{file}: {other} is {shown(raw[other])} and {field} {shown(raw[field])}: which one?")
+    raw = {family.aliases.get(field, field): value for field, value in raw.items()}
     for field, only in family.only.items():
         if raw.get(field, only) != only:
             raise HandgradError(f"{file}: {field} is {shown(raw[field])}; only {shown(only)} is supported")
@@ -83,6 +87,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
+        config = replace(config, **{**_experts(raw, config, family), **own})
         return replace(config, **{**_window(raw, config, family), **read_conv_fields(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
@@ -298,6 +303,10 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
         first = raw.get("max_window_layers", family.defaults["max_window_layers"])
         check_integer("max_window_layers", first)
         return tuple(every[first:])
+    if family.windows == "even early blocks":
+        first = raw.get("max_window_layers", family.defaults["max_window_layers"])
+        check_integer("max_window_layers", first)
+        return tuple(every[:first:2])
     if family.windows == "unrotated blocks":
         return config.unrotated
     if family.windows == "pattern":
@@ -305,6 +314,53 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
         check_integer("sliding_window_pattern", period)
         return tuple(i for i in every if (i + 1) % period)
     return tuple(every)
+
+
+# ── mixtures of experts ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The blocks without experts, and the width of what all tokens share."""
+    found: dict[str, Any] = {}
+
+    def integer(field: str) -> int:
+        value = raw.get(field, family.defaults[field])
+        check_integer(field, value)
+        return int(value)
+
+    if "decoder_sparse_step" in family.defaults:
+        step, listed = integer("decoder_sparse_step"), raw.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or any(type(i) is not int for i in listed):
+            raise HandgradError(f"mlp_only_layers must be a list of blocks, not {shown(listed)}")
+        found["dense"] = tuple(i for i in range(config.n_blocks) if i in listed or (i + 1) % step)
+    if "first_k_dense_replace" in family.defaults:
+        found["dense"] = tuple(range(min(integer("first_k_dense_replace"), config.n_blocks)))
+    if "n_shared_experts" in family.defaults:
+        found["d_shared"] = integer("n_shared_experts") * config.expert_width or None
+    return found
+
+
+def _expert_fields(config: ModelConfig) -> dict[str, object]:
+    """The same fields, as far as the family has them; `_own` writes what it cannot express."""
+    defaults, written = config.table.defaults, dict[str, object]()
+    if "decoder_sparse_step" in defaults:
+        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense)}
+    if "first_k_dense_replace" in defaults:
+        written["first_k_dense_replace"] = len(config.dense)
+    if "n_shared_experts" in defaults:
+        written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
+    return written
+
+
+def _told_by_experts(config: ModelConfig) -> set[str]:
+    """The choices that these fields express."""
+    defaults, told = config.table.defaults, set[str]()
+    first = config.dense == tuple(range(len(config.dense)))
+    if "decoder_sparse_step" in defaults or ("first_k_dense_replace" in defaults and first):
+        told.add("dense")
+    if "n_shared_experts" in defaults and (config.d_shared or 0) % config.expert_width == 0:
+        told.add("d_shared")
+    return told
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -323,6 +379,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **{field: only for field, only in family.only.items() if only is not None},
         **(_rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
+        **_expert_fields(config),
         # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
         **({} if config.n_vocab >= family.own_vocabulary else dict.fromkeys(family.token_ids)),
         "dtype": str(dtype).removeprefix("torch."),
@@ -336,7 +393,7 @@ def _value(config: ModelConfig, field: str, ours: tuple[str, ...]) -> object:
         return _converted(config.table.forms[field], getattr(config, ours[0]), vars(config), field, back=True)
     if ours == ("activation",):
         return _HF_ACTIVATION[config.activation]
-    explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads}
+    explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads, "d_expert": config.expert_width}
     if config.table.defaults.get("n_inner", ...) is ...:  # GPT-2's files may leave the width out
         explicit["d_hidden"] = config.hidden_width
     return explicit.get(ours[0], getattr(config, ours[0]))
@@ -355,6 +412,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
         told |= {"window", "windowed"}
     told |= {"conv_blocks"} if family.has("conv") else set()
     told |= {"unrotated"} if _tells_unrotated(config) else set()
+    told |= _told_by_experts(config)
     own = {}
     for f in fields(ModelConfig):
         value = getattr(config, f.name)
@@ -408,9 +466,9 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
     if family.windows:
         written["sliding_window"] = config.window
     kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
-    if family.windows in ("late blocks", "unrotated blocks"):
+    if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
-    if family.windows in ("late blocks", "unrotated blocks", "pattern"):
+    if family.windows in ("late blocks", "unrotated blocks", "even early blocks", "pattern"):
         written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks

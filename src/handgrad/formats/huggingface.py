@@ -64,6 +64,19 @@ def load(
     folder = Path(path)
     dtype = None if dtype is None else as_dtype(dtype)
     kept = None if base_dtype is None else as_dtype(base_dtype, tuple(TWO_BYTES), "base_dtype")
+    config, tensors = read_directory(folder)
+    stored = tensors[f"{config.table.names['embed']}.weight"].dtype
+    dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
+    weights: dict[str, Tensor | Packed] = dict(tensors)
+    if kept is not None:
+        weights = {name: Packed.of(t, TWO_BYTES[kept]) if t.ndim == 2 else t for name, t in tensors.items()}
+    model = build(config, weights, dtype, device)
+    model.source = str(folder.absolute())
+    return model
+
+
+def read_directory(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and the tensors of a directory, memory-mapped and checked."""
     config = load_config(folder)
     manifest.check_present(folder)
     names = config.table.names
@@ -72,15 +85,8 @@ def load(
     _check_tensors(replace(config, tied=head_name not in headers), headers, folder)
     tensors = {full_name(name): t for name, t in _weights(headers).items()}
     head = tensors.get(head_name)  # the file decides, not config.json
-    config = replace(config, tied=head is None or (config.tied and torch.equal(head, tensors[embed_name])))
-    stored = tensors[embed_name].dtype
-    dtype = dtype or (stored if stored in DTYPES and kept is None else torch.float32)
-    weights: dict[str, Tensor | Packed] = dict(tensors)
-    if kept is not None:
-        weights = {name: Packed.of(t, TWO_BYTES[kept]) if t.ndim == 2 else t for name, t in tensors.items()}
-    model = build(config, weights, dtype, device)
-    model.source = str(folder.absolute())
-    return model
+    tied = head is None or (config.tied and torch.equal(head, tensors[embed_name]))
+    return replace(config, tied=tied), tensors
 
 
 def build(
@@ -98,7 +104,8 @@ def build(
             owner.pack(found, dtype)  # type: ignore[operator]
             model.scratch = model.scratch or Scratch()
         else:
-            setattr(owner, kind, torch.nn.Parameter(found.to(device=device, dtype=dtype)))
+            trains = getattr(owner, kind).requires_grad
+            setattr(owner, kind, torch.nn.Parameter(found.to(device=device, dtype=dtype), trains))
     if config.tied:
         model.tie()
     if model.packed:
@@ -108,17 +115,23 @@ def build(
 
 def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    shapes_of = {i in config.conv_blocks: _shapes(config, i) for i in range(config.n_blocks)}  # by kind of block
+    outside: dict[str, tuple[int, ...]] = {}
+    kinds: dict[tuple[bool, bool], dict[str, tuple[int, ...]]] = {}
     first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
+    kind_of = [(not config.sparse_block(i), i in config.conv_blocks) for i in range(config.n_blocks)]
+    for dense, conv in {*kind_of}:  # a block of each kind
+        alone, conv_blocks = (0,) if dense and config.n_experts is not None else (), (0,) if conv else ()
+        of_one = replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone, conv_blocks=conv_blocks)
+        one = GPT(of_one, device="meta")
+        shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
+        outside = {name: shape for name, shape in shapes.items() if not name.startswith(first)}
+        kinds[dense, conv] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, shape in next(iter(shapes_of.values())).items():
-            if not name.startswith(first):
-                yield name, shape
+        yield from outside.items()
         for i in range(config.n_blocks):
-            for name, shape in shapes_of[i in config.conv_blocks].items():
-                if name.startswith(first):
-                    yield every.format(i) + name.removeprefix(first), shape
+            for name, shape in kinds[kind_of[i]].items():
+                yield every.format(i) + name, shape
 
     names = {name for name, _ in expected()}
     missing = sorted(names - set(headers))
@@ -135,13 +148,6 @@ def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path
             raise HandgradError(f"{folder}: {name} has shape {found.shape}; config.json requires {shape}")
         if not found.dtype.is_floating_point:
             raise HandgradError(f"{folder}: {name} holds {found.dtype}, not floating-point numbers")
-
-
-def _shapes(config: ModelConfig, i: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of a model with block i alone."""
-    conv = (0,) if i in config.conv_blocks else ()
-    one = GPT(replace(config, n_blocks=1, unrotated=(), windowed=None, conv_blocks=conv), device="meta")
-    return {name: tuple(p.shape) for name, p in one.named_parameters()}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 _ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_OUTPUT_BIASES = r"rope_freqs\.weight|blk\.\d+\.(attn_output|ffn_\w+)\.bias"
 
 
 class Layer(NamedTuple):
@@ -89,17 +90,22 @@ class Architecture:
     )  # field of config.json → layers that then have one
     permuted: bool = False  # the rows of q and k are in the order of interleaved rotation
     transposed: tuple[str, ...] = ()  # layers whose weight is (f_in, f_out) in Hugging Face's files
+    unread: str = r"rope_freqs\.weight"  # tensors with which llama.cpp does not open a file; a regular expression
+    whole_width: bool = False  # llama.cpp opens it only if all heads together are as wide as the model
 
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "LlamaForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}
+        "LlamaForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}, unread="",
     ),
     "smollm3": Architecture(
-        "SmolLM3ForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP}
+        "SmolLM3ForCausalLM", _BLOCK, permuted=True, choices={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
+        unread=_OUTPUT_BIASES,
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM", _BLOCK, biases=_ATTENTION[:3]),
-    "qwen3": Architecture("Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}),
+    "qwen2": Architecture("Qwen2ForCausalLM", _BLOCK, biases=_ATTENTION[:3], whole_width=True),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES
+    ),
     "lfm2": Architecture("Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER),
     "gpt2": Architecture(
         "GPT2LMHeadModel", _GPT2_BLOCK, _GPT2_OUTER, "transformer.h", biases=("output_norm", *_GPT2_BLOCK),
@@ -111,3 +117,8 @@ ARCHITECTURES = {
 def half_split_order(n: int, d_head: int) -> Tensor:
     """Indices that take n rows from the interleaved order of each head, 0 1 2 3 …, to the half-split one, 0 2 4 … 1 3 5 …"""
     return torch.arange(n).view(-1, d_head // 2, 2).transpose(1, 2).flatten()
+
+
+def interleaved_order(n: int, d_head: int) -> Tensor:
+    """The inverse of `half_split_order`."""
+    return half_split_order(n, d_head).argsort()

@@ -46,6 +46,12 @@ class GGUFModel(NamedTuple):
 def read_model(path: str | Path) -> GGUFModel:
     """Read the configuration and the tensors of a GGUF file, without unpacking matrices."""
     file = open_gguf(path)
+    architecture, config, sizes = describe(file)
+    return GGUFModel(config, _tensors(file, architecture, config, sizes), file)
+
+
+def describe(file: GGUFFile) -> tuple[Architecture, dict[str, Any], dict[str, int]]:
+    """What the metadata and the shapes of the tensors say: the architecture, config.json and the sizes of its layers."""
     if (kind := file.text("general.type", "model")) != "model":
         raise HandgradError(f"{file.path} is of the type {shown(kind)}, not a model")
     name = file.text("general.architecture")
@@ -56,7 +62,7 @@ def read_model(path: str | Path) -> GGUFModel:
     architecture = ARCHITECTURES[name]
     _refuse_unknown_metadata(file, name)
     config, sizes = (_gpt2_config if name == "gpt2" else _config)(_Metadata(file, name), architecture)
-    return GGUFModel(config, _tensors(file, architecture, config, sizes), file)
+    return architecture, config, sizes
 
 
 class _Metadata:
@@ -289,10 +295,9 @@ def _tensors(
     file: GGUFFile, architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
 ) -> dict[str, Stored]:
     """The tensors by Hugging Face's names. Every one that the configuration implies, and no other."""
-    n_blocks = config.get("num_hidden_layers") or config["n_layer"]
     tensors = {}
     used = set()
-    for name, hf_name, shape in _expected(architecture, config, sizes, n_blocks):
+    for name, hf_name, shape in expected(architecture, config, sizes):
         stored = file.tensors.get(name)
         if stored is None:
             raise HandgradError(f"{file.path} has no tensor {name}: convert the model again")
@@ -315,10 +320,11 @@ def _tensors(
     return tensors
 
 
-def _expected(
-    architecture: Architecture, config: dict[str, Any], sizes: dict[str, int], n_blocks: int
+def expected(
+    architecture: Architecture, config: dict[str, Any], sizes: dict[str, int]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """GGUF's name, Hugging Face's name and the stored shape of every tensor."""
+    n_blocks = config.get("num_hidden_layers") or config["n_layer"]
     with_bias = {*architecture.biases}
     for choice, layers in architecture.choices.items():
         with_bias |= {*layers} if config[choice] else set()

@@ -17,6 +17,7 @@ from ..kernels import calls, token_block, token_calls
 from ..model.block import Block
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
+from ..model.layers.mlp import MLP
 from ..model.layers.norms import LayerNorm, Norm
 from ..model.steps import UnknownStep, require_block
 
@@ -60,6 +61,7 @@ class _NoKernel(Exception):
 def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_block.Block:
     require_block(block.steps(), "the code of single tokens")
     c, attn, mlp = model.config, block.attn, block.mlp
+    assert isinstance(mlp, MLP)
     g = token_block.activation(mlp.g)
     if g is None:
         raise _NoKernel

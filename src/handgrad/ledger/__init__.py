@@ -10,6 +10,7 @@ from . import (  # noqa: F401   importing a file registers its checks
     beyond,
     beyond_conv,
     beyond_example,
+    beyond_experts,
     beyond_gated,
     beyond_grouped,
     beyond_rotary,

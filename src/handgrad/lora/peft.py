@@ -25,6 +25,7 @@ from ..files.tensors import read_tensors
 from ..gguf.file import is_gguf
 from ..model.gpt import GPT
 from .config import LoRAConfig
+from .experts import split_by_expert
 from .injection import adapters_of, apply, layers_of, modules_to_save
 from .patterns import is_inside, matches, prepare_matches
 
@@ -33,7 +34,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # PEFT options that change what an adapter computes and are not supported.
 _UNSUPPORTED = (
-    "layer_replication", "megatron_config", "trainable_token_indices", "use_qalora", "lora_bias", "target_parameters",
+    "layer_replication", "megatron_config", "trainable_token_indices", "use_qalora", "lora_bias",
     "use_bdlora", "arrow_config", "kasa_config", "alora_invocation_tokens", "velora_config", "monteclora_config",
 )  # fmt: skip
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initializations that change the base model
@@ -105,7 +106,9 @@ def _compact(names: list[str], all_names: list[str]) -> list[str]:
     patterns: dict[str, None] = {}
     for name in names:
         for end in (name.rpartition(".")[2], ".".join(name.split(".")[-2:]), name):
-            if all(other in chosen for other in all_names if other == end or other.endswith("." + end)):
+            if end in patterns or all(
+                other in chosen for other in all_names if other == end or other.endswith("." + end)
+            ):
                 patterns[end] = None
                 break
     return list(patterns)
@@ -122,6 +125,7 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
     manifest.check_present(folder)
     file = folder / TENSORS
     factors, rest, copies = _read_sorted(file)
+    factors, config = split_by_expert(model, factors, config, file)
     layers = layers_of(model)
     prepare_matches((*config.rank_pattern, *config.alpha_pattern), factors)
     for name, parts in factors.items():
@@ -151,7 +155,7 @@ def load(model: GPT, path: str | Path, *, load_head_copy: bool = True) -> list[s
         raise HandgradError(f"{file}: contains {unlisted[0]}, which {CONFIG} does not list in modules_to_save")
     config = replace(
         config,
-        targets=tuple(factors),
+        targets=tuple(_compact(list(factors), list(layers))),
         rank_pattern=_used(config.rank_pattern, factors),
         alpha_pattern=_used(config.alpha_pattern, factors),
     )

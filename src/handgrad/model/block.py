@@ -19,6 +19,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
+from .layers.experts import Experts, feed_forward
 from .layers.mlp import MLP
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
@@ -37,7 +38,7 @@ class SavedBranch(NamedTuple):
 class Branch(NamedTuple):
     """post(layers(a)), or layers(a)"""
 
-    layers: Attention | ShortConv | MLP
+    layers: Attention | ShortConv | MLP | Experts
     output: str  # of the layers: a_4 or a_9
     post: Norm | None = None
 
@@ -180,7 +181,7 @@ class Block(Parts):
     conv: ShortConv = part("conv")
     norm_2: Norm = part("norm_2")
     post_2: Norm = part("post_2")
-    mlp: MLP = part("mlp")
+    mlp: MLP | Experts = part("mlp")
 
     def __init__(self, config: ModelConfig, i: int, device: torch.device | None):
         super().__init__()
@@ -189,7 +190,7 @@ class Block(Parts):
         branches: dict[str, Callable[[], Any]] = {
             "attn": partial(Attention, config, i, device),
             "conv": partial(ShortConv, config, device),
-            "mlp": partial(MLP, config, device),
+            "mlp": partial(feed_forward, config, i, device),
         }
         first = "conv" if i in config.conv_blocks else "attn"
         for name in ("norm_1", first, "post_1", "norm_2", "mlp", "post_2"):

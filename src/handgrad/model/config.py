@@ -8,16 +8,21 @@ from ..checks import check_integer, is_number
 from ..errors import HandgradError, option
 from ..families import FAMILIES, Family
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
+from ..ops.routing import ROUTERS
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "relu2")
 GATES = ("silu", "gelu", "gelu_tanh")
+CLAMPED = "clamped"  # the gate of gpt-oss
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rotary")
-_OPTIONAL = ("d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width")
+_OPTIONAL = (
+    "d_hidden", "d_rho", "d_head", "n_kv_heads", "window", "rotary_width", "n_experts", "experts_per_token", "d_expert",
+    "d_shared",
+)  # fmt: skip
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
-    "qk_norm_joint", "rotary_neighbors", "parallel", "sinks", "conv_bias",
-    "qkv_by_head",
+    "qk_norm_joint", "rotary_neighbors", "parallel", "sinks", "qkv_by_head", "normalized_gates",
+    "conv_bias",
 )  # fmt: skip
 
 
@@ -80,6 +85,17 @@ class ModelConfig:
     score_cap: float | None = None  # c: scores s become c tanh(s/c); default: no cap
     sinks: bool = False  # every head has a learned score without a key in its softmax
 
+    n_experts: int | None = None  # feed-forward layers of a mixture, of which a token uses some; default: no mixture
+    experts_per_token: int | None = None
+    d_expert: int | None = None  # width of an expert; default: d_hidden
+    router: str = "softmax"  # scores → gates: "softmax", "softmax of chosen" or "sigmoid", as `ops/experts.py` says
+    normalized_gates: bool = True  # whether the gates of a token are divided by their sum
+    gate_scale: float = 1.0  # that the gates of "sigmoid" are multiplied by
+    expert_groups: int = 1  # that the experts are divided into; a token chooses from the best `groups_per_token`
+    groups_per_token: int = 1
+    d_shared: int | None = None  # width of an expert that all tokens go through; default: none
+    dense: tuple[int, ...] = ()  # blocks with a feed-forward layer of width d_hidden instead of a mixture
+
     def __post_init__(self) -> None:
         for name in ("n_vocab", "n_context", "d_model", "n_heads", "n_blocks", *_OPTIONAL):
             value = getattr(self, name)
@@ -120,7 +136,8 @@ class ModelConfig:
             raise HandgradError("a window needs a causal model (causal=True)")
         if self.windowed is not None and self.window is None:
             raise HandgradError("windowed lists the blocks with a window: give window as well")
-        for name in ("unrotated", "windowed", "conv_blocks"):
+        self._check_experts()
+        for name in ("unrotated", "windowed", "dense", "conv_blocks"):
             blocks = getattr(self, name)
             if blocks is None and name == "windowed":
                 continue
@@ -149,7 +166,7 @@ class ModelConfig:
             raise HandgradError("qk_norm_joint says how queries and keys are normalized: give qk_norm as well")
 
     def _check_choices(self) -> None:
-        activations = GATES if self.gated else ACTIVATIONS
+        activations = (*GATES, CLAMPED) if self.gated else ACTIVATIONS
         for name, value, known in (
             ("activation", self.activation, activations),
             ("norm", self.norm, NORMS),
@@ -164,11 +181,47 @@ class ModelConfig:
         ):
             if needed and not self.table.has(layer):
                 raise HandgradError(f"the family {self.family} has no name for {layer}: choose another family")
-        if self.gated != (self.table.has("mlp.gate") or self.table.has("mlp.gate_expand")):
+        if self.gated != any(self.table.has(x) for x in ("mlp.gate", "mlp.gate_expand", "expert.gate")):
             raise HandgradError(f"gated={self.gated} does not fit the family {self.family}: choose another family")
         if not self.key_bias and not (self.qkv_bias and self.positions == "learned" and not self.qk_norm):
             raise HandgradError(
                 "key_bias=False needs query and value biases, learned positions and no qk_norm: else b_k has an effect"
+            )
+
+    def _check_experts(self) -> None:
+        if (self.n_experts is None) != (self.experts_per_token is None):
+            raise HandgradError("a mixture of experts needs both n_experts and experts_per_token")
+        if self.n_experts is None or self.experts_per_token is None:
+            if self.d_expert is not None or self.d_shared is not None or self.dense:
+                raise HandgradError(
+                    "d_expert, d_shared and dense belong to a mixture of experts: give n_experts as well"
+                )
+            if not (self.table.has("mlp.contract")):
+                raise HandgradError(f"the family {self.family} has experts only: give n_experts and experts_per_token")
+            return
+        for layer, needed in (
+            ("mlp.experts", True),
+            ("mlp.shared", self.d_shared is not None),
+            ("mlp.contract", self.dense),
+        ):
+            if needed and not self.table.has(layer):
+                raise HandgradError(f"the family {self.family} has no name for {layer}: choose another family")
+        if self.router not in ROUTERS:
+            raise HandgradError(f"unknown router {self.router!r}; choose one of {', '.join(ROUTERS)}")
+        if not is_number(self.gate_scale) or not self.gate_scale > 0:
+            raise HandgradError(f"gate_scale must be a number above 0, not {self.gate_scale!r}")
+        groups, kept = self.expert_groups, self.groups_per_token
+        for name, value in (("expert_groups", groups), ("groups_per_token", kept)):
+            check_integer(name, value)
+        size = self.n_experts // groups
+        if self.n_experts % groups or kept > groups or (groups > 1 and (size < 2 or self.router != "sigmoid")):
+            raise HandgradError(
+                f"{self.n_experts} experts in {groups} groups, {kept} for a token: groups are of a sigmoid router, equally"
+                " large, and have at least 2 experts"
+            )
+        if self.experts_per_token > size * kept:
+            raise HandgradError(
+                f"experts_per_token={self.experts_per_token} is more than the {size * kept} experts to choose from"
             )
 
     def _check_rotary(self) -> None:
@@ -221,6 +274,14 @@ class ModelConfig:
     @property
     def hidden_width(self) -> int:
         return 4 * self.d_model if self.d_hidden is None else self.d_hidden
+
+    @property
+    def expert_width(self) -> int:
+        return self.hidden_width if self.d_expert is None else self.d_expert
+
+    def sparse_block(self, i: int) -> bool:
+        """Whether block i has a mixture of experts."""
+        return self.n_experts is not None and i not in self.dense
 
     @property
     def query_width(self) -> int:

@@ -18,6 +18,7 @@ from ..ops.logits import LogitMap
 from .block import Block
 from .config import ModelConfig, RotaryTable
 from .dtype import DTYPES, as_dtype
+from .layers.experts import SELECTION
 from .layers.hookless import Layers
 from .layers.linear import Affine, Embedding, Head, Linear, freeze
 from .layers.norms import Norm, norm_of
@@ -96,7 +97,7 @@ class Network(Parts):
         generator = torch.Generator().manual_seed(seed)
         sinks = {id(block.attn.sinks) for block in self.blocks if block.has("attn")}
         joining = {
-            id(layer.plain().weight) for block in self.blocks for layer in (block.mixing.out, block.mlp.contract)
+            id(layer.plain().weight) for block in self.blocks for layer in (block.mixing.out, *block.mlp.joining())
         }
         for name, p in self.named_parameters():
             if name.endswith("bias") or id(p) in sinks:
@@ -188,6 +189,9 @@ class Network(Parts):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train every parameter, or freeze it: then its `.grad` is discarded as well."""
         super().requires_grad_(requires_grad)
+        for name, p in self.named_parameters():
+            if name.endswith(SELECTION):
+                p.requires_grad_(False)
         if not requires_grad:
             freeze(self.parameters())
         return self

@@ -2,7 +2,8 @@
 
     gate, up, a_8, Δ  (n, f)
 
-g is SiLU or one of the two forms of GELU in `activation`. `backward` also returns a_8, which is not stored: the error
+g is SiLU or one of the two forms of GELU in `activation`. The clamped gate is (U + 1) G σ(1.702 G) with G = min(gate, 7) and
+U = up within ±7. `backward` also returns a_8, which is not stored: the error
 signals and a_8 share the expensive part. bfloat16 is computed in float32, so that only results are rounded; in mixed
 precision Δ_8 is float32.
 """
@@ -14,10 +15,14 @@ from ..kernels import calls
 from . import activation
 
 NAMES = ("silu", "gelu", "gelu_tanh")
+CLAMPED = "clamped"  # gpt-oss: gate and up within a limit
+LIMIT, SLOPE = 7.0, 1.702
 
 
 def forward(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """a_8 = g(gate) ∘ up"""
+    if name == CLAMPED:
+        return _clamped(gate, up)[0]
     if name not in NAMES:
         raise ValueError(f"unknown gate {name!r}; choose one of {', '.join(NAMES)}")
     a_8 = gate.new_empty(gate.shape)
@@ -40,6 +45,8 @@ def backward(
     """Δ_gate = Δ_8 ∘ up ∘ g'(gate), Δ_up = Δ_8 ∘ g(gate); and a_8
 
     Δ_gate and Δ_up are written `into` these tensors, which may be gate and up themselves: less memory traffic."""
+    if name == CLAMPED:
+        return _backward_clamped(delta, gate, up)
     a_8 = gate.new_empty(gate.shape)
     d_gate, d_up = (gate.new_empty(gate.shape) for _ in range(2)) if into is None else into
     operands = (gate, up, d_gate, d_up, a_8)
@@ -63,6 +70,22 @@ def backward(
         else:
             out_gate.copy_(signal)
     return d_gate, d_up, a_8
+
+
+def _clamped(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a_8 = (U + 1) G σ(1.702 G); and G, σ and U + 1"""
+    capped, within = _wide(gate).clamp(max=LIMIT), _wide(up).clamp(-LIMIT, LIMIT) + 1
+    sigma = torch.sigmoid(SLOPE * capped)
+    return (within * capped * sigma).to(gate.dtype), capped, sigma, within
+
+
+def _backward_clamped(delta: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Δ_gate = Δ_8 ∘ (U + 1) σ (1 + 1.702 G (1 − σ)) where gate ≤ 7, Δ_up = Δ_8 ∘ G σ where |up| ≤ 7; and a_8"""
+    a_8, capped, sigma, within = _clamped(gate, up)
+    d_gate = delta * within * sigma * (1 + SLOPE * capped * (1 - sigma))
+    d_up = delta * capped * sigma
+    d_gate, d_up = torch.where(gate > LIMIT, 0, d_gate), torch.where(up.abs() > LIMIT, 0, d_up)
+    return d_gate.to(gate.dtype), d_up.to(up.dtype), a_8
 
 
 def _wide(x: Tensor) -> Tensor:

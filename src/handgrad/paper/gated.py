@@ -48,5 +48,26 @@ def delta_prev(d_gate: Tensor, d_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Te
     return linear.delta_prev(d_gate, w_gate) + linear.delta_prev(d_up, w_up)
 
 
+LIMIT, SLOPE = 7.0, 1.702  # of the clamped gate, as in gpt-oss
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """a_8 = (U + 1) G σ(1.702 G) with G = min(gate, 7) and U = up within ±7"""
+    capped = torch.where(gate > LIMIT, LIMIT, gate)
+    return (_within(up) + 1) * capped * _sigma(SLOPE * capped)
+
+
+def delta_clamped(delta: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Δ_gate = Δ_8 ∘ (U + 1) σ (1 + 1.702 G (1 − σ)) where gate ≤ 7, Δ_up = Δ_8 ∘ G σ where |up| ≤ 7; 0 elsewhere"""
+    capped = torch.where(gate > LIMIT, LIMIT, gate)
+    sigma = _sigma(SLOPE * capped)
+    d_gate = delta * (_within(up) + 1) * sigma * (1 + SLOPE * capped * (1 - sigma))
+    return d_gate * (gate <= LIMIT), delta * capped * sigma * (up.abs() <= LIMIT)
+
+
+def _within(x: Tensor) -> Tensor:
+    return torch.where(x.abs() > LIMIT, LIMIT * torch.sign(x), x)
+
+
 def _sigma(x: Tensor) -> Tensor:
     return torch.sigmoid(x)

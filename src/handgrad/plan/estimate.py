@@ -6,6 +6,7 @@ that exist at the peak of a step. `timing.py` predicts seconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from .. import lora
@@ -31,6 +32,7 @@ from .memory import (
 from .outline import kinds_of_blocks, outline
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks, times
+from .update import maps_of, state_bytes, update_flop
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Plan:
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
     mixed: bool = False  # operands of products in two bytes
+    optimizer: str = "AdamW"
+    update_flop: int = 0  # of the optimizer's matrix products
 
     @property
     def precision(self) -> str:
@@ -103,6 +107,7 @@ def make_plan(
     kinds: Kinds | None = None,
     rows: int | None = None,
     mixed: bool = False,
+    optimizer: str = "AdamW",
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -113,6 +118,7 @@ def make_plan(
     kinds           types of the matrices that stay packed, by name
     rows            how many tokens of a sequence have a target (default: all)
     mixed           compute in mixed precision
+    optimizer       name of an optimizer of torch.optim; of `extra`, Muon is counted as moving nothing
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -151,6 +157,8 @@ def make_plan(
     total = sum(times(config, p) * p.count for p in sizes)
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
+    maps = maps_of(config, ranks)
+    of_maps = sum(prod(shape) * count for shape, count in maps.items())
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
     piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
@@ -176,7 +184,7 @@ def make_plan(
         backward_flop=backward,
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
-        bytes_optimizer=2 * max(4, size) * trainable,  # of bfloat16 weights in float32
+        bytes_optimizer=state_bytes(optimizer, of_maps, trainable - of_maps, size),
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * cached_per_token(config),
@@ -185,6 +193,8 @@ def make_plan(
         ranks=ranks,
         kinds=kinds,
         mixed=mixed,
+        optimizer=optimizer,
+        update_flop=update_flop(optimizer, maps),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..model.steps import signal
 from ..model.storage.packed import Packed
 from ..model.storage.weights import Weights
 from .reference import (
-    GATES,
+    ACTIVATIONS,
     Change,
     block_weights,
     convolved,
@@ -30,6 +30,7 @@ from .reference import (
     weighted,
     with_sink,
 )
+from .reference_experts import choose, gated, gates_of, mixed, mixture_of, outputs
 from .reference_model import Part, ReferenceModel, differentiate, looked_up
 from .wide_layers import row_groups
 
@@ -37,6 +38,21 @@ from .wide_layers import row_groups
 def rounded(x: Tensor) -> Tensor:
     """What a product reads."""
     return x.bfloat16().double()
+
+
+def _stored(x: Tensor) -> Tensor:
+    """x in bfloat16, and its error signal as well"""
+    return _Stored.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return rounded(x)
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> Tensor:
+        return rounded(delta)
 
 
 class _Product(torch.autograd.Function):
@@ -177,9 +193,12 @@ class RecordedSteps:
                 steps.write(outputs[0], reference_norm(inputs[0], weight_and_bias(layers[0]), c.norm, c.eps))
             elif step.kind == "add":
                 steps.write(outputs[0], inputs[0] + inputs[1])
+            elif step.kind in ("router", "experts"):
+                steps.write(outputs[0], self._mixture(step.kind, block.mlp, inputs, inside))
+            elif step.kind == "mixture":
+                steps.write(outputs[0], mixed(*inputs))
             else:
-                g = GATES[c.g](inputs[0])
-                steps.write(outputs[0], g * inputs[1] if step.kind == "gated" else g)
+                steps.write(outputs[0], gated(c.g, *inputs) if step.kind == "gated" else ACTIVATIONS[c.g](inputs[0]))
             if step.kind in ("norm", "gated", "activation", "convolution"):
                 again[step.outputs[0]] = steps.values[outputs[0]]
         return steps.part(self.layers.parameters(i, block))
@@ -217,6 +236,22 @@ class RecordedSteps:
         parts = torch.split(steps.read(here + "a_z"), [*self.reference.lengths])
         steps.write(here + "a_conv", torch.cat([convolved(z, weight_and_bias(taps)) for z in parts]))
         steps.write(here + "a_3", c_gate * steps.read(here + "a_conv"))
+
+    def _mixture(self, kind: str, layers: Any, given: list[Tensor], inside: Inside) -> Tensor:
+        """a_scores → a_gates; a_6 and a_scores → a_experts. What an expert rounds inside is not recorded."""
+        m, a = mixture_of(layers), given[0]
+        if kind == "router":
+            return gates_of(a, choose(a, m), m.routing)
+
+        def expert(e: int, rows: Tensor) -> Tensor:
+            layer = layers.experts[e]
+            both = torch.cat([inside.affine(x, rows, None) for x in layer.projections()], 1)
+            gate, up = (inside.change(_stored(x)) for x in both.chunk(2, 1))
+            return inside.affine(
+                layer.contract, inside.change(_stored(gated(self.reference.choices.g, gate, up))), None
+            )
+
+        return outputs(a, choose(given[1], m), expert)
 
     def _split(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """x as the tensors of these names that are side by side in it"""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import HandgradError
 from ..model.block import Block
 from ..model.config import ModelConfig, RotaryTable
+from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine
 from ..model.layers.sinks import Sinks
 from ..model.layers.taps import Taps
@@ -23,6 +24,7 @@ from ..model.passes.objective import LogitDifference, MeanLoss, Objective, Posit
 from ..model.steps import Layer, Step, require, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
+from .reference_experts import MIXTURE_RULES, gated, mixture_of
 
 Hook = Callable[[str, Tensor], Tensor]  # the name of an activation, and the activation → the one to go on with
 Change = Callable[[Tensor], Tensor]
@@ -35,7 +37,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
-GATES = {**ACTIVATIONS, "silu": F.silu}
 
 
 class Turn(NamedTuple):
@@ -124,6 +125,8 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     """The parameters of one block, and its steps; raises if the reference does not know one of them."""
     require(block.steps(), RULES, "the reference")
     pairs: Weights = {"rules": [_rule(step) for step in block.steps()]}
+    if isinstance(block.mlp, Experts):
+        pairs["mixture"] = mixture_of(block.mlp)
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)
         parts = layer.plain().parts if isinstance(layer, Affine) else {}
@@ -268,8 +271,7 @@ def _activation(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
 
 
 def _gated(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
-    gate, up = given
-    return [GATES[at.choices.g](gate) * up]
+    return [gated(at.choices.g, *given)]
 
 
 def _add(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
@@ -281,6 +283,7 @@ def _add(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
 RULES: dict[str, Callable[[Rule, list[Tensor], At], list[Tensor]]] = {
     "norm": _norm, "attention": _attention, "convolution": _convolution, "linear": _linear, "activation": _activation,
     "gated": _gated, "add": _add,
+    **MIXTURE_RULES,
 }  # fmt: skip
 
 

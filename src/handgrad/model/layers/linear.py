@@ -115,7 +115,7 @@ class Linear(Affine):
         weight: nn.Parameter | None = None,
     ):
         super().__init__()
-        self.in_out = stored == "in_out"
+        self.in_out, self.f_in = stored == "in_out", f_in
         shape = (f_in, f_out) if self.in_out else (f_out, f_in)
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(shape, device=device)) if weight is None else weight
         self.bias = nn.Parameter(torch.empty(f_out, device=device)) if bias else None

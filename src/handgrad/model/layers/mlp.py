@@ -5,7 +5,7 @@ gated   gate = a_6 w_gate,  up = a_6 w_up             a_8 = g(gate) ∘ up      
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..config import ModelConfig
 from ..passes.arguments import Pass
 from ..steps import Step
 from . import branches
-from .branches import BranchInput
 from .linear import Affine, Linear
 from .parts import Parts, part
 
@@ -27,20 +26,41 @@ class Saved(NamedTuple):
     a_8: Tensor | None = None  # computed again from a_7, unless it may have been replaced
 
 
+class Input(Protocol):
+    """a_6 in the backward pass: a `BranchInput`, or the rows of one expert."""
+
+    @property
+    def signal_needed(self) -> bool: ...
+
+    def tensor(self) -> Tensor: ...
+
+
 class MLP(Parts):
-    """`expand` is w_6, or w_up beside `gate`; `contract` is w_8. A family may store gate and up in one matrix."""
+    """`expand` is w_6, or w_up beside `gate`; `contract` is w_8. A family may store gate and up in one matrix.
+
+    kind    what the family calls the layers of: "mlp", the feed-forward layer itself; "expert" or "shared" of a mixture
+    width   of the layer, if it is not that of the config
+    output  the name of what it computes
+    """
 
     gate: Affine = part("gate")
     expand: Affine = part("expand")
     gate_expand: Affine = part("gate_expand")
     contract: Affine = part("contract")
 
-    def __init__(self, config: ModelConfig, device: torch.device | None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | None,
+        kind: str = "mlp",
+        width: int | None = None,
+        output: str = "a_9",
+    ):
         super().__init__()
         c, names, stored = config, config.table.names, config.table.stored
-        self.g, self.gated = c.activation, c.gated
-        hidden = c.hidden_width
-        if "mlp.gate_expand" in names:
+        self.g, self.gated, self.output = c.activation, c.gated, output
+        hidden = width or c.hidden_width
+        if f"{kind}.gate_expand" in names:
             self.inputs: tuple[str, ...] = ("gate_expand",)
         else:
             self.inputs = ("gate", "expand") if c.gated else ("expand",)
@@ -48,9 +68,9 @@ class MLP(Parts):
             parts = {"gate": hidden, "up": hidden} if name == "gate_expand" else None
             width = sum(parts.values()) if parts else hidden
             layer = Linear(c.d_model, width, c.mlp_bias, device, stored=stored, parts=parts)
-            self.add(name, names[f"mlp.{name}"], layer)
+            self.add(name, names[f"{kind}.{name}"], layer)
         contract = Linear(hidden, c.d_model, c.mlp_bias, device, stored=stored)
-        self.add("contract", names["mlp.contract"], contract)
+        self.add("contract", names[f"{kind}.contract"], contract)
 
     def projections(self) -> Sequence[Affine]:
         """The layers that read a_6."""
@@ -62,19 +82,35 @@ class MLP(Parts):
         if run.observer is not None:
             a_7 = [run.at(f"a_{letter}", x) for letter, x in zip(self.letters(), a_7, strict=True)]
         a_8 = run.at("a_8", self.activate(a_7))
-        a_9 = run.at("a_9", self.contract.forward(a_8, run))
+        a_9 = run.at(self.output, self.contract.forward(a_8, run))
         return a_9, Saved(a_7, a_8 if run.edited else None)
 
-    def backward(self, delta_9: Tensor, saved: Saved, a_6: BranchInput, run: Pass) -> Tensor | None:
+    def backward(self, delta_9: Tensor, saved: Saved, a_6: Input, run: Pass) -> Tensor | None:
         """Δ_9 → Δ_8 → Δ_7, or the error signals of gate and up → Δ_6"""
+        return self.backward_gated(delta_9, saved, a_6, run)[0]
+
+    def backward_gated(
+        self, delta_9: Tensor, saved: Saved, a_6: Input, run: Pass, gate: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The same if every row of the output was multiplied by its gate (n); and Δ_g = ⟨Δ_9 w_8ᵗ, a_8⟩ + ⟨Δ_9, b_8⟩"""
         upstream = self.contract.upstream(delta_9, run)
-        delta_8 = run.at("delta_8", self.contract.backward(delta_9, run, None, upstream))
+        delta_8 = alone = self.contract.backward(delta_9, run, None, upstream)
+        if gate is not None:
+            gate = gate[:, None].to(delta_9.dtype)
+            delta_9, delta_8, upstream, b = delta_9 * gate, alone * gate, None, delta_9
+        delta_8 = run.at("delta_8", delta_8)
         parts, a_8 = self.backward_activation(delta_8, saved.a_7)
-        self.contract.accumulate(delta_9, a_8 if saved.a_8 is None else saved.a_8, run, upstream)
-        del a_8, delta_8, upstream  # the largest tensors here
+        a_8 = a_8 if saved.a_8 is None else saved.a_8
+        delta_g = None
+        if gate is not None:
+            delta_g = (alone * a_8).sum(1)
+            if (bias := self.contract.plain().added_bias()) is not None:
+                delta_g += b @ bias
+        self.contract.accumulate(delta_9, a_8, run, upstream)
+        del a_8, delta_8, alone, upstream  # the largest tensors here
         if run.observer is not None:
             parts = [run.at(f"delta_{letter}", x) for letter, x in zip(self.letters(), parts, strict=True)]
-        return branches.ErrorSignals(self.projections(), parts).backward(a_6.tensor(), run, a_6.signal_needed)
+        return branches.ErrorSignals(self.projections(), parts).backward(a_6.tensor(), run, a_6.signal_needed), delta_g
 
     def activate(self, a_7: list[Tensor]) -> Tensor:
         """a_7, or gate and up → a_8"""
@@ -99,5 +135,9 @@ class MLP(Parts):
         return [
             Step("expand", "linear", (reads,), hidden, {numbers[name]: getattr(self, name) for name in self.inputs}),
             Step("activation", "gated" if self.gated else "activation", hidden, ("a_8",)),
-            Step("contract", "linear", ("a_8",), ("a_9",), {"8": self.contract}),
+            Step("contract", "linear", ("a_8",), (self.output,), {"8": self.contract}),
         ]
+
+    def joining(self) -> list[Affine]:
+        """The layers that write to the stream."""
+        return [self.contract]

@@ -128,6 +128,17 @@ class Pass(NamedTuple):
             for name, x in statistics(saved).items():
                 self.observer.note(f"{name}_{number}", x)
 
+    def of_rows(self, rows: Tensor, n: int) -> "Pass":
+        """The pass of these rows of n, for a part of a layer: without the observer, to whom the layer shows tensors."""
+        adapters = []
+        for name, its in self.adapters:
+            found = torch.zeros(n, dtype=torch.bool, device=rows.device)
+            found[its] = True
+            if len(where := found[rows].nonzero()[:, 0]):
+                adapters.append((name, where))
+        examples = None if self.examples is None else self.examples.of_rows(rows, n)
+        return self._replace(observer=None, adapters=tuple(adapters), examples=examples)
+
     @property
     def rounded(self) -> bool:
         """Whether products round their operands: mixed precision."""

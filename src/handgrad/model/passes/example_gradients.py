@@ -284,16 +284,16 @@ class PieceExamples:
         self.target_rows = Segments(piece.first, piece.counts(), ids)
 
     def product(self, p: nn.Parameter, a: Tensor, delta: Tensor, in_out: bool = True) -> None:
-        self.gradients.product(p, a, delta, self._rows(a), in_out)
+        self.gradients.product(p, a, delta, self._rows(len(a)), in_out)
 
     def losses(self, x: Tensor) -> None:
         self.gradients.row_losses(x, self.target_rows)
 
     def sums(self, p: nn.Parameter, x: Tensor) -> None:
-        self.gradients.sums(p, x.to(p.dtype), self._rows(x))
+        self.gradients.sums(p, x.to(p.dtype), self._rows(len(x)))
 
     def look_up(self, p: nn.Parameter, delta: Tensor, ids: Tensor) -> None:
-        self.gradients.look_up(p, delta, ids, self._rows(ids))
+        self.gradients.look_up(p, delta, ids, self._rows(len(ids)))
 
     def groups(self, most: int) -> list[tuple[slice, "PieceExamples"]]:
         """Rows with a target in groups of complete examples, at most `most` rows each unless a single example has more."""
@@ -305,13 +305,24 @@ class PieceExamples:
             while end < len(counts) and (stop + counts[end] - start <= most or not counts[end]):
                 stop += counts[end]
                 end += 1
-            group = object.__new__(PieceExamples)
-            group.gradients = self.gradients
-            group.every_row = group.target_rows = Segments(first + begin, counts[begin:end], ids[begin:end])
+            group = self._with(Segments(first + begin, counts[begin:end], ids[begin:end]))
             groups.append((slice(start, stop), group))
             begin, start = end, stop
         return groups
 
-    def _rows(self, x: Tensor) -> Segments:
+    def of_rows(self, rows: Tensor, n: int) -> "PieceExamples":
+        """The same examples with some of the n rows, in order: those that go to one expert."""
+        first, lengths, ids = self._rows(n)
+        owner = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
+        counts = torch.bincount(owner[rows], minlength=len(lengths)).tolist()
+        return self._with(Segments(first, tuple(counts), ids))
+
+    def _with(self, segments: Segments) -> "PieceExamples":
+        """The same measurement of other rows."""
+        found = object.__new__(PieceExamples)
+        found.gradients, found.every_row, found.target_rows = self.gradients, segments, segments
+        return found
+
+    def _rows(self, n: int) -> Segments:
         """All rows, or those with a target: the last block continues with these alone."""
-        return self.every_row if len(x) == sum(self.every_row.lengths) else self.target_rows
+        return self.every_row if n == sum(self.every_row.lengths) else self.target_rows
