@@ -238,9 +238,14 @@ def _choices(config: ModelConfig) -> dict[str, Any]:
         "n_kv_heads": config.kv_heads, "windowed": [config.window_of(i) is not None for i in range(config.n_blocks)],
     }  # fmt: skip
     if config.positions == "rotary":
-        theta, factor = rotary.frequencies(config.query_width, config.rope_base, config.rope_scaling, torch.float64)
-        found["rope_scaling"] = [_rounded(x) for x in (*theta.tolist(), factor)]
-    del found["family"], found["rope_base"]
+        of = partial(rotary.frequencies, config.rotary_width_of_head, dtype=torch.float64)
+        tables = [of(x.base, x.scaling, long=long) for x in config.rotary_tables() for long in (False, True)]
+        used = [tables[config.rotary_table_of(i)] for i in range(config.n_blocks) if config.rotated_block(i)]
+        found["rope_scaling"] = [[_rounded(x) for x in (*theta.tolist(), factor)] for theta, factor in used]
+        found["rotary_width"] = config.rotary_width_of_head
+    scale = config.attention_scale
+    found["attention_scale"] = config.query_width**-0.5 if scale is None else scale
+    del found["family"], found["rope_base"], found["local_rope_base"]
     return {name: _rounded(x) if isinstance(x, float) else x for name, x in found.items()}
 
 
@@ -251,6 +256,6 @@ def _rounded(x: float) -> float:
 
 def _window_notes(config: ModelConfig, read: Mapping[str, Any]) -> list[str]:
     """llama.cpp has no window for the architecture of Llama."""
-    if read["model_type"] != "mistral" or config.window is None or config.window >= config.n_context:
+    if read["model_type"] not in ("mistral", "phi3") or config.window is None or config.window >= config.n_context:
         return []
     return [f"llama.cpp computes this architecture without a window: texts beyond {config.window:,} tokens differ"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from .architectures import ARCHITECTURES, Architecture, interleaved_order
+from .architectures import ARCHITECTURES, Architecture, by_head_order, interleaved_order
 from .file import GGUFFile, Stored
 from .model import describe, expected
 from .quantize import FILE_TYPES, pack, type_for
@@ -31,17 +31,14 @@ _KEYS = {
     "num_attention_heads": ("attention.head_count",), "n_head": ("attention.head_count",),
     "num_key_value_heads": ("attention.head_count_kv",),
     "head_dim": ("attention.key_length", "attention.value_length", "rope.dimension_count"),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon",), "norm_eps": ("attention.layer_norm_rms_epsilon",),
     "conv_L_cache": ("shortconv.l_cache",),
     "layer_norm_epsilon": ("attention.layer_norm_epsilon",),
     "sliding_window": ("attention.sliding_window",),
-    "rope_theta": ("rope.freq_base",),
 }  # fmt: skip
 _SCALING = {
     "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
-    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor",
 }  # fmt: skip
-_FREQUENCIES = "rope_freqs.weight"
 _TAPS = "shortconv.conv"  # of short convolutions, which llama.cpp reads in float32
 
 
@@ -56,7 +53,7 @@ class Exported(NamedTuple):
 def architecture_of(model_class: str) -> str:
     """GGUF's name of the architecture that this class of transformers has."""
     known = {architecture.model_class: name for name, architecture in ARCHITECTURES.items()}
-    known["MistralForCausalLM"] = "llama"
+    known |= {x.windowed[0]: name for name, x in ARCHITECTURES.items() if x.windowed is not None}
     if model_class not in known:
         raise HandgradError(f"a GGUF file has no known names for {model_class}, only for {', '.join(known)}: {REMEDY}")
     return known[model_class]
@@ -73,10 +70,12 @@ def export(
     tokenizer."""
     name = architecture_of(model_class)
     architecture = ARCHITECTURES[name]
-    head_width = config.get("head_dim") or 0
+    heads = config.get("num_attention_heads") or 0
+    head_width = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
+    config = {**config, "head_dim": head_width} if heads else config
     ordered = _ordered(architecture, config, weights)
     metadata = {"general.architecture": typed(name), "general.type": typed("model")}
-    metadata |= {**general(wanted), **_metadata(name, config), **tokenizer}
+    metadata |= {**general(wanted), **_metadata(name, architecture, config), **tokenizer}
     tensors: dict[str, Planned] = {}
     shapes: dict[str, Stored] = {}
     for gguf_name, (layer, block, hf_name) in ordered.items():
@@ -88,10 +87,9 @@ def export(
         made = partial(_packed, architecture, layer, w, head_width, kind, hf_name)
         tensors[gguf_name] = Planned(kind, shape, made)
         shapes[gguf_name] = Stored("F32", shape, torch.empty(0, dtype=torch.uint8))
-    frequencies = _frequencies(config)
-    if frequencies is not None:
-        shapes[_FREQUENCIES] = Stored("F32", tuple(frequencies.shape), frequencies.view(torch.uint8))
-        tensors[_FREQUENCIES] = Planned("F32", tuple(frequencies.shape), lambda: frequencies.view(torch.uint8))
+    for table, x in _frequencies(config).items():
+        shapes[table] = Stored("F32", tuple(x.shape), x.view(torch.uint8))
+        tensors[table] = Planned("F32", tuple(x.shape), partial(x.view, torch.uint8))
     _check_opens(architecture, name, tensors)
     content = {key: value.content for key, value in metadata.items()}
     try:
@@ -125,37 +123,68 @@ def general(wanted: str) -> dict[str, Value]:
     return {"general.file_type": typed(FILE_TYPES[wanted]), "general.quantization_version": typed(2)}
 
 
-def _metadata(name: str, config: Mapping[str, Any]) -> dict[str, Value]:
+def _metadata(name: str, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Value]:
     """The fields of config.json and the scaling of its rotary positions under GGUF's keys."""
     found: dict[str, Any] = {}
-    for field, keys in _KEYS.items():
+    fields = {**_KEYS, architecture.eps[1]: (architecture.eps[0],)}
+    for key, field in architecture.keys.items():
+        fields[field] = (key,)
+    for field, keys in fields.items():
         if config.get(field) is not None:
             found |= {f"{name}.{key}": config[field] for key in keys}
     if "conv_L_cache" in config:  # blocks with a short convolution have no keys
         heads = config["num_key_value_heads"]
         kv = [0 if kind == "conv" else heads for kind in config["layer_types"]]
         found[f"{name}.attention.head_count_kv"] = kv
-    scaling = config.get("rope_scaling") or {}
-    if scaling and scaling["rope_type"] != "llama3":  # that one has a table of frequencies
+    rope, local = _rope(config), (config.get("rope_parameters") or {}).get("sliding_attention")
+    if "rope_theta" in rope:
+        found[f"{name}.rope.freq_base"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        found[f"{name}.rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+    if local is not None and local["rope_theta"] != architecture.local_base:
+        found[f"{name}.rope.freq_base_swa"] = local["rope_theta"]
+    if rope.get("rope_type", "default") not in ("default", "llama3"):  # that one has a table of frequencies
         for field, key in _SCALING.items():
-            if scaling.get(field) is not None:
-                found[f"{name}.rope.scaling.{key}"] = scaling[field]
-    reals = ("epsilon", "freq_base", "factor", "beta_fast", "beta_slow")
+            if rope.get(field) is not None:
+                found[f"{name}.rope.scaling.{key}"] = rope[field]
+    if rope.get("rope_type") == "longrope":  # two tables of frequencies
+        del found[f"{name}.rope.scaling.type"]
+        found.pop(f"{name}.rope.scaling.factor", None)
+        found[f"{name}.rope.scaling.attn_factor"] = _longrope_factor(rope)
+    reals = ("epsilon", "freq_base", "freq_base_swa", "factor", "beta_fast", "beta_slow", "scale", "softcapping")
     return {key: typed(float(x) if key.endswith(reals) else x) for key, x in found.items()}
 
 
-def _frequencies(config: Mapping[str, Any]) -> Tensor | None:
-    """What divides the frequencies θ_i in llama3's scaling: 1/((1 − s_i)/f + s_i), s_i = (n θ_i/2π − low)/(high − low)
-    clamped to [0, 1]."""
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "llama3":
-        return None
-    low, high, factor = (scaling[f"{name}factor"] for name in ("low_freq_", "high_freq_", ""))
-    theta = config["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2, dtype=torch.float64) / config["head_dim"])
-    turns = scaling["original_max_position_embeddings"] * theta / (2 * math.pi)
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary positions, of blocks without a window if others have their own."""
+    nested = config.get("rope_parameters") or {}
+    rope = nested.get("full_attention", nested)
+    if rope or "rope_theta" not in config:
+        return dict(rope)
+    return {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+
+
+def _longrope_factor(rope: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor, n = rope.get("factor") or 1.0, rope["original_max_position_embeddings"]
+    return math.sqrt(1 + math.log(factor) / math.log(n)) if factor > 1 else 1.0
+
+
+def _frequencies(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What divides the frequencies θ_i: longrope's factors, or in llama3's scaling 1/((1 − s_i)/f + s_i) with s_i =
+    (n θ_i/2π − low)/(high − low) clamped to [0, 1]."""
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{x}.weight": torch.tensor(rope[f"{x}_factor"]).float() for x in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    low, high, factor = (rope[f"{name}factor"] for name in ("low_freq_", "high_freq_", ""))
+    theta = rope["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2, dtype=torch.float64) / config["head_dim"])
+    turns = rope["original_max_position_embeddings"] * theta / (2 * math.pi)
     s = ((turns - low) / (high - low)).clamp(0, 1)
     divisors: Tensor = 1 / ((1 - s) / factor + s)
-    return divisors.float()
+    return {"rope_freqs.weight": divisors.float()}
 
 
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,6 +221,10 @@ def _packed(architecture: Architecture, layer: str, w: Tensor, head_width: int, 
     """The bytes of a weight in GGUF's order."""
     if architecture.permuted and layer in ("attn_q", "attn_k"):
         w = w[interleaved_order(len(w), head_width)]
+    if layer == architecture.by_head:
+        w = w[by_head_order(len(w), len(w) // (3 * head_width)).argsort()]
+    if architecture.gain_offset and layer.endswith("norm"):
+        w = w + architecture.gain_offset
     if _is_transposed(architecture, layer, w):
         w = w.t()
     return pack(w, kind, name)
