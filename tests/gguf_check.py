@@ -52,7 +52,9 @@ class LlamaCpp:
     def __init__(self, program: str, folder: Path):
         self.logits = folder / "logits.npy"
         command = [program, str(HERE / "llama_cpp_worker.py")]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen3": {**LLAMA, "family": "qwen3", "qk_norm": True, "window": 3, "windowed": (1,), "tied": False},
     "lfm2": {**LLAMA, "family": "lfm2", "qk_norm": True, "conv_blocks": (0,), "conv_bias": True, "conv_taps": 4},
+    "scores": {**LLAMA, "attention_scale": 0.4, "score_cap": 2.0, "sinks": True},
 }
 Visit = Callable[[str, Tensor], Tensor]
 

@@ -92,17 +92,28 @@ def export(
         tensors[table] = Planned("F32", tuple(x.shape), partial(x.view, torch.uint8))
     _check_opens(architecture, name, tensors)
     content = {key: value.content for key, value in metadata.items()}
+    places = {gguf_name: (hf_name, shapes[gguf_name].shape) for gguf_name, (_, _, hf_name) in ordered.items()}
+    return Exported(_read_back(GGUFFile(Path("its metadata"), content, shapes), places), metadata, tensors)
+
+
+def _read_back(file: GGUFFile, places: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
+    """The config.json that our reader makes of a file. Raise unless it looks for the tensors in these places: GGUF's name,
+    Hugging Face's name and shape."""
     try:
-        _, read, sizes = describe(GGUFFile(Path("its metadata"), content, shapes))
+        architecture, config, sizes = describe(file)
     except HandgradError as mistake:
         raise HandgradError(f"a GGUF file cannot hold this model: {mistake.message}; {REMEDY}") from None
-    wanted_shapes = {n: (hf, shape) for n, hf, shape in expected(architecture, read, sizes)}
-    for gguf_name, (_, _, hf_name) in ordered.items():
-        if wanted_shapes.pop(gguf_name, None) != (hf_name, tensors[gguf_name].shape):
-            raise HandgradError(f"a GGUF file of the architecture {name} has no place for {hf_name} of this shape")
-    for hf_name, _ in wanted_shapes.values():
-        raise HandgradError(f"a GGUF file of the architecture {name} needs {hf_name}, which this model does not have")
-    return Exported(read, metadata, tensors)
+    read = {gguf_name: (hf_name, shape) for gguf_name, hf_name, shape in expected(architecture, config, sizes)}
+    for gguf_name, place in places.items():
+        if read.pop(gguf_name, None) != place:
+            raise HandgradError(
+                f"a GGUF file of a {architecture.model_class} has no place for {place[0]} of this shape"
+            )
+    for hf_name, _ in read.values():
+        raise HandgradError(
+            f"a GGUF file of a {architecture.model_class} needs {hf_name}, which this model does not have"
+        )
+    return config
 
 
 def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Planned]) -> None:
