@@ -59,6 +59,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 WINDOWS["pattern"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     "phi3": {},
     "granitemoehybrid": {
@@ -113,7 +114,7 @@ def window_of(family: str) -> dict[str, Any]:
 def linear_layers(family: str) -> list[str]:
     """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
     names = FAMILIES[family].names
-    inside = [ours for ours in names if "." in ours and not ours.endswith("_norm")]
+    inside = [ours for ours in names if "." in ours and not ours.endswith(("_norm", ".taps"))]
     if "mlp.experts" in names:  # adapters of experts have tests of their own
         inside = [ours for ours in inside if ours.startswith("attn.")]
     return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
@@ -163,6 +164,17 @@ PART_DENSE = {"num_hidden_layers": 4, "mlp_only_layers": [2], "decoder_sparse_st
 # Models by name, which begins with the family: the fields in which each differs from a small one.
 MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+    "lfm2, biases, four taps": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+    "lfm2, one tap": {"conv_L_cache": 1},
+    "lfm2, more taps than tokens": {"conv_L_cache": 20},
+    "lfm2, no attention": {"layer_types": ["conv"] * 2},
+    "lfm2, no convolution": {"layer_types": None},
+    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [1]},
+    "lfm2, width computed": {
+        "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
+    },
+    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False},
+    "lfm2, llama3": {"rope_parameters": LLAMA3, **WIDE},
     "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
     "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
     "llama, gelu gate": {"hidden_act": "gelu"},
