@@ -59,6 +59,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 WINDOWS["pattern"] = {"sliding_window": 4}
 # what a small member of a family needs besides the sizes
 MORE: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "gpt_neox": {"hidden_size": 24, "num_attention_heads": 3, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     "phi3": {},
     "granitemoehybrid": {
@@ -95,6 +96,10 @@ YARN_ONE_SCALE = {**YARN, "mscale": 0.7}  # one of the two scales alone has no e
 # the blend would end above the last pair of a head; it would end below the first
 YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 2000}
 YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0], "factor": 2.0,
+    "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0,
+}  # fmt: skip
 LOCAL_LINEAR = {"full_attention": {**LINEAR, "rope_theta": 100.0}, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 LOCAL_YARN = {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}
 WIDE = {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128}
@@ -115,7 +120,7 @@ def window_of(family: str) -> dict[str, Any]:
 def linear_layers(family: str) -> list[str]:
     """Hugging Face's names of the linear layers of a block, as adapters target them: self_attn.q_proj."""
     names = FAMILIES[family].names
-    inside = [ours for ours in names if "." in ours and not ours.endswith("_norm")]
+    inside = [ours for ours in names if "." in ours and not ours.endswith(("_norm", ".taps"))]
     if "mlp.experts" in names:  # adapters of experts have tests of their own
         inside = [ours for ours in inside if ours.startswith("attn.")]
     return [f"{names[ours.partition('.')[0]]}.{names[ours]}" for ours in inside]
@@ -165,6 +170,17 @@ PART_DENSE = {"num_hidden_layers": 4, "mlp_only_layers": [2], "decoder_sparse_st
 # Models by name, which begins with the family: the fields in which each differs from a small one.
 MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "gpt2, untied, erf": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 7},
+    "lfm2, biases, four taps": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+    "lfm2, one tap": {"conv_L_cache": 1},
+    "lfm2, more taps than tokens": {"conv_L_cache": 20},
+    "lfm2, no attention": {"layer_types": ["conv"] * 2},
+    "lfm2, no convolution": {"layer_types": None},
+    "lfm2, blocks by number": {"layer_types": None, "full_attn_idxs": [1]},
+    "lfm2, width computed": {
+        "block_auto_adjust_ff_dim": True, "intermediate_size": 23, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 7,
+    },
+    "lfm2, older names": {"block_ff_dim": 13, "tie_embedding": False},
+    "lfm2, llama3": {"rope_parameters": LLAMA3, **WIDE},
     "llama, head_dim omitted": {"head_dim": None, "num_attention_heads": 3},
     "llama, one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 6},
     "llama, gelu gate": {"hidden_act": "gelu"},
@@ -197,7 +213,9 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     "olmo3, untied, yarn": {
         "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, **WIDE,
     },
-    "phi3, longrope": {"rope_parameters": LONGROPE, "num_attention_heads": 3, "max_position_embeddings": 128},
+    "phi3, longrope": {
+        "rope_parameters": LONGROPE, "max_position_embeddings": 128, "original_max_position_embeddings": 64,
+    },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
     "smollm3, no layer rotated": {"no_rope_layers": [0, 0]},

@@ -38,7 +38,7 @@ def without_dropout(network: Any) -> Any:
 
 def pair(name: str) -> tuple[Any, Any]:
     """The model twice, in float64: for transformers to judge by, and as it is before anything is replaced."""
-    judge, model = transformers_model(name), transformers_model(name)
+    judge, model = (transformers_model(name, use_cache=False) for _ in range(2))  # a model without attention has none
     model.load_state_dict(judge.state_dict())
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -90,8 +90,15 @@ def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     result = hg.nn.replace(model, loss=True)
     blocks = model.config.num_hidden_layers
     kinds = list(result.replaced.values())
-    assert [kinds.count(kind) for kind in ("attention", "feed-forward", "loss")] == [blocks, blocks, 1]
-    assert [type(model.get_submodule(name)).__name__ for name in result.left] == ["Embedding"] * len(result.left)
+    left = {type(model.get_submodule(name)).__name__ for name in result.left}
+    if name.startswith("lfm2"):  # its feed-forward calls silu itself, and its taps are a Conv1d
+        convolutions = model.config.layer_types.count("conv")
+        assert left == {"Embedding", "Lfm2MLP", *(["Conv1d"] if convolutions else [])}
+        expected = [blocks - convolutions, 0, 1]
+    else:
+        assert left == {"Embedding"}
+        expected = [blocks, blocks, 1]
+    assert [kinds.count(kind) for kind in ("attention", "feed-forward", "loss")] == expected
     assert_equal_steps(judge, model, padded(""))
     assert result.fallbacks == {} and list(model.state_dict()) == names
 
@@ -119,7 +126,7 @@ def test_adapters_of_peft(name: str) -> None:
     perturb(judge, seed=5)
     model.load_state_dict(judge.state_dict())
     result = hg.nn.replace(model, loss=True)
-    assert list(result.replaced.values()).count("LoRA") == 2 * len(layers_of(name))
+    assert list(result.replaced.values()).count("LoRA") == sum("lora_A." in x for x in judge.state_dict())
     assert_equal_steps(judge, model, padded(""))
     assert all("lora" in name for name in gradients(model))
     with model.disable_adapter(), judge.disable_adapter(), torch.no_grad():

@@ -69,7 +69,10 @@ def test_greedy_generation(name: str, tmp_path: Path) -> None:
     assert torch.equal(hg.generate(ours, prompts, max_new_tokens=12), expected[:, 5:])
 
 
-ONE_BLOCK = {"gpt2": {"n_layer": 1}, "qwen2": {"max_window_layers": 0}, "smollm3": {"no_rope_layers": [0]}}
+ONE_BLOCK = {
+    "gpt2": {"n_layer": 1}, "lfm2": {"num_hidden_layers": 2},
+    "qwen2": {"max_window_layers": 0}, "smollm3": {"no_rope_layers": [0]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TYPICAL)

@@ -41,6 +41,10 @@ def fields_of(folder: Path) -> dict[str, Any]:
     fields = AutoConfig.from_pretrained(folder).to_dict()
     if fields.get("hidden_act") == "gelu_pytorch_tanh":
         fields["hidden_act"] = "gelu_new"
+    if fields["model_type"] == "lfm2":  # the width that it computes from several fields, of which we write one
+        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        fields = {name: x for name, x in fields.items() if not name.startswith("block_") and name != "full_attn_idxs"}
+        fields["intermediate_size"] = network.model.layers[0].feed_forward.w1.out_features
     return {name: value for name, value in fields.items() if name not in SILENT and value is not None}
 
 

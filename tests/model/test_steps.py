@@ -29,7 +29,8 @@ def make(family: str, dtype: torch.dtype = torch.float64) -> tuple[hg.GPT, Tenso
     shape = {"n_vocab": 11, "n_context": 16, "d_model": 16, "n_heads": 4, "n_blocks": 2}
     name = "nano" if family == "gpt2" else "nano-llama"
     more = {} if family == "gpt2" else {"family": family, "n_kv_heads": 2, "d_hidden": 20}
-    more |= {"qk_norm": True} if family == "qwen3" else {}
+    more |= {"qk_norm": True} if FAMILIES[family].has("attn.q_norm") else {}
+    more |= {"conv_blocks": (1,), "conv_bias": True} if FAMILIES[family].has("conv") else {}
     model = hg.GPT(hg.preset(name, **shape, **more), seed=0, dtype=dtype)
     perturb(model)
     return model, *make_batch(model, LENGTHS)

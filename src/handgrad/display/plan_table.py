@@ -9,7 +9,7 @@ from rich.table import Table
 from ..formatting import duration, flop, percent, plural, size
 from ..plan.estimate import Plan
 from ..plan.packing import unpacked_kinds
-from ..plan.parameters import parameters
+from ..plan.parameters import parameters, times
 from ..plan.timing import Forecast
 
 
@@ -17,7 +17,7 @@ def to_json(plan: Plan) -> str:
     c = plan.config
     rows = [
         {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
-         "times": c.n_blocks if p.layer == "block" else 1}
+         "times": times(c, p)}
         for p in parameters(c)
     ]  # fmt: skip
     plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds", "mixed")}
@@ -44,8 +44,10 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     table.add_column("shape", justify="right", no_wrap=wide)
     table.add_column("parameters", justify="right", min_width=13 if wide else 9, overflow="fold")
     totals = {
-        "embedding": plan.embedding, "block": plan.per_block, "final norm": plan.final_norm, "logits": plan.logits,
+        "embedding": plan.embedding, "block": plan.per_block, "conv block": plan.per_conv_block,
+        "final norm": plan.final_norm, "logits": plan.logits,
     }  # fmt: skip
+    totals = {layer: count for layer, count in totals.items() if count or not layer.endswith("block")}
     between = [""] * (3 if named else 2)
     for layer, subtotal in totals.items():
         for p in parameters(c):
@@ -54,10 +56,11 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
         if layer == "logits" and c.tied:
             table.add_row(layer, "w_11", *([f"tied to {c.table.names['embed']}.weight"] if named else []), "tied", "0")
-        label = "one block" if layer == "block" else layer
+        label = f"one {layer}" if layer.endswith("block") else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
+    of_blocks = plan.total - plan.embedding - plan.final_norm - plan.logits
     if c.n_blocks > 1:
-        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{c.n_blocks * plan.per_block:,}")
+        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{of_blocks:,}")
     table.add_row("[bold]total", *between, f"[bold]{plan.total:,}")
     return table
 

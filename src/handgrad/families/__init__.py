@@ -14,6 +14,7 @@ from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .minicpm import MINICPM
 from .mistral import MISTRAL
@@ -34,8 +35,8 @@ __all__ = ["FAMILIES", "Family", "full_name"]
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX, GRANITE,
-        GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
+        GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX,
+        GRANITE, GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from ..families.family import ACTIVATIONS
 from ..model.config import ACTIVATIONS as PLAIN
 from ..model.config import GATES, ModelConfig
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
+from .conv_fields import conv_fields, read_conv_fields
 
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -87,7 +88,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
         config = replace(config, **{**_experts(raw, config, family), **own})
-        return replace(config, **{**_window(raw, config, family), **own})
+        return replace(config, **{**_window(raw, config, family), **read_conv_fields(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
 
@@ -120,6 +121,7 @@ def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
     """A message about fields of `ModelConfig` with the names that config.json has for them, except those in `own`."""
     theirs = {name: field for field, ours in family.fields.items() for name in ours}
     theirs |= {"rope_base": "rope_theta", "window": "sliding_window", "unrotated": "no_rope_layers"}
+    theirs |= {"conv_blocks": "layer_types"} if family.has("conv") else {}
     ours = "|".join(name for name in theirs if name not in own)
     message = re.sub(r" \(or, from Python, [^)]*\)", "", message)
     return re.sub(rf"\b({ours})(?==| must\b)", lambda found: theirs[found[1]], message)
@@ -408,6 +410,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
         told |= {"embedding_scale"}
     if family.windows and (family.windows != "every block" or config.windowed is None):
         told |= {"window", "windowed"}
+    told |= {"conv_blocks"} if family.has("conv") else set()
     told |= {"unrotated"} if _tells_unrotated(config) else set()
     told |= _told_by_experts(config)
     own = {}
@@ -469,4 +472,4 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
         written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks
-    return written
+    return {**written, **conv_fields(config)} if family.has("conv") else written

@@ -115,19 +115,22 @@ def build(
 
 def _check_tensors(config: ModelConfig, headers: dict[str, Header], folder: Path) -> None:
     """Check the tensors' names and shapes before the model is built."""
-    outside, kinds = {}, {}
+    outside: dict[str, tuple[int, ...]] = {}
+    kinds: dict[tuple[bool, bool], dict[str, tuple[int, ...]]] = {}
     first, every = (f"{config.table.names['blocks']}.{i}." for i in (0, "{}"))
-    for dense in {not config.sparse_block(i) for i in range(config.n_blocks)}:  # a block of each kind
-        alone = (0,) if dense and config.n_experts is not None else ()
-        one = GPT(replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone), device="meta")
+    kind_of = [(not config.sparse_block(i), i in config.conv_blocks) for i in range(config.n_blocks)]
+    for dense, conv in {*kind_of}:  # a block of each kind
+        alone, conv_blocks = (0,) if dense and config.n_experts is not None else (), (0,) if conv else ()
+        of_one = replace(config, n_blocks=1, unrotated=(), windowed=None, dense=alone, conv_blocks=conv_blocks)
+        one = GPT(of_one, device="meta")
         shapes = {name: tuple(p.shape) for name, p in one.named_parameters()}
         outside = {name: shape for name, shape in shapes.items() if not name.startswith(first)}
-        kinds[dense] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
+        kinds[dense, conv] = {name.removeprefix(first): shapes[name] for name in shapes if name.startswith(first)}
 
     def expected() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from outside.items()
         for i in range(config.n_blocks):
-            for name, shape in kinds[not config.sparse_block(i)].items():
+            for name, shape in kinds[kind_of[i]].items():
                 yield every.format(i) + name, shape
 
     names = {name for name, _ in expected()}

@@ -19,7 +19,9 @@ from ..checks import check_integer
 from ..errors import HandgradError, shown
 from ..families import FAMILIES
 from .architectures import ARCHITECTURES, Architecture, by_head_order, half_split_order
+from .blocks import OF_WINDOWS, absent_layers, kv_heads_of, window
 from .file import GGUFFile, Stored, can_dequantize, dequantize, open_gguf
+from .metadata import Metadata
 
 # Metadata under the architecture's name that are read, or that change nothing.
 _READ = {
@@ -30,10 +32,8 @@ _READ = {
     "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor",
     "rope.scaling.finetuned", "tensor_data_layout",
+    "shortconv.l_cache",
 }  # fmt: skip
-
-# Those that an architecture may have of which some blocks have a window.
-_PATTERN = ("attention.sliding_window_pattern", "rope.freq_base_swa")
 
 # Those that every file has.
 _NEEDED = ("embedding_length", "attention.head_count", "block_count", "context_length")
@@ -67,59 +67,14 @@ def describe(file: GGUFFile) -> tuple[Architecture, dict[str, Any], dict[str, in
         )
     architecture = ARCHITECTURES[name]
     _refuse_unknown_metadata(file, name)
-    config, sizes = (_gpt2_config if name == "gpt2" else _config)(_Metadata(file, name), architecture)
+    config, sizes = (_gpt2_config if name == "gpt2" else _config)(Metadata(file, name), architecture)
     return architecture, config, sizes
-
-
-class _Metadata:
-    """The metadata under the architecture's name."""
-
-    def __init__(self, file: GGUFFile, architecture: str):
-        self.file = file
-        self.architecture = architecture
-
-    def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self.file.metadata
-
-    def integer(self, key: str, limit: str, default: int | None = None) -> int:
-        """An integer within the limits of the setting `limit`."""
-        name = f"{self.architecture}.{key}"
-        value = self.file.integer(name, default)
-        check_integer(limit, value, f"{self.file.path}: {name}")
-        return value
-
-    def same(self, key: str, limit: str, default: int) -> int:
-        """An integer, or one for each block that is the same for all."""
-        name = f"{self.architecture}.{key}"
-        value = self.file.metadata.get(name)
-        if not isinstance(value, list):
-            return self.integer(key, limit, default)
-        if len(value) != self.integer("block_count", "n_blocks") or any(x != value[0] for x in value):
-            self.refuse(key, "only the same number for every block is supported")
-        check_integer(limit, value[0], f"{self.file.path}: {name}")
-        return int(value[0])
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
-        value = self.file.number(f"{self.architecture}.{key}", default)
-        return value if value > 0 else self.refuse(key, "must be above 0")
-
-    def factor(self, key: str) -> float:
-        """A number above 0; 1 if it is missing or 0, as llama.cpp reads it."""
-        return self.number(key) if self.file.metadata.get(f"{self.architecture}.{key}") else 1.0
-
-    def text(self, key: str, default: str) -> str:
-        return self.file.text(f"{self.architecture}.{key}", default)
-
-    def refuse(self, key: str, why: str) -> Any:
-        name = f"{self.architecture}.{key}"
-        raise HandgradError(f"{self.file.path}: {name} is {shown(self.file.metadata.get(name))}, {why}")
 
 
 def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
     """Raise for metadata that may change the computation. A value of 0, as for the number of experts, changes nothing."""
     table = ARCHITECTURES[architecture]
-    known = {*_READ, *table.keys, *(_PATTERN if table.pattern else ())}
+    known = {*_READ, *table.keys, *(OF_WINDOWS if table.pattern else ())}
     missing = [key for name in (*_NEEDED, *table.needed) if (key := f"{architecture}.{name}") not in file.metadata]
     for key, value in file.metadata.items():
         owner, _, name = key.partition(".")
@@ -134,12 +89,13 @@ def _refuse_unknown_metadata(file: GGUFFile, architecture: str) -> None:
         )
 
 
-def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
     """The config.json of every architecture but GPT-2's, and the sizes of its layers."""
     file, name = given.file, given.architecture
     d = given.integer("embedding_length", "d_model")
     heads = given.integer("attention.head_count", "n_heads")
-    kv_heads = given.same("attention.head_count_kv", "n_heads", heads)
+    blocks = given.integer("block_count", "n_blocks")
+    kv_heads, conv = kv_heads_of(given, heads, blocks)
     d_head = given.integer("attention.key_length", "d_head", d // heads or 1)
     if not given.has("attention.key_length") and d % heads:
         given.refuse("attention.head_count", f"which does not divide the width {d}")
@@ -153,7 +109,6 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if rotated % 2:
         key = "rope.dimension_count" if architecture.partial else "attention.key_length"
         given.refuse(key, f"and heads have {d_head}; rotation needs an even width")
-    blocks = given.integer("block_count", "n_blocks")
     rope = _rope(given, rotated)
     if architecture.partial:
         rope["partial_rotary_factor"] = rotated / d_head
@@ -172,6 +127,13 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         "rope_parameters": rope,
         **_by_keys(given, architecture),
     }
+    if name == "lfm2":
+        del config["hidden_act"]
+        config |= {
+            "conv_L_cache": given.integer("shortconv.l_cache", "conv_taps"),
+            "layer_types": ["conv" if i in conv else "full_attention" for i in range(blocks)],
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     for choice, layers in architecture.choices.items():
         config[choice] = any(f"blk.0.{layer}.bias" in file.tensors for layer in layers)
     if name == "smollm3":  # fixed in llama.cpp: every fourth block does not rotate
@@ -182,11 +144,12 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
         config.setdefault("attention_multiplier", d_head**-0.5)
         if file.metadata.get(f"{name}.rope.scaling.finetuned") is False and name == "granite":
             given.refuse("rope.scaling.finetuned", "which turns rotation off; only models with rotation are supported")
-    config |= _window(given, architecture, blocks, rope)
+    config |= window(given, architecture, blocks, rope)
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
-        "gate_up": 2 * config["intermediate_size"], "heads": heads,
+        "gate_up": 2 * config["intermediate_size"], "heads": heads, "gates": 3 * d,
+        "taps": config.get("conv_L_cache", 0),
     }  # fmt: skip
     fields = FAMILIES[config["model_type"]].fields
     if "head_dim" not in fields:
@@ -198,50 +161,7 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     return config, sizes
 
 
-def _window(given: _Metadata, architecture: Architecture, blocks: int, rope: dict[str, Any]) -> dict[str, Any]:
-    """The sliding window, the blocks that have it, and their frequencies if they are apart."""
-    name, key = given.architecture, "attention.sliding_window"
-    if not given.file.metadata.get(f"{name}.{key}") and name not in ("gemma2", "cohere2"):
-        return {"layer_types": ["full_attention"] * blocks} if name == "gemma3" else {}
-    if architecture.windowed is None:
-        return dict(given.refuse(key, "which is not supported"))
-    model_class, model_type = architecture.windowed
-    window = given.integer(key, "n_context", 4096 if name == "gemma2" else None)
-    found = {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
-    if not architecture.pattern:
-        return found
-    found["layer_types"] = [
-        "sliding_attention" if windowed else "full_attention" for windowed in _windowed(given, architecture, blocks)
-    ]
-    base = rope["rope_theta"]
-    local = given.number("rope.freq_base_swa", architecture.local_base or base)
-    if architecture.local_base is None and local != base:
-        given.refuse("rope.freq_base_swa", f"and rope.freq_base is {base}; only equal ones are supported")
-    if architecture.local_base is not None:
-        local = local if architecture.local_base else base
-        found["rope_parameters"] = {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-    return found
-
-
-def _windowed(given: _Metadata, architecture: Architecture, blocks: int) -> list[bool]:
-    """Whether each block has the window: the file says so, or of how many blocks all but the last have it."""
-    key = _PATTERN[0]
-    name = f"{given.architecture}.{key}"
-    value = given.file.metadata.get(name)
-    if isinstance(value, list):
-        if len(value) != blocks or not all(isinstance(x, bool | int) and x in (0, 1) for x in value):
-            given.refuse(key, f"which is not true or false for each of the {blocks} blocks")
-        return [bool(x) for x in value]
-    period = given.file.integer(name, architecture.pattern)
-    if period < 0:
-        given.refuse(key, "must not be below 0")
-    return [not period or (i + 1) % period != 0 for i in range(blocks)]
-
-
-def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
+def _by_keys(given: Metadata, architecture: Architecture) -> dict[str, Any]:
     """The fields of config.json for which the architecture has keys of its own."""
     found: dict[str, Any] = {}
     for key, name in architecture.keys.items():
@@ -251,7 +171,7 @@ def _by_keys(given: _Metadata, architecture: Architecture) -> dict[str, Any]:
     return found
 
 
-def _gpt2_config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+def _gpt2_config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
     d = given.integer("embedding_length", "d_model")
     config = {
         **_common(given.file, architecture, given.architecture),
@@ -300,7 +220,7 @@ def _vocabulary_size(file: GGUFFile, architecture: str) -> int:
 # ── rotary frequencies ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
+def _rope(given: Metadata, d_head: int) -> dict[str, Any]:
     """Hugging Face's `rope_parameters`."""
     base = given.number("rope.freq_base", 10_000.0)
     kind = given.text("rope.scaling.type", "none")
@@ -331,7 +251,7 @@ def _rope(given: _Metadata, d_head: int) -> dict[str, Any]:
     }
 
 
-def _longrope(given: _Metadata, base: float) -> dict[str, Any]:
+def _longrope(given: Metadata, base: float) -> dict[str, Any]:
     tables = {name: given.file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
     if any(table is None for table in tables.values()):
         raise HandgradError(f"{given.file.path} has only one of rope_factors_long.weight and rope_factors_short.weight")
@@ -397,6 +317,8 @@ def _tensors(
             stored = _reordered(stored, by_head_order(shape[0], sizes["heads"]), f"{file.path}: {name}")
         if layer in architecture.transposed and len(shape) == 2:
             stored = _transposed(stored)
+        if name.endswith("shortconv.conv.weight"):  # (d, 1, L) in Hugging Face's files
+            stored = Stored("F32", (shape[0], 1, shape[1]), dequantize(stored).contiguous().view(torch.uint8))
         if architecture.gain_offset and layer.endswith("norm"):
             gain = dequantize(stored) - architecture.gain_offset
             stored = Stored("F32", shape, gain.view(torch.uint8))
@@ -418,7 +340,10 @@ def expected(
     groups = [("", "", architecture.outer)]
     groups += [(f"blk.{i}.", f"{architecture.blocks}.{i}.", architecture.block) for i in range(n_blocks)]
     for prefix, hf_prefix, layers_of_group in groups:
+        absent = absent_layers(config, prefix)
         for name, layer in layers_of_group.items():
+            if absent and name.startswith(absent):
+                continue
             if name == "output" and config["tie_word_embeddings"]:
                 continue
             shape = tuple(sizes[size] for size in layer.sizes)

@@ -9,22 +9,29 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
-
 from .. import lora
 from ..checks import MIXED, check_choice, check_stored
 from ..errors import HandgradError, option
 from ..formats.gguf_model import packed_kinds
 from ..formats.models import Found, base_of, check_packing
 from ..lora import peft
-from ..model.block import Block
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require_block
+from ..model.steps import require, require_block
 from .flop import Work, flop
-from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
+from .memory import (
+    BYTES,
+    cached_per_token,
+    float32_copies,
+    largest_layer,
+    saved,
+    temporary,
+    tokens_per_piece,
+    workspace,
+)
+from .outline import kinds_of_blocks, outline
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
-from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
+from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks, times
 from .update import maps_of, state_bytes, update_flop
 
 
@@ -41,7 +48,7 @@ class Plan:
     recompute: str
 
     # parameters
-    per_block: int
+    per_block: int  # of a block with attention
     embedding: int
     final_norm: int
     logits: int
@@ -61,6 +68,7 @@ class Plan:
     bytes_temporary: int  # buffers of the logits, of a block's backward pass, or of an update in bfloat16
     bytes_cache_per_token: int
 
+    per_conv_block: int = 0  # parameters of a block with a short convolution
     rows: int = 0  # tokens of a sequence that have a target
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
@@ -138,10 +146,15 @@ def make_plan(
             f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
         )
 
-    require_block(Block(config, 0, torch.device("meta")).steps(), "the plan")
+    for i in kinds_of_blocks(config):
+        steps = outline(config, i).blocks[0].steps()
+        if i in config.conv_blocks:
+            require(steps, ("norm", "linear", "convolution", "gated", "activation", "add"), "the plan")
+        else:
+            require_block(steps, "the plan")
     sizes = parameters(config)
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
-    total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
+    total = sum(times(config, p) * p.count for p in sizes)
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     maps = maps_of(config, ranks)
@@ -160,7 +173,7 @@ def make_plan(
 
     return Plan(
         config, batch, tokens, dtype, max(ranks.values(), default=0), short_names(config, ranks), recompute,
-        per_block=of["block"],
+        per_block=of.get("block", 0),
         embedding=of["embedding"],
         final_norm=of["final norm"],
         logits=of.get("logits", 0),
@@ -174,7 +187,8 @@ def make_plan(
         bytes_optimizer=state_bytes(optimizer, of_maps, trainable - of_maps, size),
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
-        bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
+        bytes_cache_per_token=size * cached_per_token(config),
+        per_conv_block=of.get("conv block", 0),
         rows=tokens if rows is None else rows,
         ranks=ranks,
         kinds=kinds,

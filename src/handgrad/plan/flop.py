@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.names import block_of, without_block
 from ..ops.loss import NO_TARGET
-from .outline import LinearLayer, linear_layers
+from .outline import LinearLayer, kinds_of_blocks, layers_of_block, linear_layers
 from .parameters import Ranks
 
 Pairs = dict[int | None, int]  # (query, key) pairs of a block by its window; None: no window
@@ -57,7 +57,10 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
     twice to save memory counts once."""
     c, last, layers = config, config.n_blocks - 1, linear_layers(config)
     head = c.table.names["head"]
-    in_block = [layer for name, layer in layers.items() if name != head and layer.part_of is None]
+    in_block: dict[bool, list[LinearLayer]] = {}  # by whether it is a block with a convolution
+    for i in kinds_of_blocks(c):
+        own = layers_of_block(c, i).items()
+        in_block[i in c.conv_blocks] = [layer for name, layer in own if name != head and layer.part_of is None]
     adapted = [(layers[without_block(name)], block_of(name), rank) for name, rank in ranks.items()]
     lowest = min((i for _, i, _ in adapted if i is not None), default=c.n_blocks) if ranks else 0
     scores = c.n_heads * (c.query_width + c.value_width)  # q kᵗ and ρ v
@@ -71,9 +74,12 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         """Multiply-adds of the blocks from `first` on."""
         if first > last:
             return 0
-        inner, final = (sum(rows(layer, i) * layer.products for layer in in_block) for i in (-1, last))
-        pairs = sum(work.pairs[c.window_of(i)] for i in range(first, last)) + work.row_pairs[c.window_of(last)]
-        return (last - first) * inner + final + per_pair * pairs
+        total = 0
+        for i in range(first, last + 1):
+            conv = i in c.conv_blocks
+            total += sum(rows(layer, i) * layer.products for layer in in_block[conv])
+            total += 0 if conv else per_pair * (work.pairs if i < last else work.row_pairs)[c.window_of(i)]
+        return total
 
     of_head = work.rows * layers[head].products
     branches = [rows(layer, i) * rank * (layer.f_in + layer.f_out) for layer, i, rank in adapted]  # a d, then (a d) u
@@ -84,7 +90,8 @@ def flop(config: ModelConfig, work: Work, ranks: Ranks, recompute: str = "none")
         backward += blocks(lowest, 0) + of_head
     elif lowest <= last:
         # no layer below the lowest q, k and v needs their error signal
-        backward -= sum(rows(layer, lowest) * layer.products for layer in in_block if layer.reads_a_2)
+        reading = (layer for layer in in_block[lowest in c.conv_blocks] if layer.reads_a_2)
+        backward -= sum(rows(layer, lowest) * layer.products for layer in reading)
         unneeded = ((layer, rank) for layer, i, rank in adapted if i == lowest and layer.reads_a_2)
         backward -= sum(rows(layer, lowest) * rank * layer.f_in for layer, rank in unneeded)
     if recompute == "blocks":

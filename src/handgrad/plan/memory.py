@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inference.conv_state import STRIDE
 from ..kernels import library
 from ..model.config import ModelConfig
 from ..model.passes.arguments import Pass
@@ -79,14 +80,16 @@ def temporary(
 ) -> float:
     """Numbers in temporary buffers at the peak, for pieces of `piece` tokens: the logits of some rows, or a block's
     feed-forward in the backward pass (a_8, Δ_8, Δ_7 or those of gate and up, which a layer that holds both needs side by
-    side), whichever is more, and a few copies of the residual stream. `unpacked` are the numbers of a block and of the
-    head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do. In mixed precision
-    a_8 and Δ_7 have two bytes."""
+    side), or its convolution, whichever is more, and a few copies of the residual stream. `unpacked` are the numbers of a
+    block and of the head that are unpacked meanwhile. What a recomputed block saves does not exist while the logits do. In
+    mixed precision a_8 and Δ_7 have two bytes."""
     rows = min(piece, rows_at_once(config.n_vocab, head_trains))
     mlp = outline(config).blocks[0].mlp
     signals = len(mlp.letters())
     copies = signals if len(mlp.projections()) < signals else 0
     feed_forward = (1 + (1 + signals + copies) / (2 if mixed else 1)) * config.hidden_width
+    if config.conv_blocks:  # z, c, a_3, their error signals, and those of B, C and x twice
+        feed_forward = max(feed_forward, 12 * config.d_model)
     of_block, of_head = unpacked
     recomputed = piece * max(saved_per_token(config, i, mixed) for i in kinds_of_blocks(config))
     of_head -= recomputed if recompute == "blocks" else 0
@@ -115,6 +118,15 @@ def largest_layer(config: ModelConfig) -> int:
     tied embedding exists from the first block to the last."""
     of = {
         layer: sum(p.count for p in parameters(config) if p.layer == layer)
-        for layer in ("embedding", "block", "logits")
+        for layer in ("embedding", "block", "conv block", "logits")
     }
-    return of["embedding"] + of["block"] if config.tied else max(of.values())
+    block = max(of["block"], of["conv block"])
+    return of["embedding"] + block if config.tied else max(of.values())
+
+
+def cached_per_token(config: ModelConfig) -> int:
+    """Numbers that generation stores per token: keys and values of blocks with attention, and of those with a convolution a
+    share of the states that are kept after some tokens."""
+    c, conv = config, len(config.conv_blocks)
+    attention = (c.n_blocks - conv) * c.kv_heads * (c.query_width + c.value_width)
+    return attention + -(-conv * (c.conv_taps - 1) * c.d_model // STRIDE)

@@ -28,13 +28,14 @@ def with_blocks(config: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
         config,
         n_blocks=len(blocks),
         unrotated=tuple(j for j, i in enumerate(blocks) if i in config.unrotated),
+        conv_blocks=tuple(j for j, i in enumerate(blocks) if i in config.conv_blocks),
         windowed=None if windowed is None else tuple(j for j, i in enumerate(blocks) if i in windowed),
     )
 
 
 def kinds_of_blocks(config: ModelConfig) -> dict[int, int]:
-    """Blocks differ in rotation and window alone. The first block of each kind, and how many there are."""
-    kinds = [(config.rotated_block(i), config.window_of(i)) for i in range(config.n_blocks)]
+    """Blocks differ in rotation, window and convolution alone. The first block of each kind, and how many there are."""
+    kinds = [(config.rotated_block(i), config.window_of(i), i in config.conv_blocks) for i in range(config.n_blocks)]
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
@@ -45,7 +46,7 @@ class LinearLayer:
     f_in: int
     f_out: int
     every_row: bool = False  # needed for every token; the last block computes others only for tokens with a target
-    reads_a_2: bool = False  # q, k or v
+    reads_a_2: bool = False  # q, k or v; B, C and x of a short convolution
     part_of: str | None = None  # the layer in which it is stored beside others
 
     @property
@@ -58,8 +59,14 @@ class LinearLayer:
 def linear_layers(config: ModelConfig) -> dict[str, LinearLayer]:
     """Every linear layer by its name inside a block, and the head. Those stored side by side are also listed one by one:
     attn.c_attn.q, attn.c_attn.k and attn.c_attn.v are parts of attn.c_attn."""
-    model = outline(config)
-    first, *others = inputs = model.blocks[0].attn.projections()
+    return {name: layer for i in kinds_of_blocks(config) for name, layer in layers_of_block(config, i).items()}
+
+
+@lru_cache(maxsize=32)
+def layers_of_block(config: ModelConfig, i: int) -> dict[str, LinearLayer]:
+    """The same of block i alone."""
+    model = outline(config, i)
+    first, *others = inputs = model.blocks[0].mixing.projections()
     every_row = list(others) if _is_single(first) else list(inputs)  # a separate query: only where needed
     found: dict[str, LinearLayer] = {}
     for path, layer in layers_of(model).items():

@@ -10,16 +10,17 @@ from ..lora.patterns import split_names
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
+from ..model.layers.taps import Taps
 from ..model.names import block_of, without_block
 from ..model.steps import Layer
-from .outline import linear_layers, outline
+from .outline import kinds_of_blocks, linear_layers, outline
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A tensor of the model, or the part of one that has a symbol."""
 
-    layer: str  # "embedding", "block", "final norm" or "logits"
+    layer: str  # "embedding", "block", "conv block", "final norm" or "logits"
     symbol: str  # in the paper
     name: str  # in Hugging Face's files; in a block without its prefix, such as transformer.h.N
     shape: tuple[int, ...]  # of a matrix: (f_in, f_out), however it is stored
@@ -30,19 +31,30 @@ class Parameter:
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """All tensors, those of a block listed once. Matrices stored side by side, such as q, k and v, are listed one by one."""
-    model = outline(config)
-    names = {id(p): without_block(name) for name, p in model.named_parameters()}
+    """All tensors, those of a block of each kind listed once. Matrices stored side by side, such as q, k and v, are
+    listed one by one."""
+    kinds = {
+        ("conv block" if i in config.conv_blocks else "block"): outline(config, i) for i in kinds_of_blocks(config)
+    }
+    model = next(iter(kinds.values()))
+    names = {id(p): without_block(name) for of in kinds.values() for name, p in of.named_parameters()}
     rows = [
         Parameter("embedding", symbol, names[id(p)], tuple(p.shape))
         for symbol, table in model.tables().items()
         for p in table.parameters()
     ]
-    for number, layer in model.blocks[0].numbered().items():
-        rows += _parameters_of("block", number, layer, names)
+    for kind, of in kinds.items():
+        for number, layer in of.blocks[0].numbered().items():
+            rows += _parameters_of(kind, number, layer, names)
     rows += _parameters_of("final norm", "10", model.final_norm, names)
     listed = [p for p in _parameters_of("logits", "11", model.head, names) if not (config.tied and p.symbol == "w_11")]
     return rows + listed
+
+
+def times(config: ModelConfig, p: Parameter) -> int:
+    """How many blocks have this parameter; 1 outside the blocks."""
+    conv = len(config.conv_blocks)
+    return {"block": config.n_blocks - conv, "conv block": conv}.get(p.layer, 1)
 
 
 def _parameters_of(place: str, number: str, layer: Layer, names: dict[int, str]) -> list[Parameter]:
@@ -53,6 +65,8 @@ def _parameters_of(place: str, number: str, layer: Layer, names: dict[int, str])
         if p is None:
             continue
         views = {number: p.t() if plain is not None and letter == "w" and not plain.in_out else p}
+        if isinstance(layer, Taps) and letter == "w":
+            views = {number: layer.in_order(p)}
         if plain is not None and plain.parts:
             views = plain.parts_of(letter, p)
         for part, view in views.items():
