@@ -209,9 +209,13 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     },
     "gemma3_text, windows by layer": {"query_pre_attn_scalar": 4, "final_logit_softcapping": 1.5, "sliding_window": 4},
     "gemma3_text, no window": {"query_pre_attn_scalar": 4, "layer_types": ["full_attention"] * 2},
-    "olmo3, untied": {"tie_word_embeddings": False, "sliding_window": 4},
-    "olmo3, untied, yarn": {
-        "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, **WIDE,
+    "olmo3, one base, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "num_hidden_layers": 5, "layer_types": None,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
+    },
+    "olmo3, yarn, untied": {
+        "tie_word_embeddings": False, "sliding_window": 4, "rope_parameters": LOCAL_YARN, "hidden_size": 48,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
     },
     "phi3, longrope": {
         "rope_parameters": LONGROPE, "max_position_embeddings": 128, "original_max_position_embeddings": 64,

@@ -38,7 +38,13 @@ REFUSED = {
     **{f"gemma2, {x}": "attention_scale" for x in ("1 queries to a key", "9 queries to a key", "window")},
     **{f"gemma3_text, {n} queries to a key": "attention_scale" for n in (1, 3, 9)},
     "gemma3_text, window": "attention_scale",
-    "olmo3, window": "without output.weight",
+    "olmo3, window": "rope_scaling",
+    "olmo3, 3 queries to a key": "rope_scaling",
+    "lfm2, biases, four taps": "conv.bias",
+    "lfm2, no attention": "n_kv_heads",
+    "lfm2, one tap": "two taps or more",
+    "lfm2, no convolution": "two taps or more",
+    "lfm2, llama3": "rope_freqs.weight",
 }
 CLASSES = {"GraniteMoeHybridForCausalLM"}
 for architecture in ARCHITECTURES.values():

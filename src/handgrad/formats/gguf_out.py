@@ -258,8 +258,8 @@ def _choices(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if config.positions == "rotary":
         of = partial(rotary.frequencies, config.rotary_width_of_head, dtype=torch.float64)
-        tables = [of(x.base, x.scaling, long=long) for x in config.rotary_tables() for long in (False, True)]
-        used = [tables[config.rotary_table_of(i)] for i in range(config.n_blocks)]
+        tables = [[of(x.base, x.scaling, long=long) for long in (False, True)] for x in config.rotary_tables()]
+        used = [table for i in range(config.n_blocks) for table in tables[config.rotary_table_of(i)]]
         found["rope_scaling"] = [[_rounded(x) for x in (*theta.tolist(), factor)] for theta, factor in used]
         found["rotary_width"] = config.rotary_width_of_head
     scale = config.attention_scale

@@ -167,7 +167,7 @@ ARCHITECTURES = {
         "Qwen3ForCausalLM", _BLOCK | _QK_NORMS, choices={"attention_bias": _ATTENTION}, unread=_OUTPUT_BIASES
     ),
     "lfm2": Architecture(
-        "Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER, eps=("attention.layer_norm_rms_epsilon", "norm_eps")
+        "Lfm2ForCausalLM", _LFM2_BLOCK, _LFM2_OUTER, eps=("attention.layer_norm_rms_epsilon", "norm_eps"), whole_width=True,
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", _GPT2_BLOCK, _GPT2_OUTER, "transformer.h", biases=("output_norm", *_GPT2_BLOCK),

@@ -126,11 +126,19 @@ def _check_opens(architecture: Architecture, name: str, tensors: Mapping[str, Pl
             f"llama.cpp opens no file of the architecture {name} without output.weight, and this model's head is its"
             f" token embedding: {REMEDY}"
         )
-    d, queries = tensors["blk.0.attn_output.weight"].shape if architecture.whole_width else (0, 0)
+    widths = [
+        x.shape for tensor, x in tensors.items() if tensor.endswith("attn_output.weight") and architecture.whole_width
+    ]
+    d, queries = widths[0] if widths else (0, 0)  # no block of attention has other widths
     if queries != d:
         raise HandgradError(
             f"llama.cpp opens a file of the architecture {name} only if all heads together are as wide as the model,"
             f" and they have {queries} and {d} features: {REMEDY}"
+        )
+    taps = [x.shape[1] for tensor, x in tensors.items() if tensor.endswith(f"{_TAPS}.weight")]
+    if name == "lfm2" and max(taps, default=0) < 2:
+        raise HandgradError(
+            f"llama.cpp opens a file of the architecture lfm2 only with a convolution of two taps or more: {REMEDY}"
         )
 
 
