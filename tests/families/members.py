@@ -98,7 +98,7 @@ YARN_WIDE_BLEND = {**YARN, "rope_theta": 100.0, "original_max_position_embedding
 YARN_NO_BLEND = {**YARN, "original_max_position_embeddings": 4}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.3], "long_factor": [1.5, 4.0], "factor": 2.0,
-    "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 256, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 LOCAL_LINEAR = {"full_attention": {**LINEAR, "rope_theta": 100.0}, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 LOCAL_YARN = {"full_attention": YARN, "sliding_attention": {**ROPE, "rope_theta": 10000.0}}
@@ -218,7 +218,7 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
         "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 128,
     },
     "phi3, longrope": {
-        "rope_parameters": LONGROPE, "max_position_embeddings": 128, "original_max_position_embeddings": 64,
+        "rope_parameters": LONGROPE, "max_position_embeddings": 512, "original_max_position_embeddings": 256,
     },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},

@@ -14,7 +14,11 @@ def window(given: Metadata, architecture: Architecture, blocks: int, rope: dict[
     """The sliding window, the blocks that have it, and their frequencies if they are apart."""
     name, key = given.architecture, "attention.sliding_window"
     if not given.file.metadata.get(f"{name}.{key}") and name not in ("gemma2", "cohere2"):
-        return {"layer_types": ["full_attention"] * blocks} if name == "gemma3" else {}
+        nested = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+        }
+        return {"layer_types": ["full_attention"] * blocks, "rope_parameters": nested} if name == "gemma3" else {}
     if architecture.windowed is None:
         return dict(given.refuse(key, "which is not supported"))
     model_class, model_type = architecture.windowed

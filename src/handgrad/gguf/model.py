@@ -145,6 +145,8 @@ def _config(given: Metadata, architecture: Architecture) -> tuple[dict[str, Any]
         if file.metadata.get(f"{name}.rope.scaling.finetuned") is False and name == "granite":
             given.refuse("rope.scaling.finetuned", "which turns rotation off; only models with rotation are supported")
     config |= window(given, architecture, blocks, rope)
+    if rope["rope_type"] == "longrope" and "longrope" in FAMILIES[config["model_type"]].rope_types:
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     sizes = {
         "vocab": config["vocab_size"], "d": d, "hidden": config["intermediate_size"], "head": d_head,
         "queries": heads * d_head, "keys": kv_heads * d_head, "qkv": (heads + 2 * kv_heads) * d_head,
@@ -240,7 +242,7 @@ def _rope(given: Metadata, d_head: int) -> dict[str, Any]:
     if kind in ("none", "linear"):
         return unscaled if factor == 1 else {"rope_type": "linear", "rope_theta": base, "factor": factor}
     if kind != "yarn":
-        given.refuse("rope.scaling.type", "only none, linear, yarn and longrope are supported")
+        given.refuse("rope.scaling.type", "only none, linear and yarn are supported, and longrope with its tables")
     return {
         "rope_type": "yarn",
         "rope_theta": base,
