@@ -253,8 +253,8 @@ def check_greedy(
         first, high, second, low = steps[at]
         ours = logits(model, ids + made[:at])[-1]
         tie = made[at] == second and high - low < limit
-        found = f"tokens {first} and {second} at {at}: llama.cpp {high:.4f} {low:.4f}, ours {ours[first]:.4f} {ours[second]:.4f}"
-        results.line(f"{path.name}, greedy", tie, found)
+        found = f"tokens {first} and {second} at {at}: llama.cpp {high:.4f} {low:.4f}, ours"
+        results.line(f"{path.name}, greedy", tie, f"{found} {ours[first]:.4f} {ours[second]:.4f}")
 
 
 PROMPTS = {

@@ -3,7 +3,7 @@
 Reads one JSON object per line and answers with one line each:
 
     {"model": FILE, "texts": […], "tokens": […], "logits": FILE.npy}    {"ids": […], "ends": […], "template": …}
-    {"model": FILE, "greedy": [[ids], …], "n": number}                  {"steps": [[[id, logit, second id, its logit], …], …]}
+    {"model": FILE, "greedy": [[ids], …], "n": number}                  {"steps": [[[id, logit, second id, logit], …], …]}
     {"quantize": FILE, "to": FILE, "type": number}                      {}
     … that it does not open                                             {"error": …}
 

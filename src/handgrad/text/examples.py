@@ -284,9 +284,11 @@ def _encode(
             is_target = [
                 np.full(len(ids), is_target) for ids, (_, is_target) in zip(parts, drafted.pieces, strict=True)
             ]
+            if known and drafted.pieces and drafted.pieces[0][0] is None:  # an end of text begins others
+                parts, is_target = parts[1:], is_target[1:]
             ids = np.concatenate([empty, *parts])
             begin = np.array([] if ids[: len(known)].tolist() == known else known, np.int64)
-            yield drafted, np.concatenate([begin, ids]), np.concatenate([begin.astype(bool) & False, *is_target])
+            yield drafted, np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), bool), *is_target])
 
 
 def _texts(drafted: Draft) -> list[str]:
