@@ -219,6 +219,7 @@ MEMBERS: dict[str, dict[str, Any]] = dict(_of_tables()) | {
     },
     "phi3, longrope": {
         "rope_parameters": LONGROPE, "max_position_embeddings": 512, "original_max_position_embeddings": 256,
+        "hidden_size": 36,
     },
     "smollm3, every fourth layer unrotated": {"num_hidden_layers": 5},
     "smollm3, layers unrotated by list": {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
