@@ -77,17 +77,17 @@ Results = tuple[Tensor, ...]
 
 def our_forward(shape: AttentionShape, x: Inputs) -> Callable[[], Results]:
     spans = attention.spans_of((shape.tokens,) * shape.sequences)
-    return lambda: (attention.forward(x.q, x.k, x.v, spans, True)[0],)
+    return lambda: (attention.forward(x.q, x.k, x.v, spans)[0],)
 
 
 def our_backward(shape: AttentionShape, x: Inputs) -> Callable[[], Results]:
     spans = attention.spans_of((shape.tokens,) * shape.sequences)
-    _, saved = attention.forward(x.q, x.k, x.v, spans, True)
+    _, saved = attention.forward(x.q, x.k, x.v, spans)
     grads = torch.empty(len(x.q), shape.heads + 2 * shape.kv_heads, shape.width)
     into = grads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
 
     def run() -> Results:
-        attention.backward(x.delta, saved, spans, True, into)
+        attention.backward(x.delta, saved, spans, into)
         return tuple(into)
 
     return run

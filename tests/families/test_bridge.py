@@ -97,7 +97,10 @@ def test_replaced_model_has_the_gradients_of_the_original(name: str) -> None:
     kinds = list(result.replaced.values())
     assert [kinds.count(kind) for kind in ("attention", "loss")] == [blocks, 1]
     assert kinds.count("feed-forward") == blocks or name in MIXTURES  # stacked experts stay transformers'
-    assert [type(model.get_submodule(name)).__name__ for name in result.left] == ["Embedding"] * len(result.left)
+    left = {type(model.get_submodule(name)).__name__ for name in result.left}
+    assert left <= {"Embedding"} or (
+        name in MIXTURES and all(x.endswith(("Embedding", "Router", "Experts")) for x in left)
+    )
     assert_equal_steps(judge, model, padded(""))
     assert result.fallbacks == {} and list(model.state_dict()) == names
 

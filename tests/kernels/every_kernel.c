@@ -62,19 +62,19 @@ static void rows(size n, size w) {
     free(loss), free(target);
 }
 
-static void attention(size keys, size wq, size wv, size causal, size window) {
+static void attention(size keys, size wq, size wv, size causal, size window, double cap) {
     enum { HEADS = 4, SHARED = 2 };
     const int64_t table[] = {0, keys / 3, 0, keys / 3, keys / 3, keys, keys / 3, keys}; /* two sequences */
     size h = HEADS, g = HEADS / SHARED, n = keys;
     real *q = drawn(n * h * wq), *k = drawn(n * g * wq), *v = drawn(n * g * wv), *d = drawn(n * h * wv);
-    real *a = drawn(n * h * wv), *lse = drawn(n * h), *dq = drawn(n * h * wq), *dk = drawn(n * h * wq), *dv = drawn(n * h * wv);
-#define SHAPE 2, table, NULL, n, n, h, SHARED, wq, wv, 0.4, causal, window
+    real *a = drawn(n * h * wv), *lse = drawn(n * h), *sinks = drawn(h), *dq = drawn(n * h * wq), *dk = drawn(n * h * wq), *dv = drawn(n * h * wv);
+#define SHAPE 2, table, NULL, n, n, h, SHARED, wq, wv, 0.4, cap, causal, window
 #define INPUTS q, h *wq, wq, k, g *wq, wq, v, g *wv, wv, a, h *wv, wv, lse, h, 1
-    require("attention", hg_forward_attention(SHAPE, INPUTS));
+    require("attention", hg_forward_attention(SHAPE, cap > 0 ? sinks : NULL, INPUTS));
     require("attention", hg_backward_attention(SHAPE, d, h * wv, wv, INPUTS, dq, h * wq, wq, dk, h * wq, wq, dv, h * wv, wv));
     show("attention", a, n * h * wv), show("lse", lse, n * h), show("dq", dq, n * h * wq);
     show("dk", dk, n * h * wq), show("dv", dv, n * h * wv);
-    real *all[] = {q, k, v, d, a, lse, dq, dk, dv};
+    real *all[] = {q, k, v, d, a, lse, sinks, dq, dk, dv};
     for (size_t i = 0; i < COUNT(all); i++) free(all[i]);
 }
 
@@ -177,6 +177,7 @@ static void tokens(size n, size kind, size gated) {
     for (int i = 0; i < 2; i++) {
         blocks[i] = (block){.index = i, .d = D, .heads = HEADS, .share = SHARE, .d_rho = WIDTH, .d_h = WIDTH, .hidden = HIDDEN,
             .window = i ? 50 : 0, .rotated = 1, .activation = i, .gated = gated, .inputs = 3, .mlp_inputs = gated ? 2 : 1,
+            .scale = 0.4, .cap = i ? 1.5 : 0, .sinks = i ? keep(HEADS) : 0,
             .norm_1 = {keep(D), i ? keep(D) : 0, 1e-5}, .norm_5 = {keep(D), 0, 1e-5},
             .q_norm = {keep(WIDTH), 0, 1e-5}, .k_norm = {keep(WIDTH), 0, 1e-5},
             .qkv = {linear(kind, D, HEADS * WIDTH, 3), linear(kind, D, HEADS / SHARE * WIDTH, 0), linear(kind, D, HEADS / SHARE * WIDTH, 2)},
@@ -185,7 +186,7 @@ static void tokens(size n, size kind, size gated) {
     }
     require("token blocks", hg_token_blocks(2, blocks, n, places, cosine, sine, a)), show("token blocks", a, n * D);
     size h = HEADS * WIDTH, g = h / SHARE;
-    require("attend", hg_attend_tokens(n, HEADS, SHARE, WIDTH, WIDTH, 1, 40, 0.4, places, q, h, WIDTH, a, g, WIDTH, a, g, WIDTH,
+    require("attend", hg_attend_tokens(n, HEADS, SHARE, WIDTH, WIDTH, 1, 40, 0.4, 0, NULL, places, q, h, WIDTH, a, g, WIDTH, a, g, WIDTH,
                                        out, h, WIDTH));
     show("attend", out, n * h);
     real *all[] = {keys, values, a, cosine, sine, q, out};
@@ -195,7 +196,7 @@ static void tokens(size n, size kind, size gated) {
 
 int main(void) {
     rows(3, 5), rows(150, 129);
-    attention(12, 5, 3, 1, 0), attention(200, 8, 17, 1, 40), attention(150, 16, 8, 0, 0);
+    attention(12, 5, 3, 1, 0, 0), attention(200, 8, 17, 1, 40, 0), attention(150, 16, 8, 0, 0, 0), attention(90, 7, 5, 1, 0, 1.5);
     products(9, 33, 37), products(300, 520, 40);
     packed_products(3, 64, 5), packed_products(13, 512, 40), packed_products(23, 96, 33);
     unpacked(1), unpacked(640);

@@ -42,9 +42,9 @@ def check_case(seed: int) -> str:
     delta = draw(m, heads, d_h)
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, causal, window)
+        a, saved = attention.forward(q, k, v, spans, attention.Scores(causal, window))
         into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        attention.backward(delta, saved, spans, causal, into, window)
+        attention.backward(delta, saved, spans, into, attention.Scores(causal, window))
         return [a, *into]
 
     found = run()
@@ -138,7 +138,15 @@ def random_mask(chance: random.Random) -> Case:
         layout = layout_of_mask(mask[:, None], batch, window)
         if isinstance(layout, Layout):
             seen = torch.block_diag(*mask.float()).bool()
-            return layout.spans, batch * length, batch * length, seen, window, layout.causal, ", ".join(sorted(kinds))
+            return (
+                layout.spans,
+                batch * length,
+                batch * length,
+                seen,
+                window,
+                layout.scores.causal,
+                ", ".join(sorted(kinds)),
+            )
 
 
 def check_cases(count: int, first: int = 0) -> dict[str, int]:

@@ -37,12 +37,12 @@ def test_rows_that_see_no_key_shift_no_positions() -> None:
         attention.Span(slice(1, 3), slice(1, 3), 1, None),
         attention.Span(slice(3, 5), slice(3, 6), 1, [0, 1, 1]),
     )
-    a, saved = attention.forward(q, k, v, spans, True)
+    a, saved = attention.forward(q, k, v, spans)
     assert not a[0].any() and not saved.lse[0].any()
     weights = torch.softmax(q[4:, 0] @ k[3:5, 0].t() / 2, 1)
     torch.testing.assert_close(a[4:, 0], weights @ v[3:5, 0])
     into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    attention.backward(torch.ones_like(a), saved, spans, True, into)
+    attention.backward(torch.ones_like(a), saved, spans, into)
     assert (
         not into[0][0].any() and not any(x[[0, 5]].any() for x in into[1:]) and torch.isfinite(torch.stack(into)).all()
     )
@@ -74,10 +74,10 @@ def test_wrong_sequences_are_refused(name: str) -> None:
     q, k, v, a, delta = torch.randn(5, 6, 2, 4)
     lse = torch.zeros(6, 2)
     with pytest.raises(HandgradError):
-        calls.forward_attention(sequences, True, None, q, k, v, a, lse)
+        calls.forward_attention(sequences, calls.Scores(), q, k, v, None, a, lse)
     into = tuple(torch.zeros_like(q) for _ in range(3))
     with pytest.raises(HandgradError):
-        calls.backward_attention(sequences, True, None, delta, q, k, v, a, lse, into)
+        calls.backward_attention(sequences, calls.Scores(), delta, q, k, v, a, lse, into)
     assert not any(x.any() for x in into)
 
 
@@ -90,7 +90,7 @@ def test_tables_of_another_type_are_refused() -> None:
         calls.Sequences(rows, torch.arange(8, dtype=torch.int32)[::2]),
     ):  # fmt: skip
         with pytest.raises(HandgradError, match="where a layer needs"):
-            calls.forward_attention(wrong, True, None, q, k, v, a, lse)
+            calls.forward_attention(wrong, calls.Scores(), q, k, v, None, a, lse)
 
 
 def test_positions_that_do_not_fit_their_rows_are_refused() -> None:
@@ -100,7 +100,7 @@ def test_positions_that_do_not_fit_their_rows_are_refused() -> None:
         attention.Span(slice(3, 6), slice(3, 6), 1, [0, 1, 1, 2]),
     )
     with pytest.raises(HandgradError, match="3 rows of queries with 2 positions"):
-        attention.forward(q, k, v, spans, True)
+        attention.forward(q, k, v, spans)
 
 
 def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
@@ -108,6 +108,7 @@ def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
     w, b = torch.randn(8), torch.randn(8)
     _, saved = layernorm.forward(x, w, b, 1e-5)
     heads, cos, sin = torch.randn(20, 2, 4), torch.randn(20, 2), torch.randn(20, 2)
+    whole, plain = calls.Sequences(calls.table(((0, 20, 0, 20),))), calls.Scores()
     attempts: dict[str, Callable[[], object]] = {
         "gain": lambda: layernorm.forward(x, w[:4], b, 1e-5),
         "no gain": lambda: layernorm.forward(x, w[:0], b, 1e-5),
@@ -121,9 +122,9 @@ def test_shapes_and_dtypes_are_compared_at_every_call() -> None:
         "bias of a product": lambda: calls.product(x, torch.randn(8, 16), None, bias=w),
         "dtype of a bias": lambda: calls.product(x, torch.randn(8, 16), None, bias=d[0].double()),
         "result": lambda: calls.product(x, torch.randn(8, 16), d[:19]),
-        "keys": lambda: calls.forward_attention(
-            calls.Sequences(calls.table(((0, 20, 0, 20),))), True, None, heads, heads[:10], heads[:10], heads, cos
-        ),
+        "keys": lambda: calls.forward_attention(whole, plain, heads, heads[:10], heads[:10], None, heads, cos),
+        "sinks": lambda: calls.forward_attention(whole, plain, heads, heads, heads, w, heads, cos),
+        "dtype of sinks": lambda: calls.forward_attention(whole, plain, heads, heads, heads, w.double(), heads, cos),
         "packed bytes": lambda: calls.packed_product("Q8_0", torch.randn(1, 32), torch.zeros(4, 33, dtype=torch.uint8), d),
         "rounded": lambda: calls.rounded_product("Q8_0", d[:1], torch.zeros(4, 34, dtype=torch.uint8), torch.empty(1, 4)),
         "kind": lambda: calls.rounded_product("BF16", torch.randn(1, 32), torch.zeros(4, 64, dtype=torch.uint8), d[:1, :4]),
@@ -227,9 +228,9 @@ def test_places_outside_of_the_cache_are_refused() -> None:
         with pytest.raises(HandgradError, match="no place in the cache"):
             blocks.forward(a, wrong, rotation)
         with pytest.raises(HandgradError, match="no place in the cache"):
-            token_calls.attend_tokens(wrong, 0, None, heads, heads, heads, torch.empty_like(heads))
+            token_calls.attend_tokens(wrong, 0, calls.Scores(), heads, heads, heads, None, torch.empty_like(heads))
     for bad in (places._replace(blocks=1), places._replace(k=(1, 2, 9)), places._replace(table=places.table[:0])):
         with pytest.raises(HandgradError, match="where a layer needs"):
             blocks.forward(a, bad, rotation)
     with pytest.raises(HandgradError, match="where a layer needs"):
-        token_calls.attend_tokens(places, 2, None, heads, heads, heads, torch.empty_like(heads))
+        token_calls.attend_tokens(places, 2, calls.Scores(), heads, heads, heads, None, torch.empty_like(heads))

@@ -157,9 +157,9 @@ def test_attention_is_equal_to_torch_calls(
     spans = attention.spans_of(tuple(lengths), rows)
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, causal, window)
+        a, saved = attention.forward(q, k, v, spans, attention.Scores(causal, window))
         grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        attention.backward(delta, saved, spans, causal, grads, window)
+        attention.backward(delta, saved, spans, grads, attention.Scores(causal, window))
         return [a, saved.lse, *grads]
 
     for ours, plain in zip(*both(run), strict=True):
@@ -172,9 +172,9 @@ def test_attention_without_queries_gives_keys_no_gradient(lengths: tuple[int, ..
     spans = attention.spans_of(lengths, rows)
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, True)
+        a, saved = attention.forward(q, k, v, spans)
         grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        attention.backward(a, saved, spans, True, grads)
+        attention.backward(a, saved, spans, grads)
         return [a, *grads]
 
     for found in both(run):
@@ -187,9 +187,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     named = {name: run for name, run in ops(300, 129, torch.float32).items() if name != "in place"}
 
     def run() -> list[Tensor]:
-        a, saved = attention.forward(q, k, v, spans, True)
+        a, saved = attention.forward(q, k, v, spans)
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
-        attention.backward(delta, saved, spans, True, grads)
+        attention.backward(delta, saved, spans, grads)
         product = calls.product(q.flatten(1), delta.flatten(1).t(), None)
         return [a, product, *grads, *(t for f in named.values() for t in tensors(f()))]
 
@@ -281,13 +281,13 @@ def test_attention_to_cached_keys(shared: int, window: int | None, dtype: torch.
         with contextlib.nullcontext() if kernels else library.disabled():
             for slot, length in zip(slots, lengths, strict=True):
                 first = cache.step([(slot, length)])
-                first.block(1).attend(*heads(length, shared, dtype), window)
+                first.block(1).attend(*heads(length, shared, dtype), attention.Scores(window=window))
                 first.finish()
             second = cache.step([(slots[3], 70)])
-            continued = second.block(1).attend(*heads(70, shared, dtype), window).a
+            continued = second.block(1).attend(*heads(70, shared, dtype), attention.Scores(window=window)).a
             order = cache.order(slots)
             step = cache.step([(slots[i], 1) for i in order])
-            a = step.block(1).attend(*heads(len(slots), shared, dtype), window).a
+            a = step.block(1).attend(*heads(len(slots), shared, dtype), attention.Scores(window=window)).a
         stored = [slots[i].pool.v[1, slots[i].row, :, lengths[i]] for i in order]
         assert (len(step.parts) == 1) == kernels
         results.append(torch.cat([continued.flatten(), a.flatten(), torch.stack(stored).flatten()]))

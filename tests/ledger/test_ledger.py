@@ -28,6 +28,7 @@ from handgrad.paper import (
     per_example,
     rmsnorm,
     rotary,
+    scores,
     transformer,
 )
 
@@ -363,6 +364,20 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a window with one key more": (grouped_query, "mask", lambda scaled, window: (
         WINDOW(scaled, None if window is None else window + 1)
     ), {"L-window-fwd", "L-window-bwd"}),
+    "a scale of 1": (scores, "scale", lambda raw, sigma: raw, {
+        "L-scale-fwd", "L-scale-bwd", "L-cap-fwd", "L-cap-bwd", "L-sink-fwd", "L-sink-bwd", "L-sink-grad",
+    }),
+    "a cap that divides by nothing": (
+        scores, "cap", lambda s, c: c * torch.tanh(s), {"L-cap-fwd", "L-cap-bwd"},
+    ),
+    "a cap without a slope": (scores, "delta_scaled", lambda delta, s, c: delta, {"L-cap-bwd"}),
+    "a sink that takes nothing": (
+        scores, "softmax_with_sink", lambda s, b: (torch.softmax(s, 1), torch.zeros(len(s)).double()),
+        {"L-sink-fwd", "L-sink-lse", "L-sink-bwd", "L-sink-grad"},
+    ),
+    "a sink with the sign of a key": (
+        scores, "grad_sink", lambda delta, a, rho_sink: (rho_sink * (delta * a).sum(1)).sum(), {"L-sink-grad"},
+    ),
     "a batch that averages examples": (
         per_example, "batch_loss", lambda losses, counts: sum(losses) / len(losses), {"L-example-fwd"},
     ),

@@ -323,8 +323,8 @@ def test_saturated_attention_keeps_error_signal(dtype: torch.dtype) -> None:
     trace = hg.trace(model, *make_batch(model, [64]))
     q, k, v = (trace[f"blocks.0.{name}"].transpose(0, 1).double().contiguous() for name in "qkv")
     delta = trace["blocks.0.delta_3"].double().view_as(v)
-    _, saved = attention.forward(q, k, v, attention.spans_of((64,)), True)
-    rho, signal = attention.maps(delta, saved, (64,), True)
+    _, saved = attention.forward(q, k, v, attention.spans_of((64,)))
+    rho, signal, _ = attention.maps(delta, saved, (64,))
     assert relative_error(trace["blocks.0.rho"], rho) <= TOLERANCE[dtype]
     floor = torch.finfo(torch.float32).eps * (delta.abs().max() * v.abs().max()).item()
     assert relative_error(trace["blocks.0.delta_causal"], signal, floor) <= TOLERANCE[dtype]

@@ -349,8 +349,8 @@ def test_a_wrong_kernel_is_noticed_at_the_first_batch_of_its_kind(monkeypatch: p
         a, saved = forward(q, k, v, spans, *rest)
         return (a * 1.01 if any(span.positions is not None for span in spans) else a), saved
 
-    def wrong_backward(delta: Tensor, saved: Any, spans: Any, causal: bool, into: Any, window: Any) -> None:
-        backward(delta, saved, spans, causal, into, window)
+    def wrong_backward(delta: Tensor, saved: Any, spans: Any, into: Any, scores: Any) -> None:
+        backward(delta, saved, spans, into, scores)
         if any(span.positions is not None for span in spans):
             into[1].mul_(1.01)
 

@@ -334,8 +334,8 @@ def test_wrong_attention_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
     model = model_of("llama")
     result, right = hg.nn.replace(model, precision="mixed"), heads_op.backward
 
-    def wrong(delta: Tensor, saved: Any, spans: Any, causal: bool, into: Any, window: Any) -> None:
-        right(delta, saved, spans, causal, into, window)
+    def wrong(delta: Tensor, saved: Any, spans: Any, into: Any, scores: Any) -> None:
+        right(delta, saved, spans, into, scores)
         into[1].mul_(1.1)
 
     monkeypatch.setattr(heads_op, "backward", wrong)

@@ -47,10 +47,10 @@ def test_equal_to_the_paper(lengths: list[int], heads: int, d_rho: int, d_h: int
     delta = torch.randn(n, heads, d_h).double()
     before = [x.clone() for x in (q, k, v, delta)]
     spans = fast.spans_of(sizes)
-    a, saved = fast.forward(q, k, v, spans, causal)
+    a, saved = fast.forward(q, k, v, spans, fast.Scores(causal))
     grads = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
-    fast.backward(delta, saved, spans, causal, grads)
-    rho, signal = fast.maps(delta, saved, sizes, causal)
+    fast.backward(delta, saved, spans, grads, fast.Scores(causal))
+    rho, signal, _ = fast.maps(delta, saved, sizes, fast.Scores(causal))
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, delta), before, strict=True))
     start = 0
     for length in lengths:
@@ -76,9 +76,9 @@ def test_both_forward_kernels_agree(key_heads: int, causal: bool, window: int | 
     (span,) = fast.spans_of((200, 200))
     by_head = [fast._by_head(x, span.keys, span) for x in (q, k, v)]
     stacked = [fast._stack(x, span.keys, span, key_heads, torch.float64) for x in (q, k, v)]
-    out, lse = fast._forward_by_library(*by_head, causal, window)
+    out, lse = fast._forward_by_library(*by_head, fast.Scores(causal, window))
     found = torch.empty_like(q), torch.empty(400, 6).double()
-    for x, target in zip(fast._forward_in_tiles(*stacked, None, causal, window), found, strict=True):
+    for x, target in zip(fast._forward_in_tiles(*stacked, None, fast.Scores(causal, window), None), found, strict=True):
         fast._unstack(x, target, span.queries, span, key_heads)
     for x, y in zip((out, lse), found, strict=True):
         assert relative_error(fast._by_head(y, span.queries, span), x) <= IDENTITY_TOLERANCE
@@ -88,9 +88,9 @@ def signals(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, delta: torch.Tensor, spans: fast.Spans
 ) -> list[torch.Tensor]:
     """The output and the error signals of q, k and v, causal."""
-    a, saved = fast.forward(q, k, v, spans, True)
+    a, saved = fast.forward(q, k, v, spans)
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    fast.backward(delta, saved, spans, True, grads)
+    fast.backward(delta, saved, spans, grads)
     return [a, *grads]
 
 
@@ -137,8 +137,8 @@ def test_scores_beyond_float32() -> None:
     spans = fast.spans_of((9,))
     found, expected = signals(q, q, q, delta, spans), signals(*(x.double() for x in (q, q, q, delta)), spans)
     assert all(relative_error(x, y, floor=1e-3) <= 1e-6 for x, y in zip(found, expected, strict=True))
-    _, saved = fast.forward(q, q, q, spans, True)
-    rho, _ = fast.maps(delta, saved, (9,), True)
+    _, saved = fast.forward(q, q, q, spans)
+    rho, _, _ = fast.maps(delta, saved, (9,))
     assert torch.allclose(rho.sum(-1), torch.ones(1, 9), atol=1e-6)
 
 
@@ -147,8 +147,8 @@ def test_memory_is_linear_in_the_tokens() -> None:
 
     def saved_numbers(n: int) -> int:
         q, k, v = (torch.randn(n, 2, 4) for _ in range(3))
-        _, saved = fast.forward(q, k, v, fast.spans_of((n,)), True)
-        return sum(x.numel() for x in saved)
+        _, saved = fast.forward(q, k, v, fast.spans_of((n,)))
+        return sum(x.numel() for x in saved if x is not None)
 
     assert saved_numbers(512) - saved_numbers(256) == 2 * (saved_numbers(256) - saved_numbers(128))
     assert math.isclose(saved_numbers(256) / saved_numbers(128), 2)
@@ -159,7 +159,7 @@ def test_the_output_is_an_average_of_values_at_any_scale(scale: float) -> None:
     """Scores as large as 1e18, whose rounding errors are larger than what exp can represent."""
     q, k, v = (torch.randn(100, 3, 7) for _ in range(3))
     spans = fast.spans_of((80, 20))
-    a, saved = fast.forward(q * scale, k * scale, v, spans, True)
+    a, saved = fast.forward(q * scale, k * scale, v, spans)
     assert torch.isfinite(saved.lse).all()
     assert (a.abs() <= 1.0001 * v.abs().amax()).all()
 
@@ -170,9 +170,9 @@ def test_scores_that_overflow_are_not_hidden(bad: float, window: int | None) -> 
     """torch's kernel, which bfloat16 uses, gives such rows 0."""
     q, k, v = (torch.ones(6, 2, 8, dtype=torch.bfloat16) for _ in range(3))
     q[4, 1], k[:, 1] = bad, 1e30 if bad == 1e38 else 1
-    a, saved = fast.forward(q, k, v, fast.spans_of([6]), True, window)
+    a, saved = fast.forward(q, k, v, fast.spans_of([6]), fast.Scores(True, window))
     assert torch.isnan(a[4, 1]).all() and torch.isnan(saved.lse[4, 1])
     assert torch.isfinite(a[:, 0]).all()
     q.zero_()  # the log-sum-exp of the first row is 0, and right
     k.fill_(1)
-    assert torch.isfinite(fast.forward(q, k, v, fast.spans_of([6]), True, window)[0]).all()
+    assert torch.isfinite(fast.forward(q, k, v, fast.spans_of([6]), fast.Scores(True, window))[0]).all()

@@ -38,9 +38,9 @@ def signals(
     q: Tensor, k: Tensor, v: Tensor, delta: Tensor, spans: fast.Spans, causal: bool = True, window: int | None = None
 ) -> list[Tensor]:
     """The output and the error signals of q, k and v."""
-    a, saved = fast.forward(q, k, v, spans, causal, window)
+    a, saved = fast.forward(q, k, v, spans, fast.Scores(causal, window))
     grads = tuple(torch.full_like(x, math.nan) for x in (q, k, v))
-    fast.backward(delta, saved, spans, causal, grads, window)
+    fast.backward(delta, saved, spans, grads, fast.Scores(causal, window))
     return [a, *grads]
 
 
@@ -117,7 +117,7 @@ def test_several_sequences_with_queries_at_the_same_positions() -> None:
     rows = torch.tensor([s * 7 + t for s in range(3) for t in (5, 6)])
     span = fast.Span(slice(0, 21), slice(0, 6), 3, [5, 6])
     for window in (None, 3):
-        a = fast.forward(q[rows], k, v, (span,), True, window)[0]
+        a = fast.forward(q[rows], k, v, (span,), fast.Scores(window=window))[0]
         assert relative_error(a, dense(q, k, v, (7, 7, 7), True, window)[rows]) <= IDENTITY_TOLERANCE
 
 
@@ -150,9 +150,9 @@ def test_maps(heads: tuple[int, int], window: int | None) -> None:
     n, repeat = sum(lengths), heads[0] // heads[1]
     q, k, v, delta = inputs(n, heads, 3, 5)
     spans = fast.spans_of(lengths)
-    a, saved = fast.forward(q, k, v, spans, True, window)
+    a, saved = fast.forward(q, k, v, spans, fast.Scores(window=window))
     _, grad_q, _, _ = signals(q, k, v, delta, spans, True, window)
-    rho, signal = fast.maps(delta, saved, lengths, True, window)
+    rho, signal, _ = fast.maps(delta, saved, lengths, fast.Scores(window=window))
     assert rho.shape == signal.shape == (heads[0], n, n)
     wide_k, wide_v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     assert relative_error(torch.einsum("hij,jhw->ihw", rho, wide_v), a) <= IDENTITY_TOLERANCE
@@ -190,15 +190,15 @@ def test_work_is_linear_in_the_tokens_with_a_window(heads: tuple[int, int], spac
 def test_bad_input_is_named(heads: tuple[int, int, int], causal: bool, window: int | None, said: str) -> None:
     q, k, v = (torch.zeros(3, h, 2) for h in heads)
     with pytest.raises(ValueError, match=said):
-        fast.forward(q, k, v, fast.spans_of((3,)), causal, window)
+        fast.forward(q, k, v, fast.spans_of((3,)), fast.Scores(causal, window))
 
 
 def test_the_conventions_are_those_of_transformers() -> None:
     """Which keys a window shows, and which key head a query head reads."""
     n, window = 9, 4
     q, k, v, delta = inputs(n, (6, 2), 3, 3)
-    _, saved = fast.forward(q, k, v, fast.spans_of((n,)), True, window)
-    rho, _ = fast.maps(delta, saved, (n,), True, window)
+    _, saved = fast.forward(q, k, v, fast.spans_of((n,)), fast.Scores(window=window))
+    rho, _, _ = fast.maps(delta, saved, (n,), fast.Scores(window=window))
     t = torch.arange(n)
     visible = sliding_window_causal_mask_function(window)(0, 0, t[:, None], t[None, :])
     assert torch.equal(rho > 0, visible.expand(6, n, n))

@@ -87,7 +87,7 @@ def test_results_do_not_depend_on_threads() -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append((linear.product(x, y, rounded=True), attention.forward(q, k, v, spans, True)[0]))
+            found.append((linear.product(x, y, rounded=True), attention.forward(q, k, v, spans)[0]))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -284,13 +284,13 @@ def test_attention(lengths: list[int], heads: int, groups: int, d: int, causal: 
     n, spans = sum(lengths), attention.spans_of(tuple(lengths))
     q, k, v = torch.randn(n, heads, d).to(BF16), *torch.randn(2, n, groups, d).to(BF16)
     delta = torch.randn(n, heads, d)
-    a, saved = attention.forward(q, k, v, spans, causal)
+    a, saved = attention.forward(q, k, v, spans, attention.Scores(causal))
     assert a.dtype == BF16 and saved.lse.dtype == FLOAT
     found = tuple(torch.full(x.shape, math.nan) for x in (q, k, v))
-    attention.backward(delta, saved, spans, causal, found)
-    exact_a, exact_saved = attention.forward(q.double(), k.double(), v.double(), spans, causal)
+    attention.backward(delta, saved, spans, found, attention.Scores(causal))
+    exact_a, exact_saved = attention.forward(q.double(), k.double(), v.double(), spans, attention.Scores(causal))
     exact = tuple(torch.empty(x.shape, dtype=torch.float64) for x in (q, k, v))
-    attention.backward(delta.to(BF16).double(), exact_saved, spans, causal, exact)
+    attention.backward(delta.to(BF16).double(), exact_saved, spans, exact, attention.Scores(causal))
     assert (a.double() - exact_a).norm() / exact_a.norm() <= 4e-3
     torch.testing.assert_close(saved.lse.double(), exact_saved.lse, rtol=1e-5, atol=1e-4)
     floor = max(x.norm() / math.sqrt(x.numel()) for x in exact)
@@ -305,11 +305,11 @@ def test_scales_of_attention(scale: float) -> None:
     """Saturated rows are one-hot, tiny scores are uniform; nothing becomes NaN."""
     q, k, v = ((torch.randn(70, 2, 16) * s).to(BF16) for s in (scale, scale, 1.0))
     spans = attention.spans_of((70,))
-    a, saved = attention.forward(q, k, v, spans, True)
+    a, saved = attention.forward(q, k, v, spans)
     into = tuple(torch.empty(x.shape) for x in (q, k, v))
-    attention.backward(torch.randn(70, 2, 16), saved, spans, True, into)
+    attention.backward(torch.randn(70, 2, 16), saved, spans, into)
     assert all(x.isfinite().all() for x in (a.float(), saved.lse, *into))
-    wide = attention.forward(q.double(), k.double(), v.double(), spans, True)[0]
+    wide = attention.forward(q.double(), k.double(), v.double(), spans)[0]
     assert (a.double() - wide).abs().max() <= 0.02 * wide.abs().max()
 
 
@@ -323,10 +323,10 @@ def test_scales_of_attention_backward(scale: float, value: float, error: float) 
     delta = torch.randn(70, 2, 16) * error
     grads = []
     for dtype in (BF16, torch.float64):
-        _, saved = attention.forward(*(x.to(dtype) for x in (q, k, v)), spans, True)
+        _, saved = attention.forward(*(x.to(dtype) for x in (q, k, v)), spans)
         grads.append([torch.empty(x.shape, dtype=FLOAT if dtype == BF16 else dtype) for x in (q, k, v)])
         given = delta if dtype == BF16 else delta.to(BF16).double()
-        attention.backward(given, saved, spans, True, tuple(grads[-1]))  # type: ignore[arg-type]
+        attention.backward(given, saved, spans, tuple(grads[-1]))  # type: ignore[arg-type]
     for found, exact, floor in zip(*grads, (value * error * scale, value * error * scale, 0.0), strict=True):
         size = max(exact.norm().item(), floor * math.sqrt(exact.numel()))
         assert (found.double() - exact).norm().item() <= 1.2e-2 * size
@@ -338,9 +338,9 @@ def test_attention_backward_hides_nothing(bad: float) -> None:
     q, k, v = torch.randn(3, 30, 2, 8).to(BF16)
     delta, spans = torch.randn(30, 2, 8), attention.spans_of((20, 10))
     delta[4, 1, 3] = bad
-    saved = attention.forward(q, k, v, spans, True)[1]
+    saved = attention.forward(q, k, v, spans)[1]
     into = tuple(torch.zeros(x.shape) for x in (q, k, v))
-    attention.backward(delta, saved, spans, True, into)  # type: ignore[arg-type]
+    attention.backward(delta, saved, spans, into)  # type: ignore[arg-type]
     grad_q, grad_k, grad_v = into
     assert not grad_q[4, 1].isfinite().any() and not grad_k[:5, 1].isfinite().any()
     assert not grad_v[:5, 1, 3].isfinite().any()
@@ -350,7 +350,7 @@ def test_attention_backward_hides_nothing(bad: float) -> None:
 def test_attention_keeps_what_is_no_number() -> None:
     q, k, v = torch.randn(3, 9, 1, 8).to(BF16)
     q[4, 0, 2] = math.nan
-    a = attention.forward(q, k, v, attention.spans_of((9,)), True)[0]
+    a = attention.forward(q, k, v, attention.spans_of((9,)))[0]
     assert a[4].isnan().all() and a[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 

@@ -256,16 +256,8 @@ def test_yarn_scales_the_scores() -> None:
     [
         (7, {}, "even width of queries and keys, not 7"),
         (0, {}, "even width of queries and keys, not 0"),
-        (
-            8,
-            {"rope_type": "su"},
-            "unknown rope_type 'su'; choose one of default, linear, dynamic, llama3, yarn, longrope",
-        ),
-        (
-            8,
-            {"rope_type": "longrope", "original_max_position_embeddings": 8},
-            "longrope needs 4 short and long factors",
-        ),
+        (8, {"rope_type": "su"}, "unknown rope_type 'su'; choose one of default, linear, dynamic, llama3, yarn, longrope"),
+        (8, {"rope_type": "longrope", "original_max_position_embeddings": 8}, "longrope needs 4 short and long factors"),
         (8, {"rope_type": "llama3"}, "'llama3' needs original_max_position_embeddings"),
         (8, {"rope_type": "yarn", "factor": 4.0}, "'yarn' needs original_max_position_embeddings"),
     ],

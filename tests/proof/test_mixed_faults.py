@@ -126,7 +126,7 @@ def before(owner: Any, name: str, change: Callable[..., Any]) -> Wrong:
     return owner, name, lambda *args, **options: right(*change(*args), **options)
 
 
-def printed_mask(s: calls.Sequences, causal: bool, window: Any, q: Tensor, k: Tensor, v: Tensor, *out: Tensor) -> None:
+def printed_mask(s: calls.Sequences, _: Any, q: Tensor, k: Tensor, v: Tensor, sinks: None, *out: Tensor) -> None:
     """Scores of 0 instead of −∞ where a query must not see a key."""
     for first, end, start, stop in s.rows.tolist():
         queries, keys, values = (x.float().transpose(0, 1) for x in (q[start:stop], k[first:end], v[first:end]))
@@ -137,25 +137,25 @@ def printed_mask(s: calls.Sequences, causal: bool, window: Any, q: Tensor, k: Te
 
 
 def without_scale(found: tuple[list[float], list[int]], *_: Any) -> None:
-    shape = found[0]  # of a kernel of attention: … d_ρ, d_h, scale, causal, window
+    shape = found[0]  # of a kernel of attention: … d_ρ, d_h, scale, cap, causal, window
     assert shape[9] == shape[7] ** -0.5
     shape[9] = 1.0
 
 
 def heads_in_turn(*given: Any) -> None:
     """Head i reads key head i % 2 instead of i // 2."""
-    *first, q, k, v, a, lse = given
+    *first, q, k, v, sinks, a, lse = given
     order, out = [0, 2, 1, 3], (torch.empty_like(a), torch.empty_like(lse))
-    FORWARD(*first, q[:, order], k, v, *out)
+    FORWARD(*first, q[:, order], k, v, sinks, *out)
     a.copy_(out[0][:, order])
     lse.copy_(out[1][:, order])
 
 
 def keys_of_the_first_group(
-    _: None, delta: Tensor, saved: attention.Saved, spans: Any, causal: bool, into: Any
+    _: None, delta: Tensor, saved: attention.Saved, spans: Any, into: Any, scores: calls.Scores
 ) -> None:
     lengths = tuple(x.length for x in spans)
-    raw = attention.maps(delta, saved, lengths, causal)[1] / math.sqrt(saved.q.shape[2])
+    raw = attention.maps(delta, saved, lengths, scores)[2]
     into[0].copy_((raw @ saved.k[:, 0].float()).transpose(0, 1))
 
 
@@ -323,7 +323,7 @@ LEDGER: dict[str, Fault] = {
         {f"log-probabilities, {x}" for x in ("prompts at once", "prompts in parts", "one token at a time")},
     ),
     "a dropped softmax correction": Fault(
-        "gpt2", (before(calls, "backward_attention", lambda *x: (*x[:7], torch.zeros_like(x[7]), *x[8:])),),
+        "gpt2", (before(calls, "backward_attention", lambda *x: (*x[:6], torch.zeros_like(x[6]), *x[7:])),),
         {"delta_q", "delta_k"},
     ),
     "a wrong sign in LayerNorm": Fault("gpt2", ((layernorm, "backward", wrong_sign),), NORMS),

@@ -25,6 +25,7 @@ from handgrad.model.steps import Step
 from handgrad.model.storage.packed import Packed
 from handgrad.ops import lora, packed
 from handgrad.proof import paths
+from handgrad.proof.reference_model import ReferenceModel
 
 LENGTHS = [9, 4]
 needs_kernels = pytest.mark.skipif(library.load(torch.float32) is None, reason="no C compiler: there are no kernels")

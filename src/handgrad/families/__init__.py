@@ -4,12 +4,23 @@ Import `FAMILIES`, `Family` and `full_name`. A new family is a new table, listed
 and this package knows nothing of models, tensors or files.
 """
 
+from .cohere import COHERE
+from .cohere2 import COHERE2
 from .dots1 import DOTS1
 from .family import Family
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3
 from .gpt2 import GPT2
+from .gpt_oss import GPT_OSS
+from .gpt_neox import GPT_NEOX
+from .granite import GRANITE
+from .granite_hybrid import GRANITE_HYBRID
 from .llama import LLAMA
+from .minicpm import MINICPM
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .olmoe import OLMOE
 from .phi3 import PHI3
 from .qwen2 import QWEN2
@@ -17,13 +28,18 @@ from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
+from .starcoder2 import STARCODER2
 
 __all__ = ["FAMILIES", "Family", "full_name"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1)
-}
+    for family in (
+        GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX, GRANITE,
+        GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE,
+        DOTS1, GPT_OSS,
+    )
+}  # fmt: skip
 
 
 def full_name(name: str) -> str:

@@ -9,11 +9,15 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }
+
+
+WINDOWS = ("every block", "late blocks", "even early blocks", "unrotated blocks", "pattern")
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,22 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of fields that transformers writes
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
-    windows: str = ""  # blocks with a sliding window, as `_window` of config_json.py reads them; "": none can have
-    scaled: bool = True  # whether transformers scales its rotary positions as "linear", "llama3" and "yarn" say
+    forms: Mapping[str, str] = field(default_factory=dict)  # field of config.json → how ours follows from it
+    windows: str = ""  # blocks with a sliding window: one of `WINDOWS`; "": none can have
+    pattern: int = 0  # every n-th block has no window, unless the file lists them
+    unrotated: str = ""  # "every block without a window", "listed blocks": those whose queries and keys are not rotated
+    local_rope: bool = False  # blocks with a window have their own frequencies, which are not scaled
+    rotary_share: float | None = None  # of a head's features, where the file can say another one
+    rope_types: tuple[str, ...] = (
+        "default",
+        "linear",
+        "dynamic",
+        "llama3",
+        "yarn",
+        "longrope",
+    )  # that transformers knows
+    stacked_experts: bool = False  # its files hold all experts of a block in two tensors
+    block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default
     token_ids: tuple[str, ...] = ("bos_token_id", "eos_token_id", "pad_token_id")
     may_omit: str = ""  # prefix of tensor names that some files leave out

@@ -1,4 +1,4 @@
-"""Phi-3: Llama without biases, with q, k and v in one matrix, and gate and up in another; a window in every block."""
+"""Phi-3 and Phi-4-mini: Llama without biases, with q, k and v in one matrix, and gate and up in another; a window in every block."""
 
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ PHI3 = replace(
         "sliding_window": None,
     },
     fixed={**LLAMA.fixed, "qkv_bias": False, "out_bias": False, "mlp_bias": False},
-    no_effect=frozenset({"original_max_position_embeddings"}),  # read only for "longrope"
-    scaled=False,  # transformers takes "yarn" for "longrope", and refuses the others
+    rotary_share=1.0,
+    rope_types=("default", "longrope"),
     windows="every block",
     own_vocabulary=32064,
 )

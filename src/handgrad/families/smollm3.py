@@ -20,5 +20,6 @@ SMOLLM3 = replace(
         "use_sliding_window": False,
     },
     windows="unrotated blocks",
+    unrotated="listed blocks",
     own_vocabulary=128_256,
 )

@@ -1,6 +1,7 @@
 """config.json ↔ `ModelConfig`, by the tables of the families. A field that changes the mathematics and is not supported is
 refused by name."""
 
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,8 +19,12 @@ from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
+_LOCAL = "sliding_attention"  # whose frequencies are apart
+_NEEDED = {
+    "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"), "dynamic": ("factor",),
+}  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention")
 # Fields of other families that some files carry, with the value that changes nothing.
 _NEUTRAL = {
@@ -68,6 +73,11 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
                 raise HandgradError(f"{file}: {field} {shown(value)} is not one of {', '.join(supported)}")
             value = ACTIVATIONS[value]
         values |= dict.fromkeys(ours, value)
+    for field, form in family.forms.items():
+        (name,) = family.fields[field]
+        values[name] = _converted(form, values[name], values, f"{file}: {field}")
+    if "embedding_scale" in family.fixed:
+        values["embedding_scale"] = _root(values["d_model"], file)
     missing = [field for field in family.fields if field not in raw and field not in family.defaults]
     if missing:
         raise HandgradError(f"{file} has no field {missing[0]!r}")
@@ -80,6 +90,30 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         return replace(config, **{**_window(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
+
+
+def _converted(form: str, x: Any, values: dict[str, Any], what: str, back: bool = False) -> Any:
+    """Our value of a field whose file has x, or the file's of ours."""
+    if x is None:
+        return None
+    if not is_number(x) or not x > 0:
+        raise HandgradError(f"{what} must be a number above 0, not {shown(x)}")
+    power = -1 if back else 1
+    if form == "1/x":
+        found = 1 / x
+    elif form == "1/√x":
+        found = x**-2 if back else x**-0.5
+    elif form == "x/√n_blocks":
+        found = x * values["n_blocks"] ** (-power / 2)
+    else:
+        assert form == "x/d_model"
+        found = x * values["d_model"] ** -power
+    return round(found) if back and math.isclose(found, round(found), rel_tol=1e-12) else found
+
+
+def _root(d_model: Any, file: Path) -> float:
+    check_integer("d_model", d_model, f"{file}: hidden_size")
+    return math.sqrt(d_model)
 
 
 def _in_their_words(message: str, family: Family, own: dict[str, Any]) -> str:
@@ -107,6 +141,9 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
     choices = {**family.fixed, **(own if isinstance(own, dict) else {})}
     known |= set(_ROPE) if choices.get("positions") == "rotary" else set()
     known |= set(_WINDOW) if family.windows else set()
+    known |= {"layer_types"} if family.block_kinds else set()
+    known |= {"original_max_position_embeddings"} if "longrope" in family.rope_types else set()
+    known |= {"partial_rotary_factor"} if family.rotary_share is not None else set()
     for field, value in raw.items():
         empty = value is None or value is False or value in ([], {}, "")
         if field in known or (value in (None, _NEUTRAL[field]) if field in _NEUTRAL else empty):
@@ -123,14 +160,42 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
 
 def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
     """The rotary fields, as transformers 5 writes them (rope_parameters) or as older files have them."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' own order
+    given = (
+        raw.get("rope_scaling") or raw.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
+    )  # transformers' own order
     if not isinstance(given, dict):
         raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
-    given = dict(given)
+    found: dict[str, Any] = {}
+    if family.local_rope:
+        local, given = given.get(_LOCAL) or {}, given.get("full_attention", {} if _LOCAL in given else given) or {}
+        base, scaling, _ = _table(local, {**raw, "rope_theta": raw.get("rope_local_base_freq")}, config, family, True)
+        if scaling != UNSCALED:
+            raise HandgradError(f"rope_type {scaling.rope_type} of blocks with a window is not supported")
+        found["local_rope_base"] = base
+    base, scaling, share = _table(given, raw, config, family)
+    if share is not None and share != 1:
+        found["rotary_width"] = int(config.query_width * share)
+    return {**found, "rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
+
+
+def _table(
+    given: dict[str, Any], raw: dict[str, Any], config: ModelConfig, family: Family, local: bool = False
+) -> tuple[Any, Scaling, float | None]:
+    """The base and the scaling of frequencies, and the share of a head that is rotated if the family has one."""
+    if not isinstance(given, dict):
+        raise HandgradError(f"rope_parameters must be an object, not {shown(given)}")
+    given, defaults = dict(given), family.defaults
     base = given.pop("rope_theta", None)
-    base = raw.get("rope_theta", family.defaults.get("rope_theta", 10000.0)) if base is None else base
+    base = raw.get("rope_theta", raw.get("rotary_emb_base")) if base is None else base
+    base = defaults.get("rope_local_base_freq" if local else "rope_theta", 10000.0) if base is None else base
+    share = family.rotary_share
+    if share is not None:
+        share = given.pop("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct", share)))
+        if not is_number(share) or not 0 < share <= 1:
+            raise HandgradError(f"partial_rotary_factor must be a number above 0 and at most 1, not {shown(share)}")
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
+    kind = "longrope" if kind == "su" else kind
     if kind not in ROPE_TYPES:
         raise HandgradError(f"rope_type {shown(kind)} is not supported; choose one of {', '.join(ROPE_TYPES)}")
     unknown = [field for field in given if field not in Scaling._fields]
@@ -138,33 +203,45 @@ def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[st
         neutral = 1.0 if field == "partial_rotary_factor" else None
         if given[field] != neutral:
             raise HandgradError(f"{field}={shown(given[field])} in rope_scaling is not supported")
-    scaling = UNSCALED
-    if kind != "default":
-        known = {field: given[field] for field in given if field in Scaling._fields}
-        for field in _NEEDED[kind]:
-            # transformers computes a factor of yarn that is null, and refuses one that is missing
-            if known.get(field) is None and not (kind == "yarn" and field in known):
-                raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
-        scaling = _checked(Scaling(kind, **known), config, known.get("factor") is not None)
-    return {"rope_base": base, "rope_scaling": scaling, "unrotated": _unrotated(raw, config, family)}
+    if kind == "default":
+        return base, UNSCALED, share
+    known = {field: given[field] for field in given if field in Scaling._fields}
+    for field in _NEEDED[kind]:
+        # transformers computes a factor of yarn that is null, and refuses one that is missing
+        if known.get(field) is None and not (kind == "yarn" and field in known):
+            raise HandgradError(f"rope_scaling of the type {kind} needs {field}")
+    if kind == "longrope":
+        known |= {name: _factors(name, known[name]) for name in ("short_factor", "long_factor")}
+        known |= {"original_max_position_embeddings": x} if (x := raw.get("original_max_position_embeddings")) else {}
+    return base, _checked(Scaling(kind, **known), config, known.get("factor") is not None), share
+
+
+def _factors(name: str, given: Any) -> tuple[Any, ...]:
+    if not isinstance(given, list) or not all(is_number(x) and x > 0 for x in given):
+        raise HandgradError(f"{name} in rope_scaling must be a list of numbers above 0, not {shown(given)}")
+    return tuple(float(x) for x in given)
 
 
 def _checked(scaling: Scaling, config: ModelConfig, given_factor: bool) -> Scaling:
     """Fill in what transformers computes from other fields, and check the values."""
-    if scaling.rope_type in ("llama3", "yarn") and scaling.original_max_position_embeddings is None:
+    if scaling.rope_type in ("llama3", "yarn", "longrope") and scaling.original_max_position_embeddings is None:
         scaling = scaling._replace(original_max_position_embeddings=config.n_context)
     context = scaling.original_max_position_embeddings
     if not given_factor and is_number(context) and context:
         scaling = scaling._replace(factor=config.n_context / context)
     for field, value in scaling._asdict().items():
-        if field not in ("rope_type", "truncate") and value is not None and not (is_number(value) and value > 0):
+        if (
+            field not in ("rope_type", "truncate", "short_factor", "long_factor")
+            and value is not None
+            and not (is_number(value) and value > 0)
+        ):
             raise HandgradError(f"{field} in rope_scaling must be a number above 0, not {shown(value)}")
     return scaling
 
 
 def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tuple[int, ...]:
     """The blocks without rotation: no_rope_layers holds 0 for them."""
-    if "no_rope_layer_interval" not in family.defaults:
+    if family.unrotated != "listed blocks":
         return ()
     rotated = raw.get("no_rope_layers")
     if rotated is None:
@@ -181,11 +258,11 @@ def _unrotated(raw: dict[str, Any], config: ModelConfig, family: Family) -> tupl
 
 def _kinds(raw: dict[str, Any], config: ModelConfig, family: Family) -> list[str] | None:
     """layer_types, if the file has them: the kind of attention of every block."""
-    kinds = raw.get("layer_types")
+    kinds, known = raw.get("layer_types"), family.block_kinds or _KINDS
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or len(kinds) != config.n_blocks or not set(map(str, kinds)) <= set(_KINDS):
-        raise HandgradError(f"layer_types must name {' or '.join(_KINDS)} for every block, not {shown(kinds)}")
+    if not isinstance(kinds, list) or len(kinds) != config.n_blocks or not set(map(str, kinds)) <= set(known):
+        raise HandgradError(f"layer_types must name {' or '.join(known)} for every block, not {shown(kinds)}")
     if family.windows == "every block" and "full_attention" in kinds and raw.get("sliding_window") is not None:
         raise HandgradError("layer_types with full_attention is not supported here: every block has the window")
     return kinds
@@ -193,34 +270,50 @@ def _kinds(raw: dict[str, Any], config: ModelConfig, family: Family) -> list[str
 
 def _window(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
     """The sliding window, and the blocks that have it."""
+    kinds = _kinds(raw, config, family)
     if not family.windows:
         return {}
     width = raw.get("sliding_window", family.defaults["sliding_window"])
-    kinds = _kinds(raw, config, family)
     wanted = raw.get("use_sliding_window", False)
     if "use_sliding_window" in family.defaults and not isinstance(wanted, bool | None):
         raise HandgradError(f"use_sliding_window must be true or false, not {shown(wanted)}")
     if "use_sliding_window" in family.defaults and not wanted:
-        if kinds and "sliding_attention" in kinds:
+        if kinds and _LOCAL in kinds:
             raise HandgradError("layer_types asks for sliding_attention, but use_sliding_window is false")
         width = None
-    if width is None:
-        return {}
+    blocks = _windowed(raw, config, family, kinds)
+    found: dict[str, Any] = {}
+    if family.unrotated == "every block without a window":
+        found["unrotated"] = tuple(i for i in range(config.n_blocks) if i not in blocks)
+    if width is not None and blocks:
+        found |= {"window": width, "windowed": None if len(blocks) == config.n_blocks else blocks}
+    if family.local_rope and width is None and blocks:
+        raise HandgradError(
+            "sliding_window is null, but layer_types has sliding_attention: give the width of the window"
+        )
+    return found
+
+
+def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: list[str] | None) -> tuple[int, ...]:
+    """The blocks that the window is for."""
     if kinds is not None:
-        blocks = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    elif family.windows == "late blocks":
+        return tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL)
+    every = range(config.n_blocks)
+    if family.windows == "late blocks":
         first = raw.get("max_window_layers", family.defaults["max_window_layers"])
         check_integer("max_window_layers", first)
-        blocks = tuple(range(first, config.n_blocks))
-    elif family.windows == "even early blocks":
+        return tuple(every[first:])
+    if family.windows == "even early blocks":
         first = raw.get("max_window_layers", family.defaults["max_window_layers"])
         check_integer("max_window_layers", first)
-        blocks = tuple(range(0, min(first, config.n_blocks), 2))
-    elif family.windows == "unrotated blocks":
-        blocks = config.unrotated
-    else:
-        blocks = tuple(range(config.n_blocks))
-    return {"window": width, "windowed": None if len(blocks) == config.n_blocks else blocks} if blocks else {}
+        return tuple(range(0, min(first, config.n_blocks), 2))
+    if family.windows == "unrotated blocks":
+        return config.unrotated
+    if family.windows == "pattern":
+        period = raw.get("sliding_window_pattern") or family.pattern
+        check_integer("sliding_window_pattern", period)
+        return tuple(i for i in every if (i + 1) % period)
+    return tuple(every)
 
 
 # ── mixtures of experts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,7 +375,8 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     return {
         # a model that transformers would compute differently must not be opened under the family's name
         **({"model_type": "handgrad"} if own else {"architectures": [family.architecture], "model_type": family.name}),
-        **{field: _value(config, ours) for field, ours in family.fields.items()},
+        **{field: _value(config, field, ours) for field, ours in family.fields.items()},
+        **{field: only for field, only in family.only.items() if only is not None},
         **(_rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
         **_expert_fields(config),
@@ -293,8 +387,10 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def _value(config: ModelConfig, ours: tuple[str, ...]) -> object:
+def _value(config: ModelConfig, field: str, ours: tuple[str, ...]) -> object:
     """The value of a field of config.json."""
+    if field in config.table.forms:
+        return _converted(config.table.forms[field], getattr(config, ours[0]), vars(config), field, back=True)
     if ours == ("activation",):
         return _HF_ACTIVATION[config.activation]
     explicit = {"d_rho": config.query_width, "n_kv_heads": config.kv_heads, "d_expert": config.expert_width}
@@ -308,14 +404,19 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     family = config.table
     told = {name for ours in family.fields.values() for name in ours} | {"family"}
     told |= {"rope_base", "rope_scaling"} if config.positions == "rotary" else set()
+    told |= {"local_rope_base"} if family.local_rope and config.local_rope_base is not None else set()
+    told |= {"rotary_width"} if family.rotary_share is not None else set()
+    if "embedding_scale" in family.fixed and config.embedding_scale == math.sqrt(config.d_model):
+        told |= {"embedding_scale"}
     if family.windows and (family.windows != "every block" or config.windowed is None):
         told |= {"window", "windowed"}
-    told |= {"unrotated"} if "no_rope_layer_interval" in family.defaults else set()
+    told |= {"unrotated"} if _tells_unrotated(config) else set()
     told |= _told_by_experts(config)
     own = {}
     for f in fields(ModelConfig):
         value = getattr(config, f.name)
-        if f.name not in told and value != family.fixed.get(f.name, f.default):
+        fixed = family.fixed.get(f.name, f.default)
+        if f.name not in told and value != fixed:
             own[f.name] = value
     for ours in family.fields.values():  # one field that stands for several of ours: they must agree
         for name in ours[1:]:
@@ -325,14 +426,34 @@ def _own(config: ModelConfig) -> dict[str, Any]:
     return own
 
 
+def _tells_unrotated(config: ModelConfig) -> bool:
+    """Whether config.json says which blocks do not rotate."""
+    if config.table.unrotated == "every block without a window":
+        return config.unrotated == tuple(i for i in range(config.n_blocks) if config.window_of(i) is None)
+    return config.table.unrotated == "listed blocks"
+
+
 def _rope_fields(config: ModelConfig) -> dict[str, object]:
-    """Rotary positions in the form that old and new versions of transformers read."""
-    scaling = config.rope_scaling
+    """Rotary positions in the form that old and new versions of transformers read, or new ones alone where the old form cannot
+    say it."""
+    scaling, family = config.rope_scaling, config.table
     given = {name: x for name, x in scaling._asdict().items() if x != UNSCALED._asdict()[name] or name == "factor"}
     if scaling.rope_type == "llama3":
         given |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    given = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items()}
     plain = scaling.rope_type == "default"
-    return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
+    if family.rotary_share is None and not family.local_rope and "rope_parameters" not in family.defaults:
+        return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
+    table: dict[str, object] = {"rope_theta": config.rope_base, **({"rope_type": "default"} if plain else given)}
+    more = {} if plain or scaling.rope_type != "longrope" else {"original_max_position_embeddings": scaling[2]}
+    if family.rotary_share is not None:
+        share = config.rotary_width_of_head / config.query_width
+        exact = int(config.query_width * share) == config.rotary_width_of_head  # what readers make of it
+        table["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
+    if not family.local_rope:
+        return {"rope_parameters": table, **more}
+    local = {"rope_theta": config.local_rope_base or config.rope_base, "rope_type": "default"}
+    return {"rope_parameters": {"full_attention": table, _LOCAL: local}, **more}
 
 
 def _layer_fields(config: ModelConfig) -> dict[str, object]:
@@ -345,7 +466,9 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
         written["sliding_window"] = config.window
     if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
-    if family.windows in ("late blocks", "unrotated blocks", "even early blocks"):
-        kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
-        written["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in kinds]
+    kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
+    if family.windows in ("late blocks", "even early blocks", "unrotated blocks", "pattern"):
+        written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
+    elif family.block_kinds:
+        written["layer_types"] = [family.block_kinds[0]] * config.n_blocks
     return written

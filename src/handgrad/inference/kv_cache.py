@@ -16,15 +16,16 @@ Without kernels torch reads those of neighbors in one call.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import HandgradError
 from ..kernels import calls, token_calls
+from ..kernels.calls import Scores
 from ..model.gpt import GPT
 from ..ops import attention
 from ..ops.attention import Saved
 
+How = tuple[Scores, Tensor | None]  # how scores are computed, and the heads' sinks
 FIRST_CAPACITY = 256  # tokens of the smallest slots
 WASTED_TOKENS = 64  # without a kernel, sequences attend in one call if each reads at most this many keys in vain
 
@@ -228,13 +229,13 @@ class BlockCache:
     def __init__(self, step: Step, i: int):
         self.step, self.i = step, i
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Saved:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None = None) -> Saved:
         """(n, h, width) each: store new keys and values, and let the new queries attend to all keys so far."""
-        parts = self.step.parts
+        parts, how = self.step.parts, (scores, None if sinks is None else sinks.detach())
         if len(parts) == 1:
-            a = parts[0].attend(self.i, q, k, v, window)
+            a = parts[0].attend(self.i, q, k, v, how)
         else:
-            a = torch.cat([part.attend(self.i, q[x], k[x], v[x], window) for part in parts for x in (part.rows,)])
+            a = torch.cat([part.attend(self.i, q[x], k[x], v[x], how) for part in parts for x in (part.rows,)])
         return Saved(q, k, v, a, a)  # without a backward pass there is no log-sum-exp
 
 
@@ -272,12 +273,12 @@ class _Prompts:
         self.rows = slice(start, start + sum(lengths))
         self.spans = attention.spans_of(lengths)
 
-    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         start = 0
         for slot, count in self.new:
             _store(slot, i, 0, k[start : start + count], v[start : start + count])
             start += count
-        return attention.forward(q, k, v, self.spans, True, window)[0]
+        return attention.forward(q, k, v, self.spans, *how)[0]
 
 
 class _Continued:
@@ -289,32 +290,33 @@ class _Continued:
         self.masks: dict[int | None, Tensor] = {}  # by window
         self.sequences: dict[int | None, calls.Sequences] = {}  # by window
 
-    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        slot, pool, old = self.slot, self.slot.pool, self.slot.length
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        slot, pool, old, window = self.slot, self.slot.pool, self.slot.length, how[0].window
         assert pool is not None
         _store(slot, i, old, k, v)
         stop = old + self.count
         first = 0 if window is None else max(0, old - window + 1)
         if slot.has_kernels:
             keys, values = (x[i, slot.row].transpose(0, 1) for x in (pool.k, pool.v))
-            return self._by_kernel(range(first, stop), q, keys, values, window)
+            return self._by_kernel(range(first, stop), q, keys, values, how)
         if window not in self.masks:
             self.masks[window] = _mask(torch.arange(old, stop, device=q.device), range(first, stop), window, q)
         seen_k, seen_v = (x[i, slot.row : slot.row + 1, :, first:stop] for x in (pool.k, pool.v))
-        grouped = q.shape[1] != k.shape[1]
-        a = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], seen_k, seen_v, attn_mask=self.masks[window], enable_gqa=grouped
-        )
+        scores, sinks = how
+        rows = None if sinks is None else sinks[:, None]
+        a = attention.attend_with_mask(q.transpose(0, 1)[None], seen_k, seen_v, self.masks[window], scores, rows)
         return a[0].transpose(0, 1)
 
-    def _by_kernel(self, seen: range, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _by_kernel(self, seen: range, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         """q (t, h, width), k, v (capacity, h_kv, width), of which the new queries see some, without a copy"""
+        scores, sinks = how
+        window = scores.window
         if window not in self.sequences:
             at = torch.arange(len(seen) - self.count, len(seen), dtype=torch.int32)
             rows = calls.table(((seen.start, seen.stop, 0, self.count),))
             self.sequences[window] = calls.Sequences(rows, at)
         a, lse = v.new_empty(*q.shape[:2], v.shape[2]), v.new_empty(q.shape[:2])
-        calls.forward_attention(self.sequences[window], True, window, q, k, v, a, lse)
+        calls.forward_attention(self.sequences[window], scores, q, k, v, sinks, a, lse)
         return a
 
 
@@ -328,9 +330,9 @@ class _Tokens:
         k, v = ((len(slots), pool.shape[1], width) for width in pool.widths)
         self.places = token_calls.Places(torch.tensor([_place(slot) for slot in slots]), pool.shape[0], k, v)
 
-    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         a = v.new_empty(*q.shape[:2], v.shape[2])
-        token_calls.attend_tokens(self.places, i, window, q, k, v, a)
+        token_calls.attend_tokens(self.places, i, how[0], q, k, v, how[1], a)
         return a
 
 
@@ -357,9 +359,9 @@ class _Neighbors:
             self.places = torch.tensor(self.lengths, device=device)
             self.each = torch.arange(len(slots), device=device)
 
-    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        n, heads, width = q.shape
-        end, shared = self.longest + 1, k.shape[1]
+    def attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        (n, heads, width), (scores, sinks) = q.shape, how
+        window, end, shared = scores.window, self.longest + 1, k.shape[1]
         start = 0 if window is None else max(0, min(self.lengths) + 1 - window)
         keys, values = (x[i].narrow(0, self.first, n) for x in (self.pool.k, self.pool.v))
         if self.even:
@@ -370,13 +372,10 @@ class _Neighbors:
             values.transpose(1, 2)[self.each, self.places] = v
             if window not in self.masks:
                 self.masks[window] = _mask(self.places, range(start, end), window, q)[:, None, None]
-        a = F.scaled_dot_product_attention(
-            q.reshape(n, shared, heads // shared, width),
-            keys.narrow(2, start, end - start),
-            values.narrow(2, start, end - start),
-            attn_mask=self.masks.get(window),
-        )
-        return a.reshape(n, heads, -1)
+        seen_k, seen_v = (x.narrow(2, start, end - start) for x in (keys, values))
+        rows = None if sinks is None else sinks.view(shared, -1)
+        queries, mask = q.reshape(n, shared, heads // shared, width), self.masks.get(window)
+        return attention.attend_with_mask(queries, seen_k, seen_v, mask, scores, rows).reshape(n, heads, -1)
 
 
 _Part = _Prompts | _Continued | _Tokens | _Neighbors

@@ -76,7 +76,8 @@ def _block(model: GPT, block: Block, i: int, tensors: list[Tensor]) -> token_blo
     (contract,) = _matrices(model, [mlp.contract], c.hidden_width, d, tensors)
     found = token_block.Block(
         i, c.d_model, c.n_heads, c.n_heads // c.kv_heads, c.query_width, c.value_width, c.hidden_width,
-        attn.window or 0, int(attn.rotated), g, int(mlp.gated), len(qkv), len(inputs),
+        attn.scores.window or 0, int(attn.rotated), g, int(mlp.gated), len(qkv), len(inputs),
+        *attn.scores.numbers(c.query_width), 0 if attn.sinks is None else _numbers(attn.sinks, (c.n_heads,), tensors),
         norm_1=_norm(block.norm_1, d, tensors),
         norm_5=_norm(block.norm_2, d, tensors),
         out=out,

@@ -1,7 +1,10 @@
 /* Sections 3 and 4: causal self-attention, forward and backward, one sequence and one query head at a time.
  *
- *     ρ = softmax(q kᵗ/√d_ρ),   a = ρ v       and       Δ_v = ρᵗ Δ,   Δ_raw = [Δ vᵗ − Δ ⊖ a] ∘ ρ/√d_ρ,
+ *     ρ = softmax(σ q kᵗ),   a = ρ v          and       Δ_v = ρᵗ Δ,   Δ_raw = σ [Δ vᵗ − Δ ⊖ a] ∘ ρ,
  *                                                       Δ_q = Δ_raw k,   Δ_k = Δ_rawᵗ q
+ *
+ * σ is the scale, 1/√d_ρ unless a model has another. Scores may be capped, c tanh(σ q kᵗ/c), which multiplies Δ_raw by 1 − tanh²;
+ * and a head may have a sink: a score without a key, which takes its part of ρ.
  *
  * A tile is BLOCK queries and BLOCK keys. Its scores stay in the processor's cache, ρ is rebuilt from the log-sum-exp of its
  * row, and tiles or parts of tiles that no query sees are skipped. Rows are copied into buffers padded with zeros, so that
@@ -108,16 +111,16 @@ static size ranges(const Sight *s, size i, size rows, size j, size columns, size
 
 /* ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-
-static void forward_head(const Sight *s, size wq, size wv, double scale, const stored *q, size qs, const stored *k, size ks,
-                         const stored *v, size vs, stored *a, size as, real *lse, size ls, real *space) {
+/* `cap` 0: none; `sink` null: none */
+static void forward_head(const Sight *s, size wq, size wv, double scale, double cap, const real *sink, const stored *q, size qs,
+                         const stored *k, size ks, const stored *v, size vs, stored *a, size as, real *lse, size ls, real *space) {
     size pq = padded(wq), pv = padded(wv), blocks = (s->keys + BLOCK - 1) / BLOCK;
     operand *kt = TAKE(operand, blocks * BLOCK * pq / PAIR), *vp = TAKE(operand, blocks * BLOCK * pv / PAIR);
     stored *qp = TAKE(stored, BLOCK * (pq > pv ? pq : pv));
     real *rho = TAKE(real, BLOCK * BLOCK), *sum = TAKE(real, BLOCK * pv), *total = TAKE(real, BLOCK), *largest = TAKE(real, BLOCK);
     stored *rounded = PAIR == 1 ? (stored *)rho : TAKE(stored, BLOCK * BLOCK);
     size from[BLOCK], to[BLOCK];
-    real factor = (real)scale;
+    real factor = cap > 0 ? 1 : (real)scale; /* of what is in a tile: capped scores are scaled already */
     for (size j = 0; j < s->keys; j += BLOCK) {
         size columns = s->keys - j < BLOCK ? s->keys - j : BLOCK;
         pack(columns, wq, k + j * ks, ks, qp, pq);
@@ -143,6 +146,8 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const s
                 size full = (most + LANES - 1) / LANES * LANES;
                 strip(full, (wq + PAIR - 1) / PAIR, left + m * (pq / PAIR), pq / PAIR, 1, kt + j * (pq / PAIR), BLOCK,
                       rho + m * BLOCK, BLOCK, 0);
+                if (cap > 0)
+                    for (size r = m; r < m + HIGH; r++) cap_scores(full, rho + r * BLOCK, scale, cap);
                 for (size r = m; r < m + HIGH; r++) {
                     real *restrict row = rho + r * BLOCK;
                     real top = largest[r], part = 0;
@@ -169,18 +174,23 @@ static void forward_head(const Sight *s, size wq, size wv, double scale, const s
             }
         }
         for (size r = 0; r < rows; r++) {
-            real inverse = 1 / total[r];
+            real top = factor * largest[r], all = total[r], inverse = 1 / all;
+            if (sink) {
+                real higher = *sink > top ? *sink : top, shrink = exp_(top - higher);
+                all = all * shrink + exp_(*sink - higher);
+                top = higher, inverse = shrink / all;
+            }
             stored *restrict a_t = a + (i + r) * as;
             for (size c = 0; c < wv; c++) a_t[c] = narrow(sum[r * pv + c] * inverse);
-            lse[(i + r) * ls] = factor * largest[r] + (real)log((double)total[r]);
+            lse[(i + r) * ls] = top + (real)log((double)all);
         }
     }
 }
 
 /* ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-static void backward_head(const Sight *s, size wq, size wv, double scale, const stored *d, size ds, const stored *q, size qs,
-                          const stored *k, size ks, const stored *v, size vs, const stored *a, size as, const real *lse, size ls,
+static void backward_head(const Sight *s, size wq, size wv, double scale, double cap, const stored *d, size ds, const stored *q,
+                          size qs, const stored *k, size ks, const stored *v, size vs, const stored *a, size as, const real *lse, size ls,
                           real *dq, size dqs, real *dk, size dks, real *dv, size dvs, real *space) {
     size pq = padded(wq), pv = padded(wv), blocks = (s->queries + BLOCK - 1) / BLOCK;
     stored *kp = TAKE(stored, BLOCK * pq), *vp = TAKE(stored, BLOCK * pv);
@@ -198,7 +208,7 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
         raw_r = TAKE(stored, BLOCK * BLOCK);
     }
     size from[BLOCK], to[BLOCK];
-    real factor = (real)scale;
+    real factor = (real)scale, inner = cap > 0 ? (real)(scale / cap) : 0, c_ = (real)cap;
     for (size i = 0; i < s->queries; i += BLOCK) {
         size rows = s->queries - i < BLOCK ? s->queries - i : BLOCK;
         pack(rows, wq, q + i * qs, qs, qp + i * pq, pq);
@@ -242,10 +252,17 @@ static void backward_head(const Sight *s, size wq, size wv, double scale, const 
                     real *restrict rho_t = rho + r * BLOCK, *restrict raw_t = raw + r * BLOCK;
                     real row_lse = r < rows ? lse[(i + r) * ls] : 0, row_shift = r < rows ? shift[i + r] : 0;
                     for (size c = 0; c < from[r]; c++) rho_t[c] = raw_t[c] = 0;
-                    for (size c = from[r]; c < to[r]; c++) {
-                        rho_t[c] = exp_(factor * rho_t[c] - row_lse);
-                        raw_t[c] = (raw_t[c] - row_shift) * (rho_t[c] * factor);
-                    }
+                    if (cap > 0)
+                        for (size c = from[r]; c < to[r]; c++) {
+                            real t = tanh_(inner * rho_t[c]);
+                            rho_t[c] = exp_(c_ * t - row_lse);
+                            raw_t[c] = (raw_t[c] - row_shift) * (rho_t[c] * factor) * (1 - t * t);
+                        }
+                    else
+                        for (size c = from[r]; c < to[r]; c++) {
+                            rho_t[c] = exp_(factor * rho_t[c] - row_lse);
+                            raw_t[c] = (raw_t[c] - row_shift) * (rho_t[c] * factor);
+                        }
                     for (size c = to[r]; c < BLOCK; c++) rho_t[c] = raw_t[c] = 0;
                 }
                 round_rows(raw + m * BLOCK, raw_r + m * BLOCK);
@@ -316,23 +333,23 @@ static size longest_of(size sequences, const int64_t *table, const int32_t *at, 
     return failed
 
 int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries, size heads,
-                         size repeat, size wq, size wv, double scale, size causal, size window, const stored *q, size qs,
-                         size qh, const stored *k, size ks, size kh, const stored *v, size vs, size vh, stored *a, size as,
+                         size repeat, size wq, size wv, double scale, double cap, size causal, size window, const real *sinks,
+                         const stored *q, size qs, size qh, const stored *k, size ks, size kh, const stored *v, size vs, size vh, stored *a, size as,
                          size ah, real *lse, size ls, size lh) {
     EACH_HEAD(rounded * (pq + pv) + BLOCK * (pq + 2 * BLOCK + 2 * pv + 2),
-              forward_head(&sight, wq, wv, scale, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
+              forward_head(&sight, wq, wv, scale, cap, sinks ? sinks + h : NULL, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh, ks, v + k0 * vs + g * vh,
                            vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls, space););
 }
 
 /* dk and dv have a head for each query head */
 int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
-                          size heads, size repeat, size wq, size wv, double scale, size causal, size window,
+                          size heads, size repeat, size wq, size wv, double scale, double cap, size causal, size window,
                           const stored *d, size ds, size dh, const stored *q, size qs, size qh, const stored *k,
                           size ks, size kh, const stored *v, size vs, size vh, const stored *a, size as, size ah, const real *lse,
                           size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks, size dkh, real *dv,
                           size dvs, size dvh) {
     EACH_HEAD(BLOCK * (3 * pq + 3 * pv + 4 * BLOCK) + rounded * (2 * pq + pv + 1),
-              backward_head(&sight, wq, wv, scale, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
+              backward_head(&sight, wq, wv, scale, cap, d + q0 * ds + h * dh, ds, q + q0 * qs + h * qh, qs, k + k0 * ks + g * kh,
                             ks, v + k0 * vs + g * vh, vs, a + q0 * as + h * ah, as, lse + q0 * ls + h * lh, ls,
                             dq + q0 * dqs + h * dqh, dqs, dk + k0 * dks + h * dkh, dks, dv + k0 * dvs + h * dvh, dvs,
                             space););

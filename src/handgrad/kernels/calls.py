@@ -3,6 +3,7 @@
 Rows are the first dimension; the last one must be contiguous. (n, w), or (n, h, w) for heads.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -253,6 +254,26 @@ def softmax_loss(logits: Tensor, targets: Tensor, weight: float, losses: Tensor)
     _check(found, f"a target is not one of the {width:,} logits")
 
 
+class Scores(NamedTuple):
+    """How a query and a key become a score, s = σ q·k or c tanh(s/c), and which keys a query sees."""
+
+    causal: bool = True
+    window: int | None = None  # keys that a query sees, itself included; None: all before it
+    scale: float | None = None  # σ; None: 1/√d_ρ
+    cap: float | None = None  # c, which no score exceeds; None: none
+
+    def factor(self, d_rho: int) -> float:
+        """σ"""
+        return d_rho**-0.5 if self.scale is None else self.scale
+
+    def numbers(self, d_rho: int) -> list[float]:
+        """σ and c as kernels take them; no cap is 0."""
+        factor, cap = self.factor(d_rho), self.cap or 0.0
+        if not 0 < factor < math.inf or not 0 <= cap < math.inf:
+            raise HandgradError(f"scores with scale={self.scale} and cap={self.cap}: both must be numbers above 0")
+        return [factor, cap]
+
+
 class Sequences(NamedTuple):
     """Sequences packed end to end, for attention. Rows ascend; a row of q that is in none of them is not a query."""
 
@@ -267,21 +288,22 @@ def table(rows: tuple[tuple[int, int, int, int], ...]) -> Tensor:
 
 
 def forward_attention(
-    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor, a: Tensor, lse: Tensor
+    sequences: Sequences, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, a: Tensor, lse: Tensor
 ) -> None:
-    """The tensors are (rows, heads, width), lse (rows, heads)."""
-    shape, operands = _attention(sequences, causal, window, q, k, v)
-    m, heads, _ = q.shape
-    results = *_heads((m, heads, v.shape[2]), q.dtype, a), *_heads((m, heads), COMPUTED[q.dtype], lse)
-    _check(_call("forward_attention", q.dtype, *shape, *operands, *results), WRONG_SEQUENCES)
+    """The tensors are (rows, heads, width), sinks (heads), lse (rows, heads)."""
+    shape, operands = _attention(sequences, scores, q, k, v)
+    (m, heads, _), wide = q.shape, COMPUTED[q.dtype]
+    results = *_heads((m, heads, v.shape[2]), q.dtype, a), *_heads((m, heads), wide, lse)
+    given = *_numbers(heads, wide, sinks), *operands
+    _check(_call("forward_attention", q.dtype, *shape, *given, *results), WRONG_SEQUENCES)
 
 
 def backward_attention(
-    sequences: Sequences, causal: bool, window: int | None, delta: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    a: Tensor, lse: Tensor, into: list[Tensor],
+    sequences: Sequences, scores: Scores, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, lse: Tensor,
+    into: list[Tensor],
 ) -> None:  # fmt: skip
     """`into` are the error signals of q, k and v, those of k and v with a head for every query head."""
-    shape, operands = _attention(sequences, causal, window, q, k, v)
+    shape, operands = _attention(sequences, scores, q, k, v)
     (m, heads, d_rho), n, d_h, dtype, wide = q.shape, k.shape[0], v.shape[2], q.dtype, COMPUTED[q.dtype]
     given = *operands, *_heads((m, heads, d_h), dtype, a), *_heads((m, heads), wide, lse)
     results = [
@@ -304,10 +326,10 @@ WRONG_SEQUENCES = "a sequence has rows outside of q, k and v, rows of another se
 
 
 def _attention(
-    sequences: Sequences, causal: bool, window: int | None, q: Tensor, k: Tensor, v: Tensor
+    sequences: Sequences, scores: Scores, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[list[int | float], list[int]]:
-    """What both passes have in common: sequences and sizes, then q, k and v."""
-    rows, at = sequences
+    """What both passes have in common: sequences, sizes and scores, then q, k and v."""
+    (rows, at), window = sequences, scores.window
     (m, heads, d_rho), (n, key_heads, _), d_h, dtype = q.shape, k.shape, v.shape[2], q.dtype
     if not key_heads or heads % key_heads or not d_rho or not d_h or (window is not None and window < 1):
         raise HandgradError(
@@ -315,7 +337,7 @@ def _attention(
         )
     count = rows.shape[0]
     where = count, *_numbers(4 * count, torch.int64, rows), *_numbers(m, torch.int32, at), n, m
-    shape = [*where, heads, heads // key_heads, d_rho, d_h, d_rho**-0.5, int(causal), window or 0]
+    shape = [*where, heads, heads // key_heads, d_rho, d_h, *scores.numbers(d_rho), int(scores.causal), window or 0]
     operands = _heads((m, heads, d_rho), dtype, q) + _heads((n, key_heads, d_rho), dtype, k)
     return shape, operands + _heads((n, key_heads, d_h), dtype, v)
 

@@ -83,11 +83,10 @@ static inline void share_of(size count, size unit, size *first, size *end) {
 #define FIRST(x) (x)
 #endif
 
-/* exp: for float by 2^k · p(r), |r| ≤ ln 2 / 2, which the compiler turns into vector instructions. Error: 1 unit in the last
- * place. Outside −87 … 88 the result is that of the nearest end; NaN stays NaN. */
-static inline real exp_(real x) {
-    if (sizeof(real) == 8) return (real)exp((double)x);
-    float t = (float)x;
+/* e^x = (1 + p) · two for float, with p = e^r − 1, |r| ≤ ln 2 / 2, and two = 2^k: what the compiler turns into vector
+ * instructions. Outside −87 … 88 the result is that of the nearest end; NaN stays NaN. */
+typedef struct { float p, two; } power;
+static inline power power_of_e(float t) {
     t = t > 88.0f ? 88.0f : t;
     t = t < -87.0f ? -87.0f : t;
     float k = rintf(t * 1.44269504f);
@@ -105,7 +104,28 @@ static inline real exp_(real x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
     two.i = (whole.i + 127) << 23;
-    return (real)(p * two.f);
+    return (power){p * r * r + r, two.f};
+}
+
+/* exp; error for float: 1 unit in the last place */
+static inline real exp_(real x) {
+    if (sizeof(real) == 8) return (real)exp((double)x);
+    power e = power_of_e((float)x);
+    return (real)((e.p + 1.0f) * e.two);
+}
+
+/* tanh x = y / (y + 2), y = e^2x − 1, without cancellation; relative error for float: 4 units in the last place */
+static inline real tanh_(real x) {
+    if (sizeof(real) == 8) return (real)tanh((double)x);
+    float t = (float)x, size = t < 0 ? -t : t;
+    power e = power_of_e(2 * (size > 10.0f ? 10.0f : size));
+    float y = e.two == 1.0f ? e.p : (e.p + 1.0f) * e.two - 1.0f, found = y / (y + 2.0f); /* small numbers have no 1 to lose */
+    return (real)(t < 0 ? -found : found);
+}
+
+/* c tanh(x/c) of `count` numbers: capped scores, of which none is beyond ±c */
+static inline void cap_scores(size count, real *restrict x, double scale, double cap) {
+    real factor = (real)(scale / cap), c = (real)cap;
+    for (size i = 0; i < count; i++) x[i] = c * tanh_(factor * x[i]);
 }

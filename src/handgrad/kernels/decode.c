@@ -182,7 +182,7 @@ void attend_tokens_part(const heads *x, size n, size block, const int64_t *place
         const real *values = (const real *)place[1] + block * place[3] + g * place[4] * dv;
         const real *q_t = q + t * qs + h * qh;
         real *restrict a = out + t * os + h * oh;
-        real highest = -INFINITY, total = 0, scores[KEYS];
+        real highest = x->sinks ? x->sinks[h] : -INFINITY, total = highest > -INFINITY, scores[KEYS];
         for (size i = 0; i < dv; i++) a[i] = 0;
         for (size start = first; start < end; start += KEYS) {
             size count = end - start < KEYS ? end - start : KEYS;
@@ -191,9 +191,12 @@ void attend_tokens_part(const heads *x, size n, size block, const int64_t *place
                 const real *key = keys + (start + j) * d;
                 real sum = 0;
                 _Pragma("omp simd reduction(+ : sum)") for (size i = 0; i < d; i++) sum += q_t[i] * key[i];
-                scores[j] = sum * (real)x->scale;
-                top = scores[j] > top ? scores[j] : top;
+                scores[j] = sum;
             }
+            if (x->cap > 0) cap_scores(count, scores, x->scale, x->cap);
+            else
+                for (size j = 0; j < count; j++) scores[j] *= (real)x->scale;
+            for (size j = 0; j < count; j++) top = scores[j] > top ? scores[j] : top;
             real shrink = highest == -INFINITY ? 0 : exp_(highest - top);
             if (shrink != 1)
                 for (size i = 0; i < dv; i++) a[i] *= shrink;
@@ -232,10 +235,10 @@ void store_tokens(const heads *x, size n, size block, const int64_t *places, con
 }
 
 int hg_attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
-                     const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
+                     double cap, const real *sinks, const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
                      const real *v, size vs, size vh, real *out, size os, size oh) {
     if (wrong_places(n, places)) return WRONG_TABLE;
-    heads x = {count, share, d, dv, window, scale};
+    heads x = {count, share, d, dv, window, scale, cap, sinks};
     store_tokens(&x, n, block, places, k, ks, kh, v, vs, vh);
     size longest = 0;
     for (size t = 0; t < n; t++) longest = places[6 * t + 5] > longest ? places[6 * t + 5] : longest;

@@ -27,8 +27,9 @@ size rounded_size(size n, size f_in);
 void round_part(size n, size f_in, const float *a, size as, group *out);
 void rounded_product_part(size kind, size n, size f_in, size f_out, const group *a, const uint8_t *w, float *out, size os);
 
-/* Heads of queries, `share` of them to one head of keys and values; widths of keys and values */
-typedef struct { size heads, share, d, dv, window; double scale; } heads;
+/* Heads of queries, `share` of them to one head of keys and values; widths of keys and values. `cap` 0: none; `sinks`: a score
+ * without a key for every head, or null */
+typedef struct { size heads, share, d, dv, window; double scale, cap; const real *sinks; } heads;
 
 /* Attention of one new token of each of n sequences to cached keys. places (n, 6): addresses of the keys and of the values of
  * block 0, numbers between two blocks of each, capacity, and the position of the new token. A head's keys follow each other.

@@ -35,11 +35,12 @@ KERNEL int hg_softmax_loss(size n, size w, real *a, size as, const int64_t *targ
 /* ── attention.c ───────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 KERNEL int hg_forward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
-                                size heads, size repeat, size wq, size wv, double scale, size causal, size window,
-                                const stored *q, size qs, size qh, const stored *k, size ks, size kh, const stored *v,
+                                size heads, size repeat, size wq, size wv, double scale, double cap, size causal,
+                                size window, const real *sinks, const stored *q, size qs, size qh, const stored *k, size ks, size kh, const stored *v,
                                 size vs, size vh, stored *a, size as, size ah, real *lse, size ls, size lh);
 KERNEL int hg_backward_attention(size sequences, const int64_t *table, const int32_t *at, size n_keys, size n_queries,
-                                 size heads, size repeat, size wq, size wv, double scale, size causal, size window,
+                                 size heads, size repeat, size wq, size wv, double scale, double cap, size causal,
+                                 size window,
                                  const stored *d, size ds, size dh, const stored *q, size qs, size qh, const stored *k,
                                  size ks, size kh, const stored *v, size vs, size vh, const stored *a, size as, size ah,
                                  const real *lse, size ls, size lh, real *dq, size dqs, size dqh, real *dk, size dks,
@@ -75,7 +76,7 @@ KERNEL int hg_few_rows(size n, size f_in, size f_out, const real *a, size as, co
 KERNEL void hg_few_rows_in_out(size n, size f_in, size f_out, const real *a, size as, const real *w, size ws, real *out,
                                size os);
 KERNEL int hg_attend_tokens(size n, size count, size share, size d, size dv, size block, size window, double scale,
-                            const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
+                            double cap, const real *sinks, const int64_t *places, const real *q, size qs, size qh, const real *k, size ks, size kh,
                             const real *v, size vs, size vh, real *out, size os, size oh);
 
 /* ── token_block.c ─────────────────────────────────────────────────────────────────────────────────────────────────── */
@@ -89,6 +90,8 @@ typedef struct { int64_t kind, f_in, f_out, w, ws, b, rank, down, up; double sca
 typedef struct { int64_t w, b; double eps; } norm; /* b = 0: RMSNorm; w = 0: no norm */
 typedef struct {
     int64_t index, d, heads, share, d_rho, d_h, hidden, window, rotated, activation, gated, inputs, mlp_inputs;
+    double scale, cap; /* of scores; a cap of 0 is none */
+    int64_t sinks;     /* address of a score for every head; 0: none */
     norm norm_1, norm_5, q_norm, k_norm;
     matrix qkv[3], out, mlp[2], contract;
 } block;

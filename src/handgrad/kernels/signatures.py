@@ -20,8 +20,8 @@ ARGUMENTS = {
     "rotate": "nnn pnn p p x pnn n",
     "sum_heads": "nnnn pnn pnn",
     "softmax_loss": "nn pn p x p",
-    "forward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn",
-    "backward_attention": "n p p nn nnnn x nn pnn pnn pnn pnn pnn pnn pnn pnn pnn",
+    "forward_attention": "n p p nn nnnn xx nn p pnn pnn pnn pnn pnn",
+    "backward_attention": "n p p nn nnnn xx nn pnn pnn pnn pnn pnn pnn pnn pnn pnn",
     "product": "nnn pnn pnn p pn n",
     "mixed_product": "nnn pnnn pnnn n pnnn pnnn p pnn n",
     "packed_product": "nnnn pn p pn",
@@ -29,7 +29,7 @@ ARGUMENTS = {
     "rounded_product": "nnnn pn p pn",
     "few_rows": "nnn pn pn pn",
     "few_rows_in_out": "nnn pn pn pn",
-    "attend_tokens": "nnnnnnn x p pnn pnn pnn pnn",
+    "attend_tokens": "nnnnnnn xx p p pnn pnn pnn pnn",
     "token_blocks": "n p n p p p p",
 }
 # These return 0, NO_MEMORY or WRONG_TABLE (common.h), the others nothing.

@@ -73,7 +73,7 @@ static void token_block_part(const block *x, size n, const int64_t *places, cons
     size width = q_width + k_width + kv * x->d_h, a_3_width = x->heads * x->d_h;
     size hidden = x->hidden, a_7_width = hidden * (x->gated ? 2 : 1);
     real *a_2 = to->a_2, *q = to->q, *k = q + q_width, *v = k + k_width, *a_3 = to->a_3, *a_7 = to->a_7, *a_8 = to->a_8;
-    const heads h = {x->heads, x->share, x->d_rho, x->d_h, x->window, 1 / sqrt((double)x->d_rho)};
+    const heads h = {x->heads, x->share, x->d_rho, x->d_h, x->window, x->scale, x->cap, (const real *)x->sinks};
 
     ONE_THREAD normalize(&x->norm_1, n, d, a, d, a_2, d, to->statistics);
     linear_part(x->qkv, (int)x->inputs, n, a_2, d, q, width, to);

@@ -38,6 +38,9 @@ class Block(ctypes.Structure):
                 "inputs", "mlp_inputs",
             )
         ),
+        ("scale", ctypes.c_double),
+        ("cap", ctypes.c_double),
+        ("sinks", _SIZE),
         *((name, Norm) for name in ("norm_1", "norm_5", "q_norm", "k_norm")),
         ("qkv", Matrix * 3),
         ("out", Matrix),

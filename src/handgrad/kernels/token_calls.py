@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .calls import Shape, _call, _check, _heads, _numbers, _rows, _unfit
+from .calls import Scores, Shape, _call, _check, _heads, _numbers, _rows, _unfit
 
 FEW_ROWS = 16  # MANY of decode.c: up to here products read the weights at the speed of memory, faster than torch does
 
@@ -37,14 +37,17 @@ class Places(NamedTuple):
 WRONG_PLACES = "a token has no place in the cache: its position is not below the capacity"
 
 
-def attend_tokens(places: Places, block: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """q, out (n, h, …); k, v (n, h_kv, …)"""
+def attend_tokens(
+    places: Places, block: int, scores: Scores, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor
+) -> None:
+    """q, out (n, h, …); k, v (n, h_kv, …); sinks (h)"""
     (n, heads, width), dtype, d_h = q.shape, q.dtype, places.v[2]
     if not 0 <= block < places.blocks or heads % places.k[1] or places.k != (n, places.v[1], width):
         raise _unfit(q, (places.k[0], heads, places.k[2]), dtype)
     found = _call(
-        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, window or 0, width**-0.5,
-        places.address(), *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
+        "attend_tokens", dtype, n, heads, heads // places.k[1], width, d_h, block, scores.window or 0,
+        *scores.numbers(width), *_numbers(heads, dtype, sinks), places.address(),
+        *_heads((n, heads, width), dtype, q), *_heads(places.k, dtype, k), *_heads(places.v, dtype, v),
         *_heads((n, heads, d_h), dtype, out),
     )  # fmt: skip
     _check(found, WRONG_PLACES)

@@ -13,6 +13,7 @@ from . import (  # noqa: F401   importing a file registers its checks
     beyond_gated,
     beyond_grouped,
     beyond_rotary,
+    beyond_scores,
     embedding,
     errata,
     head_backward,

@@ -20,12 +20,11 @@ from .config import ModelConfig
 from .layers.attention import Attention
 from .layers.branches import BranchInput
 from .layers.experts import Experts, feed_forward
-from .layers.linear import Affine
 from .layers.mlp import MLP
 from .layers.norms import Norm, norm_of
 from .layers.parts import Parts, part
 from .passes.arguments import Pass
-from .steps import Step, signal
+from .steps import Layer, Step, signal
 
 
 class SavedBranch(NamedTuple):
@@ -240,6 +239,6 @@ class Block(Parts):
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
-    def numbered(self) -> dict[str, Affine | Norm]:
+    def numbered(self) -> dict[str, Layer]:
         """The layers by the letter or number that the paper gives their parameters."""
         return {number: layer for step in self.steps() for number, layer in step.layers.items()}

@@ -21,7 +21,7 @@ _OPTIONAL = (
 )  # fmt: skip
 _SWITCHES = (
     "tied", "logits_bias", "key_bias", "causal", "gated", "qkv_bias", "out_bias", "mlp_bias", "norm_bias", "qk_norm",
-    "qk_norm_joint", "rotary_neighbors", "parallel", "normalized_gates",
+    "qk_norm_joint", "rotary_neighbors", "parallel", "sinks", "qkv_by_head", "normalized_gates",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ class ModelConfig:
     gated: bool = False  # a_8 = g(gate) ∘ up instead of g(a_7)
     n_kv_heads: int | None = None  # heads of keys and values, each shared by a group of queries; default: n_heads
     qkv_bias: bool = True
+    qkv_by_head: bool = False  # of a layer with q, k and v: the columns of each head are side by side
     out_bias: bool = True  # of w_3
     mlp_bias: bool = True
     norm_bias: bool = True  # of LayerNorm
@@ -76,6 +77,9 @@ class ModelConfig:
     unrotated: tuple[int, ...] = ()  # blocks whose queries and keys are not rotated
     window: int | None = None  # keys that a query sees, itself included; default: all before it
     windowed: tuple[int, ...] | None = None  # blocks to which `window` applies; default: all
+    attention_scale: float | None = None  # of q kᵗ; default: 1/√d_ρ
+    score_cap: float | None = None  # c: scores s become c tanh(s/c); default: no cap
+    sinks: bool = False  # every head has a learned score without a key in its softmax
 
     n_experts: int | None = None  # feed-forward layers of a mixture, of which a token uses some; default: no mixture
     experts_per_token: int | None = None
@@ -115,6 +119,12 @@ class ModelConfig:
                 " head serves a group of equally many query heads"
             )
         self._check_scales()
+        for name in ("attention_scale", "score_cap"):
+            x = getattr(self, name)
+            if x is not None and not (is_number(x) and 1e-6 <= x <= 1e6):
+                raise HandgradError(
+                    f"{name} must be a number from 1e-6 to 1e6, not {x!r}: leave it out for the default"
+                )
         if self.positions == "rotary":
             self._check_rotary()
         if self.window is not None and not self.causal:
@@ -138,6 +148,8 @@ class ModelConfig:
             raise HandgradError(f"gain_offset must be 0 or 1, not {self.gain_offset!r}")
         if self.gain_offset and self.norm != "rms":
             raise HandgradError("gain_offset belongs to RMSNorm: choose norm='rms', or leave it out")
+        if self.qkv_by_head and self.kv_heads != self.n_heads:
+            raise HandgradError("qkv_by_head needs as many heads of keys as of queries: leave out n_kv_heads")
         if self.qk_norm_joint and not self.qk_norm:
             raise HandgradError("qk_norm_joint says how queries and keys are normalized: give qk_norm as well")
 
@@ -216,7 +228,7 @@ class ModelConfig:
         scaling = self.rope_scaling
         if not isinstance(scaling, Scaling) or scaling.rope_type not in ROPE_TYPES:
             raise HandgradError(f"rope_scaling must be a Scaling of the type {', '.join(ROPE_TYPES)}, not {scaling!r}")
-        if scaling.rope_type != "default" and not self.table.scaled:
+        if scaling.rope_type not in self.table.rope_types:
             raise HandgradError(f"rope_scaling of the type {scaling.rope_type} is not defined for {self.family}")
         for name, value in scaling._asdict().items():
             if name in ("rope_type", "truncate") or (value is None and name not in ("factor", "low_freq_factor")):

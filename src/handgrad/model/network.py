@@ -93,13 +93,14 @@ class Network(Parts):
 
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
-        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, biases 0"""
+        """As GPT-2: matrices N(0, 0.02), divided by √(2·n_blocks) where a branch joins the stream; gains 1, others 0"""
         generator = torch.Generator().manual_seed(seed)
+        sinks = {id(block.attn.sinks) for block in self.blocks}
         joining = {
             id(layer.plain().weight) for block in self.blocks for layer in (block.attn.out, *block.mlp.joining())
         }
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or id(p) in sinks:
                 p.zero_()
             elif p.ndim == 1:
                 p.fill_(1 - self.config.gain_offset)

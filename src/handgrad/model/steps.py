@@ -13,6 +13,9 @@ from typing import NamedTuple
 from ..errors import HandgradError
 from .layers.linear import Affine
 from .layers.norms import Norm
+from .layers.sinks import Sinks
+
+Layer = Affine | Norm | Sinks  # the parameters of a step
 
 
 class Step(NamedTuple):
@@ -22,7 +25,7 @@ class Step(NamedTuple):
     kind: str  # norm, attention, linear, activation, gated, add
     inputs: tuple[str, ...]  # activations, by their names in a trace, without the block's prefix
     outputs: tuple[str, ...]
-    layers: dict[str, Affine | Norm] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
+    layers: dict[str, Layer] = {}  # by the number or letter of their parameters: w_1, w_q  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals inside the step that a trace records
     scale: float = 1.0  # of what an addition adds to the stream
     extras: tuple[str, ...] = ()  # what it does besides, each in a word or two
@@ -63,9 +66,10 @@ def require(steps: Iterable[Step], known: Collection[str], reader: str) -> None:
 PAPER_BLOCK: tuple[tuple[str, ...], ...] = (
     ("norm_1: norm of a_1 → a_2 by 1",),
     tuple(
-        f"attention: attention of a_2 → a_3 by {layers}{norms}"
+        f"attention: attention of a_2 → a_3 by {layers}{norms}{sink}"
         for layers in ("2", "q k v")
         for norms in ("", " q_norm k_norm")
+        for sink in ("", " sink")
     ),
     ("projection: linear of a_3 → a_4 by 3",),
     ("skip_5: add of a_1, a_4 → a_5",),

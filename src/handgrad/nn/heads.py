@@ -15,18 +15,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..errors import HandgradError
+from ..kernels.calls import Scores
 from ..ops import attention as heads_op
 from ..ops import rotary
 from .arguments import check_heads, mixes
 from .functions import autocast, first_derivative, opaque, operand, rows, shaped, without_autocast
 
+Rotation = tuple[Tensor, Tensor] | None  # cos and sin
+
 
 class Layout(NamedTuple):
-    """Which rows are queries, and which keys they see."""
+    """Which rows are queries, which keys they see, and how they are scored."""
 
     spans: heads_op.Spans
-    window: int | None = None
-    causal: bool = True
+    scores: Scores = heads_op.PLAIN
     blind: Tensor | None = None  # rows that see no key: their output is 0
 
 
@@ -50,9 +52,9 @@ class Heads(NamedTuple):
 class AttentionFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None, heads: Heads
+        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, rotation: Rotation, sinks: Tensor | None, heads: Heads
     ) -> Tensor:
-        layout = heads.layout
+        layout, (cos, sin) = heads.layout, rotation or (None, None)
         flat = [None if x is None else rows(x) for x in (q, k, v)]
         q_, k_, v_ = heads.split(*flat)  # type: ignore[arg-type]
         if cos is not None and sin is not None:
@@ -60,19 +62,19 @@ class AttentionFunction(Function):
             if k is None:
                 v_ = v_.contiguous()  # a view would keep all that the fused layer has computed
         q_, k_, v_ = (operand(x, heads.mixed) for x in (q_, k_, v_))
-        a, saved = heads_op.forward(q_, k_, v_, layout.spans, layout.causal, layout.window)
+        a, saved = heads_op.forward(q_, k_, v_, layout.spans, layout.scores, sinks)
         if layout.blind is not None:
             a[layout.blind], saved.lse[layout.blind] = 0, 0
         out = shaped(a, *q.shape[:-1], a.shape[1] * a.shape[2])
-        ctx.save_for_backward(q_, k_, v_, out, saved.lse, cos, sin)
+        ctx.save_for_backward(q_, k_, v_, out, saved.lse, cos, sin, saved.sinks)
         out = out.to(q.dtype)
-        ctx.heads, ctx.fused = heads, k is None
+        ctx.heads, ctx.fused, ctx.sinks_dtype = heads, k is None, None if sinks is None else sinks.dtype
         return out
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, cos, sin = ctx.saved_tensors
+        q, k, v, out, lse, cos, sin, sinks = ctx.saved_tensors
         heads, layout, n, leading = ctx.heads, ctx.heads.layout, len(q), delta.shape[:-1]
         grads = [delta.new_empty(n, x[0].numel()) for x in (q, k, v)]
         if ctx.fused:
@@ -80,17 +82,20 @@ class AttentionFunction(Function):
             into = heads.split(whole, None, None)
         else:
             into = heads.split(*grads)
-        saved = heads_op.Saved(q, k, v, out.view(n, heads.n_heads, -1), lse)
+        saved = heads_op.Saved(q, k, v, out.view(n, heads.n_heads, -1), lse, sinks)
         signal = rows(delta).view_as(saved.a)
-        heads_op.backward(signal, saved, layout.spans, layout.causal, into, layout.window)
+        heads_op.backward(signal, saved, layout.spans, into, layout.scores)
+        of_sinks = None
+        if ctx.needs_input_grad[4]:
+            of_sinks = heads_op.sink_signals(signal, saved, layout.spans).sum(0).to(ctx.sinks_dtype)
         if layout.blind is not None:
             into[0][layout.blind] = 0
         if cos is not None:
             for signal in into[:2]:
                 rotary.backward(signal, cos, sin, into=signal)
         if ctx.fused:
-            return whole.view(*leading, -1), None, None, None, None, None
-        return *(x.view(*leading, -1) for x in grads), None, None, None
+            return whole.view(*leading, -1), None, None, None, of_sinks, None
+        return *(x.view(*leading, -1) for x in grads), None, of_sinks, None
 
 
 @opaque
@@ -104,24 +109,30 @@ def attention(
     rotation: tuple[Tensor, Tensor] | None = None,
     causal: bool = True,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
     layout: Layout | None = None,
     precision: str | None = None,
 ) -> Tensor:
     """softmax(mask(q kᵗ/√d_ρ)) v of every head: (B, T, h d_ρ) → (B, T, h d_h). Without k and v, q holds all three side by
-    side. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
+    side. Another `scale` takes the place of 1/√d_ρ; with a `cap` c scores s become c tanh(s/c); `sinks` (h) are scores
+    without a key. Each of the B rows is a sequence unless a `layout` says which keys a query sees. With the `precision` "mixed"
     operands and output are rounded to bfloat16; sums, gradients and the dtype of the output are float32."""
     if layout is None:
         if q.ndim != 3:
             raise HandgradError(f"attention takes queries of shape (B, T, width), not {tuple(q.shape)}")
-        layout = Layout(causal_layout(*q.shape[:2]).spans, window, causal)
+        layout = Layout(causal_layout(*q.shape[:2]).spans, Scores(causal, window, scale, cap))
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
     check_heads(q, k, v, n_heads, n_kv_heads, rotation)
+    if sinks is not None and sinks.shape != (n_heads,):
+        raise HandgradError(f"sinks has the shape {tuple(sinks.shape)}; {n_heads} heads need ({n_heads},)")
+    layout.scores.numbers(1)  # raises if they make no sense
     heads = Heads(n_heads, n_kv_heads, layout, mixes(precision, q=q, k=k, v=v))
     kind = q.device.type
     q, k, v = autocast(kind, q, k, v)  # queries and keys may come from norms in float32
-    cos, sin = (None, None) if rotation is None else rotation
     with without_autocast(kind):
-        return AttentionFunction.apply(q, k, v, cos, sin, heads)  # type: ignore
+        return AttentionFunction.apply(q, k, v, rotation, sinks, heads)  # type: ignore
 
 
 # ── layouts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +141,7 @@ def attention(
 @lru_cache(maxsize=64)
 def causal_layout(batch: int, length: int, window: int | None = None) -> Layout:
     """Sequences of equal length, without padding."""
-    return Layout(heads_op.spans_of((length,) * batch), window)
+    return Layout(heads_op.spans_of((length,) * batch), Scores(window=window))
 
 
 def layout_of_mask(mask: Tensor, batch: int, window: int | None) -> Layout | str:
@@ -172,7 +183,7 @@ def layout_of_mask(mask: Tensor, batch: int, window: int | None) -> Layout | str
             spans.append(heads_op.Span(keys, queries, 1, None if plain else positions))
     if not spans:
         return "a mask that hides every key"
-    return Layout(tuple(spans), window, True, torch.tensor(blind, device=mask.device) if blind else None)
+    return Layout(tuple(spans), Scores(window=window), torch.tensor(blind, device=mask.device) if blind else None)
 
 
 def kind_of(layout: Layout, batch: int, length: int) -> tuple[Any, ...]:
@@ -185,4 +196,4 @@ def kind_of(layout: Layout, batch: int, length: int) -> tuple[Any, ...]:
         rows.setdefault(span.keys.start // length, set()).add(kind)
     kinds = [frozenset(rows.get(b, ())) for b in range(batch)] if len(rows) > 1 else [frozenset(*rows.values())]
     pairs = frozenset(pairwise(kinds))
-    return kinds[0], pairs, layout.blind is None, layout.window, layout.causal, length.bit_length()
+    return kinds[0], pairs, layout.blind is None, layout.scores, length.bit_length()

@@ -10,8 +10,8 @@ from ..lora.patterns import split_names
 from ..model.config import ModelConfig
 from ..model.gpt import GPT
 from ..model.layers.linear import Affine
-from ..model.layers.norms import Norm
 from ..model.names import block_of, without_block
+from ..model.steps import Layer
 from .outline import linear_layers, outline
 
 
@@ -45,7 +45,7 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     return rows + listed
 
 
-def _parameters_of(place: str, number: str, layer: Affine | Norm, names: dict[int, str]) -> list[Parameter]:
+def _parameters_of(place: str, number: str, layer: Layer, names: dict[int, str]) -> list[Parameter]:
     """The parameters of a layer, part by part."""
     plain = layer.plain() if isinstance(layer, Affine) else None
     found: dict[str, list[Parameter]] = {}

@@ -27,6 +27,7 @@ from .reference import (
     turned,
     weight_and_bias,
     weighted,
+    with_sink,
 )
 from .reference_experts import choose, gated, gates_of, mixed, mixture_of, outputs
 from .reference_model import Part, ReferenceModel, differentiate, looked_up
@@ -220,7 +221,7 @@ class RecordedSteps:
             rows = slice(start, start + length)
             q, k, v = ([*heads[letter][rows].chunk(len(weights[letter]), 1)] for letter in "qkv")
             seen = scores(q, k, c, i, lambda name, x: inside.signal(x) if name == "raw" else x)
-            lse = seen.logsumexp(2)
+            lse = with_sink(seen, weights.get("sink")).logsumexp(2)
             found.append(weighted(inside.value(torch.exp(seen - lse.detach()[..., None])), v))
             steps.total = steps.total - (lse.T * shift[rows]).sum()
         steps.write(here + "a_3", torch.cat(found), delta)

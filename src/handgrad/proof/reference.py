@@ -18,9 +18,9 @@ from ..model.block import Block
 from ..model.config import ModelConfig, RotaryTable
 from ..model.layers.experts import Experts
 from ..model.layers.linear import Affine
-from ..model.layers.norms import Norm
+from ..model.layers.sinks import Sinks
 from ..model.passes.objective import LogitDifference, MeanLoss, Objective, PositionLoss
-from ..model.steps import Step, require, signal
+from ..model.steps import Layer, Step, require, signal
 from ..paper import rotary
 from ..paper.transformer import Network, Options
 from .reference_experts import MIXTURE_RULES, gated, mixture_of
@@ -58,6 +58,8 @@ class Choices(NamedTuple):
     windows: tuple[int | None, ...] = ()  # per block
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    scale: float | None = None  # of scores; None: 1/√d_ρ
+    cap: float | None = None  # of scores
 
 
 def choices_of(config: ModelConfig) -> Choices:
@@ -66,7 +68,7 @@ def choices_of(config: ModelConfig) -> Choices:
     turns = (tables[config.rotary_table_of(i)] if config.rotated_block(i) else None for i in blocks)
     return Choices(
         config.activation, config.eps, config.causal, config.norm, (*turns,), tuple(map(config.window_of, blocks)),
-        config.logit_scale, config.logit_cap,
+        config.logit_scale, config.logit_cap, config.attention_scale, config.score_cap,
     )  # fmt: skip
 
 
@@ -127,10 +129,10 @@ def block_weights(block: Block, config: ModelConfig) -> Weights:
     for number, layer in block.numbered().items():
         w, b = weight_and_bias(layer)
         parts = layer.plain().parts if isinstance(layer, Affine) else {}
-        if parts:
-            widths = list(parts.values())
-            biases = [None] * len(widths) if b is None else torch.split(b, widths)
-            pairs |= dict(zip(parts, zip(torch.split(w, widths, 1), biases, strict=True), strict=True))
+        if isinstance(layer, Affine) and parts:
+            biases = [None] * len(parts) if b is None else [x.flatten() for x in layer.plain().split(b)]
+            columns = [x.flatten(1) for x in layer.plain().split(w)]
+            pairs |= dict(zip(parts, zip(columns, biases, strict=True), strict=True))
         else:
             pairs[number] = (w, b)
     for letter, heads in (("q", config.n_heads), ("k", config.kv_heads), ("v", config.kv_heads)):
@@ -148,11 +150,11 @@ def _rule(step: Step) -> Rule:
     return Rule(step.kind, step.inputs, step.outputs, tuple(letters), step.scale)
 
 
-def weight_and_bias(layer: Affine | Norm) -> Pair:
+def weight_and_bias(layer: Layer) -> Pair:
     """What multiplies and what is added, as a function of the layer's parameters. DoRA's column norms are constants."""
     if isinstance(layer, Affine):
         return layer.effective_weight(), layer.plain().added_bias()
-    return layer.weight + layer.offset, getattr(layer, "bias", None)
+    return layer.weight if isinstance(layer, Sinks) else layer.weight + layer.offset, getattr(layer, "bias", None)
 
 
 def weights_of_network(p: Network) -> tuple[Weights, list[Weights]]:
@@ -237,10 +239,11 @@ def _attention(rule: Rule, given: list[Tensor], at: At) -> list[Tensor]:
     if inside is not None:
         q, k, v = ([inside(x) for x in heads] for heads in (q, k, v))
     seen = scores(q, k, c, at.i, lambda name, x: at.hook(f"a_{name}", x))
+    every = with_sink(seen, block.get("sink"))
     if inside is None:
-        rho = F.softmax(seen, -1)
+        rho = F.softmax(every, -1)[..., : len(given[0])]
     else:  # the sum that its backward pass subtracts cancels where softmax saturates
-        rho = torch.exp(seen - inside(torch.logsumexp(seen, -1, keepdim=True)))
+        rho = torch.exp(seen - inside(torch.logsumexp(every, -1, keepdim=True)))
     return [weighted(rho, v)]
 
 
@@ -286,11 +289,18 @@ def turned(heads: list[Tensor], gain: Pair | None, c: Choices, i: int, inside: C
 
 
 def scores(q: list[Tensor], k: list[Tensor], c: Choices, i: int, at: Hook) -> Tensor:
-    """q kᵗ/√d_ρ of every head, −∞ where a query does not see a key. (h, n, n)"""
+    """q kᵗ/√d_ρ of every head, scaled and capped as the model does, −∞ where a query does not see a key. (h, n, n)"""
     group = len(q) // len(k)  # queries that share a key and a value
     raw = at("raw", torch.stack([x @ k[h // group].T for h, x in enumerate(q)]))
-    scaled = at("causal", torch.stack([x / math.sqrt(y.shape[1]) for x, y in zip(raw, q, strict=True)]))
-    return scaled.masked_fill(_hidden(scaled.shape[1], c, i, scaled.device), -math.inf)
+    root = math.sqrt(q[0].shape[1]) if c.scale is None else 1 / c.scale
+    scaled = raw / root
+    capped = at("causal", scaled if c.cap is None else c.cap * torch.tanh(scaled / c.cap))
+    return capped.masked_fill(_hidden(capped.shape[1], c, i, capped.device), -math.inf)
+
+
+def with_sink(seen: Tensor, sink: Pair | None) -> Tensor:
+    """The scores, and as a last column every head's sink if it has one. (h, n, n + 1)"""
+    return seen if sink is None else torch.cat([seen, sink[0][:, None, None].expand(*seen.shape[:2], 1)], -1)
 
 
 def weighted(rho: Tensor, v: list[Tensor]) -> Tensor:

@@ -196,7 +196,7 @@ class Suspects:
         layer = layers_of(ours).get(path)
         parts = self._parts(layer, tracked) if layer is not None else {}
         inside = path.removeprefix(f"{names['blocks']}.").partition(".")
-        if inside[2].startswith(f"{names['attn']}.") and not inside[2].endswith(f".{names['attn.out']}"):
+        if f"{inside[2]}.".startswith(f"{names['attn']}.") and not inside[2].endswith(f".{names['attn.out']}"):
             own = name.removeprefix(f"{names['blocks']}.{inside[0]}.{names['attn']}.")
             i = int(inside[0])
             steps = self.steps[i]
@@ -324,7 +324,8 @@ class Suspects:
         scale = heads.fitted_scale(lambda x: made(replace(right, scale=x)) - seen, right.scale)
         if scale is None:
             return found, {}
-        text = f"the scores were multiplied by {formatted(scale)}, not by 1/√d_head = {formatted(right.scale)}"
+        own = "1/√d_head = " if c.attention_scale is None else ""
+        text = f"the scores were multiplied by {formatted(scale)}, not by {own}{formatted(right.scale)}"
         return found, {text: made(replace(right, scale=scale))}
 
     def _place(self, point: str) -> Place | None:
@@ -368,7 +369,7 @@ class Suspects:
 
 def _norm_of(step: Step) -> Norm:
     (layer,) = step.layers.values()
-    assert not isinstance(layer, Affine)
+    assert isinstance(layer, Norm)
     return layer
 
 

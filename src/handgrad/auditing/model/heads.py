@@ -39,6 +39,8 @@ class Heads:
     late: int = 0  # by how much the keys' positions are too large, relative to the queries'
     order: str = "qkv"  # which projections are taken for q, k and v
     returned: str = "qkv"  # to which of them the error signals of q, k and v go
+    cap: float | None = None  # of scores
+    sinks: bool = False  # whether the softmax has every head's learned score without a key
     away: int = 0  # from how many rows away the gradients of the projections' weights take their input
 
 
@@ -53,21 +55,31 @@ class Result(NamedTuple):
 def right_choices(config: ModelConfig, i: int) -> Heads:
     """The choices of block i."""
     turns = (1, 1) if config.rotated_block(i) else (0, 0)
-    return Heads(1 / math.sqrt(config.query_width), config.causal, window=config.window_of(i), turns=turns)
+    scale = 1 / math.sqrt(config.query_width) if config.attention_scale is None else config.attention_scale
+    window = config.window_of(i)
+    return Heads(scale, config.causal, window=window, turns=turns, cap=config.score_cap, sinks=config.sinks)
 
 
 def known_mistakes(config: ModelConfig, i: int, block: Block, padded: bool) -> dict[str, Heads]:
     """Mistakes of a block's attention that are worth trying, each named by a condition."""
     right = right_choices(config, i)
     width = config.query_width
+    own = config.attention_scale
+    left_out = f"1/√d_head were left out (d_head = {width})" if own is None else f"the scale {own:g} were left out"
     found = {
-        f"1/√d_head were left out (d_head = {width})": replace(right, scale=1.0),
+        left_out: replace(right, scale=1.0),
         "the scores were divided by d_head, not by √d_head": replace(right, scale=1 / width),
         "the causal mask were missing": replace(right, causal=False),
         "the causal mask were shifted, so that a token saw the next one": replace(right, ahead=1),
         "the causal mask were shifted, so that a token did not see itself": replace(right, ahead=-1),
         "the softmax's backward pass lacked its correction term": replace(right, corrected=False),
     }
+    if own is not None:
+        found["the scores were divided by √d_head"] = replace(right, scale=width**-0.5)
+    if right.cap is not None:
+        found["the cap of the scores were left out"] = replace(right, cap=None)
+    if right.sinks:
+        found["the sinks were left out"] = replace(right, sinks=False)
     if right.window is not None:
         found["the sliding window were ignored"] = replace(right, window=None)
         found["the sliding window were one token longer"] = replace(right, window=right.window + 1)
@@ -166,7 +178,7 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
     attn, (sequences, n) = block.attn, batch.shape
     projected = [_project(getattr(attn, name), a_2, name in c.bypassed, c.away) for name in attn.inputs]
     if attn.inputs == ("qkv",):
-        projected = list(torch.split(projected[0], list(config.qkv_widths().values()), 1))
+        projected = [x.flatten(1) for x in attn.qkv.plain().split(projected[0])]
     projected = [projected["qkv".index(letter)] for letter in c.order]
     heads = [config.n_heads, config.kv_heads, config.kv_heads]
     q, k, v = (x.view(sequences * n, h, -1) for x, h in zip(projected, heads, strict=True))
@@ -190,8 +202,13 @@ def _forward(block: Block, config: ModelConfig, batch: AuditBatch, a_2: Tensor, 
         if not c.summed:
             first = (torch.arange(config.n_heads) % group == 0)[:, None, None]
             k, v = (torch.where(first, x, x.detach()) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) * c.scale).masked_fill(~_visible(batch, c), -math.inf)
+    scores = q @ k.transpose(2, 3) * c.scale
+    if c.cap is not None:
+        scores = c.cap * torch.tanh(scores / c.cap)
+    scores = scores.masked_fill(~_visible(batch, c), -math.inf)
     norm = torch.logsumexp(scores, -1, keepdim=True)
+    if c.sinks:
+        norm = torch.logaddexp(norm, attn.sinks[:, None, None])
     rho = torch.exp(scores - (norm if c.corrected else norm.detach()))
     return (rho @ v).transpose(1, 2).reshape(sequences * n, -1)
 

@@ -92,7 +92,7 @@ def _points_of_block(block: Block, prefix: str, here: str, below: str, above: st
     paths = {id(module): f"{here}.{name}" for name, module in block.named_modules()}
 
     def layers(step: Step) -> list[str]:
-        return [paths[id(layer)] for layer in step.layers.values()]
+        return [paths.get(id(layer), paths[id(block.attn)]) for layer in step.layers.values()]  # sinks are no module
 
     def branch(step: Step) -> str:  # the module that holds the layers of a step, or of the one before it
         own = step if step.layers else steps.makers[step.inputs[0]]
@@ -134,7 +134,7 @@ def layers_by_signal(model: GPT) -> dict[str, list[str]]:
         for step in steps.steps:
             if step.layers:
                 point = f"blocks.{i}.{steps.joined(step.outputs[0])}"
-                found[point] = [paths[id(layer)] for layer in step.layers.values()]
+                found[point] = [paths.get(id(layer), paths[id(block.attn)]) for layer in step.layers.values()]
         if i == 0:
             found[f"blocks.0.{steps.input}"] = [n[x] for x in ("embed", "positions") if x in n]
     return found

@@ -113,7 +113,7 @@ def _named(session: Session, sentence: TracedSentence, cell: Cell) -> CellName:
     here, last = split(cell.name)
     block = int(here.split(".")[1]) if here else None
     wide = last in VOCABULARY_COLUMNS
-    between = last in ("rho", "score", "delta_causal", "delta_raw")
+    between = last in ("rho", "score", "scaled", "delta_causal", "delta_raw")
     tokens = (
         last.startswith(("a_", "delta_", "mu_", "sigma_", "rms_", "x_", "n_", "h_", "g_")) or between or last in "qkv"
     )

@@ -1,6 +1,5 @@
 """How a cell of an activation was computed: a rule per kind of step, whose sums `follow.py` shows."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -30,10 +29,16 @@ def rule(t: Tensors, sentence: TracedSentence, cell: Cell) -> Answer:
         return "the mean of the row", [Sum((row(t, name, i),), 1 / d)]
     if last == "rho":
         value = number(t.value(cell), "softmax", lambda k: cell._replace(name=here + "score"))
-        return "the softmax of the row of scores", [Sum((value,))]
-    if last == "score":
+        also = "" if t.block(here).attn.sinks is None else " and the head's sink"
+        return f"the softmax of the row of scores{also}", [Sum((value,))]
+    scores = t.block(here).attn.scores if last in ("scaled", "score") else None
+    if scores is not None and last == "score" and scores.cap is not None:
+        value = number(t.value(cell), "c tanh(s/c)", lambda k: cell._replace(name=here + "scaled"))
+        return f"the score, capped at c = {scores.cap:g}", [Sum((value,))]
+    if scores is not None:
         q, k = row(t, here + "q", i, cell.head), row(t, here + "k", j, (cell.head or 0) // t.group(here))
-        return "query · key / √d_ρ", [Sum((q, k), 1 / math.sqrt(len(q.values)))]
+        scaled = "/ √d_ρ" if scores.scale is None else f"· {scores.scale:g}"
+        return f"query · key {scaled}", [Sum((q, k), scores.factor(len(q.values)))]
     if last in ("q", "k", "v", "x_q", "x_k", "n_q", "n_k"):
         return _queries(t, cell, here, last)
     if kind == "h":

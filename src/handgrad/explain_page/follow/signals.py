@@ -1,13 +1,13 @@
 """How a cell of an error signal or of a gradient was computed: the sums that `follow.py` shows. The error signal of an
 activation is the sum of what the steps that read it send back: a rule per kind of step."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...model.layers.norms import Norm
+from ...model.layers.sinks import Sinks
 from ...model.passes.objective import LogitDifference
 from ...model.steps import signal
 from ..presentation.notation import symbol
@@ -140,8 +140,14 @@ def _of_head(name: str, w: Tensor, j: int, h: int, width: int) -> Factor:
 def _scores(t: Tensors, cell: Cell, here: str) -> Answer:
     h, i, j = cell.head or 0, cell.row, cell.column
     if cell.name.endswith("delta_raw"):
-        scale = 1 / math.sqrt(t[here + "q"].shape[2])
-        return "Δ_causal / √d_ρ", [Sum((one(t, here + "delta_causal", i, j, h),), scale)]
+        scores, factors = t.block(here).attn.scores, [one(t, here + "delta_causal", i, j, h)]
+        scale = scores.factor(t[here + "q"].shape[2])
+        text = "Δ_causal / √d_ρ" if scores.scale is None else f"Δ_causal · {scores.scale:g}"
+        if scores.cap is not None:
+            capped = cell._replace(name=here + "score")
+            factors.append(number(1 - (t.value(capped) / scores.cap) ** 2, "1 − tanh²", lambda k: capped))
+            text += " · slope of the cap"
+        return text, [Sum(tuple(factors), scale)]
     g, width = h // t.group(here), t[here + "v"].shape[2]
     (out,), (delta,) = t.attention(here).outputs, t.attention(here).signals
     sent = Factor(t.by_head(here, delta)[h, i], lambda k: Cell(delta, i, h * width + k))
@@ -205,8 +211,11 @@ def _gradient(t: Tensors, sentence: TracedSentence, cell: Cell, here: str, symbo
     found = t.network.holder(here, n)
     assert found is not None  # the gradient is in the trace
     step, number_of_layer = found
-    if isinstance(step.layers[number_of_layer], Norm):
+    of = step.layers[number_of_layer]
+    if isinstance(of, Norm):
         return _gain(t, step, letter, n, j)
+    if isinstance(of, Sinks):
+        return _sink(t, step, of, j)
     layer, source, signals = t.layer(here, n)
     delta = _output_column(t, signals, n, j)
     if letter == "b":
@@ -235,6 +244,14 @@ def _gain(t: Tensors, step: NetworkStep, letter: str, n: str, j: int) -> Answer:
     if letter == "b":
         return "Δ, summed over the tokens", [Sum((delta,))]
     return "normalized input · Δ, over the tokens", [Sum((column(t, f"{step.here}a_bar_{n}", j), delta))]
+
+
+def _sink(t: Tensors, step: NetworkStep, sinks: Sinks, h: int) -> Answer:
+    """The sink of head h, over the tokens"""
+    (out,), (delta,) = step.outputs, step.signals
+    product = (t.by_head(step.here, delta)[h] * t.by_head(step.here, out)[h]).sum(1)
+    share = number(t.rho_sink(step.here, sinks.weight)[h], "ρ of the sink")
+    return "−ρ of the sink · (Δ ⊖ output of the head), over the tokens", [Sum((share, number(product, "Δ ⊖ a")), -1)]
 
 
 def _output_column(t: Tensors, signals: dict[str, str], n: str, j: int) -> Factor:

@@ -1,6 +1,6 @@
 """The tensors that a number can be followed into: those of the trace, weights, and what the trace does not record.
 
-blocks.0.score                   q kᵗ/√d_ρ, the scores before the softmax                          (h, n, n)
+blocks.0.score                   q kᵗ/√d_ρ, the scores before the softmax; scaled: before their cap   (h, n, n)
 blocks.0.x_q, n_q                queries before the norm and before the rotation, if there are any  (h, n, d_ρ)
 blocks.0.delta_q, delta_x_q …    the error signals of q, k and v, and of what comes before them
 blocks.0.h_8, g_8                inside an adapter: its input a d, and scale · Δ uᵗ                 (n, r)
@@ -25,9 +25,11 @@ from ...model.layers import attention
 from ...model.layers.attention import Attention
 from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
+from ...model.layers.sinks import Sinks
 from ...model.passes.arguments import Rotations
 from ...model.steps import signal
 from ...ops import linear, rotary
+from ...ops.attention import scores_of
 from ..stations.network import Network, NetworkStep
 
 Pair = tuple[Tensor, Tensor | None]  # weight (f_in, f_out) and bias
@@ -48,9 +50,9 @@ def products(layers: Sequence[Affine], letters: Sequence[str]) -> dict[str, Pair
     names = iter(letters)
     for layer in layers:
         plain = layer.plain()
-        weights = torch.split(layer.effective_weight(), plain.widths, 1)
+        weights = [x.flatten(1) for x in plain.split(layer.effective_weight())]
         b = plain.added_bias()
-        biases: Sequence[Tensor | None] = [None] * len(weights) if b is None else torch.split(b, plain.widths)
+        biases: Sequence[Tensor | None] = [None] * len(weights) if b is None else [x.flatten() for x in plain.split(b)]
         found |= {next(names): pair for pair in zip(weights, biases, strict=True)}
     return found
 
@@ -109,13 +111,20 @@ class Tensors:
     def seen(self, here: str, i: int) -> range:
         """The tokens that attention at token i sees."""
         attn = self.block(here).attn
-        first = 0 if attn.window is None else max(0, i + 1 - attn.window)
-        return range(first, i + 1 if attn.causal else len(self.trace["a_0"]))
+        first = 0 if attn.scores.window is None else max(0, i + 1 - attn.scores.window)
+        return range(first, i + 1 if attn.scores.causal else len(self.trace["a_0"]))
+
+    def rho_sink(self, here: str, sinks: Tensor) -> Tensor:
+        """The sink's part of every row's softmax (h, n)."""
+        hidden, b = self[here + "rho"] == 0, sinks.detach().double()[:, None]
+        lse = self[here + "score"].masked_fill(hidden, -math.inf).logsumexp(2)
+        return torch.exp(b - torch.logaddexp(lse, b))
 
     def seeing(self, here: str, j: int) -> range:
         """The tokens whose attention sees token j."""
         attn, n = self.block(here).attn, len(self.trace["a_0"])
-        return range(j if attn.causal else 0, n if attn.window is None else min(n, j + attn.window))
+        causal, window, *_ = attn.scores
+        return range(j if causal else 0, n if window is None else min(n, j + window))
 
     # ── between the projections and the heads ───────────────────────────────────────────────────────────────────────
 
@@ -166,16 +175,17 @@ class Tensors:
 
     def _parameter(self, here: str, kind: str, letter: str) -> Tensor | None:
         found = self.network.holder(here, letter)
-        if found is not None and isinstance(layer := found[0].layers[found[1]], Norm):
+        if found is not None and isinstance(layer := found[0].layers[found[1]], Norm | Sinks):
             return layer.named_symbols().get(kind)
         pair = self.pair(here, letter)
         return None if pair is None else pair[0 if kind == "w" else 1]
 
     def _inside_block(self, here: str, last: str) -> Tensor | None:
         inner = last.removeprefix("delta_")
-        if last == "score":
-            q, k = self.wide(here + "q"), self.shared(here, "k")
-            return q @ k.mT / math.sqrt(q.shape[2])
+        if last in ("scaled", "score"):
+            scores = self.block(here).attn.scores
+            uncapped = scores if last == "score" else scores._replace(cap=None)
+            return scores_of(self.wide(here + "q"), self.shared(here, "k"), uncapped)
         if last == "delta_v":
             return self._grouped(here, self.wide(here + "rho").mT @ self.by_head(here, self.attention(here).signals[0]))
         if last in ("delta_q", "delta_k"):

@@ -122,14 +122,29 @@ def _attention_identities(session: Session, checker: Checker, station: Station, 
     causal, rho = ours[f"{here}delta_causal"], ours[f"{here}rho"]
     # a row that sees only one token is 0 up to the rounding of what ρ was multiplied with
     size = _largest(ours[station.incoming[0]]) * _largest(ours[f"{here}v"])
-    found = [
-        ("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)),
-        ("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)),
-    ]
-    if attn.causal:
+    if attn.sinks is None:
+        found = [
+            ("each row of Δ_causal sums to 0 (26)", _largest_row_sum(causal, ENTRY_FLOOR * size)),
+            ("each row of ρ sums to 1 (14)", _largest(rho.sum(2) - 1)),
+        ]
+    else:  # the sink has the rest of ρ, and Δ_causal = −ρ_sink (Δ_3 ⊖ a_3)
+        delta, a = (ours[x].unflatten(1, (len(rho), -1)).transpose(0, 1) for x in (station.incoming[0], station.a[0]))
+        of_sink = (1 - rho.sum(2)) * (delta * a).sum(2)
+        floor = max(ENTRY_FLOOR * size, _largest(causal.abs().sum(2)), 1e-300)
+        found = [("each row of Δ_causal sums to ρ_sink (Δ₃ ⊖ a₃)", _largest(causal.sum(2) - of_sink) / floor)]
+        found += [
+            (
+                "∂b_sink is minus the sum of these over the tokens",
+                relative_error(checker.gradient(p.name), -of_sink.sum(1)),
+            )
+            for p in station.parameters
+            if p.symbol == "b_sink" and p.name in checker.trained
+        ]
+    if attn.scores.causal:
         found.append(("ρ is 0 above the diagonal", _largest(rho.triu(1))))
-    if attn.window is not None:
-        found.append((f"ρ is 0 more than {attn.window - 1} tokens back", _largest(rho.tril(-attn.window))))
+    if attn.scores.window is not None:
+        width = attn.scores.window
+        found.append((f"ρ is 0 more than {width - 1} tokens back", _largest(rho.tril(-width))))
     for keys in station.parameters:
         if keys.symbol == "b_k" and keys.name in checker.trained and not attn.rotated and not attn.normed:
             found.append(("∂b_k is 0 (29)", _largest(keys.view(checker.gradient(keys.name)))))

@@ -25,7 +25,8 @@ def attention(attn: Attention, config: ModelConfig, name: str, output: str) -> A
     adapted = any(layer.adapted for layer in attn.projections())
     grouped, fused = attn.n_kv_heads < attn.n_heads, attn.has("qkv")
     changed = attn.normed or attn.rotated
-    as_in_paper = not changed and not grouped and (fused or not adapted)
+    plain_scores = attn.scores.scale is None and attn.scores.cap is None and attn.sinks is None
+    as_in_paper = not changed and not grouped and plain_scores and (fused or not adapted)
     no_effect = "k" in _biases(attn) and not changed  # b_k adds the same to all scores of a row
     forward = (_projections(attn, adapted), *_norms(attn), *_rotation(attn, config), *_heads(attn, grouped))
     backward = _errors_as_in_paper(attn, adapted) if as_in_paper else _errors(attn, config, adapted, grouped)
@@ -35,13 +36,14 @@ def attention(attn: Attention, config: ModelConfig, name: str, output: str) -> A
         forward=tuple(_renamed(formula, name, output) for formula in forward),
         backward=tuple(_renamed(formula, name, output) for formula in backward),
         errata=(
-            *(["R1"] if attn.causal else []),
+            *(["R1"] if attn.scores.causal else []),
             *(["R32"] if fused and (no_effect or not config.key_bias) else []),
             *(["R3", "R11"] if adapted else []),
         ),
         sources=_sources(attn, as_in_paper),
         derived_in=(
-            *(["grouped_query"] if grouped or attn.window is not None else []),
+            *(["grouped_query"] if grouped or attn.scores.window is not None else []),
+            *([] if plain_scores else ["scores"]),
             *(["rotary"] if attn.rotated else []),
             *(["rmsnorm"] if attn.normed else []),
         ),
@@ -55,8 +57,8 @@ def _renamed(formula: Formula, name: str, output: str) -> Formula:
 
 def _summary(attn: Attention, config: ModelConfig) -> str:
     seen = "all tokens"
-    if attn.causal:
-        before = "all earlier ones" if attn.window is None else f"the {attn.window - 1} before it"
+    if attn.scores.causal:
+        before = "all earlier ones" if attn.scores.window is None else f"the {attn.scores.window - 1} before it"
         seen = f"that token and {before}"
     scaling = config.rope_scaling.rope_type
     extra = {
@@ -65,6 +67,10 @@ def _summary(attn: Attention, config: ModelConfig) -> str:
         " two tokens; errors are rotated back.": attn.rotated,
         f"The angles are scaled for a longer context ({scaling}).": attn.rotated and scaling != "default",
         "This block does not rotate queries and keys.": config.positions == "rotary" and not attn.rotated,
+        f"Scores are capped: none exceeds {attn.scores.cap or 0:g}.": attn.scores.cap is not None,
+        "Every head has a sink, a learned score without a value: what it takes of ρ is attention to nothing.": (
+            attn.sinks is not None
+        ),
         f"{attn.n_heads} heads of queries share {attn.n_kv_heads} of keys and values, in groups of"
         f" {attn.n_heads // attn.n_kv_heads}; the errors of a shared head add up.": attn.n_kv_heads < attn.n_heads,
     }
@@ -118,12 +124,20 @@ def _rotation(attn: Attention, config: ModelConfig) -> Iterator[Formula]:
 
 
 def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
-    mask = r"\mathrm{mask}" if attn.causal else ""
+    mask, scale, cap = r"\mathrm{mask}" if attn.scores.causal else "", attn.scores.scale, attn.scores.cap
     q, k, v, rho = ("q^h", "(k^g)", "v^g", r"\rho^h") if grouped else ("q", "k", "v", r"\rho")
+    score = rf"\frac{{{q} {k}^t}}{{\sqrt{{d_\rho}}}}" if scale is None else rf"{scale:.4g} \, {q} {k}^t"
+    if cap is not None:
+        yield Formula(rf"s = {score} \qquad s' = {cap:g} \tanh(s / {cap:g})", "L-cap-fwd")
+        score = "s'"
+    of_keys, of_all = rho, rf"{mask}\left({score}\right)"
+    if attn.sinks is not None:
+        of_keys, of_all = rf"[{rho} \;\; \rho_{{\mathrm{{sink}}}}]", rf"[{of_all} \;\; \tilde b_{{\mathrm{{sink}}}}]"
+    checks = ["L-gqa-fwd" if grouped else "18, 34"]
+    checks += ["L-scale-fwd"] if scale is not None and cap is None else []
+    checks += ["L-sink-fwd"] if attn.sinks is not None else []
     yield Formula(
-        rf"{rho} = \mathrm{{softmax}}\left({mask}\left(\frac{{{q} {k}^t}}{{\sqrt{{d_\rho}}}}\right)\right) \qquad"
-        rf" a_3^h = {rho} \, {v}",
-        "L-gqa-fwd" if grouped else "18, 34",
+        rf"{of_keys} = \mathrm{{softmax}}\left({of_all}\right) \qquad a_3^h = {rho} \, {v}", ", ".join(checks)
     )
     if grouped:
         yield Formula(
@@ -131,20 +145,32 @@ def _heads(attn: Attention, grouped: bool) -> Iterator[Formula]:
             rf" \frac{{{attn.n_heads}}}{{{attn.n_kv_heads}}}",
             "L-gqa-fwd",
         )
-    if attn.window is not None:
-        yield Formula(rf"\rho_{{t\beta}} = 0 \; \text{{ unless }} \; t - {attn.window} \lt \beta \le t", "L-window-fwd")
+    if attn.scores.window is not None:
+        yield Formula(
+            rf"\rho_{{t\beta}} = 0 \; \text{{ unless }} \; t - {attn.scores.window} \lt \beta \le t", "L-window-fwd"
+        )
 
 
 # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _errors_of_scores(grouped: bool) -> tuple[Formula, Formula]:
+def _errors_of_scores(attn: Attention, grouped: bool) -> Iterator[Formula]:
     h, v, rho = ("^h", "(v^g)", r"\rho^h") if grouped else ("", "v", r"\rho")
     causal, raw = f"{CAUSAL}{h}", f"{RAW}{h}"
-    return (
-        Formula(rf"{causal} = [\Delta_3^h {v}^t - ((\Delta_3^h {v}^t) \ominus {rho})^{{\sim}}] \circ {rho}", "25"),
-        Formula(rf"{raw} = \frac{{{causal}}}{{\sqrt{{d_\rho}}}}", "28"),
-    )
+    yield Formula(rf"{causal} = [\Delta_3^h {v}^t - ((\Delta_3^h {v}^t) \ominus {rho})^{{\sim}}] \circ {rho}", "25")
+    if (cap := attn.scores.cap) is not None:
+        yield Formula(rf"\Delta_s{h} = {causal} \circ \left(1 - \tanh^2(s / {cap:g})\right)", "L-cap-bwd")
+        causal = rf"\Delta_s{h}"
+    if (scale := attn.scores.scale) is None:
+        yield Formula(rf"{raw} = \frac{{{causal}}}{{\sqrt{{d_\rho}}}}", "28")
+    else:
+        yield Formula(rf"{raw} = {scale:.4g} \, {causal}", "L-scale-bwd")
+    if attn.sinks is not None:
+        sink = r"\mathrm{sink}"
+        yield Formula(
+            rf"\partial b_{{{sink}}} = -\sum_{{\mathrm{{tok}}}} \rho_{{{sink}}} \circ (\Delta_3^h \ominus a_3^h)",
+            "L-sink-grad",
+        )
 
 
 def _errors_as_in_paper(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
@@ -157,7 +183,7 @@ def _errors_as_in_paper(attn: Attention, adapted: bool) -> tuple[Formula, ...]:
         gradients = _adapter_gradients(attn.qkv, "2", r"\Delta_{qkv}")
         grads = rf"{signals} \qquad {gradients}"
     return (
-        *_errors_of_scores(False),
+        *_errors_of_scores(attn, False),
         Formula(
             rf"\Delta_2 = \sum_h \left( \rho^t \Delta_3^h w_v^t + {RAW} k \, w_q^t + {RAW}^t q \, w_k^t \right)",
             "33, 35",
@@ -177,7 +203,7 @@ def _errors(attn: Attention, config: ModelConfig, adapted: bool, grouped: bool) 
     terms = [rf"\delta_{{{_projected(attn, x)}}} \, {_weight(attn, x)}^t" for x in "qkv"]
     plus = r" \qquad + " if adapted else " + "  # a narrow page can break at \qquad
     return (
-        *_errors_of_scores(grouped),
+        *_errors_of_scores(attn, grouped),
         Formula(r" \qquad ".join(made), "L-gqa-sum" if grouped else "22, 30"),
         *_errors_of_rotation(attn, config),
         *_errors_of_norms(attn),
@@ -288,9 +314,14 @@ def _sources(attn: Attention, as_in_paper: bool) -> Sources:
         forward += ["paper/rotary.py forward", "ops/rotary.py forward"]
         backward += ["paper/rotary.py delta_prev", "ops/rotary.py backward"]
     forward.append("ops/attention.py forward")
-    if attn.n_kv_heads < attn.n_heads or attn.window is not None:
+    if attn.n_kv_heads < attn.n_heads or attn.scores.window is not None:
         forward.append("paper/grouped_query.py forward")
         backward.append("paper/grouped_query.py sum_over_group")
+    if attn.scores.scale is not None or attn.scores.cap is not None or attn.sinks is not None:
+        forward.append("paper/scores.py forward")
+        backward.append("paper/scores.py backward")
+    if attn.sinks is not None:
+        backward.append("ops/attention.py sink_signals")
     if not as_in_paper:
         forward.append("model/layers/attention.py Attention.project")
         backward.append("model/layers/attention.py Attention.backward_projections")

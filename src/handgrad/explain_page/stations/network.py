@@ -12,7 +12,7 @@ from ...errors import HandgradError
 from ...model.gpt import GPT
 from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
-from ...model.steps import require, signal
+from ...model.steps import Layer, require, signal
 
 KINDS = ("norm", "attention", "linear", "add", "activation", "gated")  # of a block's steps
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
@@ -27,7 +27,7 @@ class NetworkStep(NamedTuple):
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    layers: dict[str, Affine | Norm] = {}  # noqa: RUF012
+    layers: dict[str, Layer] = {}  # noqa: RUF012
     inside: tuple[str, ...] = ()  # error signals
 
     @property

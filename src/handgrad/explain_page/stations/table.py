@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...formatting import subscript
 from ...model.gpt import GPT
 from ...model.layers.linear import Affine
-from ...model.layers.norms import Norm
-from ...model.steps import signal
+from ...model.steps import Layer, signal
 from . import end_formulas, formulas
 from .attention_formulas import attention
 from .formulas import About, Branch, Formula, subscripted, written
@@ -216,7 +215,7 @@ def _parameters_of(step: NetworkStep, model: GPT, names: Names) -> tuple[Paramet
     return tuple(found)
 
 
-def _parameters(layer: Affine | Norm, number: str, names: Names, here: str) -> tuple[Parameter, ...]:
+def _parameters(layer: Layer, number: str, names: Names, here: str) -> tuple[Parameter, ...]:
     """Return the parameters of a layer, those of its adapter first, under the trace's names."""
     found = []
     plain = layer.plain() if isinstance(layer, Affine) else None

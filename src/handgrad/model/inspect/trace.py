@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..gpt import GPT
 from ..layers.linear import Affine
-from ..layers.norms import Norm
 from ..passes.arguments import Pass, Record
 from ..passes.objective import MEAN_LOSS, Objective
 from ..passes.options import Finished, PassOptions, no_hook
 from ..passes.readout import forward_at_once
+from ..steps import Layer
 from .edits import Editor, Edits
 from .trace_html import trace_html
 
@@ -156,7 +156,7 @@ def gradients(model: GPT, of: Collection[nn.Parameter] | None = None) -> dict[st
     def gradient(p: nn.Parameter | None) -> Tensor | None:
         return None if p is None or (chosen is not None and p not in chosen) else p.grad
 
-    def keep(prefix: str, number: str, layer: Affine | Norm) -> None:
+    def keep(prefix: str, number: str, layer: Layer) -> None:
         for letter, p in layer.named_symbols().items():
             grad = gradient(p)
             if grad is None:

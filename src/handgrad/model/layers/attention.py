@@ -3,23 +3,24 @@
 a_2 → q, k, v → norms of q and k, if any → rotation, if any → heads a_3 → projection a_4;   out is w_3
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...kernels.calls import Scores
 from ...ops import attention, rmsnorm, rotary
 from ..config import ModelConfig
 from ..passes.arguments import Observer, Pass
-from ..steps import Step
+from ..steps import Layer, Step
 from . import attention_matrices as matrices
 from . import branches
 from .branches import BranchInput
 from .linear import Affine, Linear, QueryKeyValue
 from .norms import Norm, RMSNorm
 from .parts import Parts, part
+from .sinks import Sinks
 
 
 class Saved(NamedTuple):
@@ -63,7 +64,8 @@ class Attention(Parts):
         super().__init__()
         c, names = config, config.table.names
         self.n_heads, self.n_kv_heads, self.q_width = c.n_heads, c.kv_heads, c.query_width
-        self.causal, self.window = c.causal, c.window_of(i)
+        self.scores = Scores(c.causal, c.window_of(i), c.attention_scale, c.score_cap)
+        self.sinks = nn.Parameter(torch.empty(c.n_heads, device=device)) if c.sinks else None
         self.rotated, self.normed = c.rotated_block(i), c.qk_norm
         self.rotary_table, self.neighbors = c.rotary_table_of(i), c.rotary_neighbors
         self.partly_rotated = self.rotated and c.rotary_width_of_head < c.query_width
@@ -73,6 +75,7 @@ class Attention(Parts):
         if self.inputs == ("qkv",):
             matters = c.positions == "rotary" or c.qk_norm
             fused = QueryKeyValue(c.d_model, widths, c.qkv_bias, c.key_bias, matters, device, stored=stored)
+            fused.heads = c.n_heads if c.qkv_by_head else None
             self.add("qkv", names["attn.qkv"], fused)
         else:
             for letter, width in widths.items():
@@ -125,11 +128,11 @@ class Attention(Parts):
         q, k, v, q_norm, k_norm = self.project(a_2, run)
         heads: attention.Saved | matrices.Saved
         if run.cache is not None:
-            heads = run.cache.attend(q, k, v, self.window)
+            heads = run.cache.attend(q, k, v, self.scores, self.sinks)
         elif run.edited:
-            heads = matrices.forward(q, k, v, self.causal, self.window, run)
+            heads = matrices.forward(q, k, v, self.scores, self.sinks, run)
         else:
-            heads = attention.forward(q, k, v, run.spans, self.causal, self.window)[1]
+            heads = attention.forward(q, k, v, run.spans, self.scores, self.sinks)[1]
             if run.observer is not None:
                 for name, x in zip("qkv", heads[:3], strict=True):
                     run.observer.note(name, x.transpose(0, 1))
@@ -148,19 +151,23 @@ class Attention(Parts):
         signals = branches.ErrorSignals.buffers(self.projections(), n, delta_4, run.query_rows)
         into = self.by_head(*signals.parts)
         if isinstance(heads, matrices.Saved):
-            matrices.backward(delta_3, heads, into, run)
+            of_sinks = matrices.backward(delta_3, heads, into, run)
         else:
+            delta = delta_3.view_as(heads.a)
             if run.observer is not None and run.query_rows is None:
-                self._note_maps(delta_3, heads, run.observer, run.lengths)
-            attention.backward(delta_3.view_as(heads.a), heads, run.spans, self.causal, into, self.window)
+                self._note_maps(delta, heads, run.observer, run.lengths)
+            attention.backward(delta, heads, run.spans, into, self.scores)
+            sinks_train = self.sinks is not None and self.sinks.requires_grad
+            of_sinks = attention.sink_signals(delta, heads, run.spans) if sinks_train else None
+        if self.sinks is not None and of_sinks is not None:
+            Sinks(self.sinks).accumulate(of_sinks, run)
         return self.backward_projections(signals, saved, a_2, run)
 
-    def _note_maps(self, delta_3: Tensor, heads: attention.Saved, observer: Observer, lengths: tuple[int, ...]) -> None:
+    def _note_maps(self, delta: Tensor, heads: attention.Saved, observer: Observer, lengths: tuple[int, ...]) -> None:
         """Show ρ and its error signals, (h, n, n). Training never forms these matrices."""
-        rho, signal = attention.maps(delta_3.view_as(heads.a), heads, lengths, self.causal, self.window)
-        observer.note("rho", rho)
-        observer.note("delta_causal", signal)
-        observer.note("delta_raw", signal / math.sqrt(heads.q.shape[2]))
+        maps = attention.maps(delta, heads, lengths, self.scores)
+        for name, x in zip(("rho", "delta_causal", "delta_raw"), maps, strict=True):
+            observer.note(name, x)
 
     def backward_projections(
         self, signals: branches.ErrorSignals, saved: Saved, a_2: BranchInput, run: Pass
@@ -188,9 +195,10 @@ class Attention(Parts):
         return signals.backward(a_2.tensor(), run, a_2.signal_needed)
 
     def steps(self, reads: str) -> list[Step]:
-        """The activation of that name → a_3 → a_4; the parameters of the first step are w_q, w_k, w_v, or all three as w_2."""
-        layers: dict[str, Affine | Norm] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
+        """The activation of that name → a_3 → a_4; the first step has w_q, w_k, w_v, or all three as w_2, and b_sink."""
+        layers: dict[str, Layer] = {"2" if name == "qkv" else name: getattr(self, name) for name in self.inputs}
         layers |= {name: getattr(self, name) for name in ("q_norm", "k_norm") if self.has(name)}
+        layers |= {} if self.sinks is None else {"sink": Sinks(self.sinks)}
         extras = {
             "neighboring features rotated": self.rotated and self.neighbors,
             "some features rotated": self.partly_rotated,

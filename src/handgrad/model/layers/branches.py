@@ -56,7 +56,7 @@ def forward(
         fused = len(layer.plain().widths) > 1
         some = first_rows is not None and not outputs and not fused
         out = layer.forward(a[first_rows] if some else a, run, dtype=dtype)
-        outputs += torch.split(out, layer.plain().widths, 1) if fused else [out]
+        outputs += layer.plain().split(out) if fused else [out]
     if first_rows is not None and len(outputs[0]) == len(a):
         outputs[0] = outputs[0][first_rows]
     return outputs
@@ -71,7 +71,7 @@ class ErrorSignals:
         self.parts = parts
         self.fused = len(layers) < len(parts)
         if wholes is None:
-            wholes = [torch.cat(parts, 1)] if self.fused else parts
+            wholes = [torch.cat([part.flatten(1) for part in parts], 1)] if self.fused else parts
         self.wholes = wholes
         self.first_rows: Tensor | None = None
 
@@ -84,7 +84,7 @@ class ErrorSignals:
         fused = len(layers) < len(widths)
         if fused:
             wholes = [like.new_empty(n, sum(widths))]
-            parts = list(torch.split(wholes[0], widths, 1))
+            parts = layers[0].plain().split(wholes[0])
         else:
             parts = wholes = [like.new_empty(n, width) for width in widths]
         if first_rows is not None:
@@ -105,8 +105,8 @@ class ErrorSignals:
         """Add the layers' gradients, and return the sum of the branches' error signals of a, if it is needed."""
         rows = self.first_rows
         if self.fused and rows is not None:
-            first = self.wholes[0][:, : self.parts[0].shape[1]]
-            first.zero_().index_copy_(0, rows, self.parts[0])
+            first = self.layers[0].plain().split(self.wholes[0])[0]
+            first.zero_().index_copy_(0, rows, self.parts[0].view(-1, *first.shape[1:]))
         delta: Tensor | None = None
         for layer, whole in reversed(list(zip(self.layers, self.wholes, strict=True))):
             some = rows is not None and whole is self.parts[0]

@@ -251,12 +251,20 @@ class Linear(Affine):
         """Cut the weight, its gradient (letter w; as (f_in, f_out)) or the bias (letter b) into the parts."""
         if letter == "w" and not self.in_out:
             x = x.t()
-        return dict(zip(self.parts, torch.split(x, self.widths, -1), strict=True))
+        parts = (part.reshape(*x.shape[:-1], -1) for part in self.split(x))
+        return dict(zip(self.parts, parts, strict=True))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """The columns (…, f_out) of each part, views: (…, width), or (…, heads, width) if the parts alternate by head."""
+        return list(torch.split(x, self.widths, -1))
 
 
 class QueryKeyValue(Linear):
     """[w_q | w_k | w_v] side by side, with the bias [b_q | b_k | b_v], or [b_q | b_v] without `key_bias`: if queries and
-    keys are neither rotated nor normalized, b_k changes nothing (19), so its gradient is exactly 0 (29)."""
+    keys are neither rotated nor normalized, b_k changes nothing (19), so its gradient is exactly 0 (29). With `heads` the
+    columns of each head's q, k and v are side by side instead."""
+
+    heads: int | None = None
 
     def __init__(
         self,
@@ -296,6 +304,11 @@ class QueryKeyValue(Linear):
         q, k, _ = self.widths
         key = [torch.zeros_like(x[:, q : q + k])] if self.key_bias else []
         return torch.cat([x[:, :q], *key, x[:, q + k :]], 1)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        if self.heads is None:
+            return super().split(x)
+        return list(torch.split(x.unflatten(-1, (self.heads, -1)), [w // self.heads for w in self.widths], -1))  # type: ignore[no-untyped-call]
 
     def parts_of(self, letter: str, x: Tensor) -> dict[str, Tensor]:
         if letter == "b" and not self.key_bias:

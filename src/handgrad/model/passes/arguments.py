@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HandgradError
+from ...kernels.calls import Scores
 from ...ops.attention import Saved, Spans
 from ..storage.weights import STORED, Weights
 
@@ -85,7 +86,7 @@ class Within(Observer):
 class BlockCache(Protocol):
     """The keys and values of one block that generation stores."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Saved:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Saved:
         """Append the keys and values of new tokens, and return the heads' output for their queries."""
 
 

@@ -1,0 +1,25 @@
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys and without caps; five of six blocks have a window, and frequencies
+of their own."""
+
+from dataclasses import replace
+
+from .gemma2 import GEMMA2
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    names={**GEMMA2.names, "attn.q_norm": "q_norm", "attn.k_norm": "k_norm"},
+    defaults={
+        **GEMMA2.defaults,
+        "max_position_embeddings": 131_072,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    fixed={**GEMMA2.fixed, "qk_norm": True},
+    pattern=6,
+    local_rope=True,
+    own_vocabulary=262_208,
+)
