@@ -9,7 +9,7 @@ from rich.table import Table
 from ..formatting import duration, flop, percent, plural, size
 from ..plan.estimate import Plan
 from ..plan.packing import unpacked_kinds
-from ..plan.parameters import parameters
+from ..plan.parameters import parameters, typical_block
 from ..plan.timing import Forecast
 
 
@@ -18,7 +18,7 @@ def to_json(plan: Plan) -> str:
     rows = [
         {"layer": p.layer, "symbol": p.symbol, "name": p.name, "shape": p.shape, "count": p.count,
          "times": c.n_blocks if p.layer == "block" else 1}
-        for p in parameters(c)
+        for p in parameters(c, typical_block(c))
     ]  # fmt: skip
     plain = {k: v for k, v in vars(plan).items() if k not in ("config", "ranks", "kinds", "mixed")}
     plain["precision"] = plan.precision
@@ -48,7 +48,7 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
     }  # fmt: skip
     between = [""] * (3 if named else 2)
     for layer, subtotal in totals.items():
-        for p in parameters(c):
+        for p in parameters(c, typical_block(c)):
             if p.layer == layer:
                 shape = " × ".join(f"{n:,}" for n in p.shape)
                 table.add_row(layer, p.symbol, *([p.name] if named else []), shape, f"{p.count:,}")
@@ -57,8 +57,10 @@ def _parameters(plan: Plan, name: str, width: int) -> Table:
         label = "one block" if layer == "block" else layer
         table.add_row(f"[bold]{label}", *between, f"[bold]{subtotal:,}", end_section=True)
     if c.n_blocks > 1:
-        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{c.n_blocks * plan.per_block:,}")
+        table.add_row(f"[bold]{plural(c.n_blocks, 'block')}", *between, f"[bold]{plan.blocks:,}")
     table.add_row("[bold]total", *between, f"[bold]{plan.total:,}")
+    if plan.active < plan.total:
+        table.add_row("used by a token", *between, f"{plan.active:,}")
     return table
 
 

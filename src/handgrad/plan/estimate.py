@@ -19,11 +19,15 @@ from ..lora import peft
 from ..model.block import Block
 from ..model.config import ModelConfig, preset
 from ..model.precision import why_not_mixed
-from ..model.steps import require_block
+from ..model.steps import require
 from .flop import Work, flop
 from .memory import BYTES, float32_copies, largest_layer, saved, temporary, tokens_per_piece, workspace
+from .outline import kinds_of_blocks
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
-from .parameters import Ranks, adapter_parameters, parameters, short_names, target_ranks
+from .parameters import Ranks, adapter_parameters, of_blocks, parameters, short_names, target_ranks, typical_block
+
+# the steps whose products and tensors are counted
+COUNTED = ("norm", "attention", "linear", "activation", "gated", "add", "router", "experts", "mixture")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Plan:
     embedding: int
     final_norm: int
     logits: int
+    blocks: int  # all of them
     total: int
+    active: int  # that a token uses: k of E experts
     adapters: int
     trainable: int
 
@@ -132,10 +138,13 @@ def make_plan(
             f"packed weights are frozen, and a plan without adapters trains them: give {option('rank')} as well"
         )
 
-    require_block(Block(config, 0, torch.device("meta")).steps(), "the plan")
-    sizes = parameters(config)
+    for i in kinds_of_blocks(config):
+        require(Block(config, i, torch.device("meta")).steps(), COUNTED, "the plan")
+    sizes = parameters(config, typical_block(config))
     of = {layer: sum(p.count for p in sizes if p.layer == layer) for layer in {p.layer for p in sizes}}
-    total = of["embedding"] + config.n_blocks * of["block"] + of["final norm"] + of.get("logits", 0)
+    blocks, used = of_blocks(config)
+    outside = of["embedding"] + of["final norm"] + of.get("logits", 0)
+    total = outside + blocks
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
     size = BYTES[dtype]
@@ -156,7 +165,9 @@ def make_plan(
         embedding=of["embedding"],
         final_norm=of["final norm"],
         logits=of.get("logits", 0),
+        blocks=blocks,
         total=total,
+        active=outside + used,
         adapters=n_adapters,
         trainable=trainable,
         forward_flop=forward,

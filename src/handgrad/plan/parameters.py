@@ -1,7 +1,8 @@
 """The parameters of a model and of its adapters."""
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from .. import lora
@@ -12,7 +13,7 @@ from ..model.gpt import GPT
 from ..model.layers.linear import Affine
 from ..model.names import block_of, without_block
 from ..model.steps import Layer
-from .outline import linear_layers, outline
+from .outline import kinds_of_blocks, linear_layers, outline
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,17 @@ class Parameter:
     name: str  # in Hugging Face's files; in a block without its prefix, such as transformer.h.N
     shape: tuple[int, ...]  # of a matrix: (f_in, f_out), however it is stored
 
+    used: float = 1.0  # share that a token uses: k/E of the experts
+
     @property
     def count(self) -> int:
         return prod(self.shape)
 
 
-def parameters(config: ModelConfig) -> list[Parameter]:
-    """All tensors, those of a block listed once. Matrices stored side by side, such as q, k and v, are listed one by one."""
-    model = outline(config)
+def parameters(config: ModelConfig, i: int = 0) -> list[Parameter]:
+    """All tensors, those of block i instead of every block. Matrices stored side by side, such as q, k and v, are listed one
+    by one, those of all experts together: (E, f_in, f_out)."""
+    model = outline(config, i)
     names = {id(p): without_block(name) for name, p in model.named_parameters()}
     rows = [
         Parameter("embedding", symbol, names[id(p)], tuple(p.shape))
@@ -40,9 +44,39 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     ]
     for number, layer in model.blocks[0].numbered().items():
         rows += _parameters_of("block", number, layer, names)
+    rows = _stacked(config, rows)
     rows += _parameters_of("final norm", "10", model.final_norm, names)
     listed = [p for p in _parameters_of("logits", "11", model.head, names) if not (config.tied and p.symbol == "w_11")]
     return rows + listed
+
+
+def of_blocks(config: ModelConfig) -> tuple[int, int]:
+    """The parameters of all blocks, and how many of them a token uses."""
+    total, used = 0, 0.0
+    for i, count in kinds_of_blocks(config).items():
+        for p in parameters(config, i):
+            if p.layer == "block":
+                total, used = total + count * p.count, used + count * p.count * p.used
+    return total, round(used)
+
+
+def typical_block(config: ModelConfig) -> int:
+    """A block with experts, if any has them."""
+    return next((i for i in range(config.n_blocks) if config.sparse_block(i)), 0)
+
+
+def _stacked(config: ModelConfig, rows: list[Parameter]) -> list[Parameter]:
+    """The same with the experts' tensors of one name as one."""
+    found: dict[str, Parameter] = {}
+    for p in rows:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", p.name)
+        if name == p.name:
+            found[p.symbol + name] = p
+        elif name not in found:
+            assert config.n_experts is not None and config.experts_per_token is not None
+            symbol, used = p.symbol.rpartition("_")[0], config.experts_per_token / config.n_experts
+            found[name] = replace(p, symbol=f"{symbol}_e", name=name, shape=(config.n_experts, *p.shape), used=used)
+    return list(found.values())
 
 
 def _parameters_of(place: str, number: str, layer: Layer, names: dict[int, str]) -> list[Parameter]:
@@ -93,11 +127,11 @@ def target_ranks(config: ModelConfig, rank: int, targets: str | Sequence[str]) -
 
 def adapter_parameters(config: ModelConfig, ranks: Ranks) -> int:
     """Number of parameters of the factors: r (f_in + f_out) for each layer"""
-    layers = linear_layers(config)
     total = 0
     for name, rank in ranks.items():
-        layer = layers.get(without_block(name))
-        if layer is None or (block_of(name) or 0) >= config.n_blocks:
+        i = block_of(name) or 0
+        layer = linear_layers(config, i).get(without_block(name)) if i < config.n_blocks else None
+        if layer is None:
             raise HandgradError(f"the model has no linear layer {name}: the adapter belongs to another model")
         total += rank * (layer.f_in + layer.f_out)
     return total
@@ -105,6 +139,6 @@ def adapter_parameters(config: ModelConfig, ranks: Ranks) -> int:
 
 def short_names(config: ModelConfig, ranks: Ranks) -> tuple[str, ...]:
     """The layers with adapters, without their blocks: c_attn, and attn.c_proj because mlp.c_proj exists as well"""
-    ends = [name.rpartition(".")[2] for name in linear_layers(config)]
+    ends = [name.rpartition(".")[2] for i in kinds_of_blocks(config) for name in linear_layers(config, i)]
     names = dict.fromkeys(map(without_block, ranks))
     return tuple(end if ends.count(end := name.rpartition(".")[2]) == 1 else name for name in names)

@@ -18,7 +18,7 @@ from ..errors import HandgradError
 from ..lora.config import LoRAConfig
 from ..machine import available_memory
 from ..model.gpt import GPT
-from ..model.names import without_block
+from ..model.names import block_of, without_block
 from ..model.passes.readout import rows_at_once
 from ..model.precision import why_not_mixed
 from ..model.storage.packed import Packed
@@ -127,7 +127,8 @@ class _Trial:
         ranks: dict[str, int] = {}
         for name, rank in plan.ranks.items():
             inside = without_block(name)
-            layer = linear_layers(plan.config)[inside].part_of or inside  # the model has one adapter for all parts
+            its = linear_layers(plan.config, block_of(name) or 0)[inside]
+            layer = its.part_of or inside  # the model has one adapter for all parts
             ranks[layer] = max(rank, ranks.get(layer, 0))
         if ranks:
             adapter = LoRAConfig(max(ranks.values()), targets=tuple(ranks), rank_pattern=ranks)
