@@ -11,8 +11,8 @@ from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .gpt2 import GPT2
-from .gpt_oss import GPT_OSS
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .llama import LLAMA

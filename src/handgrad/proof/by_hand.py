@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..errors import HandgradError
-from ..model.gpt import GPT
 from ..model.inspect.trace import own_gradients, record_pass
 from ..model.passes.arguments import Pass, Recorder, Within
 from ..model.passes.objective import Objective

@@ -7,6 +7,7 @@ import torch
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .tensors import Cell, Tensors, split
 from .terms import Sum, column, number, one, row
 
@@ -114,6 +115,7 @@ def _loss(t: Tensors, sentence: TracedSentence, step: NetworkStep, cell: Cell) -
 RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]] = {
     "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
     "activation": _activation, "gated": _gated, "loss": _loss,
+    "router": mixture.router, "experts": mixture.experts, "mixture": mixture.mixture,
 }  # fmt: skip
 
 

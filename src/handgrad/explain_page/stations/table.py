@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ...formatting import subscript
 from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
 from ...model.steps import Layer, signal
-from . import end_formulas, formulas
+from . import end_formulas, formulas, mixture_formulas
 from .attention_formulas import attention
 from .formulas import About, Branch, Formula, subscripted, written
 from .network import HEAD, Network, NetworkStep, letter_of
@@ -186,6 +187,17 @@ def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
     return formulas.gated_activation(g, (gate, up), output)
 
 
+def _mixture(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    layers = model.blocks[step.block].mlp
+    assert isinstance(layers, Experts)
+    if step.kind == "router":
+        return mixture_formulas.router(layers)
+    if step.kind == "experts":
+        return mixture_formulas.experts(layers, step.inputs, step.outputs[0])
+    return mixture_formulas.mixture(step.inputs, step.outputs[0])
+
+
 def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
     return end_formulas.loss()
 
@@ -193,6 +205,7 @@ def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
 _ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {
     "embedding": _embedding, "norm": _norm, "attention": _attention, "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": _mixture, "experts": _mixture, "mixture": _mixture,
 }  # fmt: skip
 
 
