@@ -14,8 +14,8 @@ from members import (
     LLAMA3,
     LLAMA_LIKE,
     MEMBERS,
+    MORE,
     NO_TOKEN_IDS,
-    OF_FAMILY,
     PLAIN,
     TYPICAL,
     YARN,
@@ -149,7 +149,7 @@ def test_rotary_fields_of_files_old_and_new(name: str, fields: dict[str, Any], t
 def test_omitted_fields_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     sizes = {
         "model_type": family, "vocab_size": 29, "hidden_size": 64, "intermediate_size": 11, "num_hidden_layers": 5,
-        "num_attention_heads": 32, **NO_TOKEN_IDS, **OF_FAMILY.get(family, {}),
+        "num_attention_heads": 32, **NO_TOKEN_IDS, **({} if family != "dots1" else MORE[family]),
     }  # fmt: skip
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), experts_implementation="eager")
     randomize(network)

@@ -12,6 +12,7 @@ from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .lfm2 import LFM2
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GPT2, LFM2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, COHERE, COHERE2, GEMMA2, GEMMA3, GPT_NEOX,
         GRANITE, GRANITE_HYBRID, MINICPM, OLMO2, OLMO3, STARCODER2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1,
+        GPT_OSS,
     )
 }  # fmt: skip
 

@@ -162,7 +162,9 @@ def _check_known(raw: dict[str, Any], family: Family, file: Path) -> None:
 
 def _rotary(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
     """The rotary fields, as transformers 5 writes them (rope_parameters) or as older files have them."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' own order
+    given = (
+        raw.get("rope_scaling") or raw.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
+    )  # transformers' own order
     if not isinstance(given, dict):
         raise HandgradError(f"rope_scaling must be an object, not {shown(given)}")
     found: dict[str, Any] = {}
@@ -443,7 +445,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, object]:
         given |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     given = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items()}
     plain = scaling.rope_type == "default"
-    if family.rotary_share is None and not family.local_rope:
+    if family.rotary_share is None and not family.local_rope and "rope_parameters" not in family.defaults:
         return {"rope_theta": config.rope_base, "rope_scaling": None if plain else given}
     table: dict[str, object] = {"rope_theta": config.rope_base, **({"rope_type": "default"} if plain else given)}
     more = {} if plain or scaling.rope_type != "longrope" else {"original_max_position_embeddings": scaling[2]}

@@ -7,6 +7,7 @@ import torch
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .tensors import Cell, Tensors, split
 from .terms import Sum, column, number, one, row, taps
 
@@ -127,6 +128,7 @@ RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]]
     "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _gated, "loss": _loss,
+    "router": mixture.router, "experts": mixture.experts, "mixture": mixture.mixture,
 }  # fmt: skip
 
 

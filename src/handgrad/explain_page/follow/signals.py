@@ -14,6 +14,7 @@ from ...model.steps import signal
 from ..presentation.notation import symbol
 from ..session.session import TracedSentence
 from ..stations.network import NetworkStep
+from . import mixture
 from .forward import Answer, masked
 from .tensors import Cell, Tensors, delta_of, split, wide
 from .terms import Factor, Sum, column, number, one, row, taps
@@ -141,6 +142,7 @@ RULES: dict[str, Callable[[Tensors, TracedSentence, NetworkStep, Cell], Answer]]
     "embedding": _embedding, "next": _next, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": mixture.sent_by_router, "experts": mixture.sent_by_experts, "mixture": mixture.sent_by_mixture,
 }  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from ...model.layers.linear import Affine
 from ...model.layers.norms import Norm
 from ...model.steps import Layer, require, signal
 
-KINDS = ("norm", "attention", "convolution", "linear", "add", "activation", "gated")  # of a block's steps
+KINDS = (  # of a block's steps
+    "norm", "attention", "convolution", "linear", "add", "activation", "gated", "router", "experts", "mixture",
+)  # fmt: skip
 FINAL_NORM, HEAD = "10", "11"  # the numbers of their parameters
 
 

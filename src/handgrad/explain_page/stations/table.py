@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ...formatting import subscript
 from ...model.gpt import GPT
+from ...model.layers.experts import Experts
 from ...model.layers.linear import Affine
 from ...model.layers.taps import Taps
 from ...model.steps import Layer, signal
-from . import end_formulas, formulas
+from . import end_formulas, formulas, mixture_formulas
 from .attention_formulas import attention
 from .conv_formulas import convolution
 from .formulas import About, Branch, Formula, subscripted, written
@@ -203,6 +204,17 @@ def _activation(step: NetworkStep, network: Network, model: GPT) -> About:
     return formulas.gated_activation(g, (gate, up), output)
 
 
+def _mixture(step: NetworkStep, network: Network, model: GPT) -> About:
+    assert step.block is not None
+    layers = model.blocks[step.block].mlp
+    assert isinstance(layers, Experts)
+    if step.kind == "router":
+        return mixture_formulas.router(layers)
+    if step.kind == "experts":
+        return mixture_formulas.experts(layers, step.inputs, step.outputs[0])
+    return mixture_formulas.mixture(step.inputs, step.outputs[0])
+
+
 def _loss(step: NetworkStep, network: Network, model: GPT) -> About:
     return end_formulas.loss()
 
@@ -211,6 +223,7 @@ _ABOUT: dict[str, Callable[[NetworkStep, Network, GPT], About]] = {
     "embedding": _embedding, "norm": _norm, "attention": _attention, "convolution": _convolution,
     "linear": _linear, "add": _add,
     "activation": _activation, "gated": _activation, "loss": _loss,
+    "router": _mixture, "experts": _mixture, "mixture": _mixture,
 }  # fmt: skip
 
 
