@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench
+LLAMA := 0.3.36# version of llama-cpp-python for make llama-bench and gguf-check
+LLAMA_PYTHON := build/llama-cpp# environment of make gguf-check
 LM_EVAL := 0.4.13# version of lm-eval for make lm-eval-check
 TORCH := 2.13.0# version of torch for make constraints
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # imported, nor are most models of transformers.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/transformers/models/|/torch/(testing|onnx|ao)/|/tests?/|/pip/' $(VENV)/lib >/dev/null 2>&1 || true
 
-.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench lm-eval-check \
+.PHONY: demo adapt finetune-demo finetune-demo-peer example-norms-demo test quick run-tests long kernels-check lint style types browser docs release-check bench llama-bench gguf-check lm-eval-check \
 	images constraints clean
 .DEFAULT_GOAL := demo
 
@@ -125,6 +126,17 @@ llama-bench: $(VENV)/.ready
 		-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
 	build/llama/tools/bin/cmake --build build/llama/made --target llama-bench
 	cp build/llama/made/bin/llama-bench $(BIN)/
+
+# llama.cpp, in a separate environment, opens files of handgrad convert --gguf; it must compute what we do. Building it takes ten
+# minutes and a C++ compiler, the comparison five.
+gguf-check: $(VENV)/.ready-for-tests $(LLAMA_PYTHON)/.ready
+	$(BIN)/python tests/gguf_check.py --program $(LLAMA_PYTHON)/bin/python
+
+$(LLAMA_PYTHON)/.ready: Makefile
+	$(PYTHON) -m venv $(LLAMA_PYTHON)
+	CMAKE_ARGS='-DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF' \
+		$(LLAMA_PYTHON)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python==$(LLAMA)
+	@touch $@
 
 # lm-eval, in a separate environment, scores a task over HTTP; the scores must be those of transformers.
 lm-eval-check: $(VENV)/.ready-for-tests build/lm-eval/.ready

@@ -12,7 +12,8 @@ _COUNT = (1, 10**12)
 
 LIMITS: dict[str, tuple[float, float]] = {
     "n_vocab": _WIDTH, "n_context": _WIDTH, "d_model": (1, 1 << 20), "n_heads": (1, 1 << 16), "n_blocks": (1, 1000),
-    "d_hidden": _WIDTH, "d_rho": _WIDTH, "rotary_width": _WIDTH, "d_head": _WIDTH, "n_kv_heads": (1, 1 << 16), "window": _WIDTH,
+    "d_hidden": _WIDTH, "d_rho": _WIDTH, "rotary_width": _WIDTH, "d_head": _WIDTH, "n_kv_heads": (1, 1 << 16),
+    "window": _WIDTH, "sliding_window_pattern": _WIDTH,
     "n_experts": (1, 1 << 16), "experts_per_token": (1, 1 << 16), "d_expert": _WIDTH, "d_shared": _WIDTH,
     "expert_groups": (1, 1 << 16), "groups_per_token": (1, 1 << 16), "decoder_sparse_step": _WIDTH,
     "first_k_dense_replace": (0, 1000), "n_shared_experts": (0, 1 << 16),

@@ -24,6 +24,9 @@ logging.disable_progress_bar()
 
 # MiniCPM is code of its authors, not of transformers: test_minicpm.py
 FAMILIES = {name: family for name, family in EVERY_FAMILY.items() if name != "minicpm"}
+# grouped_mm refuses widths that are not multiples of 16 bytes; torch's own attention can neither cap scores nor has sinks
+PLAINLY = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+IMPLEMENTATION = {family: {**PLAINLY, "attn_implementation": "eager"} for family in ("gemma2", "gpt_oss")}
 LIMIT = 1e-8  # relative, in float64
 LENGTHS = [7, 1, 12]  # uneven, one of them a single token
 NO_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -66,15 +69,6 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 5},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
-# of attention, where torch's function can neither cap scores nor have sinks
-IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager"}
-
-
-def implementations(family: str) -> dict[str, str]:
-    """What transformers computes attention and experts with: grouped_mm refuses widths that are not multiples of 16 bytes."""
-    return {"attn_implementation": IMPLEMENTATION.get(family, "sdpa"), "experts_implementation": "eager"}
-
-
 LOCAL = {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 30.0}}
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
@@ -123,7 +117,7 @@ def in_file_names(network: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     for name, x in named.items():
         parts = re.fullmatch(r"(.*)\.mlp\.(?:experts\.((?:gate_up|down)_proj(?:_bias)?)|(.*))", name)
         if "mlp.experts" not in names or parts is None:
-            found[name] = x
+            found[name.replace("lm_head.", f"{names['head']}.")] = x
         elif parts[3]:
             found[f"{parts[1]}.{names['mlp']}.{parts[3]}"] = x
         else:
@@ -223,9 +217,10 @@ def transformers_model(name: str, **changes: Any) -> Any:
     rope = LOCAL if FAMILIES[family].local_rope else ROPE
     window = 4 if FAMILIES[family].local_rope else None
     others: dict[str, Any] = {"sliding_window": window, "rope_parameters": rope} if family in LLAMA_LIKE else {}
-    fields = fields_of(family, sizes) | others | NO_TOKEN_IDS | MORE.get(family, {}) | MEMBERS[name] | changes
+    own = others | NO_TOKEN_IDS | MORE.get(family, {})
+    fields = fields_of(family, sizes) | own | MEMBERS[name] | changes
     config = AutoConfig.for_model(family, **copy.deepcopy(fields))
-    network = AutoModelForCausalLM.from_config(config, **implementations(family)).eval()
+    network = AutoModelForCausalLM.from_config(config, **IMPLEMENTATION.get(family, PLAINLY)).eval()
     randomize(network)
     return in_float64(network)
 
@@ -274,17 +269,16 @@ def in_float64(network: Any) -> Any:
                 module.__init__(module.config)
         if hasattr(module, "scalar_embed_scale"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
-        if kind.endswith(("RotaryEmbedding", "RMSNorm", "Attention", "Router")) or (
-            kind.endswith("LayerNorm") and kind != "LayerNorm"
-        ):
+        casts = ("RotaryEmbedding", "RMSNorm", "Attention", "Router")
+        if kind.endswith(casts) or (kind.endswith("LayerNorm") and kind != "LayerNorm"):
             module.forward = wrapped(module.forward)
     return network
 
 
 def from_folder(folder: Path) -> Any:
     """A saved model as transformers opens it, in float64."""
-    family = AutoConfig.from_pretrained(folder).model_type
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **implementations(family))
+    plainly = IMPLEMENTATION.get(AutoConfig.from_pretrained(folder).model_type, PLAINLY)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plainly)
     return in_float64(network.eval())
 
 

@@ -84,10 +84,20 @@ def test_transformers_loads_a_checkpoint(text: Path, tmp_path: Path) -> None:
 
 
 BFLOAT16 = ["--dtype", "bfloat16"]
+MUON = ["--optimizer", "muon"]
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--update-inside"], ["--optimizer", "SGD"], BFLOAT16, [*BFLOAT16, "--update-inside"]]
+    "options",
+    [
+        [],
+        ["--update-inside"],
+        ["--optimizer", "SGD"],
+        MUON,
+        BFLOAT16,
+        [*BFLOAT16, "--update-inside"],
+        [*BFLOAT16, "--update-inside", *MUON],
+    ],
 )
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, options: list[str]) -> None:
     for name in "ab":
@@ -279,7 +289,7 @@ def test_weight_decay_groups_and_learning_rate_schedule(text: Path) -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"])])
+@pytest.mark.parametrize(("n", "options"), [(2, []), (4, ["--update-inside"]), (2, [*MUON, "--update-inside"])])
 def test_several_processes_train_the_same_weights(text: Path, tmp_path: Path, n: int, options: list[str]) -> None:
     base = ["--data", text, "--steps", 10, *SMALL, "--dtype", "float64", "--keep", 5, *options]
     succeed("train", *base, "--out", tmp_path / "1")

@@ -43,9 +43,9 @@ MODEL_SHAPE = {
 }
 COMMON_OPTIMIZATION = {
     "schedule": f"Learning-rate schedule: {', '.join(SCHEDULES)}.",
-    "optimizer": "Name of an optimizer of torch.optim.",
+    "optimizer": "Name of an optimizer of torch.optim; with Muon, which is for the blocks' matrices, AdamW for the rest.",
     "weight_decay": "Weight decay, applied to matrices only.",
-    "beta1": "Decay rate of the first moment (momentum), if the optimizer has one.",
+    "beta1": "Decay rate of the first moment (momentum), if the optimizer has one. Muon's own is 0.95.",
     "beta2": "Decay rate of the second moment, if the optimizer has one.",
     "clip": "Maximum norm of the gradient; 0 for no clipping.",
     "recompute": "Activations to recompute in the backward pass: none, or blocks (less memory, a third more time).",

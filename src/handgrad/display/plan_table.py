@@ -84,12 +84,19 @@ def step_table(plan: Plan, forecast: Forecast, width: int) -> Table:
         f"{percent(plan.trainable / plan.total)} of {plan.total:,}: {what}",
     )
     row("forward", flop(plan.forward_flop), "matrix products; a multiply-add counts as two")
-    row("backward", flop(plan.backward_flop), "error signals and gradients", end_section=True)
+    row("backward", flop(plan.backward_flop), "error signals and gradients", end_section=not plan.update_flop)
+    if plan.update_flop:
+        row(
+            "update",
+            flop(plan.update_flop),
+            f"{plan.optimizer}'s matrix products, whatever the batch",
+            end_section=True,
+        )
     kinds = ", ".join(sorted(set(plan.kinds.values())))
     row("weights", size(plan.bytes_weights), f"matrices packed as {kinds}" if kinds else "")
     row("gradients", size(plan.bytes_gradients), "")
     wide = plan.dtype == "bfloat16"
-    row("optimizer state", size(plan.bytes_optimizer), f"AdamW: two moments{', in float32' if wide else ''}")
+    row("optimizer state", size(plan.bytes_optimizer), f"of {plan.optimizer}{', in float32' if wide else ''}")
     row("saved activations", size(plan.bytes_saved), "for the backward pass")
     unpacked = ", with its weights unpacked" if unpacked_kinds(plan.kinds, plan.mixed) else ""
     more = unpacked + (", or an update in float32" if wide else "")

@@ -17,7 +17,7 @@ ACTIVATIONS = {
 }
 
 
-WINDOWS = ("every block", "late blocks", "even early blocks", "unrotated blocks", "pattern")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,12 @@ class Family:
     no_effect: frozenset[str] = frozenset()  # fields of config.json that change nothing in the computation
     extra_tensors: str = r"lm_head\.weight"  # tensors in its files that a model may leave unread; a regular expression
     forms: Mapping[str, str] = field(default_factory=dict)  # field of config.json → how ours follows from it
-    windows: str = ""  # blocks with a sliding window: one of `WINDOWS`; "": none can have
+    windows: str = ""  # blocks with a sliding window: as `_windowed` of config_json.py reads them; "": none can have
     pattern: int = 0  # every n-th block has no window, unless the file lists them
     unrotated: str = ""  # "every block without a window", "listed blocks": those whose queries and keys are not rotated
     local_rope: bool = False  # blocks with a window have their own frequencies, which are not scaled
     rotary_share: float | None = None  # of a head's features, where the file can say another one
-    rope_types: tuple[str, ...] = (
-        "default",
-        "linear",
-        "dynamic",
-        "llama3",
-        "yarn",
-        "longrope",
-    )  # that transformers knows
+    rope_types: tuple[str, ...] = ROPE_TYPES  # that transformers knows for it
     stacked_experts: bool = False  # its files hold all experts of a block in two tensors
     block_kinds: tuple[str, ...] = ()  # in layer_types, of a family whose files list them and whose blocks are alike
     own_vocabulary: int = 0  # a smaller vocabulary does not have the tokens that `token_ids` refer to by default

@@ -306,7 +306,7 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
     if family.windows == "even early blocks":
         first = raw.get("max_window_layers", family.defaults["max_window_layers"])
         check_integer("max_window_layers", first)
-        return tuple(range(0, min(first, config.n_blocks), 2))
+        return tuple(every[:first:2])
     if family.windows == "unrotated blocks":
         return config.unrotated
     if family.windows == "pattern":
@@ -464,10 +464,10 @@ def _layer_fields(config: ModelConfig) -> dict[str, object]:
         written["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.n_blocks)]
     if family.windows:
         written["sliding_window"] = config.window
+    kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
     if "use_sliding_window" in family.defaults:
         written["use_sliding_window"] = config.window is not None
-    kinds = [config.window_of(i) is not None for i in range(config.n_blocks)]
-    if family.windows in ("late blocks", "even early blocks", "unrotated blocks", "pattern"):
+    if family.windows in ("late blocks", "unrotated blocks", "even early blocks", "pattern"):
         written["layer_types"] = [_LOCAL if windowed else "full_attention" for windowed in kinds]
     elif family.block_kinds:
         written["layer_types"] = [family.block_kinds[0]] * config.n_blocks

@@ -6,6 +6,7 @@ that exist at the peak of a step. `timing.py` predicts seconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .memory import BYTES, float32_copies, largest_layer, saved, temporary, toke
 from .outline import kinds_of_blocks
 from .packing import Kinds, buffers, packed_bytes, packed_count, two_bytes, unpacked_kinds
 from .parameters import Ranks, adapter_parameters, of_blocks, parameters, short_names, target_ranks, typical_block
+from .update import maps_of, state_bytes, update_flop
 
 # the steps whose products and tensors are counted
 COUNTED = ("norm", "attention", "linear", "activation", "gated", "add", "router", "experts", "mixture")
@@ -69,6 +71,8 @@ class Plan:
     ranks: Ranks = field(default_factory=dict, repr=False)
     kinds: Kinds = field(default_factory=dict, repr=False)  # types of packed matrices
     mixed: bool = False  # operands of products in two bytes
+    optimizer: str = "AdamW"
+    update_flop: int = 0  # of the optimizer's matrix products
 
     @property
     def precision(self) -> str:
@@ -101,6 +105,7 @@ def make_plan(
     kinds: Kinds | None = None,
     rows: int | None = None,
     mixed: bool = False,
+    optimizer: str = "AdamW",
 ) -> Plan:
     """Plan a step that trains all weights or, if `rank` is not 0, adapters of that rank on the layers `targets`.
 
@@ -111,6 +116,7 @@ def make_plan(
     kinds           types of the matrices that stay packed, by name
     rows            how many tokens of a sequence have a target (default: all)
     mixed           compute in mixed precision
+    optimizer       name of an optimizer of torch.optim; of `extra`, Muon is counted as moving nothing
     """
     tokens = config.n_context if tokens is None else tokens
     if dtype not in BYTES:
@@ -147,6 +153,8 @@ def make_plan(
     total = outside + blocks
     n_adapters = adapter_parameters(config, ranks) + extra
     trainable = n_adapters if ranks else total
+    maps = maps_of(config, ranks)
+    of_maps = sum(prod(shape) * count for shape, count in maps.items())
     size = BYTES[dtype]
     head_trains = not ranks or config.table.names["head"] in ranks
     piece = tokens_per_piece(batch, tokens, adapted=bool(ranks))
@@ -174,7 +182,7 @@ def make_plan(
         backward_flop=backward,
         bytes_weights=size * (total - packed_count(config, kinds) + n_adapters) + packed_bytes(config, kinds),
         bytes_gradients=size * (largest_layer(config) if update_inside and not ranks else trainable),
-        bytes_optimizer=2 * max(4, size) * trainable,  # of bfloat16 weights in float32
+        bytes_optimizer=state_bytes(optimizer, of_maps, trainable - of_maps, size),
         bytes_saved=bytes_saved,
         bytes_temporary=max(bytes_temporary, update - bytes_saved),
         bytes_cache_per_token=size * config.n_blocks * config.kv_heads * (config.query_width + config.value_width),
@@ -182,6 +190,8 @@ def make_plan(
         ranks=ranks,
         kinds=kinds,
         mixed=mixed,
+        optimizer=optimizer,
+        update_flop=update_flop(optimizer, maps),
     )  # fmt: skip
 
 
