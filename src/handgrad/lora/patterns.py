@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from ..model.names import any_block
 from ..sandbox import client as sandbox
 
-
 CHOOSING = ("gate", "router", "shared_expert_gate")  # routers: a few outputs, in which a low rank saves nothing
 
 
