@@ -17,6 +17,7 @@ from ..model.config import ACTIVATIONS as PLAIN
 from ..model.config import GATES, ModelConfig
 from ..ops.rope_scaling import ROPE_TYPES, UNSCALED, Scaling
 from .conv_fields import conv_fields, read_conv_fields
+from .expert_fields import expert_fields, read_experts, told_by_experts
 
 _HF_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -87,7 +88,7 @@ def read_config(raw: dict[str, Any], file: Path) -> ModelConfig:
         config = ModelConfig(**{**values, **own, "family": family.name})
         if config.positions == "rotary":
             config = replace(config, **{**_rotary(raw, config, family), **own})
-        config = replace(config, **{**_experts(raw, config, family), **own})
+        config = replace(config, **{**read_experts(raw, config, family), **own})
         return replace(config, **{**_window(raw, config, family), **read_conv_fields(raw, config, family), **own})
     except HandgradError as mistake:
         raise HandgradError(f"{file}: {_in_their_words(str(mistake), family, own)}") from None
@@ -318,53 +319,6 @@ def _windowed(raw: dict[str, Any], config: ModelConfig, family: Family, kinds: l
     return tuple(every)
 
 
-# ── mixtures of experts ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _experts(raw: dict[str, Any], config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The blocks without experts, and the width of what all tokens share."""
-    found: dict[str, Any] = {}
-
-    def integer(field: str) -> int:
-        value = raw.get(field, family.defaults[field])
-        check_integer(field, value)
-        return int(value)
-
-    if "decoder_sparse_step" in family.defaults:
-        step, listed = integer("decoder_sparse_step"), raw.get("mlp_only_layers") or []
-        if not isinstance(listed, list) or any(type(i) is not int for i in listed):
-            raise HandgradError(f"mlp_only_layers must be a list of blocks, not {shown(listed)}")
-        found["dense"] = tuple(i for i in range(config.n_blocks) if i in listed or (i + 1) % step)
-    if "first_k_dense_replace" in family.defaults:
-        found["dense"] = tuple(range(min(integer("first_k_dense_replace"), config.n_blocks)))
-    if "n_shared_experts" in family.defaults:
-        found["d_shared"] = integer("n_shared_experts") * config.expert_width or None
-    return found
-
-
-def _expert_fields(config: ModelConfig) -> dict[str, object]:
-    """The same fields, as far as the family has them; `_own` writes what it cannot express."""
-    defaults, written = config.table.defaults, dict[str, object]()
-    if "decoder_sparse_step" in defaults:
-        written |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense)}
-    if "first_k_dense_replace" in defaults:
-        written["first_k_dense_replace"] = len(config.dense)
-    if "n_shared_experts" in defaults:
-        written["n_shared_experts"] = (config.d_shared or 0) // config.expert_width
-    return written
-
-
-def _told_by_experts(config: ModelConfig) -> set[str]:
-    """The choices that these fields express."""
-    defaults, told = config.table.defaults, set[str]()
-    first = config.dense == tuple(range(len(config.dense)))
-    if "decoder_sparse_step" in defaults or ("first_k_dense_replace" in defaults and first):
-        told.add("dense")
-    if "n_shared_experts" in defaults and (config.d_shared or 0) % config.expert_width == 0:
-        told.add("d_shared")
-    return told
-
-
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -381,7 +335,7 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         **{field: only for field, only in family.only.items() if only is not None},
         **(_rope_fields(config) if config.positions == "rotary" else {}),
         **_layer_fields(config),
-        **_expert_fields(config),
+        **expert_fields(config),
         # the defaults hold for the family's own vocabulary only; otherwise generation_config.json has the ids
         **({} if config.n_vocab >= family.own_vocabulary else dict.fromkeys(family.token_ids)),
         "dtype": str(dtype).removeprefix("torch."),
@@ -414,7 +368,7 @@ def _own(config: ModelConfig) -> dict[str, Any]:
         told |= {"window", "windowed"}
     told |= {"conv_blocks"} if family.has("conv") else set()
     told |= {"unrotated"} if _tells_unrotated(config) else set()
-    told |= _told_by_experts(config)
+    told |= told_by_experts(config)
     own = {}
     for f in fields(ModelConfig):
         value = getattr(config, f.name)

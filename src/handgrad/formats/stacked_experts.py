@@ -20,8 +20,7 @@ _LAYERS = {"gate_up_proj": ("expert.gate", "expert.expand"), "down_proj": ("expe
 
 def split_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Tensors under the names that the family's matrices have; those that are not stacked stay as they are."""
-    stacked = [name for name in tensors if (found := _NAME.fullmatch(name)) and found[2]]
-    if not stacked or not family.has("mlp.experts"):
+    if not family.has("mlp.experts") or not any((parts := _NAME.fullmatch(x)) and parts[2] for x in tensors):
         return dict(tensors)
     found: dict[str, Tensor] = {}
     for name, x in tensors.items():

@@ -30,8 +30,8 @@ def router(mixture: Experts) -> About:
     return About(
         title="Router",
         summary=f"Chooses {r.k} of {len(mixture.experts)} experts for each token, by their scores, and says how much of each"
-        " goes into the output: one column for each chosen expert. In the backward pass, a score gets an error for what another"
-        " share of its expert would have changed.",
+        " goes into the output: one column for each chosen expert. In the backward pass, a score gets an error for what"
+        " another share of its expert would have changed.",
         forward=forward, backward=backward, sources=(_ROUTE, _BACK), derived_in=("experts",),
     )  # fmt: skip
 
