@@ -75,7 +75,7 @@ IMPLEMENTATION = {"gemma2": "eager", "gpt_oss": "eager"}
 
 
 def implementations(family: str) -> dict[str, str]:
-    """What transformers computes attention and experts with: grouped_mm refuses widths that are not multiples of 16 bytes."""
+    """What transformers computes attention and experts with: grouped_mm refuses most small widths."""
     return {"attn_implementation": IMPLEMENTATION.get(family, "sdpa"), "experts_implementation": "eager"}
 
 

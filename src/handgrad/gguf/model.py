@@ -177,6 +177,7 @@ def _config(given: _Metadata, architecture: Architecture) -> tuple[dict[str, Any
     if given.file.metadata.get(f"{name}.attention.sliding_window"):
         if architecture.windowed is None:
             given.refuse("attention.sliding_window", "which is not supported")
+        assert architecture.windowed is not None  # refused above
         model_class, model_type = architecture.windowed
         window = given.integer("attention.sliding_window", "n_context")
         config |= {"architectures": [model_class], "model_type": model_type, "sliding_window": window}
