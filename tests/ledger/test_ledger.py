@@ -16,6 +16,7 @@ from handgrad.ledger.check import BEYOND, SECTIONS
 from handgrad.paper import (
     activation,
     attention,
+    blocks,
     embedding,
     experts,
     gated,
@@ -23,6 +24,7 @@ from handgrad.paper import (
     kv_cache,
     layernorm,
     linear,
+    logits,
     lora,
     loss,
     per_example,
@@ -194,7 +196,13 @@ def of_the_last_head(x: Sequence[torch.Tensor], n_kv: int) -> list[torch.Tensor]
     return list(x[repeat - 1 :: repeat])
 
 
+def through_the_last(deltas: Sequence[torch.Tensor]) -> torch.Tensor:
+    return deltas[-1]
+
+
 # a broken one is made from the right one
+DYNAMIC, LONGROPE_FACTOR, PARTIAL = rotary.dynamic_base, rotary.longrope_attention_factor, rotary.forward_partial
+LOGITS, DELTA_LOGITS = logits.forward, logits.delta_prev
 ROTATE, PERMUTATION, YARN_SHARE = rotary.forward, rotary.permutation, rotary.yarn_share
 WINDOW, SUM_OVER_GROUP = grouped_query.mask, grouped_query.sum_over_group
 PRODUCT_M, PRODUCT_U = per_example.product_m, per_example.product_u
@@ -406,6 +414,67 @@ BREAKS: dict[str, tuple[object, str, Callable[..., object], set[str]]] = {
     "a given gradient transposed": (
         per_example, "product_with", lambda a, delta, q: (a @ q).sum(), {"L-example-with"},
     ),
+    "a norm after the branch that Δ does not see": (blocks, "delta_of_branch", lambda delta, branch, saved: delta, {
+        "L-post-bwd", "L-post-grad", "L-post-orthogonal",
+    }),
+    "a norm before the branches that Δ does not see": (blocks, "delta_of_path", lambda delta_a, path, saved: delta_a, {
+        "L-post-bwd", "L-parallel-bwd", "L-branch-bwd",
+    }),
+    "one path of two": (blocks, "total", through_the_last, {"L-parallel-fwd", "L-parallel-bwd"}),
+    "branches without their multiplier": (blocks, "scaled", lambda x, s: x, {"L-branch-fwd", "L-branch-bwd"}),
+    "a norm after the branch that is left out": (
+        blocks, "forward_branch", lambda a, branch, eps: blocks.BranchForward(branch.f(a), None, branch.f(a)), {},
+    ),
+    "a gain of w": (rmsnorm, "gain", lambda w, offset=1.0: w, {"L-gain-fwd", "L-gain-bwd"}),
+    "an embedding without its multiplier": (embedding, "forward_scaled", lambda ids, w, s: embedding.forward(ids, w), {
+        "L-embed-fwd", "L-embed-bwd",
+    }),
+    "an embedding's gradient without its multiplier": (
+        embedding, "grad_w_scaled", lambda delta, ids, n, s: embedding.grad_w(delta, ids, n), {"L-embed-bwd"},
+    ),
+    "logits without their scale": (logits, "forward", lambda a, s, c=None: LOGITS(a, 1.0, c), {
+        "L-logits-fwd", "L-logits-bwd",
+    }),
+    "a Δ of logits without their scale": (logits, "delta_prev", lambda delta, y, s, c=None: DELTA_LOGITS(delta, y, 1.0, c), {
+        "L-logits-bwd",
+    }),
+    "a cap of logits without a slope": (logits, "slope", lambda y, c: torch.ones_like(y), {
+        "L-logits-bwd", "L-logits-rowsum",
+    }),
+    "a norm of each head instead of all": (
+        rmsnorm, "forward_joint", lambda q, w, eps: (
+            [rmsnorm.forward(x, g, eps).a for x, g in zip(q, w.chunk(len(q)), strict=True)],
+            rmsnorm.forward(torch.cat(tuple(q), 1), w, eps),
+        ), {"L-joint-fwd"},
+    ),
+    "a Δ of each head instead of all": (
+        rmsnorm, "delta_prev_joint", lambda deltas, f, w: [
+            rmsnorm.delta_prev(*x) for x in zip(
+                deltas, f.a_bar.chunk(len(deltas), 1), [f.rms] * len(deltas), w.chunk(len(deltas)), strict=True,
+            )
+        ], {"L-joint-bwd"},
+    ),
+    "the last features rotated instead of the first": (
+        rotary, "forward_partial", lambda x, t, theta, form: PARTIAL(x.flip(1), t, theta, form).flip(1), {
+            "L-partial-fwd", "L-rope-longrope",
+        },
+    ),
+    "a Δ rotated whole": (rotary, "delta_prev_partial", lambda delta, t, theta, form: (
+        PARTIAL(delta, t, theta, form)
+    ), {"L-partial-bwd"}),
+    "factors of longrope that multiply": (rotary, "longrope", lambda theta, factors: theta * theta.new_tensor(factors), {
+        "L-rope-longrope",
+    }),
+    "longrope with yarn's attention factor": (
+        rotary, "longrope_attention_factor", lambda f, n: rotary.yarn_attention_factor(f), {"L-rope-longrope"},
+    ),
+    "a dynamic base that shrinks within the context": (
+        rotary, "dynamic_base", lambda d_rho, base, f, context, n: base * (f * n / context - f + 1) ** (d_rho / (d_rho - 2))
+        if n > context else base / f, {"L-rope-dynamic"},
+    ),
+    "a LayerNorm that does not center": (layernorm, "forward", lambda a, w, b, eps: layernorm.Forward(
+        a.mean(1), rmsnorm.forward(a, w, eps).rms, rmsnorm.forward(a, w, eps).a_bar, rmsnorm.forward(a, w, eps).a + b
+    ), {}),
     "an overwriting scatter": (embedding, "grad_w", overwriting, {"E-embed-dw", "T3-wtok", "R9"}),
 }  # fmt: skip
 
